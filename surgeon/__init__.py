@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from surgeon.models.checkpoint import Checkpoint as Checkpoint
     from surgeon.models.checkpoint import check_model as check_model
     from surgeon.models.checkpoint import open_checkpoint as open_checkpoint
+    from surgeon.operations import OPERATIONS as OPERATIONS
     from surgeon.operations.pmoe_experts import RouterLoss as RouterLoss
     from surgeon.plan.plan import LoadedPlan as LoadedPlan
     from surgeon.plan.plan import json_schema as json_schema
@@ -93,6 +94,7 @@ if TYPE_CHECKING:
     from surgeon.train.config.schema import OptimizerSpec as OptimizerSpec
     from surgeon.train.config.schema import PreserveSpec as PreserveSpec
     from surgeon.train.config.schema import RunSettings as RunSettings
+    from surgeon.train.config.schema import TeacherSpec as TeacherSpec
     from surgeon.train.config.schema import TrainConfig as TrainConfig
     from surgeon.train.config.settings import settle as settle
     from surgeon.train.publishing import Trained as Trained
@@ -120,6 +122,7 @@ _HOMES = {
     "LoadedPlan": "plan.plan",
     "LoraSpec": "train.config.schema",
     "Manifest": "manifest.manifest",
+    "OPERATIONS": "operations",
     "OptimizerSpec": "train.config.schema",
     "PreserveSpec": "train.config.schema",
     "ProgressListener": "common.listener",
@@ -131,6 +134,7 @@ _HOMES = {
     "SourceScores": "evaluate.results",
     "SourceSpec": "data.specs",
     "SurgeonError": "errors",
+    "TeacherSpec": "train.config.schema",
     "TextSpec": "data.specs",
     "TrainConfig": "train.config.schema",
     "Trained": "train.publishing",

@@ -1,5 +1,7 @@
 """The house in numbers: `python -m tests.house [CHECKOUT]` prints size, rooms and ideas of the package.
 
+With `--calls` it prints the calls between rooms while a plan is applied (house_calls.py).
+
 A room is a folder of `surgeon/`; a loose module stands beside the rooms; an arrow is a room that imports another. A
 floor is a level of the rooms' imports: what imports nothing stands on the first, everything else one above the highest
 that it imports. Ideas are counted from the syntax tree alone, so that any checkout can be measured, importable or not.
@@ -246,10 +248,12 @@ class House:
                         yield Site(module, node.lineno, ast.unparse(node))
                 yield from (Site(module, each.lineno, ast.unparse(each)) for each in _truths(node))
 
-    def long_functions(self) -> Iterator[tuple[int, str, Function]]:
-        """Functions of more lines than MOST_LINES, from `def` to the last line, docstring and all."""
+    def long_functions(self, *, documented: bool = False) -> Iterator[tuple[int, str, Function]]:
+        """Functions of more lines than MOST_LINES, from `def` to the last line; `documented`: docstrings count too."""
         for module, node in self.functions():
             length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if not documented and ast.get_docstring(node) is not None:
+                length -= (node.body[0].end_lineno or 0) - node.body[0].lineno + 1
             if length > MOST_LINES:
                 yield length, module, node
 
@@ -332,7 +336,8 @@ def report(house: House, *, sites: bool) -> Iterator[str]:
         yield title.format(len(found)) + (f" in {len(files)} files" if files else "")
         yield from (f"    {each}" for each in found if sites)
     for what, found in (
-        (f"above {MOST_LINES} lines", [*house.long_functions()]),
+        (f"above {MOST_LINES} lines without their docstrings", [*house.long_functions()]),
+        (f"above {MOST_LINES} lines with them", [*house.long_functions(documented=True)]),
         (f"above {MOST_PARAMETERS} parameters", [*house.wide_functions()]),
     ):
         commands = [each for each in found if each[1] == "surgeon.cli"]
@@ -346,6 +351,12 @@ def report(house: House, *, sites: bool) -> Iterator[str]:
 
 
 def main(*arguments: str) -> None:
+    """Print the report; with `--calls` the calls between rooms of one `apply` alone."""
+    if "--calls" in arguments:
+        from tests import house_calls
+
+        house_calls.main()
+        return
     paths = [Path(each).resolve() for each in arguments if each != "--sites"]
     package = paths[0] if paths else PACKAGE
     package = package / "surgeon" if (package / "surgeon" / "__init__.py").is_file() else package

@@ -138,7 +138,7 @@ def origins_in(folder: CheckpointFolder, shards: Iterable[Shard]) -> dict[str, O
 
 def origin_in(folder: CheckpointFolder, pieces: Pieces) -> Origin:
     """Where the tensors lie that `pieces` are of."""
-    return Origin(folder.source, {name: folder.tensors[name] for name in pieces.tensors}, pieces)
+    return Origin(folder.source, {span.tensor: folder.tensors[span.tensor] for span in pieces.spans}, pieces)
 
 
 def twins_in(folder: CheckpointFolder, shards: Iterable[Shard]) -> dict[str, Header]:

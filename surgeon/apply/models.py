@@ -49,10 +49,9 @@ def models_of_plan(loaded: LoadedPlan, *, weights: bool) -> dict[str, Checkpoint
 def tensors_taken(blueprint: Blueprint) -> dict[str, dict[str, Imported]]:
     """The tensors that a blueprint takes from each other model, by name, each with one recipe that takes it."""
     found: dict[str, dict[str, Imported]] = {}
-    for output in blueprint.outputs:
-        for leaf in output.recipe.leaves if output.new else ():
-            if isinstance(leaf, Imported) and leaf.place == "model":
-                found.setdefault(leaf.name, {})[leaf.tensor] = leaf
+    for recipe in blueprint.recipes():
+        if isinstance(recipe, Imported) and recipe.place == "model":
+            found.setdefault(recipe.name, {})[recipe.tensor] = recipe
     return found
 
 

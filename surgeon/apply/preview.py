@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from surgeon.apply.job import origin_in, twins_in
+from surgeon.apply.job import twins_in
 from surgeon.apply.layer_choice import measured_layers
 from surgeon.apply.models import check_models, models_of_plan, tensors_taken
 from surgeon.apply.proofs import NOTHING_TO_PROVE, Proof, known_proof, prove, prove_derived
@@ -230,7 +230,7 @@ def preview_of(
     notes += [scaled] if scaled is not None else []
     notes += [f"the base is run on {printable(str(path))}" for path in texts.values()]
     notes += _of_vocabularies(vocabularies, folder)
-    if any(isinstance(leaf, Prompted) for output in blueprint.outputs for leaf in output.recipe.leaves):
+    if any(isinstance(each, Prompted) for each in blueprint.recipes()):
         notes.append("the base is run on the prompts of the routers")
         if not any(name.startswith("tokenizer") for name in folder.side_files):
             raise BadInput(f"{folder.source.shown}: no tokenizer, and routers are made of prompts; add its files")
@@ -242,13 +242,13 @@ def preview_of(
     fixed = sum(_new_numbers(output, folder) for output in outputs if output.new and output.kept.covered)
     after = sum(output.numel for output in outputs)
     trains_all = any(record.trains == "all" for record in blueprint.operations)
-    sources = {name for output in outputs for name in output.recipe.sources}
     headers = twins_in(folder, shards)
+    copied = {o.name: None if o.whole is None else folder.tensors[o.whole] for o in outputs}
     unchanged = [
         shard
         for shard in shards
         if shard.file in headers
-        and is_unchanged(shard, [_copied_from(output, folder) for output in shard.outputs], headers[shard.file])
+        and is_unchanged(shard, [copied[output.name] for output in shard.outputs], headers[shard.file])
     ]
     # What was proven of a derived type is proven again by `apply`.
     runs_twin = proof.how != "none" and (proof.how != "cached" or anatomy.derivation is not None)
@@ -261,7 +261,7 @@ def preview_of(
         parameters_after=after,
         parameters_new=new,
         parameters_trainable=after if trains_all else new - fixed,
-        bytes_to_read=sum(folder.tensors[name].nbytes for name in sources)
+        bytes_to_read=sum(folder.tensors[name].nbytes for name in blueprint.sources)
         + sum(models[m].tensors[name].nbytes for m, taken in tensors_taken(blueprint).items() for name in taken),
         bytes_to_write=sum(output.nbytes for output in outputs if not output.is_hole),
         bytes_holes=sum(output.nbytes for output in outputs if output.is_hole),
@@ -281,11 +281,6 @@ def proved(shown: Preview, folder: CheckpointFolder) -> Preview:
         return shown
     anatomy = dissect(folder.config, folder.tensors, folder.own)
     return replace(shown, proof=prove(shown.blueprint, anatomy, folder.config, folder.own))
-
-
-def _copied_from(output: Output, folder: CheckpointFolder) -> TensorInfo | None:
-    """The base's tensor that an output is, as it is; None where it is something else."""
-    return origin_in(folder, output.pieces).whole if output.pieces.spans else None
 
 
 def _new_numbers(output: Output, folder: CheckpointFolder) -> int:

@@ -208,14 +208,14 @@ def _key(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any], own:
         for layer in dropped
     }
     layers = [[layer.like, layer.base is not None, layer.opened] for layer in blueprint.layers]
-    outputs = [[output.name, output.new, *_shape_of(output)] for output in blueprint.outputs]
+    outputs = [[output.name, output.new, *_shape_of(output, blueprint.words)] for output in blueprint.outputs]
     plan = [blueprint.config, layers, outputs, sorted(gone.items())]
     return digest_of([_FORMAT, found_with(), dict(config), own and own.digest, code, plan])
 
 
-def _shape_of(output: Output) -> list[Any]:
+def _shape_of(output: Output, words: Mapping[str, Any]) -> list[Any]:
     """What a twin shows of a recipe: what is computed is random there."""
     recipe = output.recipe
     if not isinstance(recipe, Copy | Constant | Extended):
         return [type(recipe).__name__]
-    return [recipe.describe(), list(recipe.shape)]
+    return [words[output.name], list(recipe.shape)]

@@ -147,7 +147,8 @@ class Output:
     """One tensor of the output; `operation` made it, None where the base has it.
 
     `new` says that one did: training may then change it, unless it holds parts of old layers. The other fields are
-    those of its recipe, which are asked for often: `pieces` are the bytes of the base that it holds as they are.
+    those of its recipe, which are asked for often: `pieces` are the bytes of the base that it holds as they are, `kept`
+    those among them that stay so where what is new trains, `whole` the tensor of the base that it is, if it is one.
     """
 
     name: str
@@ -158,17 +159,15 @@ class Output:
     is_hole: bool = field(init=False, repr=False, compare=False)
     numel: int = field(init=False, repr=False, compare=False)
     nbytes: int = field(init=False, repr=False, compare=False)
+    whole: str | None = field(init=False, repr=False, compare=False)
     pieces: Pieces = field(init=False, repr=False, compare=False)
+    kept: Pieces = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "new", self.operation is not None)
-        for name in ("computed", "is_hole", "numel", "nbytes", "pieces"):
+        for name in ("computed", "is_hole", "numel", "nbytes", "whole", "pieces"):
             object.__setattr__(self, name, getattr(self.recipe, name))
-
-    @cached_property
-    def kept(self) -> Pieces:
-        """The bytes of the base that stay as they are where what is new trains."""
-        return self.recipe.kept if self.new else self.pieces
+        object.__setattr__(self, "kept", self.recipe.kept if self.new else self.pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +200,21 @@ class Blueprint:
     dropped: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     # Whether an operation changed sizes that layers share.
     resized: bool = False
+
+    @cached_property
+    def words(self) -> Mapping[str, dict[str, Any]]:
+        """What surgery.json says of every output's recipe, by the output's name."""
+        return {output.name: output.recipe.describe() for output in self.outputs}
+
+    def recipes(self) -> Iterator[Recipe]:
+        """Every recipe, and all that these are made of."""
+        for output in self.outputs:
+            yield from output.recipe.walk()
+
+    @property
+    def sources(self) -> set[str]:
+        """The tensors of the base that outputs are made of."""
+        return {name for output in self.outputs for name in output.recipe.sources}
 
     @property
     def native(self) -> bool:
@@ -421,12 +435,13 @@ class Draft:
         if self.extended:
             config = with_vocabulary(config, self.anatomy, self.rows)
         for index, layer in enumerate(self.layers):
+            stem = self.anatomy.layer_name(index, "")
             for suffix, recipe in layer.tensors.items():
                 operation = layer.rewritten.get(suffix, layer.operation)
-                outputs.append(Output(self.anatomy.layer_name(index, suffix), recipe, operation))
+                outputs.append(Output(f"{stem}{suffix}", recipe, operation))
             for graft in layer.grafts:
                 for suffix, recipe in graft.tensors.items():
-                    outputs.append(Output(self.anatomy.layer_name(index, suffix), recipe, graft.operation))
+                    outputs.append(Output(f"{stem}{suffix}", recipe, graft.operation))
         for nth, tensors in enumerate(self.anatomy.beyond):
             number = len(self.layers) + nth
             outputs += [Output(self.anatomy.layer_name(number, s), Copy.of(info), None) for s, info in tensors.items()]
@@ -556,8 +571,8 @@ def _check_stored(output: Output) -> None:
     if output.computed:
         odd = next((each.dtype for each in _inside(recipe) if each.dtype not in FLOAT_DTYPES), None)
     else:
-        held = output.is_hole or output.pieces.covered
-        odd = None if held or recipe.dtype in FLOAT_DTYPES else recipe.dtype
+        stored = recipe.dtype in FLOAT_DTYPES or output.is_hole or output.pieces.covered
+        odd = None if stored else recipe.dtype
     if odd is not None:
         raise BadInput(
             f"{printable(output.name)}: quantised ({odd}), so its values can be copied but not computed; use init copy,"

@@ -73,7 +73,7 @@ def lay_out(
 
 def _source(output: Output, base: Mapping[str, TensorInfo]) -> TensorInfo:
     """The (first) tensor of the base whose bytes an output moves."""
-    return base[output.pieces.tensors[0]]
+    return base[output.pieces.spans[0].tensor]
 
 
 def group_by_layer(outputs: Sequence[Output]) -> list[list[Output]]:

@@ -114,7 +114,7 @@ def compare(
     # Every run is of the commit that was read here, whatever becomes of a branch.
     _check_plans(loaded, base, opened.revision, trust_remote_code=trust_remote_code)
 
-    from surgeon.compare.study import Asked, Course
+    from surgeon.compare.study import Course, Request
     from surgeon.compare.workers import Here, Processes
 
     device = devices.resolve(device)
@@ -126,7 +126,7 @@ def compare(
         if keep:
             _make_kept(target / KEPT_FOLDER)
         with working_in(target / WORK_FOLDER, target=target, marker=STUDY_FILE):
-            asked = Asked(
+            request = Request(
                 loaded,
                 opened,
                 str(base),
@@ -139,12 +139,12 @@ def compare(
                 listener,
                 take_over,
             )
-            course = Course.open(asked)
+            course = Course.open(request)
 
             def findings() -> Findings:
                 return find(loaded, opened.id, course.start, course.found, course.names)
 
-            workers = Here() if jobs == 1 else Processes(jobs, logs=asked.work, gpus=gpus)
+            workers = Here() if jobs == 1 else Processes(jobs, logs=request.work, gpus=gpus)
             try:
                 with workers:
                     course.carry_out(workers)
@@ -292,15 +292,15 @@ def _interval_cell(found: Interval | None, *, signed: bool = True) -> Text:
 
 def _remedied(each: Remedied) -> Text:
     """How much of what one remedy forgets is forgotten with another."""
-    told = Text(printable(f"{each.label}: {each.with_} ", 200))
+    line = Text(printable(f"{each.label}: {each.with_} ", 200))
     if each.apart is None:
-        return told.append(f"and {each.beside}: ").append(_interval_words(None), style="dim")
+        return line.append(f"and {each.beside}: ").append(_interval_words(None), style="dim")
     mine, theirs = (_interval_cell(one, signed=False) for one in each.forgets)
-    told.append("forgets ").append(mine).append(" at equal new loss, ").append(printable(each.beside)).append(" ")
-    told.append(theirs).append("; ")
+    line.append("forgets ").append(mine).append(" at equal new loss, ").append(printable(each.beside)).append(" ")
+    line.append(theirs).append("; ")
     if each.share is not None:
-        told.append("that is ").append(_interval_cell(each.share, signed=False)).append(" of it; ")
-    return told.append("lowest new loss ").append(_interval_cell(each.reach))
+        line.append("that is ").append(_interval_cell(each.share, signed=False)).append(" of it; ")
+    return line.append("lowest new loss ").append(_interval_cell(each.reach))
 
 
 def _interval_words(found: Interval | None) -> str:

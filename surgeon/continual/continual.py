@@ -136,11 +136,11 @@ def continual(
     opened = open_checkpoint(base, revision=revision, trust_remote_code=trust_remote_code)
     check_tasks(loaded, plans, opened)
 
-    from surgeon.continual.course import Asked, Course, run_course
+    from surgeon.continual.course import Course, Request, run_course
 
     device = devices.resolve(device)
     # A course of many hours is of the commit that was read here, whatever becomes of a branch.
-    asked = Asked(
+    request = Request(
         loaded,
         plans,
         opened,
@@ -170,7 +170,7 @@ def continual(
 
     with writing(Path(run), kept="what is complete is kept: the same command continues"):
         course = run_course(
-            asked, lambda course: json.dumps(result(course).record(), indent=1, ensure_ascii=False) + "\n"
+            request, lambda course: json.dumps(result(course).record(), indent=1, ensure_ascii=False) + "\n"
         )
     return result(course)
 

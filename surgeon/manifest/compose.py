@@ -136,7 +136,7 @@ def compose(
                     shape=list(output.recipe.shape),
                     sha256=digests[output.name],
                     operation=output.operation or 0,
-                    recipe=output.recipe.describe(),
+                    recipe=blueprint.words[output.name],
                 )
                 for output in blueprint.outputs
                 if output.new

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from surgeon.checkpoint.pieces import Pieces, turned
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import layer_of, of_graft, renumbered
+from surgeon.families.anatomy import of_graft, places_of
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, StoredTensor, Surgery
 from surgeon.manifest.recipe_words import Held, held_of
 
@@ -88,23 +88,28 @@ def homes_of(manifest: Manifest, names: Iterable[str], *, file: str = MANIFEST_F
     layers = _with_those_beyond(layers_of(manifest, file=file), manifest)
     gone = manifest.dropped_layers
     homes: dict[str, str] = {}
+    names = [*names]
+    places = places_of(names)
     for name in names:
-        of_layer = layer_of(name)
+        of_layer = places.get(name)
         if of_layer is not None and of_layer[1] in gone:
             continue
-        try:
-            homes[name] = renumbered(name, layers)
-        except KeyError:
+        if of_layer is None:
+            homes[name] = name
+            continue
+        stem, index, suffix = of_layer
+        if index not in layers:
             raise BadInput(
                 f"{printable(file)}: the base's {printable(name)} is in none of its {len(layers)} layers; was it edited"
                 " by hand?"
-            ) from None
+            )
+        homes[name] = f"{stem}{layers[index]}.{suffix}"
     return homes
 
 
 def _with_those_beyond(layers: Mapping[int, int], manifest: Manifest) -> dict[int, int]:
     """Layers of the base above its stack, which predict further tokens, stay above the output's."""
-    held = {place[1] for name in manifest.base.tensors if (place := layer_of(name)) is not None}
+    held = {index for _, index, _ in places_of(manifest.base.tensors).values()}
     grown = len(manifest.layers) - manifest.base.layers
     return dict(layers) | {index: index + grown for index in held if index >= manifest.base.layers}
 

@@ -105,6 +105,11 @@ class Recipe(ABC):
         return False
 
     @property
+    def whole(self) -> str | None:
+        """The tensor of the base that it is, byte for byte, all of it; None where it is another."""
+        return None
+
+    @property
     def pieces(self) -> Pieces:
         """The bytes of the base that the tensor holds as they are, and where."""
         return Pieces(self.nbytes, ())
@@ -125,7 +130,7 @@ class Recipe(ABC):
     @property
     def sources(self) -> Iterable[str]:
         """The tensors of the base that it is made of, each once."""
-        return dict.fromkeys(name for leaf in self.leaves for name in leaf.pieces.tensors)
+        return dict.fromkeys(span.tensor for leaf in self.leaves for span in leaf.pieces.spans)
 
     @property
     def reads(self) -> tuple[str, ...]:
