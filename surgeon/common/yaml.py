@@ -236,11 +236,10 @@ def _key_in(node: Any, step: str, option: str, above: str) -> str | int:
     if step.isdecimal() and int(step) < len(node):
         return int(step)
     named = [name for name in dict.fromkeys(names) if name]
-    counted = f"; it has {len(node)}, counted from 0"
-    raise BadInput(
-        f"{printable(option)}: `{printable(above)}` has no entry `{printable(step)}`"
-        f"{did_you_mean(step, named) if named and not step.isdecimal() else counted}"
-    )
+    problem = f"{printable(option)}: `{printable(above)}` has no entry `{printable(step)}`"
+    if named and not step.isdecimal():
+        raise BadInput(f"{problem}{did_you_mean(step, named)}")
+    raise BadInput(f"{problem}; it has {len(node)}, counted from 0")
 
 
 class _Writer(yaml.SafeDumper):

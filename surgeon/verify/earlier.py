@@ -175,7 +175,7 @@ def _unchanged(output: Output, base: Mapping[str, TensorInfo]) -> str | None:
 def _planned(output: Output) -> TensorInfo:
     """A tensor of a blueprint as a header would have it; it lies nowhere."""
     recipe = output.recipe
-    return TensorInfo(output.name, recipe.dtype, recipe.shape, "", 0, 0)
+    return TensorInfo(output.name, recipe.dtype, recipe.shape, "", 0, output.nbytes)
 
 
 def _told(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -96,9 +96,9 @@ def test_too_little_room_is_told_beforehand(base: Path, tmp_path: Path, monkeypa
 
 
 def test_a_base_that_changes_meanwhile(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from surgeon.apply import write
+    from surgeon.checkpoint import piece_bytes
 
-    real = write.copy_range
+    real = piece_bytes.copy_range
     touched = []
 
     def touch(*arguments: object, **named: object) -> None:
@@ -108,7 +108,7 @@ def test_a_base_that_changes_meanwhile(base: Path, tmp_path: Path, monkeypatch: 
             os.utime(shard, ns=(1, 1))
             touched.append(shard)
 
-    monkeypatch.setattr(write, "copy_range", touch)
+    monkeypatch.setattr(piece_bytes, "copy_range", touch)
     with pytest.raises(BadInput, match="model-0000"):
         surgeon.apply("llama-pro", str(base), tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base"]
@@ -119,9 +119,9 @@ import os, signal, sys, time
 from pathlib import Path
 # A shell that starts jobs in the background has them ignore Ctrl-C, and so would this one.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from surgeon.apply import write
+from surgeon.checkpoint import piece_bytes
 from surgeon.cli import main
-real, copies = write.copy_range, 0
+real, copies = piece_bytes.copy_range, 0
 def gated(*arguments, **named):
     global copies
     copies += 1
@@ -132,7 +132,7 @@ def gated(*arguments, **named):
         print("begun", flush=True)
         sys.stdin.readline()
     return real(*arguments, **named)
-write.copy_range = gated
+piece_bytes.copy_range = gated
 journal = Path(sys.argv[1])
 sys.argv = ["surgeon", "apply", "llama-pro", *sys.argv[2:]]
 main()

@@ -325,10 +325,10 @@ def test_verify_names_what_was_planted_beside_an_output(
 
 def _pushed_as_checked(out: Path) -> None:
     from surgeon.manifest.reading import manifest_of
-    from surgeon.share.push import _check_kept, _own_checks
+    from surgeon.share.push import _Checked, _own_checks
 
     folder = CheckpointFolder.open(out)
-    _check_kept(folder, _own_checks(folder, manifest_of(folder), Quiet()), None)
+    _Checked(_own_checks(folder, manifest_of(folder), Quiet()), None, None).check_kept(folder)
 
 
 def add_tensors(folder: Path, **tensors: torch.Tensor) -> None:

@@ -114,7 +114,7 @@ MUTATIONS = {
         ("tests/operations/test_inits.py", "tests/plan/test_schema.py"),
     ),
     "init": Mutation(
-        (("operations/inits.py", "Average(recipe, upper[suffix])", "Average(recipe, recipe)"),),
+        (("operations/inits.py", "average(recipe, upper[suffix])", "average(recipe, recipe)"),),
         ("tests/operations/test_inits.py", "tests/test_golden.py"),
     ),
     "new loss": Mutation(

@@ -21,9 +21,9 @@ class InsertClipped(Operation):
     after: Annotated[int, Field(ge=0, description="the layer below the new one")]
     limit: Annotated[float, Field(gt=0, description="no number of the new layer's matrices is larger")] = 0.01
 
-    def edit(self, draft: Draft, number: int) -> OperationRecord:
+    def edit(self, draft: Draft, facts: None) -> OperationRecord:
         """Insert the layer."""
-        made = draft.copy_of(self.after, operation=number, opened=True)
+        made = draft.copy_of(self.after, operation=draft.number, opened=True)
         made.sources, made.init = (self.after,), "clipped, zero-init"
         clipped: dict[str, Recipe] = {
             suffix: Clipped(recipe, self.limit) if len(recipe.shape) == 2 else recipe
