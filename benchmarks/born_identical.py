@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import surgeon
 from surgeon.errors import BadInput
-from surgeon.families import FAMILIES
+from surgeon.families.decoders import USUAL_DECODERS
 from surgeon.runtime.adapters_rules import GATES, VARIANCES
 from surgeon.runtime.known import INTERPOLATORS
 from tests import tiny, vocabularies
@@ -232,7 +232,7 @@ def joined(old: list[str], new: list[str], names: list[str]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--families", nargs="*", default=list(FAMILIES), choices=list(FAMILIES))
+    parser.add_argument("--families", nargs="*", default=list(USUAL_DECODERS), choices=list(USUAL_DECODERS))
     parser.add_argument("--table", nargs="*", default=list(TITLES), choices=list(TITLES))
     parser.add_argument("--rows", nargs="*", help="of the tables asked for; default: all")
     asked = parser.parse_args()
@@ -255,7 +255,7 @@ def main() -> int:
         lines, holds = table(asked_rows, families)
         found[name] = joined(found.get(name, []), lines, list(rows[name]))
         all_hold = all_hold and holds
-    if asked.families == list(FAMILIES):
+    if asked.families == list(USUAL_DECODERS):
         RESULTS.mkdir(exist_ok=True)
         lines = ["# Born identical: prefill and cached decode, bfloat16 and float32, bit by bit", ""]
         lines += [line for name, title in TITLES.items() if name in found for line in (title, "", *found[name], "")]

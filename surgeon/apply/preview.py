@@ -14,7 +14,7 @@ from rich.text import Text
 from surgeon.apply.job import origin_in, twins_in
 from surgeon.apply.layer_choice import measured_layers
 from surgeon.apply.models import check_models, models_of_plan, tensors_taken
-from surgeon.apply.proofs import NOTHING_TO_PROVE, Proof, known_proof, prove, prove_derived
+from surgeon.apply.proofs import NOTHING_TO_PROVE, Proof, known_proof, prove
 from surgeon.apply.vocabulary import Vocabularies, vocabularies_of
 from surgeon.blueprint.draft import Blueprint, Layer, Output
 from surgeon.blueprint.measured import MeasuredLayers
@@ -218,18 +218,14 @@ def preview_of(
     check_models(blueprint, folder, models)
     check_shapes(blueprint, anatomy, folder.own)
     proof = known_proof(blueprint, anatomy, folder.config, folder.own)
-    if anatomy.derivation is not None and recall and proof.how == "cached":
-        # Answered by what is kept of the base, unless that is lost.
-        prove_derived(blueprint, anatomy)
-    elif anatomy.derivation is not None or (proof.how == "promised" and not anatomy.family.lists_known):
-        # A family built in is left to `apply`: tests show that its plans are exact, and its previews take no torch.
+    if not recall or proof.how != "cached":
         proof = prove(blueprint, anatomy, folder.config, folder.own)
     if recall:
         keep(anatomy, folder.config, folder.tensors, folder.own)
     shards = lay_out(blueprint.outputs, folder.tensors, max_new_shard_bytes=max_shard_bytes)
     texts = texts_of(blueprint, loaded)
     notes = [*folder.notes, *([without_a_place(anatomy.idle)] if anatomy.idle else [])]
-    notes += [anatomy.derivation.evidence] if anatomy.derivation is not None else []
+    notes.append(anatomy.derivation.evidence)
     if folder.own is not None:
         notes.append(f"the base's own code goes along as it is: {', '.join(sorted(folder.own.files))}")
     bases = [layer.base for layer in blueprint.layers]
@@ -261,8 +257,8 @@ def preview_of(
         if shard.file in headers
         and is_unchanged(shard, [_copied_from(output, folder) for output in shard.outputs], headers[shard.file])
     ]
-    # What was proven of a derived type is proven again by `apply`.
-    runs_twin = proof.how != "none" and (proof.how != "cached" or anatomy.derivation is not None)
+    # `apply` proves again what a preview knows from the cache.
+    runs_twin = proof.how != "none"
     return Preview(
         plan=loaded,
         blueprint=blueprint,

@@ -31,8 +31,7 @@ from surgeon.compare.packed import RUNS_FILE
 from surgeon.compare.page import render
 from surgeon.compare.records import STUDY_FILE
 from surgeon.errors import BadInput, bad_input, printable
-from surgeon.families import ENCODERS
-from surgeon.families.anatomy import native_config
+from surgeon.families.anatomy import is_encoder
 from surgeon.models.templates import template_of
 
 PAGE_FILE, RESULTS_FILE, WORK_FOLDER, KEPT_FOLDER = "comparison.html", "results.json", "work", "runs"
@@ -175,7 +174,7 @@ def _write(found: Findings, target: Path) -> None:
 
 def _check_base(base: CheckpointFolder, loaded: LoadedStudy) -> None:
     shown = printable(str(base.path))
-    if native_config(base.config).get("model_type") in ENCODERS:
+    if is_encoder(base.config):
         raise BadInput(f"{shown}: an encoder, which predicts no next token; a study is of causal language models")
     context = base.config.get("max_position_embeddings")
     if isinstance(context, int) and loaded.config.length > context:

@@ -39,8 +39,7 @@ from surgeon.common.yaml import check_given
 from surgeon.data.layouts import Document, document_of
 from surgeon.data.specs import BEGIN, TEMPLATE, GenerateSpec
 from surgeon.errors import BadInput, printable
-from surgeon.families import ENCODERS
-from surgeon.families.anatomy import native_config
+from surgeon.families.anatomy import is_encoder
 from surgeon.models.templates import template_of
 
 if TYPE_CHECKING:
@@ -314,7 +313,7 @@ def _signed_file(target: Path) -> Path:
 def _settled(folder: CheckpointFolder, asked: GenerateSpec) -> dict[str, Any]:
     """All numbers that the text depends on. Raises BadInput for what the model cannot be asked."""
     shown = printable(str(folder.path))
-    if native_config(folder.config).get("model_type") in ENCODERS:
+    if is_encoder(folder.config):
         raise BadInput(f"{shown}: an encoder, which writes no text; give a causal language model")
     context = folder.config.get("max_position_embeddings")
     length = asked.length or LENGTH

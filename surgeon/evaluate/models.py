@@ -21,8 +21,7 @@ from surgeon.data.encoding import Encoder
 from surgeon.data.scoring import Ratio, Scores, Windows, difference, ratio, score, windows_of
 from surgeon.data.sources import HeldOut
 from surgeon.errors import BadInput, printable
-from surgeon.families import ENCODERS
-from surgeon.families.anatomy import native_config
+from surgeon.families.anatomy import is_encoder
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest
 from surgeon.manifest.reading import parse
 from surgeon.models.load import load_model, torch_dtype
@@ -158,7 +157,7 @@ class Candidate:
 
     def check_predicts(self) -> None:
         """BadInput for an encoder, and for a classification model."""
-        encoder = native_config(self.folder.config).get("model_type") in ENCODERS
+        encoder = is_encoder(self.folder.config)
         if encoder or is_classifier(self.folder.config):
             raise BadInput(
                 f"{printable(self.name)}: {'an encoder' if encoder else 'a classifier'}, which predicts no next token;"

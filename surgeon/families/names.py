@@ -65,7 +65,7 @@ def match(skeleton: Skeleton, kinds: Sequence[int], tensors: Mapping[str, Tensor
             continue
         known = [found[2] for target in targets if target in held and (found := below.fullmatch(target))]
         layers[index][suffix] = tuple(known)
-    _check_beyond(beyond, count, stem, tensors)
+    _check_beyond(beyond, layers, stem, tensors)
     ignored = passed_over(skeleton.model)
     read = [
         {suffix: targets for suffix, targets in layer.items() if targets or not ignored(f"{stem}{index}.{suffix}")}
@@ -191,8 +191,18 @@ def _stem(places: Mapping[str, int], skeleton: Skeleton) -> str:
     return next(iter(found))
 
 
-def _check_beyond(beyond: Mapping[int, list[str]], count: int, stem: str, tensors: Mapping[str, TensorInfo]) -> None:
-    """Layers above the stack must follow it without a gap."""
+def _check_beyond(
+    beyond: Mapping[int, list[str]], layers: Sequence[Mapping[str, Any]], stem: str, tensors: Mapping[str, TensorInfo]
+) -> None:
+    """Layers above the stack must follow it without a gap, and hold more than the stack's do."""
+    count = len(layers)
+    same = next((index for index, held in sorted(beyond.items()) if set(held) == layers[-1].keys()), None)
+    if same is not None:
+        name = f"{stem}{same}.{beyond[same][0]}"
+        raise BadInput(
+            f"{printable(name)} ({tensors[name].file}): the config has `num_hidden_layers` {count}, so there is no"
+            f" layer {same}; {_ANOTHER}"
+        )
     if beyond and sorted(beyond) != list(range(count, count + len(beyond))):
         index = next(index for nth, index in enumerate(sorted(beyond)) if index != count + nth)
         name = f"{stem}{index}.{beyond[index][0]}"
@@ -210,6 +220,9 @@ def _check_alike(
     for index, kind in enumerate(kinds):
         like = first.setdefault(kind, index)
         if extra := min(layers[like].keys() ^ layers[index].keys(), default=None):
+            if not layers[index]:
+                lacking = printable(f"{stem}{index}.{extra}")
+                raise BadInput(f"{lacking}: the config requires this tensor, no shard has it; {_ANOTHER}")
             has, lacks = (index, like) if extra in layers[index] else (like, index)
             raise BadInput(
                 f"{printable(f'{stem}{has}.{extra}')}: layer {lacks}, which is of the same kind, has no such tensor;"
