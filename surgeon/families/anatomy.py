@@ -217,7 +217,9 @@ class LayerKind:
 
         They may differ in a setting, as layers with sliding and with full attention do.
         """
-        return (self.parts, self.silence, self.expert_groups) == (other.parts, other.silence, other.expert_groups)
+        # In whatever order their tensors are stored.
+        one, two = ({part.suffix: part for part in kind.parts} for kind in (self, other))
+        return (one, self.silence, self.expert_groups) == (two, other.silence, other.expert_groups)
 
     def name_opened(self, suffix: str) -> str:
         """What a tensor is called in full precision."""

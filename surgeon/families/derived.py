@@ -273,14 +273,18 @@ class _Found(Derivation):
         composition = self.composition
         named = [str(name) for name in trunk.get("architectures") or ()]
         head = composition.head.rpartition(".")[2]
+        known = (head, *(short_name(each.native) for each in composition.heads), short_name(composition.model))
+        found = next((name for name in known if name in named), None)
         if composition.encoder:
             # By a head that has an upcycled class, or none: the base model's then, with the head carried along.
-            known = (head, *(short_name(each.native) for each in composition.heads))
-            head = next((name for name in known if name in named), short_name(composition.model))
-        elif named not in ([], [head]):
-            raise BadInput(
-                f"config.json: `architectures` is {printable(repr(named))}; grafts are made for {head} of this type"
-            )
+            head = found or short_name(composition.model)
+        elif named:
+            if found is None or len(named) > 1:
+                raise BadInput(
+                    f"config.json: `architectures` is {printable(repr(named))}; grafts are made for"
+                    f" {', '.join(dict.fromkeys(known))}"
+                )
+            head = found
         made = copy.deepcopy(dict(trunk))
         if twins:
             whole = [*order, *(order[twin] for twin in twins)]

@@ -237,6 +237,23 @@ def _check_alike(
                 )
 
 
+# Heads of decoders that return no words.
+_OTHER_HEADS = ("score.", "classifier.", "qa_outputs.")
+
+
+def _words_of(model: Any) -> tuple[str, ...]:
+    """What the names of the output head's tensors begin with."""
+    head = model.get_output_embeddings()
+    return tuple(f"{name}." for name, module in model.named_modules() if head is not None and module is head)
+
+
+def _has_no_words(model: Any, tensors: Mapping[str, TensorInfo]) -> bool:
+    """Whether a decoder was saved alone, or with a head that returns no words."""
+    return not any(name.startswith(_base(model)) for name in tensors) or any(
+        name.startswith(_OTHER_HEADS) for name in tensors
+    )
+
+
 def _check_loads(
     skeleton: Skeleton,
     kinds: Sequence[int],
@@ -290,6 +307,8 @@ def _check_loads(
     for target in sorted(told.missing_keys - tied):
         # Heads come and go on encoders, and nothing reads a pooler but they.
         if skeleton.encoder and (not target.startswith(_base(model)) or "pooler." in target):
+            continue
+        if target.startswith(_words_of(model)) and _has_no_words(model, tensors):
             continue
         if not target.startswith(others) or target.startswith(ours):
             raise BadInput(f"{printable(target)}: the config requires this tensor, no shard has it; {_ANOTHER}")

@@ -173,15 +173,16 @@ def test_another_config_version_or_code_is_proven_anew(
     surgeon.apply("llama-pro", base, tmp_path / "out")
     assert how(base) == "cached"
     assert surgeon.preview("copy", base).proof.how != "cached"
-    assert how(changed(tiny.checkpoint(tmp_path / "other", "llama"), rope_theta=5000.0)) == "promised"
+    assert how(changed(tiny.checkpoint(tmp_path / "other", "llama"), rope_theta=5000.0)) == "proven"
     for name, value in (("versions", lambda: {"transformers": "0", "torch": "0"}), ("_code", lambda: "another")):
         with monkeypatch.context() as patched:
             patched.setattr(anatomy_cache, name, value)
-            assert how(base) == "promised"
-    (entry,) = proofs.iterdir()
-    for content in (b"{", b"[]", entry.read_bytes().replace(b'"key":"', b'"key":"0')):
-        entry.write_bytes(content)
-        assert how(base) == "promised"
+            assert how(base) == "proven"
+    whole = {entry: entry.read_bytes() for entry in proofs.iterdir()}
+    for damaged in (lambda _: b"{", lambda _: b"[]", lambda held: held.replace(b'"key":"', b'"key":"0')):
+        for entry, held in whole.items():
+            entry.write_bytes(damaged(held))
+        assert how(base) == "proven"
 
 
 def test_a_refusal_is_not_kept(proofs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +191,7 @@ def test_a_refusal_is_not_kept(proofs: Path, tmp_path: Path, monkeypatch: pytest
     def refused(*_given: object) -> None:
         raise BadInput("on a twin of this model nothing is as it was")
 
-    monkeypatch.setattr("surgeon.apply.twin_proof.prove_blueprint", refused)
+    monkeypatch.setattr(sys.modules["surgeon.apply.twin_proof"], "prove_blueprint", refused)
     for _ in range(2):
         with pytest.raises(BadInput, match="on a twin"):
             surgeon.apply(plan_of(tmp_path, INSERT), base, tmp_path / "out")

@@ -183,8 +183,8 @@ def test_what_cannot_be_done_to_an_encoder_is_told(tmp_path: Path, plan: Callabl
         surgeon.verify(base, tmp_path / "out", streamed=True)
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(config | {"architectures": ["RobertaForTokenClassification"]}))
-    with pytest.raises(BadInput, match="grafts are made for models with ForMaskedLM, ForSequenceClassification or no"):
-        surgeon.preview("mixture-of-control", str(base))
+    drawn = surgeon.preview("mixture-of-control", str(base)).blueprint
+    assert drawn.config["architectures"] == ["UpcycledRobertaForTokenClassification"]
 
 
 def test_routing_report_tells_what_an_encoder_chose(tmp_path: Path) -> None:

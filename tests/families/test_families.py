@@ -299,5 +299,5 @@ def test_layers_are_numbered_in_plain_digits(tmp_path: Path, number: str) -> Non
     info = folder.tensors["model.layers.1.mlp.up_proj.weight"]
     for stem in ("model.layers.", "layers."):
         name = f"{stem}{number}.mlp.up_proj.weight"
-        with pytest.raises(BadInput, match="cannot renumber such layers|not know layers by|in plain digits"):
+        with pytest.raises(BadInput, match=r"cannot renumber such layers|not know layers by|in plain digits"):
             dissect(folder.config, folder.tensors | {name: replace(info, name=name)})
