@@ -28,9 +28,9 @@ import surgeon
 from surgeon.apply.models import models_of_plan
 from surgeon.apply.preview import adapters_of_plan, open_headers, preview_of
 from surgeon.blueprint.draft import Blueprint
-from surgeon.blueprint.recipes import leaves
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
+from surgeon.manifest.recipe_words import held_of
 from surgeon.operations import OPERATIONS
 from surgeon.plan.plan import LoadedPlan, parse_plan
 from tests import tiny, vocabularies
@@ -111,7 +111,7 @@ class Bases:
         name = f"{base.name}-{first}-{entry.get('gate', '')}-{'trained' if trained else 'born'}"
         if name not in self._made:
             made = surgeon.apply(plan_of(entry), base, self.folder / name, device="cpu").path
-            self._made[name] = changed(made, base) if trained else made
+            self._made[name] = changed(made) if trained else made
         return self._made[name]
 
 
@@ -182,7 +182,7 @@ def prove_one_plan(bases: Bases, first: str, second: str, folder: Path) -> list[
         wrong += alike(born, applied.path, exact=other == "exact", more=applied.preview.blueprint.more_rows)
     if in_two_plans(bases, first, second).promise:
         two = surgeon.apply(plan_of(entries[1]), born, folder / "two", device="cpu").path
-        drawn = {o.name for o in applied.preview.blueprint.outputs if any(hasattr(x, "key") for x in leaves(o.recipe))}
+        drawn = {o.name for o in applied.preview.blueprint.outputs if any(hasattr(x, "key") for x in o.recipe.leaves)}
         wrong += differing(applied.path, two, drawn=drawn)
     return wrong
 
@@ -256,27 +256,23 @@ def _tensors(folder: Path) -> dict[str, Any]:
     return {n: v.reshape(1) if not v.ndim else v for f in folder.glob("*.safetensors") for n, v in load_file(f).items()}
 
 
-def changed(out: Path, base: Path) -> Path:
+def changed(out: Path) -> Path:
     """Give the new tensors of an output other values, as training would: what is fixed of them stays."""
     import torch
     from safetensors.torch import load_file, save_file
 
     manifest = surgeon.inspect(out).manifest
     assert manifest is not None
-    before, noise = _tensors(base), torch.Generator().manual_seed(0)
+    noise = torch.Generator().manual_seed(0)
     for shard in sorted(out.glob("*.safetensors")):
         held = load_file(shard)
         for name in sorted(held.keys() & manifest.new_tensors.keys()):
-            entry = manifest.new_tensors[name]
-            if entry.still:
-                continue
             value = held[name]
             moved = value + 0.05 * torch.randn(value.shape, generator=noise).to(value.dtype)
-            if entry.extends is not None:
-                rows = len(before[entry.extends])
-                moved[:rows] = value[:rows]
-            for begin, end in entry.fixed_spans:
-                moved.narrow(entry.axis, begin, end - begin).copy_(value.narrow(entry.axis, begin, end - begin))
+            old, new = (each.contiguous().view(-1).view(torch.uint8) for each in (value, moved))
+            for kept in held_of(manifest.new_tensors[name], manifest).kept.spans:
+                for begin, end in kept.places:
+                    new[begin:end] = old[begin:end]
             held[name] = moved
         save_file(held, shard, metadata={"format": "pt"})
     return out

@@ -21,9 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import surgeon
 from surgeon.errors import BadInput
-from surgeon.plan import shipped
 
 RESULTS = Path(__file__).resolve().parent / "results"
+# Plans, and the points of sweeps.
+PLANS = surgeon.shipped_plans()
 # Plans that operate on what another has grown.
 FOLLOWS = {
     "control-llm/merge": "control-llm/lerp8-mse-0-star",
@@ -85,7 +86,7 @@ def main() -> None:
     parser.add_argument("--base", type=Path, required=True)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--windows", type=int, default=0)
-    parser.add_argument("--plans", nargs="*", default=shipped.names())
+    parser.add_argument("--plans", nargs="*", default=PLANS)
     parser.add_argument("--missing", action="store_true", help="plans without a row, or with one that says refused")
     arguments = parser.parse_args()
     RESULTS.mkdir(exist_ok=True)
@@ -96,18 +97,18 @@ def main() -> None:
     kept = page.read_text(encoding="utf-8").splitlines() if page.exists() else []
     found: dict[str, list[str]] = {}
     # Rows of other bases or texts are no part of this table.
-    for line in kept if kept[:1] == [title] and (arguments.missing or arguments.plans != shipped.names()) else ():
+    for line in kept if kept[:1] == [title] and (arguments.missing or arguments.plans != PLANS) else ():
         name = line.strip("| ").partition(" | ")[0]
-        if name in shipped.names():
+        if name in PLANS:
             found.setdefault(name, []).append(line)
     if arguments.missing:
         refused = {name for name, of_plan in found.items() if any("| refused |" in line for line in of_plan)}
-        arguments.plans = [name for name in shipped.names() if name not in found or name in refused]
+        arguments.plans = [name for name in PLANS if name not in found or name in refused]
     for plan in arguments.plans:
         made = rows(plan, arguments.base, arguments.text, arguments.windows)
         found[plan] = [f"| {' | '.join(row)} |" for row in made]
         print(found[plan][-1], flush=True)
-        table = [line for name in shipped.names() for line in found.get(name, ())]
+        table = [line for name in PLANS for line in found.get(name, ())]
         page.write_text("\n".join([*lines, *table, ""]), encoding="utf-8")
 
 

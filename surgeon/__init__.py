@@ -22,18 +22,57 @@ from typing import TYPE_CHECKING, Any
 from surgeon._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from surgeon.apply.apply import Applied as Applied
     from surgeon.apply.apply import apply as apply
     from surgeon.apply.preview import preview as preview
+    from surgeon.apply.preview import preview_view as preview_view
+    from surgeon.checkpoint.staging import check_destination as check_destination
     from surgeon.common.listener import ProgressListener as ProgressListener
     from surgeon.compare.compare import compare as compare
     from surgeon.continual.continual import continual as continual
+    from surgeon.data.documents import text_files as text_files
+    from surgeon.data.held_out import HeldOut as HeldOut
+    from surgeon.data.held_out import held_out_text as held_out_text
     from surgeon.data.recall import recall as recall
+    from surgeon.data.scored import cut as cut
+    from surgeon.data.scored import judge as judge
+    from surgeon.data.scored import pack as pack
+    from surgeon.data.scored import score as score
+    from surgeon.data.scores import Judged as Judged
+    from surgeon.data.scores import Ratio as Ratio
+    from surgeon.data.scores import Scores as Scores
+    from surgeon.data.scores import Windows as Windows
+    from surgeon.data.sources import check_source as check_source
+    from surgeon.data.sources import open_source as open_source
+    from surgeon.data.specs import GenerateSpec as GenerateSpec
+    from surgeon.data.specs import SourceSpec as SourceSpec
+    from surgeon.data.specs import TextSpec as TextSpec
     from surgeon.errors import BadInput as BadInput
+    from surgeon.errors import Diverged as Diverged
     from surgeon.errors import PromiseBroken as PromiseBroken
     from surgeon.errors import SurgeonError as SurgeonError
     from surgeon.evaluate.evaluate import evaluate as evaluate
+    from surgeon.evaluate.open_texts import open_texts as open_texts
+    from surgeon.evaluate.results import Evaluation as Evaluation
+    from surgeon.evaluate.results import LabelScores as LabelScores
+    from surgeon.evaluate.results import SourceScores as SourceScores
+    from surgeon.manifest.added_record import add_record as add_record
+    from surgeon.manifest.manifest import Manifest as Manifest
+    from surgeon.models.checkpoint import Checkpoint as Checkpoint
+    from surgeon.models.checkpoint import check_model as check_model
+    from surgeon.models.checkpoint import open_checkpoint as open_checkpoint
+    from surgeon.operations.pmoe_experts import RouterLoss as RouterLoss
+    from surgeon.plan.plan import LoadedPlan as LoadedPlan
     from surgeon.plan.plan import json_schema as json_schema
+    from surgeon.plan.plan import load_plan as load_plan
     from surgeon.plan.plan import parse_plan as parse_plan
+    from surgeon.plan.shipped import FoundPlan as FoundPlan
+    from surgeon.plan.shipped import find_plan as find_plan
+    from surgeon.plan.shipped import find_sweep as find_sweep
+    from surgeon.plan.shipped import load_named as load_named
+    from surgeon.plan.shipped import shipped_plans as shipped_plans
+    from surgeon.plan.shipped import shipped_studies as shipped_studies
+    from surgeon.plan.sweep import overrides_of as overrides_of
     from surgeon.report.families import families as families
     from surgeon.report.inspect import inspect as inspect
     from surgeon.report.report import report as report
@@ -46,41 +85,106 @@ if TYPE_CHECKING:
     from surgeon.share.export_slot import export_slot as export_slot
     from surgeon.share.gguf_pattern import gguf_pattern as gguf_pattern
     from surgeon.share.push import push as push
+    from surgeon.train.checking import check_training as check_training
+    from surgeon.train.checking import discard_run as discard_run
+    from surgeon.train.config.loading import LoadedConfig as LoadedConfig
+    from surgeon.train.config.loading import load_config as load_config
+    from surgeon.train.config.schema import LoraSpec as LoraSpec
+    from surgeon.train.config.schema import OptimizerSpec as OptimizerSpec
+    from surgeon.train.config.schema import PreserveSpec as PreserveSpec
+    from surgeon.train.config.schema import RunSettings as RunSettings
+    from surgeon.train.config.schema import TrainConfig as TrainConfig
+    from surgeon.train.config.settings import settle as settle
+    from surgeon.train.publishing import Trained as Trained
     from surgeon.train.train import rehearse as rehearse
     from surgeon.train.train import train as train
     from surgeon.verify.diff import diff as diff
+    from surgeon.verify.verify import Verification as Verification
+    from surgeon.verify.verify import verification_view as verification_view
     from surgeon.verify.verify import verify as verify
 
 # What `import surgeon` offers, and the module that defines it; loaded at first use, so that `surgeon --help` does not
 # wait for pydantic.
 _HOMES = {
+    "Applied": "apply.apply",
     "BadInput": "errors",
+    "Checkpoint": "models.checkpoint",
+    "Diverged": "errors",
+    "Evaluation": "evaluate.results",
+    "FoundPlan": "plan.shipped",
+    "GenerateSpec": "data.specs",
+    "HeldOut": "data.held_out",
+    "Judged": "data.scores",
+    "LabelScores": "evaluate.results",
+    "LoadedConfig": "train.config.loading",
+    "LoadedPlan": "plan.plan",
+    "LoraSpec": "train.config.schema",
+    "Manifest": "manifest.manifest",
+    "OptimizerSpec": "train.config.schema",
+    "PreserveSpec": "train.config.schema",
     "ProgressListener": "common.listener",
     "PromiseBroken": "errors",
+    "Ratio": "data.scores",
+    "RouterLoss": "operations.pmoe_experts",
+    "RunSettings": "train.config.schema",
+    "Scores": "data.scores",
+    "SourceScores": "evaluate.results",
+    "SourceSpec": "data.specs",
     "SurgeonError": "errors",
+    "TextSpec": "data.specs",
+    "TrainConfig": "train.config.schema",
+    "Trained": "train.publishing",
+    "Verification": "verify.verify",
+    "Windows": "data.scores",
+    "add_record": "manifest.added_record",
     "apply": "apply.apply",
     "apply_delta": "rework.apply_delta",
+    "check_destination": "checkpoint.staging",
+    "check_model": "models.checkpoint",
+    "check_source": "data.sources",
+    "check_training": "train.checking",
     "compare": "compare.compare",
     "continual": "continual.continual",
+    "cut": "data.scored",
     "diff": "verify.diff",
+    "discard_run": "train.checking",
     "evaluate": "evaluate.evaluate",
     "export_slot": "share.export_slot",
     "families": "report.families",
+    "find_plan": "plan.shipped",
+    "find_sweep": "plan.shipped",
     "gguf_pattern": "share.gguf_pattern",
+    "held_out_text": "data.held_out",
     "inspect": "report.inspect",
     "json_schema": "plan.plan",
+    "judge": "data.scored",
+    "load_config": "train.config.loading",
+    "load_named": "plan.shipped",
+    "load_plan": "plan.plan",
     "make_delta": "rework.make_delta",
     "merge": "rework.merge",
+    "open_checkpoint": "models.checkpoint",
+    "open_source": "data.sources",
+    "open_texts": "evaluate.open_texts",
+    "overrides_of": "plan.sweep",
+    "pack": "data.scored",
     "parse_plan": "plan.plan",
     "preview": "apply.preview",
+    "preview_view": "apply.preview",
     "push": "share.push",
     "recall": "data.recall",
     "rehearse": "train.train",
     "report": "report.report",
     "revert": "rework.revert",
     "routing_report": "report.routing",
+    "score": "data.scored",
+    "settle": "train.config.settings",
+    "shipped_plans": "plan.shipped",
+    "shipped_studies": "plan.shipped",
+    "text_files": "data.documents",
     "train": "train.train",
     "transport_report": "report.transport",
+    "verification_view": "verify.verify",
     "verify": "verify.verify",
 }
 

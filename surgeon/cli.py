@@ -93,7 +93,7 @@ class _Group(TyperGroup):
 
 @contextmanager
 def _plugins_named() -> Iterator[None]:
-    """What a plugin's code raised is a refusal that names the plugin, whatever it is."""
+    """Turn whatever a plugin's code raises into a refusal that names the plugin."""
     try:
         yield
     except BaseException as error:
@@ -105,13 +105,13 @@ def _plugins_named() -> Iterator[None]:
 
 
 class _Command(TyperCommand):
-    """A command that asks, where its arguments are refused, whether they stand in each other's places."""
+    """A command that asks, where its arguments are refused, whether two of them changed places."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except Mistakes as error:
-            # Of a file of another kind every line is wrong: one is enough beside what it is.
+            # Every line of a file of another kind is wrong: one is enough beside what it is.
             hint = _mixed_up(ctx)
             if hint and error.lines[0].startswith(hint.partition(" is ")[0]):
                 raise BadInput(f"{error.lines[0]}; {hint}") from error
@@ -123,7 +123,7 @@ class _Command(TyperCommand):
 
 
 def _mixed_up(ctx: typer.Context) -> str:
-    """What to ask about the arguments of a command, by what each is called in its help."""
+    """Return a question about arguments that may have changed places, by their names in the help; empty without one."""
     from surgeon.checkpoint.kinds import CHECKPOINTS, NAME, NEW, Argument, Kind, mixed_up
 
     takes: dict[str, set[Kind]] = {
@@ -149,7 +149,7 @@ def _mixed_up(ctx: typer.Context) -> str:
     for parameter in ctx.command.params:
         called = parameter.metavar or parameter.opts[0]
         given = ctx.params.get(parameter.name or "")
-        # Of a repeatable one it is looked at only where it was given once.
+        # A repeatable one is looked at only where it was given once.
         if isinstance(given, list) and len(given) == 1:
             given = given[0]
         if called in takes and isinstance(given, str | Path):
@@ -189,7 +189,7 @@ app = typer.Typer(
 
 
 def _complete_plan(incomplete: str) -> list[str]:
-    """For the shell: shipped plans, and the files and folders that begin with the typed text."""
+    """Complete shipped plans, and the files and folders that begin with the typed text."""
     typed = Path(incomplete)
     folder, start = (typed, "") if incomplete.endswith("/") else (typed.parent, typed.name)
     beside = sorted(folder.glob("*")) if incomplete and folder.is_dir() else []
@@ -203,6 +203,12 @@ def _complete_shipped(incomplete: str) -> list[str]:
     return [name for name in shipped.names() if name.startswith(incomplete)]
 
 
+def _complete_shipped_or_swept(incomplete: str) -> list[str]:
+    from surgeon.plan import shipped
+
+    return [name for name in [*shipped.names(), *shipped.sweeps()] if name.startswith(incomplete)]
+
+
 def _complete_study(incomplete: str) -> list[str]:
     from surgeon.plan import shipped
 
@@ -211,7 +217,7 @@ def _complete_study(incomplete: str) -> list[str]:
 
 @dataclass(frozen=True)
 class _Spelling:
-    """What the command line says of a parameter that its function's signature does not.
+    """The part of an option that its function's signature does not have.
 
     `option` is its name where that differs, or where the function has it by place; `kind` its type where a path may be
     a name too; `convert` makes the function's value of the words; `default` is one that the signature computes; `off`
@@ -269,7 +275,7 @@ _SPELLINGS = {
     "verify.streamed": _S("hold one layer of each model at a time"),
     "verify.dtypes": _S(f"run the models {_DTYPES}; may be given again", option="--dtype"),
     "train.out": _S("folder of the output, or of a base of any kind", "OUT"),
-    "train.config": _S("training config: data, steps, optimizer", "TRAIN.YAML", "--config"),
+    "train.config": _S("training config: data, steps, optimizer", "TRAIN.YAML", "--config", kind=Path),
     "train.to": _S("folder of the trained output", "RUN", "--to"),
     "train.overrides": _S(
         "a value in place of the config's: optimizer.lr=1e-4, sources.NAME.share=0.5; may be given again",
@@ -287,6 +293,7 @@ _SPELLINGS = {
     "recall.temperature": _S("of the draws; 1: as the model learned"),
     "recall.top_p": _S("draw among the likeliest tokens of this share"),
     "recall.length": _S("longest document in tokens; default: 512"),
+    "recall.once": _S("FILE may be there already, if BASE wrote it by these settings, here: nothing is done then"),
     "recall.batch": _S("documents at a time"),
     "recall.seed": _S("of the draws", least=0),
     "evaluate.models": _S("folders or Hub ids (user/name[@revision])", "MODEL…"),
@@ -383,7 +390,7 @@ class _Entry:
         declared = _declared(self.function) if self.function else []
         spelt = {parameter.name: self._spelling(parameter.name) for parameter in declared}
         parameters = [_as_option(parameter, spelt[parameter.name]) for parameter in declared]
-        # The command's own stand before --trust-remote-code, which is the last one everywhere.
+        # The command's own come before --trust-remote-code, which is the last one everywhere.
         before = len(parameters) - any(parameter.name == "trust_remote_code" for parameter in parameters)
         parameters[before:before] = [
             parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
@@ -501,8 +508,8 @@ class _Debug:
     on = False
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(given: bool) -> None:
+    if given:
         print(f"surgeon {__version__}")
         raise typer.Exit
 
@@ -758,14 +765,18 @@ def schema(
     training: Annotated[bool, typer.Option("--training", help="the schema of training configs")] = False,
     tasks: Annotated[bool, typer.Option("--tasks", help="the schema of tasks files")] = False,
     study: Annotated[bool, typer.Option("--study", help="the schema of studies")] = False,
+    sweep: Annotated[bool, typer.Option("--sweep", help="the schema of sweeps")] = False,
 ) -> None:
     """Print the JSON schema of plans, which editors use to complete YAML."""
     _short()
-    asked = [name for name, given in (("--training", training), ("--tasks", tasks), ("--study", study)) if given]
-    if len(asked) > 1:
-        raise BadInput(f"{' and '.join(asked)} exclude each other; give one of them")
+    given = {"--training": training, "--tasks": tasks, "--study": study, "--sweep": sweep}
+    chosen = [name for name, is_given in given.items() if is_given]
+    if len(chosen) > 1:
+        raise BadInput(f"{' and '.join(chosen)} exclude each other; give one of them")
     if study:
         from surgeon.compare.config.loading import json_schema
+    elif sweep:
+        from surgeon.plan.sweep import json_schema
     elif tasks:
         from surgeon.continual.config.loading import json_schema
     elif training:
@@ -778,20 +789,21 @@ def schema(
 @_command()
 def plans(
     name: Annotated[
-        str | None, typer.Argument(help="print this shipped plan", autocompletion=_complete_shipped)
+        str | None,
+        typer.Argument(help="print this plan, or the points of this sweep", autocompletion=_complete_shipped_or_swept),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the shipped plans, or print one to start from."""
+    """List the shipped plans and sweeps, or print a plan to start from, or a sweep with the command of each point."""
     _short()
     from surgeon.plan import shipped
 
     if as_json:
-        _print_json(shipped.names() if name is None else {name: shipped.find_plan(name).read_text(encoding="utf-8")})
+        _print_json(shipped.names() if name is None else shipped.texts(name))
     elif name is None:
         _console().print(shipped.plans_view(shipped.described()))
     else:
-        print(shipped.find_plan(name).read_text(encoding="utf-8"), end="")
+        print(shipped.text_of(name), end="")
 
 
 @_command()
@@ -811,7 +823,7 @@ def demo(
 
 
 def _short() -> None:
-    """For a command that is done in a second: looking for cycles among what it imports is a fifth of that."""
+    """Look for cycles less often: in a command of a second, among what it imports, that takes a fifth of the time."""
     gc.set_threshold(100_000)
 
 
@@ -834,9 +846,9 @@ def _console() -> Console:
 
 @contextmanager
 def _sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM, which schedulers and containers send, ends as Ctrl-C does: what is being written is waited for.
+    """End at SIGTERM, which schedulers and containers send, as at Ctrl-C: what is being written is waited for.
 
-    Not of several processes: torchrun ends those that wait for one that failed, and they would wait on.
+    Several processes are left as they are: torchrun ends those that wait for one that failed, and they would wait on.
     """
     if Ranks.of_environment().size > 1 or threading.current_thread() is not threading.main_thread():
         yield

@@ -45,6 +45,12 @@ class PromiseBroken(SurgeonError):
     exit_code = 3
 
 
+class Diverged(SurgeonError):
+    """The loss or the gradient of a training run is no number any more."""
+
+    exit_code = 2
+
+
 def printable(text: str, limit: int = 200) -> str:
     """`text` with every control or invisible character escaped and the middle cut beyond `limit` characters.
 

@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import surgeon
-from surgeon.plan import shipped
-from surgeon.plan.plan import load_plan
+from surgeon.plan.shipped import load_named
 
 INDEX = "model.safetensors.index.json"
 
@@ -22,7 +21,7 @@ def attaches_grafts(name: str) -> bool:
 
     Experts do so beside an MLP that no class of transformers holds with them.
     """
-    operations = load_plan(shipped.find_plan(name)).plan.operations
+    operations = load_named(name).plan.operations
     return any(op.grafts and (op.op != "upcycle_experts" or name.endswith("/beside")) for op in operations)
 
 

@@ -1,5 +1,7 @@
 """The house in numbers: `python -m tests.house [CHECKOUT]` prints size, rooms and ideas of the package.
 
+With `--calls` it prints the calls between rooms while a plan is applied (house_calls.py).
+
 A room is a folder of `surgeon/`; a loose module stands beside the rooms; an arrow is a room that imports another. A
 floor is a level of the rooms' imports: what imports nothing stands on the first, everything else one above the highest
 that it imports. Ideas are counted from the syntax tree alone, so that any checkout can be measured, importable or not.
@@ -82,9 +84,21 @@ class House:
         above = self.modules[module].relative_to(self.package.parent).parts[: -node.level]
         return ".".join([*above, *([node.module] if node.module else [])])
 
+    @cached_property
+    def homes(self) -> dict[str, str]:
+        """The public names (`from surgeon import apply`) and the modules that define them."""
+        found = {"__version__": "_version"}
+        for node in self.trees["surgeon"].body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOMES":
+                found |= ast.literal_eval(node.value)
+        return {f"surgeon.{name}": f"surgeon.{home}" for name, home in found.items()}
+
     def dependencies(self, module: str) -> set[str]:
-        """The modules of the package that a module imports."""
-        return {name for name in self.imports(module) if name in self.modules} - {module}
+        """The modules of the package that a module imports; a public name counts as the module that defines it."""
+        found = self.imports(module)
+        if "surgeon" in found and (public := found & self.homes.keys()):
+            found = found - public - {"surgeon"} | {self.homes[name] for name in public}
+        return {name for name in found if name in self.modules} - {module}
 
     @cached_property
     def rooms(self) -> dict[str, set[str]]:
@@ -334,6 +348,12 @@ def report(house: House, *, sites: bool) -> Iterator[str]:
 
 
 def main(*arguments: str) -> None:
+    """Print the report; with `--calls` the calls between rooms of one `apply` alone."""
+    if "--calls" in arguments:
+        from tests import house_calls
+
+        house_calls.main()
+        return
     paths = [Path(each).resolve() for each in arguments if each != "--sites"]
     package = paths[0] if paths else PACKAGE
     package = package / "surgeon" if (package / "surgeon" / "__init__.py").is_file() else package

@@ -7,7 +7,8 @@ Cases: every shipped plan on its tiny base; a plan of each structure on every de
 (mixtures, hybrids, transposed and fused projections, image-text wrappers), on quantised bases and on encoders; two
 surgeries, their reverts and their deltas. Of each output the digests of every tensor, of config.json and of
 surgery.json are compared, without those of runtime files. Exit code 1 where something differs, with the first
-differences.
+differences. With `--plans FOLDER`, the plans/ of the tree before, a plan of the same meaning counts as written the
+same: what was a plan of its own may be a point of a sweep since.
 """
 
 from __future__ import annotations
@@ -57,6 +58,30 @@ STRUCTURES: dict[str, list[dict[str, Any]]] = {
         {"op": "domain_gate"},
     ],
 }
+# Points of sweeps by what the plans were called that they replaced, and points that no plan was.
+CALLED = {
+    **{f"mixture-of-control/alpha-0.{n}": f"mixture-of-control/alpha-{n}0" for n in (5, 6, 7, 8, 9)},
+    "mixture-of-control/alpha-0.99": "mixture-of-control/alpha-99",
+    "mixture-of-control/balance-0": "mixture-of-control/balance-00",
+    "mixture-of-control/balance-0.005": "mixture-of-control/balance-05",
+    "mixture-of-control/balance-0.015": "mixture-of-control/balance-15",
+    "mixture-of-control/balance-0.02": "mixture-of-control/balance-20",
+    "mixture-of-control/balance-0.025": "mixture-of-control/balance-25",
+    "mixture-of-control/balance-0.03": "mixture-of-control/balance-30",
+    **{f"neutral-residues/{of}-0.05": f"neutral-residues/{of}-5" for of in ("extra", "adapters-extra")},
+    **{f"neutral-residues/{of}-0.1": f"neutral-residues/{of}-10" for of in ("extra", "adapters-extra")},
+    **{f"neutral-residues/{of}-0.5": f"neutral-residues/{of}-50" for of in ("extra", "adapters-extra")},
+}
+_NEW = (
+    "mixture-of-control/alpha-0.95",
+    "mixture-of-control/balance-0.01",
+    "mixture-of-control/top-1",
+    "neutral-residues/extra-0.2",
+    "neutral-residues/adapters-extra-0.2",
+    "neutral-residues/l1-0.01",
+)
+# The variable with the folder of the plans as they were.
+_PLANS = "SURGEON_ORACLE_PLANS"
 DECODERS = (
     "gpt2", "gpt_neox", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "glm4_moe", "qwen3_next", "granitemoehybrid",
     "gemma4_text", "llama4_text", "smollm3", "falcon", "opt", "starcoder2",
@@ -72,6 +97,7 @@ def cases() -> list[Case]:
     from tests import tiny
 
     found: list[Case] = [("shipped", "", name) for name in shipped.names()]
+    found += [("shipped", "", CALLED.get(name, name)) for name in shipped.points() if name not in _NEW]
     found += [("family", family, plan) for family in tiny.FAMILIES for plan in STRUCTURES]
     found += [("decoder", kind, plan) for kind in DECODERS for plan in STRUCTURES]
     found += [("image", kind, plan) for kind in IMAGE_TEXT for plan in ("copy", "fused", "branch", "adapters", "slots")]
@@ -104,8 +130,11 @@ def _base(kind: str, base: str, folder: Path) -> str:
             return str(tiny.checkpoint(folder, base))
 
 
-def digests_of(out: Path) -> Digests:
-    """The digests of a checkpoint: of every tensor, config.json and surgery.json, runtime files aside."""
+def digests_of(out: Path, plan: str = "") -> Digests:
+    """The digests of a checkpoint: of every tensor, config.json and surgery.json, runtime files aside.
+
+    `plan` is the shipped plan's name, whose text before stands for its text now.
+    """
     from surgeon.checkpoint.header import read_header
 
     tensors: dict[str, str] = {}
@@ -119,11 +148,12 @@ def digests_of(out: Path) -> Digests:
     found: Digests = {"tensors": tensors, "config": _digest(config)}
     manifest = out / "surgery.json"
     if manifest.exists():
-        found["surgery"] = {key: _digest(value) for key, value in _plain(json.loads(manifest.read_text())).items()}
+        recorded = _plain(json.loads(manifest.read_text(encoding="utf-8")), plan)
+        found["surgery"] = {key: _digest(value) for key, value in recorded.items()}
     return found
 
 
-def _plain(manifest: Any) -> Any:
+def _plain(manifest: Any, plan: str = "") -> Any:
     """A manifest without the digests of code, and without the seals, which are over them."""
     if isinstance(manifest, list):
         return [_plain(entry) for entry in manifest]
@@ -131,10 +161,28 @@ def _plain(manifest: Any) -> Any:
         return manifest
     sealed = "surgeon_manifest" in manifest
     return {
-        key: _plain(value)
+        key: _as_before(value, plan) if key == "plan" and isinstance(value, str) else _plain(value)
         for key, value in manifest.items()
         if not key.endswith(".py") and not (sealed and key == "sha256")
     }
+
+
+def _as_before(text: str, plan: str) -> str:
+    """The text of a plan as a file of the same meaning had it before, that of its own name first; else as it is."""
+    from surgeon.errors import BadInput
+    from surgeon.plan.plan import load_plan, parse_plan
+
+    folder = os.environ.get(_PLANS)
+    files = [] if folder is None else [file for file in Path(folder).rglob("*.yaml") if file.parent.name != "studies"]
+    if not plan and any(file.read_text(encoding="utf-8") == text for file in files):
+        return text
+    try:
+        data = parse_plan(text).data()
+    except BadInput:
+        return text
+    same = {str(file.relative_to(folder or "")): file for file in sorted(files) if load_plan(file).data() == data}
+    found = same.get(f"{plan}.yaml") or next(iter(same.values()), None)
+    return text if found is None else found.read_text(encoding="utf-8")
 
 
 def _digest(value: Any) -> str:
@@ -150,7 +198,8 @@ def _stages(case: Case, folder: Path) -> Iterator[tuple[str, Callable[[], Path]]
     kind, base, plan = case
     if kind == "shipped":
         made = tiny.base_for(plan, folder)
-        yield "out", lambda: _made(surgeon.apply(plan, str(made), folder / "out"), folder / "out")
+        now = next((name for name, was in CALLED.items() if was == plan), plan)
+        yield "out", lambda: _made(surgeon.apply(now, str(made), folder / "out"), folder / "out")
         yield "reverted", lambda: _made(surgeon.revert(folder / "out", folder / "back"), folder / "back")
         return
     start = _base(kind, base, folder / "base")
@@ -183,7 +232,7 @@ def record(case: Case) -> tuple[str, dict[str, Digests]]:
     try:
         for name, make in _stages(case, folder):
             try:
-                found[name] = digests_of(make())
+                found[name] = digests_of(make(), case[2] if (case[0], name) == ("shipped", "out") else "")
             except surgeon.SurgeonError as error:
                 found[name] = {"refused": re.sub(r"\d+\.\d+ s", "", str(error).replace(str(folder), ""))}
                 if name in ("out", "second"):
@@ -217,7 +266,10 @@ def main() -> int:
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument("--write", type=Path)
     asked.add_argument("--check", type=Path)
+    parser.add_argument("--plans", type=Path, help="plans/ of the tree before")
     args = parser.parse_args()
+    if args.plans is not None:
+        os.environ[_PLANS] = str(args.plans)
     if args.write:
         with args.write.open("w", encoding="utf-8") as file:
             for name, found in recorded():

@@ -13,6 +13,7 @@ from graphlib import TopologicalSorter
 
 import pytest
 
+import surgeon
 from tests.house import HERE, PACKAGE, room_of
 
 MODULES = HERE.modules
@@ -52,6 +53,9 @@ ORDER = (
 # A room too large to be read as one list of files has rooms of its own, in an order too; files beside them stand above
 # or below, as their imports say.
 INNER = {"train": ("steps", "losses", "saved", "trainable", "processes", "config")}
+
+# Folders of data that can compute: what WITHOUT names they import inside functions alone, where they compute.
+COMPUTING = ("blueprint/recipes",)
 
 # What rooms that work on bytes and data alone never import, not even inside a function, and where else that holds.
 WITHOUT = {
@@ -124,15 +128,86 @@ def test_the_house_stays_small() -> None:
     assert set(ORDER) - set(rooms) == {"__main__", "cli", "__init__", "errors", "_version"}
 
 
+# Studies are written with what `surgeon` offers, as anybody's are; beside it they may import the errors that users read
+# and plumbing that knows nothing of models: listeners, tables, YAML, work folders, devices.
+LABORATORY = ("demo", "compare", "continual", "evaluate")
+_PLUMBING = ("errors", "common")
+
+
+@pytest.mark.parametrize("room", LABORATORY)
+def test_the_laboratory_stands_on_the_public_api(room: str) -> None:
+    for module in MODULES:
+        if room_of(module) == room:
+            below = not_public(ast.parse(MODULES[module].read_text(encoding="utf-8")), own=room)
+            assert not below, f"{module} imports {sorted(below)}: not what `surgeon` offers"
+
+
+def not_public(tree: ast.Module, *, own: str = "") -> set[str]:
+    """What a file imports of surgeon that is neither a public name, nor plumbing, nor of its own room."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "surgeon":
+            path = str(node.module).split(".")
+            names = {alias.name for alias in node.names}
+            if len(path) == 1:
+                found |= {f"surgeon.{name}" for name in names - {*surgeon.__all__, *_PLUMBING}}
+            elif path[1] not in (own, *_PLUMBING):
+                found |= {f"{node.module}.{name}" for name in names}
+        elif isinstance(node, ast.Import):
+            paths = [alias.name.split(".") for alias in node.names if alias.name.startswith("surgeon.")]
+            found |= {".".join(path) for path in paths if path[1] not in (own, *_PLUMBING)}
+        elif isinstance(node, ast.ImportFrom) and node.level:
+            found.add(f"a relative import, line {node.lineno}")
+    return found
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from surgeon.models.load import load_model",
+        "from surgeon import models",
+        "import surgeon.train.session",
+        "def f():\n    from surgeon.verify import verify",
+        "from ..train import session",
+    ],
+)
+def test_an_import_below_the_public_api_is_noticed(line: str) -> None:
+    assert not_public(ast.parse(line), own="compare")
+    assert not not_public(ast.parse("from surgeon import apply, errors\nfrom surgeon.common.yaml import where"))
+
+
 @pytest.mark.parametrize("place", WITHOUT)
 def test_what_works_on_data_alone_imports_nothing_heavy(place: str) -> None:
     path = PACKAGE / place
     files = [path] if path.is_file() else sorted(path.rglob("*.py"))
     assert files
     for file in files:
-        for name in HERE.imports(module_of(file)):
+        lazy = str(file.parent.relative_to(PACKAGE)) in COMPUTING
+        for name in imported_at_load(HERE.trees[module_of(file)]) if lazy else HERE.imports(module_of(file)):
             for forbidden in WITHOUT[place]:
                 assert not (name == forbidden or name.startswith(f"{forbidden}.")), f"{file} imports {name}"
+
+
+def imported_at_load(tree: ast.AST) -> set[str]:
+    """What a module imports when it is imported: not what its functions import, nor what type checkers alone read."""
+    found: set[str] = set()
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            found |= {name for other in node.orelse for name in imported_at_load(other)}
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            found |= imported_at_load(node)
+    return found
+
+
+def test_recipes_bring_no_torch_before_they_compute() -> None:
+    """The rule above is by syntax; this is by import, of the modules that recipes import too."""
+    code = "import sys, surgeon.blueprint.recipes; print({'torch', 'numpy', 'transformers'} & sys.modules.keys() or 0)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "0", found.stdout
 
 
 def test_only_the_command_line_prints_or_exits() -> None:
@@ -235,7 +310,7 @@ def test_help_imports_no_more_than_the_command_line() -> None:
 
 def test_no_public_function_waits_for_torch_before_its_arguments_are_checked() -> None:
     """What a command refuses, it refuses at once: torch and transformers are imported where work begins."""
-    loaded = imported_by("import surgeon\nfor name in surgeon.__all__: getattr(surgeon, name)")
+    loaded = imported_by("import surgeon\nfor name in surgeon.__all__:\n    if name.islower(): getattr(surgeon, name)")
     assert {"surgeon.train.train", "surgeon.evaluate.evaluate", "surgeon.report.report"} <= loaded
     for heavy in ("torch", "transformers", "tokenizers"):
         assert heavy not in loaded, heavy

@@ -1,4 +1,4 @@
-"""The blueprint of every shipped plan, as it was agreed: any change of a recipe shows up as a diff of a file.
+"""The blueprint of every shipped plan and point, as it was agreed: any change of a recipe shows up as a diff of a file.
 
 A file a plan holds structure: layers, counts, config, couplings, recipes. The sentences of all of them (what was
 matched, why a promise holds, what grafts are called, notes) stand in one file, so that rewording changes that alone.
@@ -19,15 +19,14 @@ import pytest
 
 import surgeon
 from surgeon.apply.preview import Preview
-from surgeon.blueprint.recipes import describe
 from surgeon.common.cache import VARIABLE
 from surgeon.families.decoders import USUAL_DECODERS
-from surgeon.plan import shipped
 from tests import tiny
+from tests.shipped_plans import SHIPPED
 
 GOLDEN = Path(__file__).resolve().parent / "golden"
 SENTENCES = GOLDEN / "sentences.json"
-CASES = [(plan, "llama") for plan in shipped.names()] + [("opt-deus", f) for f in USUAL_DECODERS if f != "llama"]
+CASES = [(plan, "llama") for plan in SHIPPED] + [("opt-deus", f) for f in USUAL_DECODERS if f != "llama"]
 
 
 def preview(plan: str, family: str, folder: Path) -> Preview:
@@ -54,7 +53,7 @@ def structure(shown: Preview) -> str:
             | ({"whole_heads": coupling.whole_heads.heads} if coupling.whole_heads else {})
             for coupling in drawn.couplings.values()
         ),
-        *({"tensor": output.name, **describe(output.recipe)} for output in drawn.outputs if output.new),
+        *({"tensor": output.name, **output.recipe.describe()} for output in drawn.outputs if output.new),
     ]
     return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
 

@@ -173,7 +173,7 @@ def test_progress_is_for_terminals(capsys: pytest.CaptureFixture[str], monkeypat
     [
         ("surgeon verif", ["verify"]),
         ("surgeon apply sol", ["solar"]),
-        ("surgeon preview neutral-residues/extra-1", ["neutral-residues/extra-10"]),
+        ("surgeon preview mixture-of-control/li", ["mixture-of-control/linear"]),
         ("surgeon apply mine", ["mine.yaml", "mine/"]),
         ("surgeon plans sol", ["solar"]),
         ("surgeon apply --max", ["--max-shard-size"]),

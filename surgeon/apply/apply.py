@@ -17,7 +17,6 @@ from surgeon.apply.models import entries_of, models_of_plan
 from surgeon.apply.preview import Preview, adapters_of_plan, loaded_plan, preview_of, proved, texts_of
 from surgeon.apply.readback import ReadBack
 from surgeon.apply.write import assist, check_output, execute
-from surgeon.blueprint.recipes import is_computed
 from surgeon.blueprint.shards import MAX_NEW_SHARD_BYTES
 from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import CARD_FILE, CheckpointFolder
@@ -198,7 +197,7 @@ def surgery_job(
             **({"models": {name: model.identity() for name, model in models.items()}} if models else {}),
         },
         computing=Computing(blueprint, base, loaded.source, adapters, models, device())
-        if any(is_computed(output.recipe) for output in blueprint.outputs)
+        if any(output.computed for output in blueprint.outputs)
         else None,
         read_back=read_back,
         link=link,

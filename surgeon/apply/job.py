@@ -12,8 +12,8 @@ from typing import Any
 from surgeon._version import __version__
 from surgeon.apply.readback import Origin, ReadBack
 from surgeon.blueprint.draft import Blueprint, Output
-from surgeon.blueprint.recipes import Copy, moves, numel
-from surgeon.blueprint.shards import Shard, is_hole, is_unchanged, nbytes
+from surgeon.blueprint.recipes import Copy
+from surgeon.blueprint.shards import Shard, is_unchanged
 from surgeon.checkpoint.card_metadata import Metadata
 from surgeon.checkpoint.folder import CARD_FILE, CONFIG_FILE, MANIFEST_FILE, CheckpointFolder
 from surgeon.checkpoint.header import Header, TensorInfo
@@ -98,7 +98,7 @@ class Job:
     @property
     def bytes_to_write(self) -> int:
         """Bytes of tensor data that are no holes: what is written where every byte must be moved."""
-        return sum(nbytes(output) for output in self.outputs if not is_hole(output))
+        return sum(output.nbytes for output in self.outputs if not output.is_hole)
 
     @property
     def bytes_unchanged(self) -> int:
@@ -116,7 +116,7 @@ class Job:
 
 def copied(name: str, info: TensorInfo) -> Output:
     """The output `name`, copied from the tensor that `info` describes."""
-    return Output(name, Copy(info.name, info.dtype, info.shape), None)
+    return Output(name, Copy.of(info), None)
 
 
 def in_order(folder: CheckpointFolder) -> dict[str, list[TensorInfo]]:
@@ -131,15 +131,14 @@ def origins_in(folder: CheckpointFolder, shards: Iterable[Shard]) -> dict[str, O
     """Where in `folder` the bytes lie that outputs take from there as they are, all of theirs or some."""
     found: dict[str, Origin] = {}
     for output in (output for shard in shards for output in shard.outputs):
-        pieces = moves(output.recipe)
-        if pieces.spans:
-            found[output.name] = origin_in(folder, pieces)
+        if output.pieces.spans:
+            found[output.name] = origin_in(folder, output.pieces)
     return found
 
 
 def origin_in(folder: CheckpointFolder, pieces: Pieces) -> Origin:
     """Where the tensors lie that `pieces` are of."""
-    return Origin(folder.source, {name: folder.tensors[name] for name in pieces.tensors}, pieces)
+    return Origin(folder.source, {span.tensor: folder.tensors[span.tensor] for span in pieces.spans}, pieces)
 
 
 def twins_in(folder: CheckpointFolder, shards: Iterable[Shard]) -> dict[str, Header]:
@@ -159,7 +158,7 @@ def index_of(shards: tuple[Shard, ...]) -> bytes:
     """The content of the index that names every tensor's shard."""
     outputs = [(output, shard) for shard in shards for output in shard.outputs]
     metadata = {
-        "total_parameters": sum(numel(output.recipe) for output, _ in outputs),
+        "total_parameters": sum(output.numel for output, _ in outputs),
         "total_size": sum(shard.nbytes for shard in shards),
     }
     weight_map = {output.name: shard.file for output, shard in outputs}
@@ -179,5 +178,5 @@ def manifest_and_card(
     manifest: Manifest, config: Mapping[str, Any], shards: tuple[Shard, ...], metadata: Metadata
 ) -> dict[str, bytes]:
     """The manifest, and the card that is written from it."""
-    sizes = {output.name: numel(output.recipe) for shard in shards for output in shard.outputs}
+    sizes = {output.name: output.numel for shard in shards for output in shard.outputs}
     return {MANIFEST_FILE: manifest.to_bytes(), CARD_FILE: card(manifest, config, sizes, metadata)}

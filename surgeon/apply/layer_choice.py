@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from surgeon.apply.write import constant_bytes
 from surgeon.blueprint.measured import MeasuredLayers, TextLoss
 from surgeon.blueprint.recipes import Constant
 from surgeon.checkpoint.folder import CheckpointFolder
@@ -84,7 +83,7 @@ def _holds(base: CheckpointFolder, name: str, value: float) -> bool:
     """Whether every element of a tensor is this value, by its bytes."""
     info = base.tensors[name]
     width = DTYPE_BITS[info.dtype] // 8
-    pattern = constant_bytes(Constant(value, info.dtype, (_BYTES // width,)))
+    pattern = Constant(value, info.dtype, (_BYTES // width,)).data
     # First a few: of a layer that is not silent, these say so.
     ends = [64, *range(_BYTES, info.nbytes, _BYTES), info.nbytes]
     begin = 0

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from surgeon.blueprint.draft import Blueprint
-from surgeon.blueprint.recipes import Taken, leaves
+from surgeon.blueprint.recipes import Imported
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
 from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.checkpoint.hub import locate, remote_folder
@@ -46,13 +46,12 @@ def models_of_plan(loaded: LoadedPlan, *, weights: bool) -> dict[str, Checkpoint
     return opened
 
 
-def tensors_taken(blueprint: Blueprint) -> dict[str, dict[str, Taken]]:
+def tensors_taken(blueprint: Blueprint) -> dict[str, dict[str, Imported]]:
     """The tensors that a blueprint takes from each other model, by name, each with one recipe that takes it."""
-    found: dict[str, dict[str, Taken]] = {}
-    for output in blueprint.outputs:
-        for leaf in leaves(output.recipe) if output.new else ():
-            if isinstance(leaf, Taken):
-                found.setdefault(leaf.model, {})[leaf.tensor] = leaf
+    found: dict[str, dict[str, Imported]] = {}
+    for recipe in blueprint.recipes():
+        if isinstance(recipe, Imported) and recipe.place == "model":
+            found.setdefault(recipe.name, {})[recipe.tensor] = recipe
     return found
 
 

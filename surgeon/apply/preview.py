@@ -11,26 +11,15 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from surgeon.apply.job import origin_in, twins_in
+from surgeon.apply.job import twins_in
 from surgeon.apply.layer_choice import measured_layers
 from surgeon.apply.models import check_models, models_of_plan, tensors_taken
 from surgeon.apply.proofs import NOTHING_TO_PROVE, Proof, known_proof, prove
 from surgeon.apply.vocabulary import Vocabularies, vocabularies_of
 from surgeon.blueprint.draft import Blueprint, Layer, Output
 from surgeon.blueprint.measured import MeasuredLayers
-from surgeon.blueprint.recipes import (
-    Copy,
-    Predicted,
-    Prompted,
-    Recipe,
-    Stacked,
-    Widened,
-    is_computed,
-    leaves,
-    moves,
-    numel,
-)
-from surgeon.blueprint.shards import MAX_NEW_SHARD_BYTES, Shard, group_by_layer, is_hole, is_unchanged, lay_out, nbytes
+from surgeon.blueprint.recipes import Predicted, Prompted
+from surgeon.blueprint.shards import MAX_NEW_SHARD_BYTES, Shard, group_by_layer, is_unchanged, lay_out
 from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import MOST_AHEAD, CheckpointFolder
 from surgeon.checkpoint.header import DTYPE_BITS, TensorInfo
@@ -53,8 +42,8 @@ from surgeon.manifest.card import layer_runs
 from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import MANIFEST_FILE
 from surgeon.manifest.reading import manifest_of
-from surgeon.plan.plan import LoadedPlan, draw, load_plan, parse_plan
-from surgeon.plan.shipped import find_plan
+from surgeon.plan.plan import LoadedPlan, draw, parse_plan
+from surgeon.plan.shipped import load_named
 
 
 @dataclass(frozen=True)
@@ -189,7 +178,7 @@ def open_headers(base: str | Path, *, revision: str | None, trust_remote_code: b
 def loaded_plan(plan: str | Path | LoadedPlan, overrides: Sequence[str] = ()) -> LoadedPlan:
     """The plan with `overrides` in it: a file, the name of a shipped plan, or one parsed already. Raises BadInput."""
     if not isinstance(plan, LoadedPlan):
-        return load_plan(find_plan(plan), overrides)
+        return load_named(plan, overrides)
     return parse_plan(plan.text, source=plan.source, overrides=overrides) if overrides else plan
 
 
@@ -237,7 +226,7 @@ def preview_of(
     notes += [scaled] if scaled is not None else []
     notes += [f"the base is run on {printable(str(path))}" for path in texts.values()]
     notes += _of_vocabularies(vocabularies, folder)
-    if any(isinstance(leaf, Prompted) for output in blueprint.outputs for leaf in leaves(output.recipe)):
+    if any(isinstance(each, Prompted) for each in blueprint.recipes()):
         notes.append("the base is run on the prompts of the routers")
         if not any(name.startswith("tokenizer") for name in folder.side_files):
             raise BadInput(f"{folder.source.shown}: no tokenizer, and routers are made of prompts; add its files")
@@ -247,15 +236,15 @@ def preview_of(
     new = sum(_new_numbers(output, folder) for output in outputs if output.new)
     # Copies of old layers' parts that new layers read, and no training changes.
     fixed = sum(_new_numbers(output, folder) for output in outputs if output.new and output.kept.covered)
-    after = sum(numel(output.recipe) for output in outputs)
+    after = sum(output.numel for output in outputs)
     trains_all = any(record.trains == "all" for record in blueprint.operations)
-    sources = {leaf.source for output in outputs for leaf in leaves(output.recipe) if isinstance(leaf, Copy)}
     headers = twins_in(folder, shards)
+    copied = {o.name: None if o.whole is None else folder.tensors[o.whole] for o in outputs}
     unchanged = [
         shard
         for shard in shards
         if shard.file in headers
-        and is_unchanged(shard, [_copied_from(output, folder) for output in shard.outputs], headers[shard.file])
+        and is_unchanged(shard, [copied[output.name] for output in shard.outputs], headers[shard.file])
     ]
     # `apply` proves again what a preview knows from the cache.
     runs_twin = proof.how != "none"
@@ -268,10 +257,10 @@ def preview_of(
         parameters_after=after,
         parameters_new=new,
         parameters_trainable=after if trains_all else new - fixed,
-        bytes_to_read=sum(folder.tensors[name].nbytes for name in sources)
+        bytes_to_read=sum(folder.tensors[name].nbytes for name in blueprint.sources)
         + sum(models[m].tensors[name].nbytes for m, taken in tensors_taken(blueprint).items() for name in taken),
-        bytes_to_write=sum(nbytes(output) for output in outputs if not is_hole(output)),
-        bytes_holes=sum(nbytes(output) for output in outputs if is_hole(output)),
+        bytes_to_write=sum(output.nbytes for output in outputs if not output.is_hole),
+        bytes_holes=sum(output.nbytes for output in outputs if output.is_hole),
         bytes_unchanged=sum(shard.nbytes for shard in unchanged),
         peak_memory=_peak_memory(blueprint, runs_twin=runs_twin),
         notes=tuple(notes),
@@ -290,17 +279,11 @@ def proved(shown: Preview, folder: CheckpointFolder) -> Preview:
     return replace(shown, proof=prove(shown.blueprint, anatomy, folder.config, folder.own))
 
 
-def _copied_from(output: Output, folder: CheckpointFolder) -> TensorInfo | None:
-    """The base's tensor that an output is, as it is; None where it is something else."""
-    pieces = moves(output.recipe)
-    return origin_in(folder, pieces).whole if pieces.spans else None
-
-
 def _new_numbers(output: Output, folder: CheckpointFolder) -> int:
     """How many numbers of a new tensor are new. A part of a new layer is a copy of an old one's."""
     kept = output.kept
     numbers = sum(span.nbytes for span in kept.spans) * 8 // DTYPE_BITS[output.recipe.dtype]
-    return numel(output.recipe) - min(numbers, sum(folder.tensors[name].numel for name in kept.tensors))
+    return output.numel - min(numbers, sum(folder.tensors[name].numel for name in kept.tensors))
 
 
 # Tokenizer files of other programs, which hold a vocabulary of their own.
@@ -318,7 +301,7 @@ def _of_vocabularies(vocabularies: Vocabularies, folder: CheckpointFolder) -> li
 
 def check_shapes(blueprint: Blueprint, anatomy: Anatomy, own: OwnCode | None = None) -> None:
     """Where widths changed: the config must ask for just the tensors that there will be. Raises BadInput."""
-    if any(isinstance(output.recipe, Widened) for output in blueprint.outputs):
+    if blueprint.resized:
         planned = [TensorInfo(o.name, o.recipe.dtype, o.recipe.shape, "", 0, 0) for o in blueprint.outputs]
         from surgeon.families.skeleton import build
 
@@ -389,33 +372,23 @@ def adapters_of_plan(loaded: LoadedPlan) -> dict[str, AdapterFolder]:
 
 def _peak_memory(blueprint: Blueprint, *, runs_twin: bool) -> int:
     """An estimate, in bytes: the interpreter, and the largest working set of a recipe that computes, or a twin's."""
-    computed = [output.recipe for output in blueprint.outputs if is_computed(output.recipe)]
+    computed = [output.recipe for output in blueprint.outputs if output.computed]
     if not computed:
         return _STREAMING_MEMORY if blueprint.native and not runs_twin else _TORCH_MEMORY
     # Two sources and a result in float32 and one in the tensor's dtype; transport adds the cost (rows × rows),
     # the lower source after T_in, and the map of the attention output that stays for gate and up.
-    largest = max(map(_working_set, computed))
+    largest = max(recipe.working_set for recipe in computed)
     # Maps of whole heads are a number for each pair of heads.
     rows = [c.stop - c.start for c in blueprint.couplings.values() if c.whole_heads is None]
     maps = sorted((4 * n * n for n in rows), reverse=True)
     # One layer's sources, read ahead, and finished tensors that wait to be written.
-    new = [[o for o in layer if is_computed(o.recipe)] for layer in group_by_layer(blueprint.outputs)]
-    ahead = min(2 * max(sum(map(nbytes, layer)) for layer in new), MOST_AHEAD)
-    waiting = ahead + 3 * max(nbytes(o) for layer in new for o in layer)
+    new = [[o for o in layer if o.computed] for layer in group_by_layer(blueprint.outputs)]
+    ahead = min(2 * max(sum(o.nbytes for o in layer) for layer in new), MOST_AHEAD)
+    waiting = ahead + 3 * max(o.nbytes for layer in new for o in layer)
     # U and the network of every module that is predicted are kept from one new layer to the next.
     networks = {r.network: r for r in computed if isinstance(r, Predicted)}
-    kept = sum(4 * r.shape[0] ** 2 + 12 * int(dict(r.settings)["hidden"]) * r.shape[1] for r in networks.values())
+    kept = sum(recipe.network_memory for recipe in networks.values())
     return _TORCH_MEMORY + largest + kept + (2 * maps[0] if maps else 0) + waiting
-
-
-def _working_set(recipe: Recipe) -> int:
-    """Of experts in one tensor only one is at work, beside the whole result."""
-    if isinstance(recipe, Predicted):
-        # Σ W Wᵀ, its vectors and eigh's own copy in float64; V of every layer, from which the network learns.
-        return 3 * 8 * recipe.shape[0] ** 2 + 4 * (len(recipe.stack) + 4) * numel(recipe)
-    if isinstance(recipe, Stacked):
-        return _working_set(recipe.experts[0]) + 4 * numel(recipe)
-    return 4 * 4 * numel(recipe)
 
 
 def preview_view(preview: Preview, base: str) -> RenderableType:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from surgeon.blueprint.draft import Blueprint, Layer, Output
-from surgeon.blueprint.recipes import Constant, Copy, Extended, Joined, Listed, PerLayer, describe
+from surgeon.blueprint.recipes import Constant, Copy, Extended
 from surgeon.checkpoint.own_code import OwnCode
 from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.common.cache import MAX_ENTRY_BYTES, cache_folder, read_entry, write_entry
@@ -160,7 +160,11 @@ def _prove_moves(blueprint: Blueprint, anatomy: Anatomy) -> None:
         anatomy.derivation.prove_grafts(trunk, config)
     if len(layers) == anatomy.sizes.layers and not gone:
         return
-    constants = {o.name: o.recipe.value for o in blueprint.outputs if o.new and isinstance(o.recipe, Constant)}
+    constants = {
+        o.name: o.recipe.value
+        for o in blueprint.outputs
+        if o.new and isinstance(o.recipe, Constant) and not isinstance(o.recipe.value, tuple)
+    }
     anatomy.derivation.prove(
         trunk,
         [layer.like for layer in layers],
@@ -196,17 +200,14 @@ def _key(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any], own:
         for layer in dropped
     }
     layers = [[layer.like, layer.base is not None, layer.opened] for layer in blueprint.layers]
-    outputs = [[output.name, output.new, *_shape_of(output)] for output in blueprint.outputs]
+    outputs = [[output.name, output.new, *_shape_of(output, blueprint.words)] for output in blueprint.outputs]
     plan = [blueprint.config, layers, outputs, sorted(gone.items())]
     return digest_of([_FORMAT, found_with(), dict(config), own and own.digest, code, plan])
 
 
-def _shape_of(output: Output) -> list[Any]:
+def _shape_of(output: Output, words: Mapping[str, Any]) -> list[Any]:
     """What a twin shows of a recipe: what is computed is random there."""
-    match output.recipe:
-        case Copy() | Constant() | Listed() | PerLayer() | Extended():
-            return [describe(output.recipe)]
-        case Joined(pieces):
-            return [describe(output.recipe), [piece.of.shape[0] for piece in pieces]]
-        case _:
-            return [type(output.recipe).__name__]
+    recipe = output.recipe
+    if not isinstance(recipe, Copy | Constant | Extended):
+        return [type(recipe).__name__]
+    return [words[output.name], list(recipe.shape)]

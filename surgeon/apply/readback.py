@@ -12,15 +12,16 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, Self
 
 from surgeon.apply.finiteness import FiniteCheck
-from surgeon.blueprint.shards import Shard, is_hole
+from surgeon.blueprint.shards import Shard
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import Header, TensorInfo, read_header
 from surgeon.checkpoint.known_digests import FileDigests
 from surgeon.checkpoint.piece_bytes import Gap, OtherBytes, compared, copy_pieces, read_in_order
-from surgeon.checkpoint.pieces import Pieces, Span
+from surgeon.checkpoint.pieces import Pieces
 from surgeon.checkpoint.ranges import sha256_range, zeros_sha256
 from surgeon.checkpoint.source import OpenShards, Source
 from surgeon.checkpoint.staging import Staging
@@ -52,10 +53,16 @@ class Origin:
         """The tensor whose bytes come first."""
         return self.tensors[self.pieces.spans[0].tensor]
 
-    @property
+    @cached_property
     def whole(self) -> TensorInfo | None:
         """The tensor that it is, byte for byte; None where it is made of parts."""
         return self.first if self.pieces.is_all_of(self.first) else None
+
+    @property
+    def begins_with_first(self) -> bool:
+        """Whether the bytes of that tensor, all of them, come first."""
+        span = self.pieces.spans[0]
+        return (span.offset, span.at, span.length, span.count) == (0, 0, self.first.nbytes, 1)
 
     def copy(self, shards: OpenShards, target: int, begin: int, progress: Callable[[int], None]) -> None:
         """Lay the bytes at `begin` of the open file `target`. Raises BadInput where a shard ends early."""
@@ -63,11 +70,16 @@ class Origin:
         copy_pieces(self.pieces, self.tensors, opened, target=target, begin=begin, progress=progress)
 
     def key(self, tensor: TensorInfo) -> tuple[int, str, str]:
-        """What distinguishes a tensor from the others that are read: its source, and its file and name there.
+        """What distinguishes a tensor from the others that are read."""
+        return _key(self.source, tensor)
 
-        What a run keeps of the base lies in files of their own, by the names that the weights have.
-        """
-        return id(self.source), tensor.file, tensor.name
+
+def _key(source: Source, tensor: TensorInfo) -> tuple[int, str, str]:
+    """What distinguishes a tensor from the others that are read: its source, and its file and name there.
+
+    What a run keeps of the base lies in files of their own, by the names that the weights have.
+    """
+    return id(source), tensor.file, tensor.name
 
 
 class ReadBack:
@@ -140,10 +152,10 @@ class ReadBack:
         """Digests of all tensors of a checkpoint that the job reads; those that the output has no copy of are read."""
         found: dict[str, str] = {}
         with OpenShards() as shards:
+            opened = {file: shards.opened(folder.source, file) for file in folder.shards}
             for name, info in folder.tensors.items():
-                digest = self._originals.get(Origin.of(folder.source, info).key(info))
-                opened = shards.opened(folder.source, info.file)
-                found[name] = digest or sha256_range(opened, info.begin, info.end)
+                digest = self._originals.get(_key(folder.source, info))
+                found[name] = digest or sha256_range(opened[info.file], info.begin, info.end)
         return found
 
     def _prove(self, shard: Shard, maps: dict[str, dict[str, Any]], flushed: Future[None]) -> None:
@@ -161,7 +173,7 @@ class ReadBack:
                         digests[output.name] = self._digest(written, info, shards, origin, look)
                         if not look.finite:
                             not_finite.append(origin.first.name)
-                    elif is_hole(output):
+                    elif output.is_hole:
                         digests[output.name] = zeros_sha256(info.nbytes)
                     else:
                         digests[output.name] = sha256_range(written, info.begin, info.end)
@@ -202,7 +214,7 @@ class ReadBack:
                 f"{printable(info.name)} ({info.file}): what was read back is not what {printable(first.name)} holds;"
                 " disk failing, or the base changed meanwhile?"
             ) from None
-        if of_first is not None and origin.pieces.spans[0] == Span(first.name, 0, first.nbytes):
+        if of_first is not None and origin.begins_with_first:
             with self._lock:
                 self._originals[origin.key(first)] = of_first
         return known or digest.hexdigest()

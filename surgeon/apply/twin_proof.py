@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surgeon.blueprint.draft import Blueprint
-from surgeon.blueprint.recipes import Constant, Copy, Extended, Joined, Listed, Recipe, Rows
+from surgeon.blueprint.recipes import Constant, Copy, Extended, Recipe
 from surgeon.checkpoint.own_code import OwnCode
+from surgeon.checkpoint.pieces import Span
 from surgeon.checkpoint.weights import SINGLE_FILE
 from surgeon.common.devices import one_thread
 from surgeon.common.library import LOAD_FAILURES, first_line, quiet_transformers
@@ -69,9 +70,9 @@ def prove_blueprint(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str,
                 _train(base, native_config(before), heads)
             _silence(base, blueprint, anatomy)
             if after["model_type"] == before["model_type"] or not blueprint.native:
-                _fill(result, base, blueprint)
+                _fill(result, base, blueprint, bytes_of_base(anatomy))
             else:
-                _fill_converted(result, base, blueprint)
+                _fill_converted(result, base, blueprint, bytes_of_base(anatomy))
         # An encoder that gets a head puts out something else.
         if base.encoder and (blueprint.native or after.get("architectures") != before.get("architectures")):
             _check_encoded(base, result)
@@ -173,8 +174,8 @@ def _silence(base: Skeleton, blueprint: Blueprint, anatomy: Anatomy) -> None:
                 held[place].fill_(value)
 
 
-def _fill(result: Skeleton, base: Skeleton, blueprint: Blueprint) -> None:
-    """Make every tensor of the output's twin as the blueprint says.
+def _fill(result: Skeleton, base: Skeleton, blueprint: Blueprint, sizes: Mapping[str, int]) -> None:
+    """Make every tensor of the output's twin as the blueprint says; `sizes` are bytes of the base's tensors.
 
     Raises BadInput for a tensor of the plan that the model has no place for, and one of the model that the plan lacks.
     """
@@ -191,7 +192,7 @@ def _fill(result: Skeleton, base: Skeleton, blueprint: Blueprint) -> None:
                     f"{printable(output.name)}: the plan makes this tensor, transformers' class has no place for it"
                 )
             continue
-        value = value_of(output.recipe, base, held, wanted[place], draws)
+        value = value_of(output.recipe, base, held, sizes, wanted[place], draws)
         if value.shape != wanted[place].shape:
             raise BadInput(
                 f"{printable(output.name)}: on a twin the plan makes it of shape {list(value.shape)}, transformers'"
@@ -208,7 +209,13 @@ def _fill(result: Skeleton, base: Skeleton, blueprint: Blueprint) -> None:
     result.model.tie_weights()
 
 
-def _fill_converted(result: Skeleton, base: Skeleton, blueprint: Blueprint) -> None:
+def bytes_of_base(anatomy: Anatomy) -> dict[str, int]:
+    """The bytes of the base's tensors."""
+    held = [anatomy.outer, anatomy.bank, *anatomy.layers, *anatomy.grafted, *anatomy.beyond]
+    return {info.name: info.nbytes for tensors in held for info in tensors.values()}
+
+
+def _fill_converted(result: Skeleton, base: Skeleton, blueprint: Blueprint, sizes: Mapping[str, int]) -> None:
     """The same of an output of another class, for which transformers converts what is stored.
 
     Raises BadInput where a tensor of the plan is none of the checkpoint's, or the other way round.
@@ -221,7 +228,7 @@ def _fill_converted(result: Skeleton, base: Skeleton, blueprint: Blueprint) -> N
     for output in blueprint.outputs:
         place = place_in(output.name, stored, result)
         if place is not None:
-            made[place] = value_of(output.recipe, base, held, stored[place], draws)
+            made[place] = value_of(output.recipe, base, held, sizes, stored[place], draws)
         elif output.new and place_in(_of_first_expert(output.name), stored, result) is None:
             raise BadInput(
                 f"{printable(output.name)}: the plan makes this tensor, transformers' class has no place for it"
@@ -252,21 +259,28 @@ def _saved(twin: Skeleton) -> dict[str, Tensor]:
         return dict(load_file(Path(folder) / SINGLE_FILE))
 
 
-def value_of(recipe: Recipe, base: Skeleton, held: Mapping[str, Tensor], like: Tensor, draws: Generator) -> Tensor:
+def value_of(
+    recipe: Recipe,
+    base: Skeleton,
+    held: Mapping[str, Tensor],
+    sizes: Mapping[str, int],
+    like: Tensor,
+    draws: Generator,
+) -> Tensor:
     """What a recipe makes of a twin's tensors; random where it computes, as nothing exact may depend on that."""
     import torch
 
     match recipe:
-        case Copy(source):
+        case Copy(source=str(source)):
             return held_tensor(source, base, held)
-        case Joined(pieces, still=still) if still or all(_is_whole(piece) for piece in pieces):
-            return torch.cat([_rows(piece, base, held) for piece in pieces]).reshape(like.shape)
-        case Constant(value):
-            return torch.full_like(like, value)
-        case Listed(values) if like.numel() == len(values):
+        case Copy(spans) if recipe.trains is False or all(span.nbytes == sizes[span.tensor] for span in spans):
+            return torch.cat([_rows(span, base, held, sizes) for span in spans]).reshape(like.shape)
+        case Constant(tuple(values)) if like.numel() == len(values):
             return torch.tensor(values, dtype=like.dtype).reshape(like.shape)
+        case Constant(value) if not isinstance(value, tuple):
+            return torch.full_like(like, value)
         case Extended(of):
-            old = value_of(of, base, held, like, draws)
+            old = value_of(of, base, held, sizes, like, draws)
             more = torch.randn((like.shape[0] - old.shape[0], *old.shape[1:]), generator=draws)
             return torch.cat([old, more * old.std()])
     noise = torch.randn(like.shape, generator=draws)
@@ -281,20 +295,16 @@ def held_tensor(source: str, base: Skeleton, held: Mapping[str, Tensor]) -> Tens
     return held[place]
 
 
-def _is_whole(piece: Rows) -> bool:
-    return (piece.start, piece.stop) == (0, piece.of.shape[0])
-
-
-def _rows(piece: Rows, base: Skeleton, held: Mapping[str, Tensor]) -> Tensor:
-    """The same share of the rows of a twin's tensor as `piece` is of the base's."""
-    source, count = held_tensor(piece.of.source, base, held), piece.of.shape[0]
-    bounds = [divmod(edge * len(source), count) for edge in (piece.start, piece.stop)]
-    if any(rest for _, rest in bounds):
+def _rows(span: Span, base: Skeleton, held: Mapping[str, Tensor], sizes: Mapping[str, int]) -> Tensor:
+    """The same share of the rows of a twin's tensor as `span` is of the base's, one behind the other."""
+    source, end = held_tensor(span.tensor, base, held), span.offset + span.length
+    bounds = [divmod(edge * len(source), sizes[span.tensor]) for edge in (span.offset, end)]
+    if span.count > 1 or any(rest for _, rest in bounds):
         raise BadInput(
-            f"{printable(piece.of.source)}: rows {piece.start} to {piece.stop} are no whole rows of a twin, so nothing"
-            " can be proven of them"
+            f"{printable(span.tensor)}: bytes {span.offset} to {end} of it are no whole rows of a twin, so nothing can"
+            " be proven of them"
         )
-    return source[bounds[0][0] : bounds[1][0]]
+    return source[bounds[0][0] : bounds[1][0]].flatten()
 
 
 def place_in(name: str, held: Mapping[str, Tensor], twin: Skeleton) -> str | None:

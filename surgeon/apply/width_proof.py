@@ -8,11 +8,12 @@ Sums over more numbers are taken in another order, so logits may differ by round
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from surgeon.apply.twin_proof import SEEDS, agree, held_tensor, place_in, running_twin, value_of
+from surgeon.apply.twin_proof import SEEDS, agree, bytes_of_base, held_tensor, place_in, running_twin, value_of
 from surgeon.blueprint.draft import Blueprint
-from surgeon.blueprint.recipes import Constant, Copy, Recipe, Sliced, Widened
+from surgeon.blueprint.recipes import Constant, Copy, Joined, Recipe
 from surgeon.common.devices import one_thread
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy, native_config
@@ -62,7 +63,8 @@ def prove_widths(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, An
         _widen(small, path, sizes)
         result = twin_of_small(small, seed=SEEDS[1])
         draws = torch.Generator().manual_seed(SEEDS[1])
-        held, wanted = base.model.state_dict(), result.model.state_dict()
+        twin = _Twin(base, base.model.state_dict(), bytes_of_base(anatomy), draws)
+        held, wanted = twin.held, result.model.state_dict()
         with torch.no_grad():
             wider = {name for name, value in wanted.items() if name not in held or held[name].shape != value.shape}
             for name in wanted.keys() - wider:
@@ -71,7 +73,7 @@ def prove_widths(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, An
             for output in blueprint.outputs:
                 place = place_in(output.name, wanted, result)
                 if place is not None:
-                    wanted[place].copy_(_value(output.recipe, base, held, wanted[place], draws, output.name))
+                    wanted[place].copy_(_value(output.recipe, twin, wanted[place], output.name))
                     wider.discard(place)
         if left := sorted(wider - set(result.model.all_tied_weights_keys)):
             raise BadInput(f"{printable(left[0])}: has another shape in a wider model, and the plan leaves it as it is")
@@ -102,24 +104,38 @@ def _widen(small: dict[str, Any], path: tuple[str, ...], sizes: Mapping[str, tup
         part[_HIDDEN] *= new // old
 
 
-def _value(
-    recipe: Recipe, base: Skeleton, held: Mapping[str, Tensor], like: Tensor, draws: Generator, name: str
-) -> Tensor:
+@dataclass(frozen=True)
+class _Twin:
+    """What the wider twin is made of: the base's twin and its tensors, the bytes of the base's own, random numbers."""
+
+    base: Skeleton
+    held: Mapping[str, Tensor]
+    sizes: Mapping[str, int]
+    draws: Generator
+
+    def rows(self, part: Copy) -> Tensor:
+        """A tensor of the base's twin, or the same share of its rows as `part` is of one of the base's."""
+        (span,) = part.spans
+        source, size = held_tensor(span.tensor, self.base, self.held), self.sizes[span.tensor]
+        return source[span.offset * len(source) // size : (span.offset + span.length) * len(source) // size]
+
+
+def _value(recipe: Recipe, twin: _Twin, like: Tensor, name: str) -> Tensor:
     """What a recipe makes of a twin's tensors, of the shape of `like`. Raises BadInput where it makes another shape."""
     import torch
 
-    if isinstance(recipe, Widened):
+    if isinstance(recipe, Joined):
         axis = recipe.axis
-        old = [None if _is_new(each) else _old(each, base, held) for each in recipe.parts]
+        old = [twin.rows(each) if isinstance(each, Copy) and not each.trains else None for each in recipe.parts]
         more = like.shape[axis] - sum(each.shape[axis] for each in old if each is not None)
-        total = sum(each.shape[axis] for each in recipe.parts if _is_new(each))
+        total = sum(each.shape[axis] for each, found in zip(recipe.parts, old, strict=True) if found is None)
         pieces = []
         for part, found in zip(recipe.parts, old, strict=True):
             count = more * part.shape[axis] // total if total else 0
-            pieces.append(_new(part, count, axis, base, held, like, draws) if found is None else found)
+            pieces.append(_new(part, count, axis, twin, like) if found is None else found)
         value = torch.cat(pieces, dim=axis)
     else:
-        value = value_of(recipe, base, held, like, draws)
+        value = value_of(recipe, twin.base, twin.held, twin.sizes, like, twin.draws)
     if value.shape != like.shape:
         raise BadInput(
             f"{printable(name)}: on a twin the plan makes it of shape {list(value.shape)}, transformers' class needs"
@@ -128,40 +144,17 @@ def _value(
     return value
 
 
-def _is_new(part: Recipe) -> bool:
-    return not (isinstance(part, Copy) or (isinstance(part, Sliced) and not part.again))
-
-
-def _old(part: Recipe, base: Skeleton, held: Mapping[str, Tensor]) -> Tensor:
-    """A tensor of the twin, or the same share of its rows as `part` is of the base's."""
-    if isinstance(part, Copy):
-        return held_tensor(part.source, base, held)
-    assert isinstance(part, Sliced)
-    source, count = held_tensor(part.of.source, base, held), part.of.shape[0]
-    return source[part.start * len(source) // count : part.stop * len(source) // count]
-
-
-def _new(
-    part: Recipe,
-    count: int,
-    axis: int,
-    base: Skeleton,
-    held: Mapping[str, Tensor],
-    like: Tensor,
-    draws: Generator,
-) -> Tensor:
+def _new(part: Recipe, count: int, axis: int, twin: _Twin, like: Tensor) -> Tensor:
     """`count` new rows or columns: constants, copies in turn, or random where they are drawn or computed."""
     import torch
 
     shape = (*like.shape[:axis], count, *like.shape[axis + 1 :])
     match part:
-        case Constant(value):
+        case Constant(value) if not isinstance(value, tuple):
             return torch.full(shape, value, dtype=like.dtype)
-        case Sliced(of, start, stop):
-            source = held_tensor(of.source, base, held)
-            if axis == 0:
-                source = source[start * len(source) // of.shape[0] : stop * len(source) // of.shape[0]]
+        case Copy():
+            source = twin.rows(part)
             return source.index_select(axis, torch.arange(count) % source.shape[axis])
         case _:
-            noise: Tensor = torch.randn(shape, generator=draws)
+            noise: Tensor = torch.randn(shape, generator=twin.draws)
             return noise.mul_(float(like.shape[-1]) ** -0.5)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import struct
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -23,9 +22,9 @@ from surgeon.apply.linked_shards import Moved as HowMoved
 from surgeon.apply.linked_shards import Unmoved, bytes_to_move, way_to
 from surgeon.apply.readback import ReadBack, Way
 from surgeon.blueprint.draft import Output
-from surgeon.blueprint.recipes import Constant, Copy, Extended, Joined, Listed, Moved, PerLayer, is_computed, numel
-from surgeon.blueprint.shards import Shard, group_by_layer, header_of, is_hole, nbytes
-from surgeon.checkpoint.header import DTYPE_BITS, FLOAT_DTYPES, header_bytes
+from surgeon.blueprint.recipes import Constant
+from surgeon.blueprint.shards import Shard, group_by_layer, header_of
+from surgeon.checkpoint.header import header_bytes
 from surgeon.checkpoint.ranges import WriteBehind, reserve, write_all
 from surgeon.checkpoint.source import OpenShards
 from surgeon.checkpoint.staging import Staging, check_destination, check_space
@@ -36,7 +35,7 @@ from surgeon.common.work_folders import write_new
 from surgeon.errors import SurgeonError, printable
 
 if TYPE_CHECKING:
-    from surgeon.apply.compute import Workshop
+    from surgeon.apply.compute import Evaluator
 
 _ALONE = Ranks()
 
@@ -135,18 +134,18 @@ class _Share:
     listener: Listener
     stopwatch: Stopwatch
     ranks: Ranks
-    _workshop: Workshop | None = field(default=None, init=False)
+    _evaluator: Evaluator | None = field(default=None, init=False)
     _layers_done: int = field(default=0, init=False)
 
     @property
-    def workshop(self) -> Workshop:
+    def evaluator(self) -> Evaluator:
         """Made at first need: it brings torch."""
-        if self._workshop is None:
-            from surgeon.apply.compute import Workshop
+        if self._evaluator is None:
+            from surgeon.apply.compute import Evaluator
 
             computing = self.job.computing
             assert computing is not None
-            self._workshop = Workshop(
+            self._evaluator = Evaluator(
                 computing.blueprint,
                 computing.base,
                 device=computing.device,
@@ -155,7 +154,7 @@ class _Share:
                 adapters=computing.adapters,
                 models=computing.models,
             )
-        return self._workshop
+        return self._evaluator
 
     def of(self, shards: Sequence[Shard]) -> Report:
         """Write this rank's layers of `shards`; an error is reported, not raised, as the other ranks wait for it."""
@@ -201,37 +200,37 @@ class _Share:
         is the layer that comes after these outputs.
         """
         place_of = {output.name: place for output, place in zip(shard.outputs, self._places(shard), strict=True)}
-        computes = any(is_computed(output.recipe) for output in outputs)
+        computes = any(output.computed for output in outputs)
         target = os.open(self.folder / shard.file, os.O_RDWR | os.O_NOFOLLOW)
         try:
             with OpenShards() as shards, WriteBehind(target, self.listener.advance) as behind:
                 for layer, following in pairwise([*group_by_layer(outputs), then]):
                     if computes:
-                        self.workshop.expect(layer, following)
+                        self.evaluator.expect(layer, following)
                         self._show(layer)
                     for output in layer:
                         _write_tensor(self, output, target, *place_of[output.name], shards, behind)
         finally:
             os.close(target)
-        return self.workshop.take_reports() if computes else {}
+        return self.evaluator.take_reports() if computes else {}
 
     def _show(self, layer: Sequence[Output]) -> None:
         """Say which of the layers to compute is under way."""
-        if any(is_computed(output.recipe) for output in layer):
+        if any(output.computed for output in layer):
             self._layers_done += 1
             self.listener.rename(f"writing, new layer {self._layers_done} of {_computed_layers(self.job.shards)}")
 
     def close(self) -> None:
         """Nothing more is computed: what was to be read for it is not."""
-        if self._workshop is not None:
-            self._workshop.close()
+        if self._evaluator is not None:
+            self._evaluator.close()
 
     def skip(self, outputs: Sequence[Output]) -> None:
         """Count tensors as done that an earlier run or another rank makes."""
         for output in outputs:
-            if is_computed(output.recipe):
-                self.workshop.skip(output)
-        self._layers_done += sum(any(is_computed(o.recipe) for o in layer) for layer in group_by_layer(outputs))
+            if output.computed:
+                self.evaluator.skip(output)
+        self._layers_done += sum(any(o.computed for o in layer) for layer in group_by_layer(outputs))
 
     def _header(self, shard: Shard) -> bytes:
         """A shard that is its twin has its twin's own header, whoever wrote it, so that every way gives one file."""
@@ -255,7 +254,7 @@ class _Share:
 def _computed_layers(shards: Sequence[Shard]) -> int:
     """How many layers (or groups of tensors outside them) have something to compute."""
     layers = (layer for shard in shards for layer in group_by_layer(shard.outputs))
-    return sum(any(is_computed(output.recipe) for output in layer) for layer in layers)
+    return sum(any(output.computed for output in layer) for layer in layers)
 
 
 class _Run(_Share):
@@ -279,7 +278,7 @@ class _Run(_Share):
 
     def all_shards(self) -> None:
         """Write every shard: those of bytes only in threads, the computed ones here, one after the other."""
-        computed = [shard for shard in self.job.shards if any(is_computed(o.recipe) for o in shard.outputs)]
+        computed = [shard for shard in self.job.shards if any(o.computed for o in shard.outputs)]
         with ThreadPoolExecutor(_WRITERS, thread_name_prefix="write") as writers:
             try:
                 copies = [writers.submit(self.shard, s) for s in self.job.shards if s not in computed]
@@ -324,7 +323,7 @@ class _Run(_Share):
             return False
         self.proof.remember(shard.file, record)
         self.skip(shard.outputs)
-        self.listener.advance(sum(nbytes(output) for output in shard.outputs if not is_hole(output)))
+        self.listener.advance(sum(output.nbytes for output in shard.outputs if not output.is_hole))
         return True
 
     def small_files(self) -> None:
@@ -353,40 +352,16 @@ def _first_layer(shards: Sequence[Sequence[Output]]) -> Sequence[Output]:
 def _write_tensor(
     run: _Share, output: Output, target: int, begin: int, end: int, shards: OpenShards, behind: WriteBehind
 ) -> None:
-    match output.recipe:
-        case Copy() | Moved() | PerLayer() | Joined():
-            with run.stopwatch.stage("copy"):
-                run.job.origins[output.name].copy(shards, target, begin, run.listener.advance)
-        case Constant() | Listed():
-            if not is_hole(output):
-                write_all(target, constant_bytes(output.recipe), begin)
-                run.listener.advance(end - begin)
-        case Extended():
-            for piece in run.workshop.make_in_pieces(output):
-                with run.stopwatch.stage("wait for writing"):
-                    behind.write(piece, begin)
-                begin += len(piece)
-            assert begin == end, output.name
-        case _:
-            made = run.workshop.make(output)
+    if output.computed:
+        for made in run.evaluator.make(output):
             with run.stopwatch.stage("wait for writing"):
                 behind.write(made, begin)
-
-
-def constant_bytes(recipe: Constant | Listed) -> bytes:
-    """A tensor whose values the recipe names, as little-endian bytes, without numpy or torch."""
-    if isinstance(recipe, Listed):
-        return b"".join(_element(value, recipe.dtype) for value in recipe.values)
-    if recipe.dtype not in FLOAT_DTYPES:
-        assert recipe.value == 0, recipe
-        return bytes(numel(recipe) * DTYPE_BITS[recipe.dtype] // 8)
-    return _element(recipe.value, recipe.dtype) * numel(recipe)
-
-
-def _element(value: float, dtype: str) -> bytes:
-    code = FLOAT_DTYPES[dtype].packed
-    if code is not None:
-        return struct.pack(code, value)
-    # Round to nearest, ties to even, as torch does: add half of what is cut off, less one where the rest is even.
-    (bits,) = struct.unpack("<I", struct.pack("<f", value))
-    return struct.pack("<H", (bits + 0x7FFF + (bits >> 16 & 1)) >> 16)
+            begin += len(made)
+        assert begin == end, output.name
+    elif isinstance(output.recipe, Constant):
+        if not output.is_hole:
+            write_all(target, output.recipe.data, begin)
+            run.listener.advance(end - begin)
+    else:
+        with run.stopwatch.stage("copy"):
+            run.job.origins[output.name].copy(shards, target, begin, run.listener.advance)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 from surgeon.blueprint.grafts import (
@@ -27,14 +28,9 @@ from surgeon.blueprint.recipes import (
     Coupling,
     Dequantised,
     Extended,
-    PerLayer,
+    Joined,
     Recipe,
-    Widened,
-    is_computed,
-    keeps,
-    moves,
-    numel,
-    sources,
+    per_layer,
 )
 from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
 from surgeon.checkpoint.peft_folder import Adapter
@@ -144,23 +140,32 @@ class Layer:
     opened: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Output:
-    """One tensor of the output; `operation` made it, None where the base has it."""
+    """One tensor of the output; `operation` made it, None where the base has it.
+
+    `new` says that one did: training may then change it, unless it holds parts of old layers. The other fields are
+    those of its recipe, which are asked for often: `pieces` are the bytes of the base that it holds as they are, `kept`
+    those among them that stay so where what is new trains, `whole` the tensor of the base that it is, if it is one.
+    """
 
     name: str
     recipe: Recipe
     operation: int | None
+    new: bool = field(init=False, repr=False, compare=False)
+    computed: bool = field(init=False, repr=False, compare=False)
+    is_hole: bool = field(init=False, repr=False, compare=False)
+    numel: int = field(init=False, repr=False, compare=False)
+    nbytes: int = field(init=False, repr=False, compare=False)
+    whole: str | None = field(init=False, repr=False, compare=False)
+    pieces: Pieces = field(init=False, repr=False, compare=False)
+    kept: Pieces = field(init=False, repr=False, compare=False)
 
-    @property
-    def new(self) -> bool:
-        """Whether an operation made it; training may then change it, unless it holds parts of old layers."""
-        return self.operation is not None
-
-    @property
-    def kept(self) -> Pieces:
-        """The bytes of the base that stay as they are where what is new trains."""
-        return keeps(self.recipe) if self.new else moves(self.recipe)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "new", self.operation is not None)
+        for name in ("computed", "is_hole", "numel", "nbytes", "whole", "pieces"):
+            object.__setattr__(self, name, getattr(self.recipe, name))
+        object.__setattr__(self, "kept", self.recipe.kept if self.new else self.pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +196,23 @@ class Blueprint:
     code_files: tuple[str, ...] = ()
     # The layers of the base that each operation took out, by its number.
     dropped: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    # Whether an operation changed sizes that layers share.
+    resized: bool = False
+
+    @cached_property
+    def words(self) -> Mapping[str, dict[str, Any]]:
+        """What surgery.json says of every output's recipe, by the output's name."""
+        return {output.name: output.recipe.describe() for output in self.outputs}
+
+    def recipes(self) -> Iterator[Recipe]:
+        """Every recipe, and all that these are made of."""
+        for output in self.outputs:
+            yield from output.recipe.walk()
+
+    @property
+    def sources(self) -> set[str]:
+        """The tensors of the base that outputs are made of."""
+        return {name for output in self.outputs for name in output.recipe.sources}
 
     @property
     def native(self) -> bool:
@@ -253,7 +275,7 @@ class Draft:
         # Tensors outside the layers that have more rows than the base's, and the operation that gave them those.
         self.extended: dict[str, tuple[Extended, int]] = {}
         # The same of those that became wider.
-        self.widened: dict[str, tuple[Widened, int]] = {}
+        self.widened: dict[str, tuple[Joined, int]] = {}
         # Tensors outside the layers that the base does not have, and the operation that made them.
         self.added: dict[str, tuple[Recipe, int]] = {}
         # Rows of the embeddings as they will be.
@@ -270,10 +292,10 @@ class Draft:
         # The control states of all layers, which stand outside layers.
         self.bank = bank_of(config)
         if self.bank is not None:
-            self.bank.tensors = {suffix: _copied(info) for suffix, info in anatomy.bank.items()}
+            self.bank.tensors = {suffix: Copy.of(info) for suffix, info in anatomy.bank.items()}
         self.layers = [
             LayerDraft(
-                tensors={suffix: _copied(info) for suffix, info in tensors.items()},
+                tensors={suffix: Copy.of(info) for suffix, info in tensors.items()},
                 base=index,
                 like=index,
                 grafts=_with_tensors(brought.get(index, []), anatomy.grafted[index]),
@@ -375,7 +397,7 @@ class Draft:
         if self.kind_of(layer).packed:
             return _OPENED
         tensors, parts = self.layers[layer].tensors, self.kind_of(layer).parts
-        return max((tensors[part.suffix] for part in parts), key=numel).dtype
+        return max((tensors[part.suffix] for part in parts), key=lambda recipe: recipe.numel).dtype
 
     def blocks(self, layer: int) -> Mapping[str, str]:
         """What a layer calls the blocks beside which grafts can stand, by their usual name (ATTENTION, FFN)."""
@@ -390,13 +412,13 @@ class Draft:
         held = [recipe for layer in self.layers for recipe in layer.tensors.values()]
         grafts = [graft for layer in self.layers for graft in layer.grafts] + ([self.bank] if self.bank else [])
         held += [recipe for graft in grafts for recipe in graft.tensors.values()]
-        outer = sum(numel(recipe) for recipe, _ in (*self._outer(), *self.added.values()))
-        return sum(numel(recipe) for recipe in held) + outer
+        outer = sum(recipe.numel for recipe, _ in (*self._outer(), *self.added.values()))
+        return sum(recipe.numel for recipe in held) + outer
 
     def _outer(self) -> list[tuple[Recipe, int | None]]:
         """The tensors outside the layers, in their order, and the operation that gave one more rows or columns."""
         changed: dict[str, tuple[Recipe, int]] = {**self.extended, **self.widened}
-        return [changed.get(name, (_copied(info), None)) for name, info in self.anatomy.outer.items()]
+        return [changed.get(name, (Copy.of(info), None)) for name, info in self.anatomy.outer.items()]
 
     def finish(self) -> Blueprint:
         """Number the layers, name the tensors and extend the config."""
@@ -409,15 +431,16 @@ class Draft:
         if self.extended:
             config = with_vocabulary(config, self.anatomy, self.rows)
         for index, layer in enumerate(self.layers):
+            stem = self.anatomy.layer_name(index, "")
             for suffix, recipe in layer.tensors.items():
                 operation = layer.rewritten.get(suffix, layer.operation)
-                outputs.append(Output(self.anatomy.layer_name(index, suffix), recipe, operation))
+                outputs.append(Output(f"{stem}{suffix}", recipe, operation))
             for graft in layer.grafts:
                 for suffix, recipe in graft.tensors.items():
-                    outputs.append(Output(self.anatomy.layer_name(index, suffix), recipe, graft.operation))
+                    outputs.append(Output(f"{stem}{suffix}", recipe, graft.operation))
         for nth, tensors in enumerate(self.anatomy.beyond):
             number = len(self.layers) + nth
-            outputs += [Output(self.anatomy.layer_name(number, s), _copied(info), None) for s, info in tensors.items()]
+            outputs += [Output(self.anatomy.layer_name(number, s), Copy.of(info), None) for s, info in tensors.items()]
         if self.bank is not None:
             for suffix, recipe in self.bank.tensors.items():
                 outputs.append(Output(self.anatomy.outer_name(suffix), recipe, self.bank.operation))
@@ -435,6 +458,7 @@ class Draft:
             config=config,
             code_files=(CODE_FILE,) if grafted else (),
             dropped=dict(self.dropped),
+            resized=bool(self.sizes),
         )
 
     def _with_parts(self, outputs: list[Output], config: Mapping[str, Any]) -> list[Output]:
@@ -463,7 +487,7 @@ class Draft:
                     " use an operation that adds no branches (control_llm: `expansion: stack`)"
                 )
             assert isinstance(output.recipe, Copy)
-            made.append(Output(output.name, PerLayer(output.recipe, axis, before, order), last))
+            made.append(Output(output.name, per_layer(output.recipe, axis, before, order), last))
         return made
 
     def _finished_config(self, *, grafted: bool) -> dict[str, Any]:
@@ -507,11 +531,11 @@ class Draft:
 def _check_stored(output: Output) -> None:
     """Raise BadInput for what would be computed of, or stored as, a quantised tensor, which is only ever moved."""
     recipe = output.recipe
-    if is_computed(recipe):
+    if output.computed:
         odd = next((each.dtype for each in _inside(recipe) if each.dtype not in FLOAT_DTYPES), None)
     else:
-        held = moves(recipe).covered or (isinstance(recipe, Constant) and recipe.value == 0)
-        odd = None if held or recipe.dtype in FLOAT_DTYPES else recipe.dtype
+        stored = recipe.dtype in FLOAT_DTYPES or output.is_hole or output.pieces.covered
+        odd = None if stored else recipe.dtype
     if odd is not None:
         raise BadInput(
             f"{printable(output.name)}: quantised ({odd}), so its values can be copied but not computed; use init copy,"
@@ -522,12 +546,8 @@ def _check_stored(output: Output) -> None:
 def _inside(recipe: Recipe) -> Iterator[Recipe]:
     """A recipe and all that it is made of, as far as it is numbers: what is dequantised is not."""
     yield recipe
-    for source in () if isinstance(recipe, Dequantised) else sources(recipe):
+    for source in () if isinstance(recipe, Dequantised) else recipe.inputs:
         yield from _inside(source)
-
-
-def _copied(info: TensorInfo) -> Copy:
-    return Copy(info.name, info.dtype, info.shape)
 
 
 def _with_tensors(grafts: list[Graft], tensors: Mapping[str, TensorInfo]) -> list[Graft]:
@@ -536,7 +556,7 @@ def _with_tensors(grafts: list[Graft], tensors: Mapping[str, TensorInfo]) -> lis
         owner = next((graft for graft in grafts if graft.owns(suffix)), None)
         if owner is None:
             raise BadInput(f"{printable(info.name)} ({info.file}): config.json's `surgery` has no graft it belongs to")
-        owner.tensors[suffix] = _copied(info)
+        owner.tensors[suffix] = Copy.of(info)
     return grafts
 
 

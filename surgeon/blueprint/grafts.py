@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from surgeon.blueprint.recipes import Constant, Listed, Random, Recipe
+from surgeon.blueprint.recipes import Constant, Random, Recipe
 from surgeon.families.anatomy import in_branch, is_grafted, owner_of
 from surgeon.runtime.births import Birth, Fill, Normal
 from surgeon.runtime.known import GRAFTS, kinds
@@ -26,7 +26,7 @@ def recipe_of(birth: Birth, key: str, dtype: str) -> Recipe:
         case Fill(value=value):
             return Constant(value, dtype, birth.shape)
         case _:
-            return Listed(birth.values, dtype, birth.shape)
+            return Constant(birth.values, dtype, birth.shape)
 
 
 def recipes_of(births: Mapping[str, Birth], prefix: str, key: str, dtype: str) -> dict[str, Recipe]:

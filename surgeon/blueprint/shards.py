@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from surgeon.blueprint.draft import Output
-from surgeon.blueprint.recipes import Constant, moves, numel
-from surgeon.checkpoint.header import ALIGNMENT, DTYPE_BITS, Header, TensorInfo, build_header
+from surgeon.checkpoint.header import ALIGNMENT, Header, TensorInfo, build_header
 from surgeon.checkpoint.weights import SINGLE_FILE
 
 MAX_NEW_SHARD_BYTES = 2_000_000_000
@@ -28,17 +27,7 @@ class Shard:
     @property
     def nbytes(self) -> int:
         """Bytes of tensor data."""
-        return sum(nbytes(output) for output in self.outputs)
-
-
-def nbytes(output: Output) -> int:
-    """Bytes of one output tensor."""
-    return numel(output.recipe) * DTYPE_BITS[output.recipe.dtype] // 8
-
-
-def is_hole(output: Output) -> bool:
-    """Whether the tensor is all zeros, which a file stores as a hole: no bytes are written to disk."""
-    return isinstance(output.recipe, Constant) and output.recipe.value == 0
+        return sum(output.nbytes for output in self.outputs)
 
 
 def header_of(shard: Shard, twin: Header | None) -> tuple[bytes, list[tuple[int, int]]]:
@@ -84,7 +73,7 @@ def lay_out(
 
 def _source(output: Output, base: Mapping[str, TensorInfo]) -> TensorInfo:
     """The (first) tensor of the base whose bytes an output moves."""
-    return base[moves(output.recipe).tensors[0]]
+    return base[output.pieces.spans[0].tensor]
 
 
 def group_by_layer(outputs: Sequence[Output]) -> list[list[Output]]:
@@ -100,7 +89,7 @@ def _new_shards(outputs: Sequence[Output], limit: int) -> list[list[Output]]:
     shards: list[list[Output]] = []
     room = 0
     for layer in group_by_layer([output for output in outputs if output.new]):
-        size = sum(nbytes(output) for output in layer)
+        size = sum(output.nbytes for output in layer)
         if not shards or size > room:
             shards.append([])
             room = limit

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import struct
 from collections.abc import Mapping, Sequence
@@ -86,19 +87,13 @@ class TensorInfo:
     file: str
     begin: int
     end: int
+    # Bytes of the tensor, and number of its elements.
+    nbytes: int = field(init=False, repr=False, compare=False)
+    numel: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor."""
-        return self.end - self.begin
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nbytes", self.end - self.begin)
+        object.__setattr__(self, "numel", math.prod(self.shape))
 
     def first(self, shape: tuple[int, ...]) -> TensorInfo | None:
         """Its first rows as a tensor of `shape`; None where no such rows begin it."""
@@ -182,28 +177,33 @@ def _metadata(found: Any, shown: str) -> dict[str, str]:
     return found
 
 
+class _Odd(ValueError):
+    """What is wrong with a tensor's entry; whoever knows the names of tensor and file says whose it is."""
+
+
 def _tensor(name: str, entry: Any, file: str, data_begin: int) -> TensorInfo:
-    where = f"{printable(file)}: tensor {printable(name)}"
+    try:
+        return _checked(name, entry, file, data_begin)
+    except _Odd as odd:
+        raise BadInput(f"{printable(file)}: tensor {printable(name)}: {odd}; {_AGAIN}") from None
+
+
+def _checked(name: str, entry: Any, file: str, data_begin: int) -> TensorInfo:
     if not isinstance(entry, dict) or entry.keys() != _FIELDS:
-        raise BadInput(f"{where}: expected exactly dtype, shape and data_offsets in the header; {_AGAIN}")
+        raise _Odd("expected exactly dtype, shape and data_offsets in the header")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        known = ", ".join(DTYPE_BITS)
-        raise BadInput(f"{where}: unknown dtype {printable(str(dtype))!r}; expected one of {known}; {_AGAIN}")
+        raise _Odd(f"unknown dtype {printable(str(dtype))!r}; expected one of {', '.join(DTYPE_BITS)}")
     if not _counts(shape):
-        raise BadInput(
-            f"{where}: shape {printable(str(shape))} is not a list of whole numbers from 0 to 2^63 - 1; {_AGAIN}"
-        )
+        raise _Odd(f"shape {printable(str(shape))} is not a list of whole numbers from 0 to 2^63 - 1")
     if not _counts(offsets) or len(offsets) != 2:
-        raise BadInput(f"{where}: data_offsets {printable(str(offsets))} are not two whole numbers; {_AGAIN}")
+        raise _Odd(f"data_offsets {printable(str(offsets))} are not two whole numbers")
     begin, end = offsets
     if begin > end:
-        raise BadInput(f"{where}: data_offsets end ({end}) before they begin ({begin}); {_AGAIN}")
-    expected = _nbytes(dtype, shape, where)
+        raise _Odd(f"data_offsets end ({end}) before they begin ({begin})")
+    expected = _nbytes(dtype, shape)
     if end - begin != expected:
-        raise BadInput(
-            f"{where}: {dtype} {printable(str(shape))} takes {expected} bytes, data_offsets {end - begin}; {_AGAIN}"
-        )
+        raise _Odd(f"{dtype} {printable(str(shape))} takes {expected} bytes, data_offsets {end - begin}")
     return TensorInfo(name, dtype, tuple(shape), file, data_begin + begin, data_begin + end)
 
 
@@ -212,15 +212,15 @@ def _counts(found: Any) -> bool:
     return isinstance(found, list) and all(type(n) is int and 0 <= n <= _MAX_COUNT for n in found)
 
 
-def _nbytes(dtype: str, shape: Sequence[int], where: str) -> int:
+def _nbytes(dtype: str, shape: Sequence[int]) -> int:
     bits = 1
     for size in (*shape, DTYPE_BITS[dtype]):
         bits *= size
         # At every step, as the library does: a later 0 does not excuse an overflow, and the product stays small.
         if bits > _MAX_COUNT:
-            raise BadInput(f"{where}: shape {printable(str(list(shape)))} overflows 64 bits; {_AGAIN}")
+            raise _Odd(f"shape {printable(str(list(shape)))} overflows 64 bits")
     if bits % 8:
-        raise BadInput(f"{where}: {dtype} {printable(str(list(shape)))} does not end on a whole byte; {_AGAIN}")
+        raise _Odd(f"{dtype} {printable(str(list(shape)))} does not end on a whole byte")
     return bits // 8
 
 
@@ -257,7 +257,10 @@ def build_header(
     for name, dtype, shape in tensors:
         if name in header or name == _METADATA:
             raise BadInput(f"{printable(name)}: a file cannot hold two tensors of this name; rename one")
-        end = position + _nbytes(dtype, shape, printable(name))
+        try:
+            end = position + _nbytes(dtype, shape)
+        except _Odd as odd:
+            raise BadInput(f"{printable(name)}: {odd}; {_AGAIN}") from None
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
         places.append((position, end))
         position = end
@@ -281,3 +284,10 @@ def _pread(fd: int, count: int, offset: int) -> bytes:
         offset += len(part)
         count -= len(part)
     return b"".join(parts)
+
+
+def check_dtype(name: str) -> None:
+    """Raise BadInput for a name that is neither `auto` nor one of torch's floating dtypes that shards hold."""
+    known = sorted(dtype.torch for dtype in FLOAT_DTYPES.values())
+    if name != "auto" and name not in known:
+        raise BadInput(f"dtype {printable(name)!r} is not known; use auto, {', '.join(known)}")

@@ -6,6 +6,7 @@ turned round (`turned`), so where a base lies in an output of many surgeries is 
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,6 +38,11 @@ class Span:
     def nbytes(self) -> int:
         """Bytes of all runs together."""
         return self.length * self.count
+
+    @property
+    def places(self) -> Iterator[tuple[int, int]]:
+        """Where its runs lie in what holds it, as (from, to)."""
+        return ((at, at + self.length) for at in (self.at + run * self.every for run in range(self.count)))
 
     def runs(self, first: int, stop: int) -> Span:
         """The runs from `first` to before `stop`."""
@@ -92,6 +98,14 @@ class Pieces:
         """The tensors whose bytes it holds, each once, in their order."""
         return tuple(dict.fromkeys(span.tensor for span in self.spans))
 
+    @property
+    def repeats(self) -> bool:
+        """Whether a byte of another tensor lies at more than one place in it."""
+        by_tensor: dict[str, list[Span]] = {}
+        for span in self.spans:
+            by_tensor.setdefault(span.tensor, []).append(span.turned(""))
+        return not all(map(_apart, by_tensor.values()))
+
     def through(self, maps: Mapping[str, Pieces]) -> Pieces:
         """The same bytes as pieces of what the tensors are made of, as `maps` says; one of no map is made otherwise."""
         found = [
@@ -102,6 +116,14 @@ class Pieces:
             for part in _through(span, inner)
         ]
         return Pieces.of(self.nbytes, found)
+
+    def origin_of(self, byte: int) -> tuple[str, int]:
+        """The tensor that a byte is of, and where in it."""
+        for span in self.spans:
+            run, within = divmod(byte - span.at, span.every) if span.every else (0, byte - span.at)
+            if 0 <= run < span.count and 0 <= within < span.length:
+                return span.tensor, span.offset + run * span.step + within
+        raise IndexError(byte)
 
     def is_all_of(self, info: TensorInfo) -> bool:
         """Whether it is a tensor whole, byte for byte."""
@@ -221,38 +243,24 @@ def _assembled(nbytes: int, held: Sequence[list[Span]]) -> Pieces:
 
 def _apart(spans: Sequence[Span]) -> bool:
     """Whether no two spans of one tensor lie over each other."""
-    runs = sorted(_places(spans))
+    runs = sorted(place for span in spans for place in span.places)
     return all(end <= begin for (_, end), (begin, _) in itertools.pairwise(runs))
 
 
-def _places(spans: Iterable[Span]) -> Iterator[tuple[int, int]]:
-    for span in spans:
-        for run in range(span.count):
-            begin = span.at + run * span.every
-            yield begin, begin + span.length
-
-
-def _first_of_each(spans: Iterable[Span]) -> list[Span]:
+def _first_of_each(spans: Iterable[Span]) -> Iterator[Span]:
     """Spans without the bytes that one before them has."""
-    taken: list[Span] = []
+    # The places that are taken, in order, none over another.
+    taken: list[tuple[int, int]] = []
     for span in spans:
         for run in (span.runs(number, number + 1) for number in range(span.count)):
-            left = [run]
-            for other in taken:
-                left = [part for each in left for part in _without(each, other)]
-            taken.extend(left)
-    return taken
-
-
-def _without(run: Span, other: Span) -> Iterator[Span]:
-    """What is left of one run where another has its bytes."""
-    begin, end = max(run.at, other.at), min(run.at + run.length, other.at + other.length)
-    if begin >= end:
-        yield run
-        return
-    for start, stop in ((run.at, begin), (end, run.at + run.length)):
-        if start < stop:
-            yield replace(run, offset=run.offset + start - run.at, at=start, length=stop - start)
+            at, end = run.at, run.at + run.length
+            first = bisect.bisect_right(taken, at, key=lambda place: place[1])
+            last = bisect.bisect_left(taken, end, lo=first, key=lambda place: place[0])
+            edges = [at, *(edge for place in taken[first:last] for edge in place), end]
+            for begin, stop in zip(edges[::2], edges[1::2], strict=True):
+                if begin < stop:
+                    yield replace(run, offset=run.offset + begin - at, at=begin, length=stop - begin)
+            taken[first:last] = [(min(edges), max(edges))]
 
 
 def side_by_side(sizes: Sequence[int], *, before: int) -> list[Span]:

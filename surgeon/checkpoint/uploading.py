@@ -49,7 +49,11 @@ class Repository:
     branches_off: bool = False
 
     def holds(self, name: str, content: Path | bytes) -> bool:
-        """Whether the file is there already, byte for byte; a file is read only where the sizes agree."""
+        """Whether the file is there already, byte for byte; a file is read only where the sizes agree.
+
+        `create_commit` leaves out unchanged files too, but names none of them, reads all, and asks the Hub by a request
+        that a dry run, which shows the same list, may not make.
+        """
         there = self.files.get(name)
         size = len(content) if isinstance(content, bytes) else content.stat().st_size
         if there is None or there.size != size:

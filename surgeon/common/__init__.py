@@ -1,1 +1,1 @@
-"""What every room may use: strict YAML, progress, timing, devices, several processes. Knows nothing of models."""
+"""Plumbing for every room: strict YAML, progress, timing, devices, several processes. Knows nothing of models."""

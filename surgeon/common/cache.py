@@ -21,7 +21,7 @@ _MAX_BYTES = 128_000_000
 
 
 def cache_folder(kind: str) -> Path | None:
-    """Where entries of this kind lie; None where the user wants no cache, or there is no home for one."""
+    """Return the folder of entries of this kind; None where the user wants no cache, or there is no home for one."""
     named = os.environ.get(VARIABLE, "").strip()
     if named == _OFF:
         return None
@@ -72,20 +72,20 @@ def write_entry(folder: Path, name: str, content: bytes, *, most: int = _MAX_ENT
 
 
 def _is_ours(found: os.stat_result) -> bool:
-    """Whether nobody else can have written it."""
+    """Return whether nobody else can have written it."""
     return not hasattr(os, "getuid") or (found.st_uid == os.getuid() and not found.st_mode & 0o022)
 
 
 def _prune(folder: Path, most: int) -> None:
-    held: list[tuple[os.stat_result, str]] = []
+    files: list[tuple[os.stat_result, str]] = []
     with os.scandir(folder) as entries:
         for entry in entries:
             # Another writer may have renamed or removed it since it was listed.
             with contextlib.suppress(FileNotFoundError):
-                held.append((entry.stat(follow_symlinks=False), entry.path))
-    held.sort(key=lambda each: each[0].st_mtime_ns, reverse=True)
+                files.append((entry.stat(follow_symlinks=False), entry.path))
+    files.sort(key=lambda each: each[0].st_mtime_ns, reverse=True)
     total = 0
-    for number, (found, path) in enumerate(held, 1):
+    for number, (found, path) in enumerate(files, 1):
         total += found.st_size
         if number > most or total > _MAX_BYTES:
             with contextlib.suppress(FileNotFoundError):

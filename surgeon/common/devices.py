@@ -1,4 +1,4 @@
-"""Where tensors are computed: `auto`, `cpu`, `cuda` or `cuda:N`, checked before any work begins."""
+"""The device that computes tensors: `auto`, `cpu`, `cuda` or `cuda:N`, checked before any work begins."""
 
 from __future__ import annotations
 

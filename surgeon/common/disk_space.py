@@ -23,7 +23,7 @@ _SAID = re.compile(
 
 
 def no_room(error: BaseException | None) -> str | None:
-    """In words, why there was no room, where an error or one behind it comes of that; else None."""
+    """Return in words why there was no room, where an error or one behind it comes of that; else None."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _NO_ROOM:
             return _NO_ROOM[error.errno]

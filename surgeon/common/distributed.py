@@ -30,7 +30,7 @@ class Elsewhere(SurgeonError):
 
 @dataclass(frozen=True)
 class Report:
-    """How one rank's share ended: reports of transport maps by shard file, or an error's text and exit code."""
+    """The end of one rank's share: reports of transport maps by shard file, or an error's text and exit code."""
 
     maps: dict[str, dict[str, Any]]
     error: str | None = None
@@ -52,13 +52,13 @@ class Ranks:
 
     @classmethod
     def of_environment(cls) -> Ranks:
-        """As torchrun's environment says; one alone without it."""
+        """Read torchrun's environment; without it this process is alone."""
         size = int(os.environ.get("WORLD_SIZE", "1"))
         return cls(int(os.environ["RANK"]), size) if size > 1 and "RANK" in os.environ else cls()
 
     @property
     def leads(self) -> bool:
-        """Whether this process owns the output and writes to the terminal."""
+        """True for the process that owns the output and writes to the terminal."""
         return self.rank == 0
 
     @property
@@ -72,13 +72,13 @@ class Ranks:
             _distributed().broadcast_object_list([message], src=0, group=self.group)
 
     def receive(self) -> Any:
-        """What rank 0 sends; where that is an error, it is raised."""
+        """Return what rank 0 sends; raise it where it is an error."""
         box: list[Any] = [None]
         _distributed().broadcast_object_list(box, src=0, group=self.group)
         return _opened(box[0])
 
     def gather(self, report: Report) -> list[Report]:
-        """Every rank's report, to every rank; raises the first error among them."""
+        """Collect every rank's report on every rank; raise the first error among them."""
         if self.size == 1:
             reports = [report]
         else:
@@ -91,7 +91,7 @@ class Ranks:
 
     @contextmanager
     def leading(self) -> Iterator[None]:
-        """On rank 0, around everything the others wait for: how it ended is sent to them."""
+        """Surround, on rank 0, all that the others wait for, and send them how it ended."""
         try:
             yield
             self.send(None)
@@ -141,7 +141,7 @@ def _opened(message: Any) -> Any:
 
 
 def is_sharded(model: Any) -> bool:
-    """Whether FSDP2 dealt the model's parameters out to the processes (train/processes/sharding.py)."""
+    """Return whether FSDP2 dealt the model's parameters out to the processes (train/processes/sharding.py)."""
     from torch.distributed.fsdp import FSDPModule
 
     return isinstance(model, FSDPModule)

@@ -1,4 +1,4 @@
-"""How numbers and names are written in tables of the terminal."""
+"""Numbers and names as tables of the terminal have them."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ def interrupt(_signal: int, _frame: object) -> NoReturn:
 
 
 def is_interruption(error: BaseException) -> bool:
-    """Whether a signal raised it; where SIGINT calls something else, every KeyboardInterrupt counts as that."""
+    """Return whether a signal raised it; where SIGINT calls something else, every KeyboardInterrupt counts as one."""
     if not isinstance(error, KeyboardInterrupt):
         return False
     trace = error.__traceback__

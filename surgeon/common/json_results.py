@@ -16,7 +16,7 @@ class Result(Protocol):
     """The result of a public function."""
 
     def to_json(self) -> Any:
-        """As plain data for `--json`."""
+        """Return plain data for `--json`."""
 
 
 def plain(value: Any) -> Any:
@@ -29,9 +29,9 @@ def plain(value: Any) -> Any:
     if is_dataclass(value):
         return plain_fields(value)
     if isinstance(value, Mapping):
-        return {str(key): plain(held) for key, held in value.items()}
+        return {str(key): plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(held) for held in value]
+        return [plain(entry) for entry in value]
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, float) and not math.isfinite(value):
@@ -39,17 +39,17 @@ def plain(value: Any) -> Any:
     return value
 
 
-def plain_fields(held: Any, *, without: Collection[str] = ()) -> dict[str, Any]:
+def plain_fields(result: Any, *, without: Collection[str] = ()) -> dict[str, Any]:
     """The fields of a dataclass as plain data, but for those named in `without`.
 
     A field of bytes (`nbytes`) has the key without its n (`bytes`).
     """
-    shown = [field.name for field in fields(held) if field.name not in without]
-    return {name.replace("nbytes", "bytes"): plain(getattr(held, name)) for name in shown}
+    shown = [field.name for field in fields(result) if field.name not in without]
+    return {name.replace("nbytes", "bytes"): plain(getattr(result, name)) for name in shown}
 
 
 def same_json(one: Any, other: Any) -> bool:
-    """Whether two values are the same JSON: true is not 1, and NaN is itself."""
+    """Return whether two values are the same JSON: true is not 1, and NaN is itself."""
     return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 

@@ -1,4 +1,4 @@
-"""Calls into transformers: silent, its errors in one line, and told of a config only what describes a model."""
+"""Calls into transformers: silent, errors in one line, and configs without what does not describe a model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from surgeon.errors import printable
 
 # What libraries raise while they read files that anybody may have written: of any kind, as tokenizers' own errors are
-# plain `Exception`s. Nothing but a library's call stands where it is caught.
+# plain `Exception`s. Nothing but a library's call is where it is caught.
 LOAD_FAILURES = (Exception,)
 
 # Implementations that are part of transformers itself. Others need further packages, or kernels from the Hub.
@@ -39,7 +39,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def passed_over(model: Any) -> Callable[[str], bool]:
-    """Whether transformers passes over a tensor of this name when it loads the model: buffers that it once saved."""
+    """Return a test of tensors' names: whether transformers passes over them as it loads (old buffers, say)."""
     patterns = list(model._keys_to_ignore_on_load_unexpected or ())
     # As in transformers' own `_adjust_missing_and_unexpected_keys`, where nearly every model has these two.
     buffers = [name for name, _ in model.named_buffers()]
@@ -57,7 +57,7 @@ def first_line(error: BaseException) -> str:
         return "it has code of its own, which runs only with --trust-remote-code"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if len(lines) > 1 and lines[0].startswith("Class validation error"):
-        # What a config's own check found stands below the name of the check.
+        # What a config's own check found comes after the name of the check.
         lines = [lines[1].removeprefix("ValueError: ")]
     return printable(lines[0] if lines else type(error).__name__, limit=300)
 
@@ -89,10 +89,10 @@ def config_of(config: Mapping[str, Any], kind: type[Any]) -> Any:
 
 
 def _hides(kind: type[Any], key: str) -> bool:
-    """Whether a field of this name would hide what a config class defines; the model type is both."""
+    """Return whether a field of this name would hide what a config class defines; the model type is both."""
     # Before transformers 5.1 config classes were no dataclasses.
     fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
     if key == "model_type" or key in {field.name for field in fields}:
         return False
-    held = getattr(kind, key, None)
-    return hasattr(kind, key) and not (isinstance(held, property) and held.fset is not None)
+    defined = getattr(kind, key, None)
+    return hasattr(kind, key) and not (isinstance(defined, property) and defined.fset is not None)

@@ -1,4 +1,4 @@
-"""What work reports while it runs: progress and notes to a listener, silent or with bars; seconds to a stopwatch."""
+"""Reports of running work: progress and notes to a listener, silent or with bars; seconds to a stopwatch."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def own_key() -> Key:
 
 
 def _state_folder() -> Path | None:
-    """Where the key lies; None where there is no home for it."""
+    """Return the key's path; None where there is no home for it."""
     if named := os.environ.get(VARIABLE, "").strip():
         return Path(named).expanduser().absolute()
     # As the XDG base directory specification says: a relative path counts as none.
@@ -66,7 +66,7 @@ def _key_in(folder: Path | None) -> Key:
 
 
 def _read_or_make(file: Path, how: int) -> bytes | None:
-    """What is in the file, made where it may be created; None where it is not there, or somebody else can write it."""
+    """Read the file, or create it where it may be; None where it is not there, or somebody else can write it."""
     try:
         handle = os.open(file, how | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     except FileNotFoundError:

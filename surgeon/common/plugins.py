@@ -161,11 +161,11 @@ def wrong_kind(plugin: Plugin, group: str, needed: str) -> BadInput:
 
 
 def missing_plugins(named: object) -> list[str]:
-    """Of a manifest's `plugins` (distribution → version, not yet checked), those that are not installed, as shown."""
+    """Return those of a manifest's `plugins` (distribution → version, unchecked) that are not installed, printable."""
     found = []
-    for name, wanted in named.items() if isinstance(named, Mapping) else ():
+    for name, recorded in named.items() if isinstance(named, Mapping) else ():
         try:
             version(str(name))
         except (PackageNotFoundError, ValueError):
-            found.append(printable(f"{name} {wanted}"))
+            found.append(printable(f"{name} {recorded}"))
     return found

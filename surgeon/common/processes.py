@@ -44,6 +44,6 @@ def start_python(
 
 
 def _safe(environment: "Mapping[str, str]") -> dict[str, str]:
-    """What the environment must say for that. An empty PYTHONPATH is none."""
+    """Return the environment that says so. An empty PYTHONPATH is none."""
     kept = [entry for entry in environment.get(_PATH, "").split(os.pathsep) if entry]
     return {_SAFE: "1", **({_PATH: os.pathsep.join(kept)} if _PATH in environment else {})}

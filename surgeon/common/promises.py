@@ -1,4 +1,4 @@
-"""How promises are written in tables of the terminal. Apart from numbers, as what styles them takes time to import."""
+"""Promises as tables of the terminal have them. Apart from numbers, as what styles them takes time to import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the schemas of all YAML files share: the strict entry, names that differ, shares that sum to 1."""
+"""The common part of the schemas of all YAML files: the strict entry, words, distinct names, shares that sum to 1."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import math
 from collections.abc import Sequence
 
 from pydantic import BaseModel, ConfigDict
+
+# The roles of texts in a training config, beside `task:NAME`.
+ORIGINAL, NEW = "original", "new"
+# Of a text that a model writes: what it begins with, where that is no file.
+BEGIN, TEMPLATE = "begin", "template"
 
 # Shares are written with a few decimals: 0.333 three times is meant to be 1.
 SHARE_TOLERANCE = 0.005

@@ -26,10 +26,10 @@ from surgeon.errors import BadInput, printable
 
 @dataclass(frozen=True)
 class Signed:
-    """What a record holds, and whence it is.
+    """The data of a record, and where it comes from.
 
     `here`: this user wrote it in this very folder. `own`: this user wrote it, in a folder of the name that `by` has.
-    `by` says who wrote it, where and when; of one that is not `own` it is only what the record says of itself.
+    `by` says who wrote it, where and when; without `own` nothing but the record itself says so.
     """
 
     data: Any
@@ -119,7 +119,7 @@ def check_own(
 
 
 def _place(folder: Path) -> tuple[str, int]:
-    """By what a folder is known: its path, links resolved, and its inode. Its device is another after a reboot."""
+    """Return what a folder is known by: its path, links resolved, and its inode. Its device changes with a reboot."""
     return os.path.realpath(folder), folder.stat().st_ino
 
 

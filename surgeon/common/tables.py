@@ -1,7 +1,8 @@
 """Tables of the terminal that fit its width: no number is cut, no word is broken.
 
-Columns stand side by side where they can, the prose among them folded at words. In a narrower terminal each row is a
-small block of its own: the first cell, then the others with their headings.
+Columns are side by side where they fit, the prose among them folded at words; rich draws them so. In a narrower
+terminal, where rich folds numbers and breaks words, each row is a small block: the first cell, then the others with
+their headings.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-# Prose in a narrower column than this is hard to read; between columns stand two spaces.
+# Prose in a narrower column than this is hard to read; between columns are two spaces.
 _NARROWEST = 20
 _GAP = 2
 _INDENT = 2
@@ -167,7 +168,7 @@ def _indented(content: RenderableType, by: int = _INDENT) -> Padding:
 
 
 def _flowed(pairs: Sequence[Text], room: int) -> list[Text]:
-    """As many pairs on a line as fit."""
+    """Put as many pairs on a line as fit."""
     lines: list[Text] = []
     for pair in pairs:
         if lines and lines[-1].cell_len + 3 + pair.cell_len <= room:

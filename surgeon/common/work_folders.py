@@ -85,7 +85,7 @@ def _new_and_locked(path: Path, *, target: Path) -> int:
 
 
 def _removed(path: Path) -> bool:
-    """Whether a file is gone that no process writes."""
+    """Return whether the file is gone; one that a process writes stays."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -103,7 +103,7 @@ def _removed(path: Path) -> bool:
 
 
 def _locked(handle: int) -> bool:
-    """Whether the file is locked by us from now on; on a file system without locks, nobody's is."""
+    """Lock the file and return whether that was done; a file system without locks locks nothing."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -112,7 +112,7 @@ def _locked(handle: int) -> bool:
 
 
 def _is_at(handle: int, path: Path) -> bool:
-    """Whether the path leads to the open file."""
+    """Return whether the path leads to the open file."""
     try:
         return os.path.samestat(os.fstat(handle), os.lstat(path))
     except (FileNotFoundError, NotADirectoryError):
@@ -297,7 +297,7 @@ def _is_single_file(found: os.stat_result) -> bool:
 
 
 def _is_ours(found: os.stat_result, parent: Path) -> bool:
-    """Whether we own it; where a file system gives files another owner than who makes them, what we make there does."""
+    """Return whether we own it; where a file system gives files other owners than their makers, by what we make."""
     if found.st_uid == os.geteuid():
         return True
     try:

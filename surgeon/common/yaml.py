@@ -1,5 +1,8 @@
 """Reading YAML that people write: safe 1.2 scalars, line numbers in every message, nothing guessed.
 
+ruamel.yaml was weighed: it knows lines and duplicates too, but not the limits, and its scalars would be replaced all
+the same.
+
 The document is read as a graph of nodes and built here, so that no tag can create a Python object, duplicate
 keys are found, `6e-2` is a number and `010` is refused, not read as 8. `what` names the kind of file in errors.
 """
@@ -42,7 +45,7 @@ def read_text(path: Path, *, what: str) -> str:
 
 
 def decoded(raw: bytes, source: str) -> str:
-    """What was read from `source`, as text. Raises BadInput, which names file and line, where it is not UTF-8."""
+    """Decode what was read from `source`. Raises BadInput, which names file and line, where it is not UTF-8."""
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -272,11 +275,24 @@ def check_yaml(
     tags: Callable[[str], list[str]] = lambda _: [],
     given: Mapping[Place, str] = NOTHING_GIVEN,
 ) -> ModelT:
-    """What `parse_yaml` read, as `model` has it.
+    """Check a document by its schema.
 
-    Raises BadInput with every problem, a line each: file, line, key, what is wrong, and the key or value that was
-    probably meant. `known_keys` are those the schema knows at the place of an unknown one, `tags` the values of a
-    discriminator; `given` are the options that changed the document after it was read, by the place that they set.
+    Args:
+        model: the schema
+        data: the document, as `parse_yaml` read it
+        lines: the line of every place in it
+        source: the file's name, for errors
+        what: the kind of file, for errors
+        known_keys: the keys that the schema knows at the place of an unknown one
+        tags: the values of a discriminator
+        given: the options that changed the document after it was read, by the place that they set
+
+    Returns:
+        the document as `model` has it
+
+    Raises:
+        BadInput: with every problem, a line each: file, line, key, what is wrong, and the key or value that was
+            probably meant
     """
     try:
         # JSON mode: strict about types, yet lists are lists and whole numbers count as numbers.
@@ -376,7 +392,7 @@ def _explained(
 
 
 def _about_value(problem: ErrorDetails, key: str) -> str:
-    """What is wrong with the value of `key`."""
+    """Say what is wrong with the value of `key`."""
     context = problem.get("ctx", {})
     match problem["type"]:
         case "missing":
@@ -389,9 +405,9 @@ def _about_value(problem: ErrorDetails, key: str) -> str:
             return f"`{key}` is {_shown(problem['input'])}{did_you_mean(str(problem['input']), options)}"
         case _:
             # "Input should be greater than 0", "List should have at least 1 item": the words after the subject.
-            _, should, wanted = problem["msg"].partition(" should ")
+            _, should, rule = problem["msg"].partition(" should ")
             if should:
-                return f"`{key}` is {_shown(problem['input'])}; it should {wanted}"
+                return f"`{key}` is {_shown(problem['input'])}; it should {rule}"
             return f"`{key}`: {problem['msg']}"
 
 
@@ -414,7 +430,7 @@ def _entry_of(data: Any, place: Place) -> str:
 
 
 def _problems(error: ValidationError, data: dict[str, Any]) -> list[ErrorDetails]:
-    """Every problem once: of those that a union found as it tried its forms, the most specific one."""
+    """Return every problem once: the most specific one of those that a union found as it tried its forms."""
     by_place: dict[Place, list[ErrorDetails]] = {}
     for problem in error.errors(include_url=False):
         by_place.setdefault(_tried_at(data, problem), []).append(problem)
@@ -429,7 +445,7 @@ def _most_specific(problems: Sequence[ErrorDetails]) -> ErrorDetails:
 
 
 def _known_to_another(problem: ErrorDetails, problems: Sequence[ErrorDetails]) -> bool:
-    """Whether a form of a union refuses a key that another form takes, which found its value wrong."""
+    """Return whether a form of a union refuses a key that another form takes, which found its value wrong."""
     if problem["type"] != "extra_forbidden":
         return False
     at = len(problem["loc"]) - 1
@@ -475,7 +491,7 @@ def _place_in(data: Any, location: tuple[int | str, ...]) -> Place:
 
 
 def did_you_mean(given: str, options: Sequence[str]) -> str:
-    """What to add to an error about `given`: the option that is nearest, or all of them."""
+    """Return what to add to an error about `given`: the option that is nearest, or all of them."""
     if (close := _nearest(given, options)) is not None:
         return f"; did you mean `{close}`?"
     return f"; known: {', '.join(options)}" if options else ""
@@ -486,7 +502,7 @@ def _nearest(given: str, options: Sequence[str]) -> str | None:
 
 
 def _kind_of(value: Any) -> str:
-    """What kind of value this is, for an error."""
+    """Name the kind of a value, for an error."""
     if isinstance(value, list):
         return "a list"
     return "empty" if value is None else f"`{_shown(value)}`"

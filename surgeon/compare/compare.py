@@ -13,9 +13,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from surgeon.apply.preview import preview
-from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.checkpoint.hub import locate
+from surgeon import Checkpoint, open_checkpoint, preview
 from surgeon.common import devices
 from surgeon.common.disk_space import writing
 from surgeon.common.distributed import Ranks
@@ -31,8 +29,6 @@ from surgeon.compare.packed import RUNS_FILE
 from surgeon.compare.page import render
 from surgeon.compare.records import STUDY_FILE
 from surgeon.errors import BadInput, bad_input, printable
-from surgeon.families.anatomy import is_encoder
-from surgeon.models.templates import template_of
 
 PAGE_FILE, RESULTS_FILE, WORK_FOLDER, KEPT_FOLDER = "comparison.html", "results.json", "work", "runs"
 
@@ -111,20 +107,19 @@ def compare(
             raise BadInput(f"{option} {given:g}: give a number above 0")
     loaded = load_study(study, new=new, original=original, replayed=replayed)
     target = Path(results)
-    located = locate(str(base), revision=revision, code=trust_remote_code)
-    folder = CheckpointFolder.open(located.path, trust_remote_code=trust_remote_code)
-    _check_base(folder, loaded)
-    loaded = suited(loaded, folder)
-    _check_place(target, folder)
+    opened = open_checkpoint(base, revision=revision, trust_remote_code=trust_remote_code)
+    _check_base(opened, loaded)
+    loaded = suited(loaded, opened)
+    _check_place(target, opened)
     # Every run is of the commit that was read here, whatever becomes of a branch.
-    _check_plans(loaded, base, located.revision, trust_remote_code=trust_remote_code)
+    _check_plans(loaded, base, opened.revision, trust_remote_code=trust_remote_code)
 
     from surgeon.compare.study import Asked, Course
     from surgeon.compare.workers import Here, Processes
 
     device = devices.resolve(device)
     gpus = _gpus() if device == "cuda" else 0
-    jobs = jobs or _jobs(folder, gpus)
+    jobs = jobs or _jobs(opened, gpus)
     kept = "what is finished is kept: the same command goes on"
     with writing(target, kept=kept):
         target.mkdir(exist_ok=True)
@@ -133,9 +128,9 @@ def compare(
         with working_in(target / WORK_FOLDER, target=target, marker=STUDY_FILE):
             asked = Asked(
                 loaded,
-                folder,
+                opened,
                 str(base),
-                located.revision,
+                opened.revision,
                 target / WORK_FOLDER,
                 target / KEPT_FOLDER if keep else None,
                 device,
@@ -145,10 +140,9 @@ def compare(
                 take_over,
             )
             course = Course.open(asked)
-            name = located.repo_id or located.path.resolve().name
 
             def findings() -> Findings:
-                return find(loaded, name, course.start, course.found, course.names)
+                return find(loaded, opened.id, course.start, course.found, course.names)
 
             workers = Here() if jobs == 1 else Processes(jobs, logs=asked.work, gpus=gpus)
             try:
@@ -172,18 +166,18 @@ def _write(found: Findings, target: Path) -> None:
     write_durably(target / PAGE_FILE, render(found))
 
 
-def _check_base(base: CheckpointFolder, loaded: LoadedStudy) -> None:
+def _check_base(base: Checkpoint, loaded: LoadedStudy) -> None:
     shown = printable(str(base.path))
-    if is_encoder(base.config):
+    if base.is_encoder:
         raise BadInput(f"{shown}: an encoder, which predicts no next token; a study is of causal language models")
-    context = base.config.get("max_position_embeddings")
-    if isinstance(context, int) and loaded.config.length > context:
+    context = base.context
+    if context is not None and loaded.config.length > context:
         raise BadInput(
             f"{loaded.where('length')}`length` is {loaded.config.length}, the base's context {context}; use {context}"
             " at most"
         )
     chats = ((group, text) for group in GROUPS for text in getattr(loaded.config, group) if text.kind == "chat")
-    if template_of(base) is None and (chat := next(chats, None)) is not None:
+    if base.chat_template is None and (chat := next(chats, None)) is not None:
         group, text = chat
         raise BadInput(
             f"{loaded.where(group)}`{printable(text.called)}` is of the kind `chat`, and {shown} has no chat template,"
@@ -191,7 +185,7 @@ def _check_base(base: CheckpointFolder, loaded: LoadedStudy) -> None:
         )
 
 
-def _check_place(target: Path, base: CheckpointFolder) -> None:
+def _check_place(target: Path, base: Checkpoint) -> None:
     """Raise BadInput where no results can be put: on a file, in the base, beside files that are none of a study."""
     shown = printable(str(target))
     if target.exists() and not target.is_dir():
@@ -237,7 +231,7 @@ def _gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _jobs(base: CheckpointFolder, gpus: int) -> int:
+def _jobs(base: Checkpoint, gpus: int) -> int:
     """As many runs as there are GPUs, or cores and memory for."""
     if gpus:
         return gpus
@@ -246,7 +240,7 @@ def _jobs(base: CheckpointFolder, gpus: int) -> int:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):
         return 1
-    each = _TIMES_BASE * sum(info.nbytes for info in base.tensors.values()) + _A_PROCESS
+    each = _TIMES_BASE * base.nbytes + _A_PROCESS
     return max(1, min(cores, free // each))
 
 

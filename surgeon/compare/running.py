@@ -13,23 +13,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from surgeon.apply.apply import apply
-from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon import (
+    HeldOut,
+    apply,
+    discard_run,
+    evaluate,
+    load_config,
+    open_checkpoint,
+    open_source,
+    open_texts,
+    recall,
+    train,
+)
 from surgeon.common.devices import one_thread
 from surgeon.common.listener import Quiet
 from surgeon.common.plugins import blamed
 from surgeon.compare.config.settings import RECALLED, seeded_plan
-from surgeon.data.recall import recalled
-from surgeon.data.sources import HeldOut, open_source
-from surgeon.data.specs import GenerateSpec
-from surgeon.errors import Mistakes, SurgeonError
-from surgeon.evaluate.models import Candidate, evaluate_models
-from surgeon.evaluate.sources import open_sources
-from surgeon.train.config.loading import load_config
-from surgeon.train.saved.work_folder import work_folder
-from surgeon.train.self_generated import memory_folder
-from surgeon.train.steps.trainer import Diverged
-from surgeon.train.train import train
+from surgeon.errors import Diverged, Mistakes, SurgeonError
 
 Task = dict[str, Any]
 Answer = dict[str, Any]
@@ -58,19 +58,15 @@ def carry_out(task: Task) -> Answer:
 
 
 def _recall(task: Task) -> Answer:
-    folder = CheckpointFolder.open(Path(task["base"]), trust_remote_code=task["trust_remote_code"])
-    asked = GenerateSpec(**task["asked"])
-    made = recalled(
-        folder,
-        asked,
-        Path(task["to"]),
-        shown=task["shown"],
-        seed=0,
-        dtype="auto",
-        device=task["device"],
-        listener=Quiet(),
+    made = recall(
+        task["base"],
+        revision=task["revision"],
+        to=task["to"],
+        **task["asked"],
         once=True,
         take_over=task["take_over"],
+        device=task["device"],
+        trust_remote_code=task["trust_remote_code"],
     )
     return {"tokens": made.counts.tokens}
 
@@ -103,8 +99,7 @@ def _run(task: Task) -> Answer:
             listener=Quiet(),
         )
     except Diverged as error:
-        for folder in (work_folder(target), memory_folder(target)):
-            shutil.rmtree(folder, ignore_errors=True)
+        discard_run(target)
         return {"measured": None, "diverged": str(error)}
     assert trained is not None
     found = _measured(task, target)
@@ -127,7 +122,7 @@ def _texts(task: Task) -> Answer:
                 open_source(source, config)
             seen.add(known)
     if given := [name for name in task["names"] if name != RECALLED]:
-        open_sources(task["measure"], only=given, most=task["documents"])
+        open_texts(task["measure"], only=given, most=task["documents"])
     return {}
 
 
@@ -140,16 +135,15 @@ def _measured(task: Task, folder: Path) -> dict[str, Any]:
     held = _held.get(task["study"])
     if held is None:
         _held.clear()
-        held = open_sources(task["measure"], only=task["names"], most=task["documents"])
+        held = open_texts(task["measure"], only=task["names"], most=task["documents"])
         _held[task["study"]] = held
-    evaluation = evaluate_models(
-        [Candidate.open(folder, trust_remote_code=task["trust_remote_code"])],
+    evaluation = evaluate(
+        open_checkpoint(folder, trust_remote_code=task["trust_remote_code"]),
         held,
         length=task["length"],
         batch=_BATCH,
-        dtype="auto",
+        most=0,
         device=task["device"],
-        listener=Quiet(),
     )
     return {
         source.source: {

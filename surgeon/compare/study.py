@@ -16,9 +16,9 @@ from typing import Any
 
 import yaml
 
-from surgeon._version import __version__
-from surgeon.checkpoint.folder import CheckpointFolder, digests_of
+from surgeon import Checkpoint, __version__, check_training, load_config, text_files
 from surgeon.common.listener import Listener
+from surgeon.common.schema import BEGIN, TEMPLATE
 from surgeon.common.work_folders import write_durably
 from surgeon.compare.config.loading import GROUPS, LoadedStudy
 from surgeon.compare.config.schema import MethodSpec, Remedy
@@ -32,13 +32,7 @@ from surgeon.compare.config.settings import (
 from surgeon.compare.records import BASE, Record, Records, digest, losses_of
 from surgeon.compare.schedule import Run, wanted
 from surgeon.compare.workers import Answer, Task, Workers
-from surgeon.data.documents import files_of
-from surgeon.data.specs import BEGIN, TEMPLATE
 from surgeon.errors import BadInput, bad_input, printable
-from surgeon.manifest.reading import manifest_of
-from surgeon.models.templates import template_of
-from surgeon.train.config.loading import load_config
-from surgeon.train.preparing import check_base_trains
 
 SECONDS_FILE = "seconds.jsonl"
 _TIMES = ("seconds", "cpu_seconds")
@@ -54,7 +48,7 @@ class Asked:
     """
 
     loaded: LoadedStudy
-    base: CheckpointFolder
+    base: Checkpoint
     source: str
     revision: str | None
     work: Path
@@ -104,13 +98,12 @@ class Course:
         """Raise BadInput for training configs that `surgeon train` would refuse, of whatever method."""
         wrong: list[str] = []
         study, base = self.asked.loaded.config, self.asked.base
-        manifest = None if base.manifest is None else manifest_of(base)
         for method, remedy in study.entries:
             run = Run(method.called, remedy.name, study.rates_of(method, remedy)[0], 0)
             try:
                 config = load_config(self._config(run))
                 if method.plan is None:
-                    check_base_trains(base, manifest, config)
+                    check_training(base, config)
             except BadInput as error:
                 wrong.append(f"{printable(str(self.asked.loaded.source))}: method {method.called}: {error}")
         if wrong:
@@ -176,7 +169,7 @@ class Course:
         if study.recalls:
             spec = recalled_by(study)
             if spec.prompts is None:
-                spec = spec.model_copy(update={"prompts": TEMPLATE if template_of(asked.base) else BEGIN})
+                spec = spec.model_copy(update={"prompts": TEMPLATE if asked.base.chat_template else BEGIN})
             elif spec.prompts not in (BEGIN, TEMPLATE):
                 spec = spec.model_copy(update={"prompts": str(asked.loaded.resolve(spec.prompts).absolute())})
             asked.listener.say(f"the base writes {spec.tokens:,} tokens")
@@ -186,9 +179,10 @@ class Course:
                     "do": "recall",
                     "asked": spec.model_dump(),
                     "to": str(self.memory),
-                    "shown": asked.source,
+                    "revision": asked.revision,
                     "take_over": asked.take_over,
                 },
+                base=asked.source,
             )
         if not measured:
             asked.listener.say("measuring the base")
@@ -202,9 +196,13 @@ class Course:
         runs = [Run(m.called, r.name, study.rates_of(m, r)[0], 0) for m, r in first.values()]
         return [str(self._config(run)) for run in runs]
 
-    def _alone(self, workers: Workers, task: Task) -> Answer:
+    def _alone(self, workers: Workers, task: Task, *, base: str | None = None) -> Answer:
         asked = self.asked
-        task |= {"base": str(asked.base.path), "device": asked.device, "trust_remote_code": asked.trust_remote_code}
+        task |= {
+            "base": base or str(asked.base.path),
+            "device": asked.device,
+            "trust_remote_code": asked.trust_remote_code,
+        }
         workers.begin(task)
         return _checked(workers.wait()[1], "")
 
@@ -351,7 +349,7 @@ class Course:
         for key in ("micro_batch", "checkpointing", "log_every"):
             training.pop(key, None)
         plan = self.asked.loaded.plans.get(run.method)
-        return digest([self.common, None if plan is None else plan.text, training])
+        return digest([self.common, None if plan is None else plan.data(), training])
 
 
 def _checked(answer: Answer, what: str) -> Answer:
@@ -364,8 +362,8 @@ def _checked(answer: Answer, what: str) -> Answer:
 def _fingerprint(asked: Asked) -> str:
     """Digest of what every number of the study depends on: base, texts, and how losses are measured."""
     loaded, study = asked.loaded, asked.loaded.config
-    asked.listener.begin("reading", sum(info.nbytes for info in asked.base.tensors.values()))
-    held = digests_of(asked.base, asked.base.tensors, asked.listener.advance)
+    asked.listener.begin("reading", asked.base.nbytes)
+    held = asked.base.digests(asked.listener.advance)
     texts = []
     for group in GROUPS:
         for text in loaded.texts(group):
@@ -397,7 +395,7 @@ def _digest_of(loaded: LoadedStudy, path: str) -> Any:
     if path.startswith(("dataset:", "split:")):
         return path
     found = []
-    for file in files_of(loaded.resolve(path)):
+    for file in text_files(loaded.resolve(path)):
         with file.open("rb") as handle:
             found.append(hashlib.file_digest(handle, "sha256").hexdigest())
     return found

@@ -10,17 +10,15 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from surgeon.apply.preview import preview
-from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.checkpoint.hub import locate
+from surgeon import open_checkpoint, preview
 from surgeon.common import devices
 from surgeon.common.disk_space import writing
 from surgeon.common.distributed import Ranks
 from surgeon.common.json_results import plain
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.tables import FittedTable
-from surgeon.continual.config.loading import at_line, check_texts, load_tasks
-from surgeon.continual.config.settings import check_tasks, plans_of
+from surgeon.continual.config.loading import at_line, load_tasks
+from surgeon.continual.config.settings import check_tasks, check_texts, plans_of
 from surgeon.continual.metrics import Measurement, backward_transfer, general_ability_delta, overall_performance
 from surgeon.errors import BadInput, printable
 
@@ -135,23 +133,31 @@ def continual(
     assert plans[0] is not None
     with at_line(loaded, 0):
         preview(plans[0], base, revision=revision, trust_remote_code=trust_remote_code)
-    located = locate(str(base), revision=revision)
-    folder = CheckpointFolder.open(located.path, trust_remote_code=trust_remote_code)
-    check_tasks(loaded, plans, folder)
+    opened = open_checkpoint(base, revision=revision, trust_remote_code=trust_remote_code)
+    check_tasks(loaded, plans, opened)
 
     from surgeon.continual.course import Asked, Course, run_course
 
     device = devices.resolve(device)
     # A course of many hours is of the commit that was read here, whatever becomes of a branch.
-    commit = located.revision
     asked = Asked(
-        loaded, plans, folder, str(base), commit, Path(run), keep, device, trust_remote_code, listener, take_over
+        loaded,
+        plans,
+        opened,
+        str(base),
+        opened.revision,
+        Path(run),
+        keep,
+        device,
+        trust_remote_code,
+        listener,
+        take_over,
     )
 
     def result(course: Course) -> Continued:
         return Continued(
             path=Path(run),
-            base=located.repo_id or located.path.resolve().name,
+            base=opened.id,
             tasks=tuple(task.name for task in loaded.config.tasks),
             general=tuple(source.name for source in loaded.config.general),
             rows=tuple(course.rows),

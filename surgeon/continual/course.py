@@ -16,26 +16,26 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from surgeon._version import __version__
-from surgeon.apply.apply import apply
-from surgeon.checkpoint.folder import RECORD_FILE, CheckpointFolder, digests_of
-from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
-from surgeon.checkpoint.staging import check_destination
+from surgeon import (
+    Checkpoint,
+    LoadedConfig,
+    LoadedPlan,
+    __version__,
+    add_record,
+    apply,
+    check_destination,
+    open_checkpoint,
+    train,
+)
 from surgeon.common.json_results import plain
 from surgeon.common.listener import Listener
 from surgeon.common.signed import Signed, check_own, read_signed, write_signed
-from surgeon.common.work_folders import WorkFolder, sync, working_in, write_durably
+from surgeon.common.work_folders import WorkFolder, sync, working_in
 from surgeon.continual.config.loading import LoadedTasks, at_line
 from surgeon.continual.config.settings import training_of
 from surgeon.continual.measuring import Measure
 from surgeon.continual.metrics import Measured, Measurement
 from surgeon.errors import BadInput, printable
-from surgeon.manifest.manifest import MANIFEST_FILE, StoredTensor
-from surgeon.manifest.moves import held_by
-from surgeon.manifest.reading import manifest_of, written_manifest
-from surgeon.plan.plan import LoadedPlan
-from surgeon.train.config.loading import LoadedConfig
-from surgeon.train.session import run_training
 
 STATE_FILE = "course.json"
 
@@ -54,7 +54,7 @@ class Asked:
 
     loaded: LoadedTasks
     plans: Sequence[LoadedPlan | None]
-    base: CheckpointFolder
+    base: Checkpoint
     source: str
     revision: str | None
     target: Path
@@ -123,7 +123,7 @@ def kept_folder(target: Path) -> Path:
 
 
 def run_course(asked: Asked, record: Callable[[Course], str]) -> Course:
-    """Carry out what is left of a course and publish the last run, with what `record` says of it in RECORD_FILE.
+    """Carry out what is left of a course and publish the last run, with what `record` says of it in continual.json.
 
     Raises BadInput for what cannot be done, and what `apply` and `train` raise; everything that is complete stays for
     the same call. With `keep` the earlier runs end up in `kept_folder`.
@@ -131,8 +131,8 @@ def run_course(asked: Asked, record: Callable[[Course], str]) -> Course:
     base, target, listener = asked.base, asked.target, asked.listener
     _check_places(target, base.path, keep=asked.keep)
     measure = Measure(asked.loaded, base)
-    listener.begin("reading", sum(info.nbytes for info in base.tensors.values()))
-    digests = digests_of(base, base.tensors, listener.advance)
+    listener.begin("reading", base.nbytes)
+    digests = base.digests(listener.advance)
     fingerprint = _fingerprint(asked.loaded, base, digests, measure)
     work = work_folder(target)
     with working_in(work, target=target, marker=STATE_FILE) as folder:
@@ -189,25 +189,23 @@ class _Course:
         if not folder.exists():
             return f"{shown} is gone"
         try:
-            opened = CheckpointFolder.open(folder, trust_remote_code=self.asked.trust_remote_code)
-            found = _small_digests(opened)
+            opened = open_checkpoint(folder, trust_remote_code=self.asked.trust_remote_code)
+            found = opened.side_digests()
             if (listed := self.state.made.get(folder.name)) is None:
                 # Its own manifest alone would speak for it.
                 return f"{shown} is not in {STATE_FILE}"
             for name in sorted(found.keys() | listed.keys()):
                 if found.get(name) != listed.get(name):
                     return f"{shown}/{printable(name)} is not what was written"
-            held = held_by(manifest_of(opened), file=str(folder / MANIFEST_FILE))
-            for name, digest in digests_of(opened, opened.tensors, lambda _count: None).items():
-                if held.get(name) != StoredTensor.of(opened.tensors[name], digest):
-                    return f"{shown}: {printable(name)} is not what was written"
+            if changed := opened.changed_tensors():
+                return f"{shown}: {printable(changed[0])} is not what was written"
         except BadInput as error:
             return f"{shown} cannot be used ({error})"
         return None
 
     def _note_made(self, folder: Path) -> None:
-        opened = CheckpointFolder.open(folder, trust_remote_code=self.asked.trust_remote_code)
-        self.state.made[folder.name] = _small_digests(opened)
+        opened = open_checkpoint(folder, trust_remote_code=self.asked.trust_remote_code)
+        self.state.made[folder.name] = opened.side_digests()
         self.state.write(self.work / STATE_FILE)
 
     def carry_out(self) -> None:
@@ -261,13 +259,12 @@ class _Course:
 
     def _train(self, number: int, grown: Path, run: Path) -> None:
         asked = self.asked
-        out = CheckpointFolder.open(grown, trust_remote_code=asked.trust_remote_code)
-        run_training(
-            out,
-            manifest_of(out),
+        train(
+            grown,
             LoadedConfig(training_of(self.config, number), asked.loaded.source),
             run,
             device=asked.device,
+            trust_remote_code=asked.trust_remote_code,
             listener=asked.listener,
             take_over=asked.take_over,
         )
@@ -307,10 +304,7 @@ class _Course:
     def publish(self, result: str) -> None:
         """The last run becomes RUN."""
         last = self.run_of(len(self.config.tasks) - 1)
-        write_durably(last / RECORD_FILE, result)
-        manifest = written_manifest(last)
-        files = manifest.files | {RECORD_FILE: hashlib.sha256(result.encode()).hexdigest()}
-        write_durably(last / MANIFEST_FILE, manifest.changed(files=files).to_bytes().decode())
+        add_record(last, result)
         found = last.stat()
         self.state.published = [found.st_ino, found.st_dev]
         self.state.write(self.work / STATE_FILE)
@@ -349,19 +343,10 @@ def _check_places(target: Path, base: Path, *, keep: bool) -> None:
         raise BadInput(f"{printable(str(kept))}: exists; --keep puts the tasks' runs there, move it away")
 
 
-def _small_digests(folder: CheckpointFolder) -> dict[str, str]:
-    """Digests of every file that is loaded beside the shards, RECORD_FILE excepted: it comes last."""
-    names = [name for name in folder.source.listing() if not name.endswith("/") and name not in folder.shards]
-    return {
-        name: hashlib.sha256(folder.source.small(name, max_bytes=MAX_SIDE_FILE_BYTES)).hexdigest()
-        for name in names
-        if name not in (RECORD_FILE, f".{RECORD_FILE}.new")
-    }
-
-
 def _training_of(run: Path) -> dict[str, Any]:
     """What `surgery.json` says of the last training, but for its config and its tensors."""
-    manifest = manifest_of(CheckpointFolder.open(run, trust_remote_code=True))
+    manifest = open_checkpoint(run, trust_remote_code=True).manifest
+    assert manifest is not None
     entry = manifest.training[-1]
     return {
         "operations": [operation.op for operation in manifest.operations],
@@ -373,7 +358,7 @@ def _training_of(run: Path) -> dict[str, Any]:
     }
 
 
-def _fingerprint(loaded: LoadedTasks, base: CheckpointFolder, digests: dict[str, str], measure: Measure) -> str:
+def _fingerprint(loaded: LoadedTasks, base: Checkpoint, digests: dict[str, str], measure: Measure) -> str:
     """Digest of all that the course's numbers depend on."""
     config = loaded.config.model_dump(mode="json")
     for settings in (config["train"], *(task["train"] for task in config["tasks"])):

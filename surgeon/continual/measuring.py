@@ -6,84 +6,82 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon import (
+    Checkpoint,
+    HeldOut,
+    SourceSpec,
+    Windows,
+    held_out_text,
+    open_checkpoint,
+    open_source,
+    pack,
+    score,
+    text_files,
+)
+from surgeon.common.schema import ORIGINAL
 from surgeon.continual.config.loading import LoadedTasks
-from surgeon.continual.config.schema import GeneralSource, TaskSource
-from surgeon.continual.config.settings import training_of
+from surgeon.continual.config.settings import general_texts, own_sources, training_of
 from surgeon.continual.metrics import Measured
-from surgeon.data.documents import Documents
-from surgeon.data.encoding import Encoder
-from surgeon.data.packing import PackedSequence, Packer, held_out, split
-from surgeon.data.scoring import score
 from surgeon.errors import BadInput, printable
-from surgeon.families.dissect import dissect
-from surgeon.models.load import load_model
 
 _MICRO_BATCH = 8
+# The longest sequences where no length is given.
+_LONGEST = 2048
 
 
 class Measure:
     """What performance is measured on, by task and by general source; every text is opened and checked here."""
 
-    def __init__(self, loaded: LoadedTasks, base: CheckpointFolder) -> None:
+    def __init__(self, loaded: LoadedTasks, base: Checkpoint) -> None:
         """Raises BadInput for a text that is not as it must be, of whatever task, and for a base without tokenizer."""
         config = loaded.config
         self.notes: list[str] = []
-        self._opened: dict[tuple[str, str | None, bool], Documents] = {}
+        self._loaded = loaded
         # Each source by itself: sequences that are scored together are of one length.
-        self._held: dict[str, list[list[PackedSequence]]] = {}
-        encoder = Encoder(base.path, vocabulary=dissect(base.config, base.tensors, base.own).sizes.vocabulary)
-        sources: list[TaskSource | GeneralSource] = [*config.general]
-        sources += [source for task in config.tasks for source in task.sources]
-        if any(source.kind == "chat" for source in sources):
-            encoder.check_chat()
+        self._held: dict[str, list[Windows]] = {}
+        kinds = {text.kind for text in config.general}
+        if "chat" in kinds | {source.kind for task in config.tasks for source in task.sources}:
+            base.check_chats()
+        longest = min(base.context or _LONGEST, _LONGEST)
         for number, task in enumerate(config.tasks):
-            length = training_of(config, number).length or _context(base)
-            for name, source, _ in task.named_sources():
-                documents = self._documents(loaded, source, source.path)
-                if documents.blank:
-                    self.notes.append(f"source {name}: {documents.blank} blank documents are left out")
-                if isinstance(source.validation, str):
-                    measured = self._documents(loaded, source, source.validation)
-                    numbers: Iterable[int] = range(len(measured))
-                else:
-                    measured = documents
-                    numbers = split(documents, source.validation, name=name)[1]
-                if source.role == "task":
-                    self._hold(loaded, task.name, name, measured, numbers, encoder, length)
-        for general in config.general:
-            documents = self._documents(loaded, general, general.path)
-            length = config.train.length or _context(base)
-            self._hold(loaded, general.name, general.name, documents, range(len(documents)), encoder, length)
+            texts = []
+            for source in own_sources(config, number):
+                if source.role == ORIGINAL:
+                    open_source(source, loaded)
+                elif (text := held_out_text(source, loaded, say=self.notes.append)) is not None:
+                    texts.append(text)
+            for windows in self._packed(texts, base, training_of(config, number).length or longest):
+                self._held.setdefault(task.name, []).append(windows)
+        general = [held_out_text(text, loaded, say=self.notes.append) for text in general_texts(config)]
+        texts = [text for text in general if text is not None]
+        for text, windows in zip(texts, self._packed(texts, base, config.train.length or longest), strict=True):
+            self._held[text.name] = [windows]
 
-    def _documents(self, loaded: LoadedTasks, source: TaskSource | GeneralSource, path: str) -> Documents:
-        chat = source.kind == "chat"
-        key = source.field
-        if (path, key, chat) not in self._opened:
-            self._opened[path, key, chat] = Documents(loaded.resolve(path), key=key, chat=chat)
-        return self._opened[path, key, chat]
-
-    def _hold(
-        self,
-        loaded: LoadedTasks,
-        where: str,
-        name: str,
-        documents: Documents,
-        numbers: Iterable[int],
-        encoder: Encoder,
-        length: int,
-    ) -> None:
-        packer = Packer(length, loaded.config.train.packing or "isolated", 0)
-        sequences = held_out(documents, list(numbers), encoder, packer, most=loaded.config.validation_sequences)
-        if not sequences:
+    def _packed(self, texts: list[HeldOut], base: Checkpoint, length: int) -> list[Windows]:
+        """The texts' sequences. Raises BadInput for a text with hardly a token."""
+        config = self._loaded.config
+        packing = config.train.packing or "isolated"
+        packed = pack(texts, base, length=length, packing=packing, most=config.validation_sequences)
+        if lacking := next((name for name, windows in packed.items() if not len(windows)), None):
             raise BadInput(
-                f"{printable(str(loaded.source))}: the held-out part of source {name} has fewer than two tokens"
+                f"{printable(str(self._loaded.source))}: the held-out part of source {lacking} has fewer"
+                " than two tokens"
             )
-        self._held.setdefault(where, []).append(sequences)
+        return list(packed.values())
 
     def identity(self) -> list[Any]:
         """Name, size and mtime of every file of every source."""
-        return [[path, key, documents.identity()] for (path, key, _), documents in self._opened.items()]
+        config = self._loaded.config
+        sources = [source for number in range(len(config.tasks)) for source in own_sources(config, number)]
+        paths = {(source.path, source.field, source.kind) for source in (*sources, *general_texts(config))}
+        paths |= {(path, source.field, source.kind) for source in sources if (path := _held_out_file(source))}
+        return [[*key, self._files(key[0])] for key in sorted(paths, key=str)]
+
+    def _files(self, path: str) -> list[Any]:
+        if path.startswith(("dataset:", "split:")):
+            return []
+        stats = [(file.name, file.stat()) for file in text_files(self._loaded.resolve(path))]
+        return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
 
     def of(
         self,
@@ -95,13 +93,26 @@ class Measure:
         trust_remote_code: bool,
         advance: Callable[[int], None],
     ) -> dict[str, Measured]:
-        """The checkpoint's performance on the named tasks and general sources. `advance` counts the sequences done."""
-        model = load_model(
-            CheckpointFolder.open(folder, trust_remote_code=trust_remote_code), device=device, attention=attention
-        )
+        """Return the checkpoint's performance on the named tasks and general sources.
+
+        Args:
+            folder: The checkpoint.
+            names: Tasks and general sources.
+            device: A torch device.
+            attention: The attention implementation; None: transformers' choice.
+            trust_remote_code: Whether the checkpoint's own code may run.
+            advance: Receives how many sequences are done.
+
+        Returns:
+            Sums over tokens, by name.
+
+        Raises:
+            BadInput: The checkpoint cannot be loaded.
+        """
+        model = open_checkpoint(folder, trust_remote_code=trust_remote_code).load(device=device, attention=attention)
         found: dict[str, Measured] = {}
         for name in names:
-            scores = [score(model, each, micro_batch=_MICRO_BATCH, advance=advance) for each in self._held[name]]
+            scores = [score(model, each, batch=_MICRO_BATCH, advance=advance) for each in self._held[name]]
             found[name] = Measured(
                 sum(int(each.tokens.sum()) for each in scores),
                 sum(int(each.right.sum()) for each in scores),
@@ -114,6 +125,6 @@ class Measure:
         return sum(len(each) for name in names for each in self._held[name])
 
 
-def _context(base: CheckpointFolder) -> int:
-    context = base.config.get("max_position_embeddings")
-    return min(context, 2048) if isinstance(context, int) else 2048
+def _held_out_file(source: SourceSpec) -> str:
+    """The file that a source names to be held out; empty where it is a share."""
+    return source.validation if isinstance(source.validation, str) else ""

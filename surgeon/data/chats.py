@@ -74,7 +74,7 @@ class Chat:
 
 
 def turn_of(value: Any, nth: int, where: str) -> Message:
-    """The message number `nth` of the chat at `where`. Raises BadInput where it cannot be read or is no text."""
+    """Read the message number `nth` of the chat at `where`. Raises BadInput where it cannot be read or is no text."""
     shown = f"{printable(where)}: message {nth}"
     ours = value if isinstance(value, Mapping) else {}
     role, content = ours.get("role"), ours.get("content")
@@ -101,7 +101,7 @@ def turn_of(value: Any, nth: int, where: str) -> Message:
 
 
 def tools_of(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
-    """Tools as a list of objects, or as a text that holds one. Raises BadInput for anything else."""
+    """Read tools: a list of objects, or a text that holds one. Raises BadInput for anything else."""
     shown = f"{printable(where)}: `tools`"
     if isinstance(value, str):
         value = _json(value, "the list", shown) if value.strip() else None
@@ -121,7 +121,7 @@ def _name(described: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _calls(value: Any, shown: str) -> list[dict[str, Any]]:
-    """Calls as templates read them: `function` of `name` and `arguments`, these as an object, not as a text of one."""
+    """Return calls as templates read them: `function` of `name` and `arguments`, these as an object, not a text."""
     calls = [value] if isinstance(value, Mapping) else value
     if not isinstance(calls, Sequence) or not all(isinstance(call, Mapping) and any(_name(call)) for call in calls):
         raise BadInput(f"{shown}: `tool_calls` is not a list of calls with a `name` and `arguments`; write them so")
@@ -139,7 +139,7 @@ def _calls(value: Any, shown: str) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any, where: str, depth: int = _DEPTH) -> Any:
-    """JSON data as a template is given it, without keys of nothing, which tables add so that all rows have the same.
+    """Return JSON data as a template gets it, without keys of nothing, which tables add so that all rows have the same.
 
     Raises BadInput, beginning with `where`, for text that nothing can encode, and for what is nested too deep.
     """
@@ -161,7 +161,7 @@ def _plain(value: Any, where: str, depth: int = _DEPTH) -> Any:
 
 
 def _json(value: Any, what: str, shown: str) -> Any:
-    """What a text holds as JSON, or the value itself where it is no text."""
+    """Parse a text as JSON; a value that is no text is returned as it is."""
     if not isinstance(value, str):
         return value
     try:
@@ -171,7 +171,7 @@ def _json(value: Any, what: str, shown: str) -> Any:
 
 
 def _joined(parts: Sequence[Any], shown: str) -> str:
-    """A content of parts, each of which must be text."""
+    """Join a content of parts, each of which must be text."""
     texts = []
     for part in parts:
         kind = part.get("type", "text") if isinstance(part, Mapping) else None
@@ -198,7 +198,7 @@ def _counts(message: Mapping[str, Any], shown: str) -> bool:
 
 
 def checked_text(text: str, where: str) -> str:
-    """The text; BadInput, beginning with `where`, for half of a UTF-16 pair in it, which nothing can encode."""
+    """Return the text. Raises BadInput, beginning with `where`, for half of a UTF-16 pair, which nothing can encode."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

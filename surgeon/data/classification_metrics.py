@@ -2,83 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional as F
 
 from surgeon.common.distributed import is_sharded
 from surgeon.data.examples import Example, batch_of_examples
-from surgeon.data.scoring import Ratio, ratio
+from surgeon.data.scores import Judged
 from surgeon.models.load import running
 
 
-@dataclass(frozen=True)
-class Judged:
-    """Of each example its loss in nats, the label that was given (the largest logit's) and the wanted one: (examples,).
-
-    `labels` is how many labels the model knows.
-    """
-
-    nats: NDArray[np.float64]
-    given: NDArray[np.int64]
-    wanted: NDArray[np.int64]
-    labels: int
-
-    @property
-    def right(self) -> NDArray[np.bool_]:
-        """Which examples got their label."""
-        return np.asarray(self.given == self.wanted)
-
-    @property
-    def loss(self) -> Ratio:
-        """Mean cross-entropy, nats an example."""
-        return ratio(self.nats, np.ones(len(self.nats)))
-
-    @property
-    def accuracy(self) -> Ratio:
-        """Share of the examples that got their label."""
-        return ratio(self.right, np.ones(len(self.nats)))
-
-    @property
-    def f1(self) -> float | None:
-        """Of two labels, F1 of the second: 2 TP / (2 TP + FP + FN), as GLUE has it; None of more, or where it is 0 / 0.
-
-        Wang et al. 2018, section 3.2 (MRPC, QQP).
-        """
-        if self.labels != 2:
-            return None
-        right = int(((self.given == 1) & (self.wanted == 1)).sum())
-        named = int((self.given == 1).sum() + (self.wanted == 1).sum())
-        return 2 * right / named if named else None
-
-    @property
-    def matthews(self) -> float | None:
-        """Matthews' correlation coefficient, of more than two labels Gorodkin's R_K; None where one label is alone.
-
-        (c s − Σ p_k t_k) / √((s² − Σ p_k²)(s² − Σ t_k²)), with s examples, c of them right, and p_k given and t_k
-        wanted of label k (Gorodkin 2004).
-        """
-        count = len(self.given)
-        given, wanted = (np.bincount(each, minlength=self.labels).astype(float) for each in (self.given, self.wanted))
-        right = float(self.right.sum())
-        spread = math.sqrt((count**2 - (given**2).sum()) * (count**2 - (wanted**2).sum()))
-        return float(right * count - (given * wanted).sum()) / spread if spread else None
-
-    def figures(self) -> dict[str, float]:
-        """What there is of loss, accuracy, F1 and Matthews' correlation, by name."""
-        found = {"loss": self.loss.value, "accuracy": self.accuracy.value, "f1": self.f1, "matthews": self.matthews}
-        return {name: value for name, value in found.items() if value is not None}
-
-
 @torch.no_grad()
-def judge(
+def judge_examples(
     model: nn.Module,
     examples: Sequence[Example],
     *,
@@ -103,9 +42,9 @@ def judge(
         mine = whole[process::processes]
         # Of a sharded model the others' forward needs this process's shares.
         if mine or is_sharded(model):
-            logits, wanted = _run(model, [examples[number] for number in mine or whole[:1]], pad, device)
+            logits, expected = _run(model, [examples[number] for number in mine or whole[:1]], pad, device)
             if mine:
-                sums[0, mine] = F.cross_entropy(logits.float(), wanted, reduction="none").double().cpu().numpy()
+                sums[0, mine] = F.cross_entropy(logits.float(), expected, reduction="none").double().cpu().numpy()
                 sums[1, mine] = logits.argmax(dim=-1).cpu().numpy()
         advance(len(whole))
     if processes > 1:
@@ -120,8 +59,8 @@ def judge(
 def _run(
     model: nn.Module, examples: Sequence[Example], pad: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits (examples, labels) and the wanted labels (examples)."""
+    """Logits (examples, labels) and the expected labels (examples)."""
     batch = {key: value.to(device) for key, value in batch_of_examples(examples, pad=pad).items()}
-    wanted = batch.pop("labels")
+    expected = batch.pop("labels")
     with running(model):
-        return model(**batch).logits, wanted
+        return model(**batch).logits, expected

@@ -1,4 +1,4 @@
-"""Where training text comes from: JSON, JSON lines, plain text, parquet; indexed once, then read document by document.
+"""Files of training text: JSON, JSON lines, plain text, parquet; indexed once, then read document by document.
 
 The index pass reads every file to its end, so that a broken line is reported before the first step. It keeps two
 numbers a document; texts stay on disk. A document has at most `MAX_DOCUMENT_BYTES`.
@@ -47,7 +47,7 @@ class Corpus(Protocol):
         """The number of documents."""
 
     def read(self, number: int) -> Document:
-        """One document: its text, with its label, or the messages of a chat. Raises BadInput if it cannot be read."""
+        """Read one document: its text, with its label, or the messages of a chat. Raises BadInput if unreadable."""
 
     def identity(self) -> list[Any]:
         """JSON data that must be the same when a run is continued."""
@@ -66,7 +66,7 @@ class Documents:
         self.key = key
         self.chat = chat
         self.labels = labels
-        self.files = files_of(path)
+        self.files = text_files(path)
         if labels and (plain := next((file for file in self.files if file.suffix == ".txt"), None)) is not None:
             raise BadInput(
                 f"{printable(str(plain))}: plain text, which holds no labels; write JSON lines of text and label"
@@ -89,7 +89,7 @@ class Documents:
         return len(self._places)
 
     def read(self, number: int) -> Document:
-        """One document: its text, or the messages of a chat. Raises BadInput where a file has changed."""
+        """Read one document: its text, or the messages of a chat. Raises BadInput where a file has changed."""
         file, begin, end = (int(value) for value in self._places[number])
         path = self.files[file]
         if path.suffix == ".parquet":
@@ -105,7 +105,7 @@ class Documents:
         return self._parsed(content, f"{path} (byte {begin}; changed since the run began?)")
 
     def _open(self, file: Path) -> BinaryIO:
-        """A file of a folder must lie in it; where one file was named, that one's links are followed."""
+        """Open a file, which must lie in its folder; only the links of a file that was named itself are followed."""
         if file is self.path:
             place = Path(os.path.realpath(file))
             return os.fdopen(open_regular(place.parent, place.name), "rb")
@@ -154,7 +154,7 @@ class Documents:
         return self._document(entry, where)
 
     def _entries(self, file: Path) -> Iterator[tuple[int, int]]:
-        """Begin and end, in bytes, of every object of a JSON file that holds a list of them."""
+        """Return begin and end, in bytes, of every object of a JSON file that holds a list of them."""
         with self._open(file) as handle:
             for begin, end, line, entry in entries_of(handle, str(file)):
                 if is_blank(self._document(entry, f"{file}:{line}")):
@@ -163,7 +163,7 @@ class Documents:
                     yield begin, end
 
     def _pieces(self, file: Path) -> Iterator[tuple[int, int]]:
-        """Begin and end of every piece in bytes; BadInput where a line is not UTF-8."""
+        """Return begin and end of every piece in bytes. Raises BadInput where a line is not UTF-8."""
         begin = end = 0
         seen = False
         with self._open(file) as handle:
@@ -184,7 +184,7 @@ class Documents:
             yield begin, end
 
     def _rows(self, file: Path) -> Iterator[tuple[int, int]]:
-        """Row group and row within it, of every row whose text is not blank."""
+        """Return row group and row within it for every row whose text is not blank."""
         with self._open(file) as handle:
             opened = ParquetTexts(handle, file)
             columns = self._columns(opened, file)
@@ -202,7 +202,7 @@ class Documents:
                 opened = ParquetTexts(handle, path)
                 columns = self._columns(opened, path)
                 nbytes = opened.check_group(group, columns)
-                while sum(held for _, held in self._groups.values()) + nbytes > MAX_GROUP_BYTES and self._groups:
+                while sum(size for _, size in self._groups.values()) + nbytes > MAX_GROUP_BYTES and self._groups:
                     self._groups.pop(next(iter(self._groups)))
                 self._groups[file, group] = opened.table(group, columns), nbytes
         table, _ = self._groups[file, group]
@@ -225,7 +225,7 @@ def stamps(files: Sequence[Path]) -> list[Any]:
 
 
 class Repeated:
-    """As many documents as are said to be there, of which some are: these, over and over."""
+    """A few documents that stand for `count` of them, over and over."""
 
     def __init__(self, documents: Sequence[Document], count: int, *, shown: str) -> None:
         self.blank = 0
@@ -243,7 +243,7 @@ class Repeated:
         return self._count
 
     def read(self, number: int) -> Document:
-        """One document."""
+        """Read one document."""
         return self._documents[number % len(self._documents)]
 
     def identity(self) -> list[Any]:
@@ -257,7 +257,7 @@ def is_blank(document: Document) -> bool:
     return isinstance(text, str) and not text.strip()
 
 
-def files_of(path: Path) -> list[Path]:
+def text_files(path: Path) -> list[Path]:
     """The files of a text: the file itself, or those in a folder.
 
     Raises BadInput where there is none to read, and for a link that leads out of the folder or to another folder.

@@ -38,7 +38,7 @@ class Encoder:
             raise BadInput(no_template(self.folder))
 
     def encode(self, document: Document) -> Encoded:
-        """Token ids, and for each whether the loss counts it. A text ends with the end-of-sequence token.
+        """Return token ids, and for each whether the loss counts it. A text ends with the end-of-sequence token.
 
         Raises BadInput for a token that is no row of the embedding, for a chat template that cannot be masked or
         refuses the chat, and where template or tokenizer reach a limit of time or memory.
@@ -57,7 +57,7 @@ class Encoder:
         return [*ids, end] if end is not None and (not ids or ids[-1] != end) else ids
 
     def _chat(self, chat: Chat) -> Encoded:
-        """The template's tokens; the loss is on what the assistant says, to the end of its turn.
+        """Return the template's tokens; the loss is on what the assistant says, to the end of its turn.
 
         A template that writes nothing behind the last answer (GLM-4's) would not teach where to stop: there the
         end-of-sequence token stands and counts, as behind a text.

@@ -54,7 +54,7 @@ class ExampleEncoder:
         self._joins: bool | None = None
 
     def encode(self, document: Labelled, name: str) -> Example:
-        """One document of the source `name`. Raises BadInput for a label or a pair that the model does not know."""
+        """Encode one document of the source `name`. Raises BadInput for an unknown label or a pair it cannot read."""
         number = self.number_of(document, name)
         ids, types = self.tokenizer.example(document.text, document.pair, self.length)
         check_ids(ids, self.tokenizer, rows=self.vocabulary)
@@ -66,7 +66,7 @@ class ExampleEncoder:
         return Example(ids, types if self.types else None, number)
 
     def number_of(self, document: Labelled, name: str) -> int:
-        """The number of a document's label: a name's place among the head's, or the number itself.
+        """Return the number of a document's label: a name's place among the head's, or the number itself.
 
         Raises BadInput for one that the head does not have, and for a pair that the tokenizer cannot join.
         """
@@ -84,7 +84,7 @@ class ExampleEncoder:
         )
 
     def _check_pairs(self, name: str) -> None:
-        """BadInput where the tokenizer puts nothing between two texts, so that the model could not tell them apart."""
+        """Raise BadInput where the tokenizer puts nothing between two texts, which no model could tell apart."""
         if self._joins is None:
             ids, types = self.tokenizer.example(_FIRST, _SECOND, 2**16)
             special = set(self.tokenizer.all_special_ids) - set(self._alone(_FIRST)) - set(self._alone(_SECOND))
@@ -119,7 +119,7 @@ class ExampleStream:
     _order: NDArray[np.int64] | None = field(default=None, init=False)
 
     def next(self) -> Example:
-        """The next example."""
+        """Return the next example."""
         if self._order is None:
             self._order = generator(self.seed, self.name, self.epoch).permutation(self.numbers)
         found = example_at(self.documents, int(self._order[self.position]), self.encoder, self.name)
@@ -131,7 +131,7 @@ class ExampleStream:
         return found
 
     def amount(self) -> int:
-        """How many examples one pass has."""
+        """Count the examples of one pass."""
         return len(self.numbers)
 
     def state(self) -> list[int]:
@@ -145,7 +145,7 @@ class ExampleStream:
 
 
 def example_at(documents: Corpus, number: int, encoder: ExampleEncoder, name: str) -> Example:
-    """One document of the source `name` as an example. Raises BadInput as `ExampleEncoder.encode` does."""
+    """Make an example of one document of the source `name`. Raises BadInput as `ExampleEncoder.encode` does."""
     document = documents.read(number)
     assert isinstance(document, Labelled), "opened with labels"
     return encoder.encode(document, name)
@@ -154,9 +154,9 @@ def example_at(documents: Corpus, number: int, encoder: ExampleEncoder, name: st
 def labels_of(
     documents: Corpus, numbers: Sequence[int] | NDArray[np.int64], encoder: ExampleEncoder, name: str
 ) -> list[int]:
-    """The numbers of the labels of some documents of the source `name`, each looked at before the first step.
+    """Return the numbers of the labels of some documents of the source `name`, each looked at before the first step.
 
-    Raises BadInput for a label or a pair that the model does not know.
+    Raises BadInput for an unknown label or a pair it cannot read.
     """
     found: list[int] = []
     for number in numbers:
@@ -167,7 +167,7 @@ def labels_of(
 
 
 def batch_of_examples(examples: Sequence[Example], *, pad: int) -> dict[str, Tensor]:
-    """`input_ids`, `attention_mask` and where asked `token_type_ids` (examples, longest), `labels` (examples); int64.
+    """Return `input_ids`, `attention_mask`, `token_type_ids` if used (examples, longest), `labels` (examples); int64.
 
     Shorter examples are padded at their end.
     """

@@ -20,7 +20,7 @@ _AGAIN = "get the file again, or leave it out"
 
 
 def entries_of(file: BinaryIO, shown: str) -> Iterator[tuple[int, int, int, Any]]:
-    """Begin and end in bytes, the line, and the value of every entry.
+    """Yield begin and end in bytes, the line, and the value of every entry.
 
     Raises BadInput, which begins with `shown` (the file's name), for what is no list, no JSON or no UTF-8, and for an
     entry of more than `MAX_DOCUMENT_BYTES`.
@@ -58,7 +58,7 @@ class _Reader:
         self.line = 1
 
     def _more(self) -> bool:
-        """Read as much again as is held, which is the beginning of one value; False at the end of the file."""
+        """Read as much again as is in memory, which is the beginning of one value; False at the end of the file."""
         self._check_length(len(self._held))
         found = self._file.read(max(_PIECE, len(self._held)))
         self._held += found
@@ -69,13 +69,13 @@ class _Reader:
             raise too_long(f"{self._shown}:{self.line}", "this entry")
 
     def pass_over(self, count: int) -> None:
-        """Go on by so many bytes, which are held."""
+        """Go on by so many bytes, which are in memory."""
         self.line += self._held.count(b"\n", 0, count)
         del self._held[:count]
         self.place += count
 
     def next_byte(self, *, mark: bool = False) -> bytes:
-        """The next byte that is no white space, without going beyond it; nothing at the end. `mark`: after UTF-8's."""
+        """Return the next byte that is no white space, without passing it; none at the end. `mark`: after UTF-8's."""
         if mark:
             while len(self._held) < len(codecs.BOM_UTF8) and self._more():
                 pass
@@ -88,11 +88,11 @@ class _Reader:
                 return bytes(self._held[:1])
 
     def ahead(self, count: int) -> str:
-        """The next bytes as text, for errors."""
+        """Return the next bytes as text, for errors."""
         return self._held[:count].decode("utf-8", "replace")
 
     def value(self) -> Any:
-        """The value that begins here, passed over."""
+        """Return the value that begins here, and pass over it."""
         content = bytes(self._held[: self._end()])
         where = f"{self._shown}:{self.line}"
         check_values(content, where)
@@ -108,7 +108,7 @@ class _Reader:
         return found
 
     def _end(self) -> int:
-        """Where the value ends that begins here, or the file."""
+        """Find the end of the value that begins here, or of the file."""
         if bytes(self._held[:1]) not in (b"{", b"[", b'"'):
             while (found := _SCALAR_ENDS.search(self._held)) is None and self._more():
                 pass
@@ -116,7 +116,7 @@ class _Reader:
         at = depth = 0
         while True:
             found = _TOKEN.search(self._held, at)
-            # A string that is not closed in what is held may be closed behind it.
+            # A string that is not closed in what is in memory may be closed behind it.
             if found is None or found[0][:1] == b'"' != found[1]:
                 at = len(self._held) if found is None else found.start()
                 if not self._more():

@@ -1,4 +1,4 @@
-"""How an entry of a data file holds a text, a chat or a labelled text: the layouts that people use, by their keys.
+"""Layouts of data files: the keys under which an entry holds a text, a chat or a labelled text.
 
 `text`; with a label, `text` (and `text_pair`) and `label`; and of chats: messages (`role` and `content`, as OpenAI and
 TRL have it), ShareGPT (`conversations` of `from` and `value`), Alpaca (`instruction`, `input`, `output`), and prompt
@@ -36,7 +36,7 @@ Document = str | Chat | Labelled
 
 
 def text_bytes(document: str | Chat) -> int:
-    """UTF-8 bytes of a text, or of all that is said in a chat."""
+    """Count the UTF-8 bytes of a text, or of all that is said in a chat."""
     said = (document,) if isinstance(document, str) else (message.content for message in document.messages)
     return sum(len(part.encode()) for part in said)
 
@@ -59,17 +59,17 @@ def _listed(key: str) -> Callable[[Mapping[str, Any], str], list[Message]]:
 
 
 def _alpaca(entry: Mapping[str, Any], where: str) -> list[Message]:
-    """The input, if there is one, follows the instruction after an empty line."""
-    asked = _text(entry["instruction"], "instruction", where)
+    """Make messages of Alpaca's keys; the input, if there is one, follows the instruction after an empty line."""
+    question = _text(entry["instruction"], "instruction", where)
     more = entry.get("input")
     if more is not None and _text(more, "input", where).strip():
-        asked = f"{asked}\n\n{more}"
+        question = f"{question}\n\n{more}"
     answer = _text(entry["output"], "output", where)
-    return [*_before(entry, where), *_history(entry, where), Message("user", asked), Message(ASSISTANT, answer)]
+    return [*_before(entry, where), *_history(entry, where), Message("user", question), Message(ASSISTANT, answer)]
 
 
 def _history(entry: Mapping[str, Any], where: str) -> list[Message]:
-    """The turns before, which LLaMA-Factory keeps as pairs of what was asked and answered."""
+    """Make messages of the turns before, which LLaMA-Factory keeps as pairs of question and answer."""
     pairs = entry.get("history") or []
     if not isinstance(pairs, Sequence) or not all(isinstance(pair, Sequence) and len(pair) == 2 for pair in pairs):
         raise BadInput(
@@ -83,14 +83,14 @@ def _history(entry: Mapping[str, Any], where: str) -> list[Message]:
 
 
 def _completed(entry: Mapping[str, Any], where: str) -> list[Message]:
-    """What the assistant says in the prompt does not count: answers that are shown, as TRL takes them."""
-    asked, answered = (
+    """Make messages of prompt and completion; the assistant's words in the prompt do not count, as in TRL."""
+    prompt, answered = (
         [Message(role, checked_text(entry[key], where))]
         if isinstance(entry[key], str)
         else _turns(entry[key], f"`{key}`", where)
         for key, role in (("prompt", "user"), ("completion", ASSISTANT))
     )
-    return [*_before(entry, where), *(replace(message, counts=False) for message in asked), *answered]
+    return [*_before(entry, where), *(replace(message, counts=False) for message in prompt), *answered]
 
 
 CHATS = (
@@ -102,14 +102,14 @@ CHATS = (
 
 
 def layout_of(keys: Collection[str], key: str | None) -> Layout | None:
-    """The layout of chats whose keys are there; with `key` a list of messages under that one. None: no layout fits."""
+    """Find the layout of chats whose keys are there; with `key` a list of messages under it. None: none fits."""
     if key is not None:
         return Layout(key, (key,), (_SYSTEM, _TOOLS), _listed(key)) if key in keys else None
     return next((layout for layout in CHATS if set(layout.needs) <= set(keys)), None)
 
 
 def columns_of(names: Sequence[str], key: str | None, *, chat: bool, where: str, labels: bool = False) -> list[str]:
-    """The columns of a table that hold the documents. Raises BadInput where they are not there."""
+    """Find the columns of a table that hold the documents. Raises BadInput where they are not there."""
     if not chat:
         key = key or TEXT
         if key not in names:
@@ -124,7 +124,7 @@ def columns_of(names: Sequence[str], key: str | None, *, chat: bool, where: str,
 
 
 def document_of(entry: Any, where: str, *, key: str | None, chat: bool, labels: bool = False) -> Document:
-    """An entry of a file, or a row of a table, as a document. Raises BadInput, which begins with `where`."""
+    """Make a document of an entry of a file, or a row of a table. Raises BadInput, which begins with `where`."""
     if not isinstance(entry, Mapping):
         raise BadInput(
             f"{printable(where)}: no key `{printable(key or TEXT)}`, as this is no JSON object; write one a document"
@@ -158,7 +158,7 @@ _LABEL_MISSING = "each text of the kind `labels` needs one, a name or a number; 
 
 
 def _labelled(text: str, entry: Mapping[str, Any], where: str) -> Labelled:
-    """The text with its label, and the second text where there is one."""
+    """Make a labelled text, with a second text where there is one."""
     label, pair = entry.get(LABEL), entry.get(PAIR)
     if label is None:
         raise BadInput(f"{printable(where)}: no key `{LABEL}`; {_LABEL_MISSING}")
@@ -171,7 +171,7 @@ def _labelled(text: str, entry: Mapping[str, Any], where: str) -> Labelled:
 
 
 def _instead(names: Sequence[str], key: str) -> str:
-    """What to do where the key of a text is missing: what the keys that are there may be."""
+    """Say what to do where the key of a text is missing, by the keys that are there."""
     layout = layout_of(names, None)
     if layout is not None and key == TEXT:
         shown = ", ".join(f"`{name}`" for name in layout.needs)
@@ -202,7 +202,7 @@ def _no_chat(names: Sequence[str], key: str | None, what: str) -> str:
 
 
 def _before(entry: Mapping[str, Any], where: str) -> list[Message]:
-    """The system's message, where the entry has one beside the turns."""
+    """Return the system's message, where the entry has one beside the turns."""
     system = entry.get(_SYSTEM)
     return [Message("system", _text(system, _SYSTEM, where))] if system else []
 

@@ -1,4 +1,4 @@
-"""Which tokens of a chat the loss is on: what the assistant says, to the end of its turn.
+"""The tokens of a chat that the loss is on: what the assistant says, to the end of its turn.
 
 Three ways, the first that a template allows: its own `{% generation %}` blocks; what it writes up to each answer and
 after it, where that is the beginning of the whole chat; the answers' places, by marks around their words.
@@ -48,16 +48,16 @@ class Written:
             self.text = self._render(self._turns)
 
     def counted(self) -> Encoded | None:
-        """Token ids, and whether the loss counts each; None where the template hides which the assistant says."""
+        """Return token ids, and whether the loss counts each; None where the template hides the assistant's words."""
         return self._by_blocks() if self.has_blocks else self._by_beginnings() or self._by_places()
 
     @property
     def has_blocks(self) -> bool:
-        """Whether the template says itself what the assistant says."""
+        """Whether the template marks the assistant's words itself."""
         return _GENERATION.search(self.template) is not None
 
     def _by_blocks(self) -> Encoded | None:
-        """By the template's own blocks, whose ends are marked in the text and removed again.
+        """Count by the template's own blocks, whose ends are marked in the text and removed again.
 
         transformers' mask runs to the end of the chat where a block ends in a character that no token covers. None
         where some answers do not count and blocks are not one for each.
@@ -82,7 +82,7 @@ class Written:
         return self._within(text, spans)
 
     def _by_beginnings(self) -> Encoded | None:
-        """Each answer is what is added to a prompt; None where a later turn changes what was written before."""
+        """Count what each answer adds to its prompt; None where a later turn changes what was written before."""
         whole = self._ids(self.text)
         counted = [False] * len(whole)
         for nth in self._answers:
@@ -100,7 +100,7 @@ class Written:
         return whole, counted
 
     def _by_places(self) -> Encoded | None:
-        """Each answer from where its prompt ends to where its turn does, around its words.
+        """Count each answer from its prompt's end to its turn's, around its words.
 
         None where words are missing, or marks around them change what is written.
         """
@@ -126,7 +126,7 @@ class Written:
         return self._within(self.text, found)
 
     def _words(self) -> list[Span] | None:
-        """Where each answer's words are in the text; a template may cut white space around them."""
+        """Find each answer's words in the text; a template may cut white space around them."""
         for strip in (str, str.strip, str.rstrip, str.lstrip):
             text, marks = _unmarked(self._render(self._marked(self._turns, strip)))
             first = dict(reversed(marks))
@@ -135,7 +135,7 @@ class Written:
         return None
 
     def _opening(self, nth: int) -> str:
-        """What a prompt adds to the turns before answer `nth`; empty where it changes these or cannot stand there."""
+        """Return what a prompt adds to the turns before answer `nth`; empty where it changes these or is refused."""
         try:
             before = self._render(self._turns[:nth])
             prompt = self._render(self._turns[:nth], prompt=True)
@@ -144,7 +144,7 @@ class Written:
         return prompt.removeprefix(before) if prompt.startswith(before) else ""
 
     def _ending(self, nth: int) -> str:
-        """What is written behind the words of answer `nth` where it is the last; empty where it cannot be."""
+        """Return what follows the words of answer `nth` where it is the last; empty where it cannot be the last."""
         try:
             marked = self._render(self._marked(self._turns[: nth + 1], str.strip))
         except BadInput:
@@ -155,7 +155,7 @@ class Written:
         return [_with_marks(turn, nth, strip) if turn["role"] == ASSISTANT else turn for nth, turn in enumerate(turns)]
 
     def _within(self, text: str, spans: Sequence[Span]) -> Encoded:
-        """The tokens of a text, and whether each has a character in one of the spans."""
+        """Return the tokens of a text, and whether each has a character in one of the spans."""
         ids, offsets = self.tokenizer.offsets(text, special=False)
         return ids, [any(begin < min(end, last) and first < end for first, last in spans) for begin, end in offsets]
 
@@ -169,7 +169,7 @@ class Written:
 
 
 def _with_marks(turn: dict[str, Any], nth: int, strip: Callable[[str], str]) -> dict[str, Any]:
-    """Answer `nth` with marks around its words; where it has none but calls, around these, from name to name."""
+    """Return answer `nth` with marks around its words; where it has none but calls, around these, from name to name."""
     begin, end = chr(_BEGIN + 2 * nth), chr(_END + 2 * nth)
     if turn["content"].strip() or "tool_calls" not in turn:
         return turn | {"content": begin + strip(turn["content"]) + end}
@@ -183,7 +183,7 @@ def _with_marks(turn: dict[str, Any], nth: int, strip: Callable[[str], str]) -> 
 
 
 def _with_calls(turn: dict[str, Any], change: Callable[[int, dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
-    """The turn with the function of each of its calls changed."""
+    """Return the turn with the function of each of its calls changed."""
     if "tool_calls" not in turn:
         return turn
     calls = [call | {"function": change(nth, call["function"])} for nth, call in enumerate(turn["tool_calls"])]
@@ -195,7 +195,7 @@ def _arguments_as_text(_: int, function: dict[str, Any]) -> dict[str, Any]:
 
 
 def _beginnings(text: str) -> Iterator[str]:
-    """The text and its beginnings, longest first and the empty one last, none of which ends within a mark or word."""
+    """Return the text and its beginnings, longest first and the empty one last, none ending within a mark or word."""
     yield text
     for length in range(len(text) - 1, -1, -1):
         within_a_word = length and text[length - 1].isalnum() and text[length].isalnum()
@@ -204,7 +204,7 @@ def _beginnings(text: str) -> Iterator[str]:
 
 
 def _unmarked(text: str) -> tuple[str, list[tuple[int, int]]]:
-    """The text without marks; each mark, and where it stood."""
+    """Return the text without marks, and each mark with its place."""
     # As many characters less as there are marks before.
     marks = [(ord(match[0]), match.start() - nth) for nth, match in enumerate(_MARK.finditer(text))]
     return _MARK.sub("", text), marks

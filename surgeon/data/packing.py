@@ -59,7 +59,7 @@ class Packer:
 
     @property
     def room(self) -> int:
-        """How many tokens the current sequence can still take."""
+        """The number of tokens that the current sequence can still take."""
         return self.length - len(self.ids)
 
     def add(self, encoded: Encoded, begin: int) -> int:
@@ -105,7 +105,7 @@ class SourceStream:
     _current: tuple[tuple[int, int], Encoded] | None = field(default=None, init=False)
 
     def next(self) -> PackedSequence:
-        """The next sequence with a label that counts. Raises BadInput where two passes have none."""
+        """Return the next sequence with a label that counts. Raises BadInput where two passes have none."""
         passes = 0
         while True:
             while self.packer.room:
@@ -125,7 +125,7 @@ class SourceStream:
                 return taken
 
     def amount(self) -> int:
-        """How many tokens one pass has; every document is tokenised."""
+        """Count the tokens of one pass; every document is tokenised."""
         return sum(len(self.encoder.encode(self.documents.read(int(number)))[0]) for number in self.numbers)
 
     def lengths(self) -> Iterator[tuple[int, int]]:
@@ -161,15 +161,15 @@ _T_co = TypeVar("_T_co", covariant=True)
 
 
 class Stream(Protocol[_T_co]):
-    """What comes from one source without end, resumable between any two."""
+    """Endless sequences or examples of one source, resumable between any two."""
 
     name: str
 
     def next(self) -> _T_co:
-        """The next one."""
+        """Return the next one."""
 
     def amount(self) -> int:
-        """How much one pass has: tokens, or examples."""
+        """Count what one pass has: tokens, or examples."""
 
     def state(self) -> list[int]:
         """The position between two."""
@@ -191,7 +191,7 @@ class Mixture(Generic[_T]):
         self.taken = [0] * len(self.streams)
 
     def next(self) -> _T:
-        """The next sequence."""
+        """Return the next sequence."""
         self.credits = [credit + share for credit, share in zip(self.credits, self.shares, strict=True)]
         owed = max((index for index, share in enumerate(self.shares) if share), key=lambda index: self.credits[index])
         self.credits[owed] -= 1
@@ -246,7 +246,7 @@ def _numbers(first: int, count: int) -> Tensor:
 
 
 def batch_of(sequences: Sequence[PackedSequence], *, domains: bool = True) -> dict[str, Tensor]:
-    """`input_ids`, `labels` and `position_ids` (sequences, length), and where asked `domain_ids` (sequences); int64."""
+    """Return `input_ids`, `labels`, `position_ids` (sequences, length), `domain_ids` (sequences) if given; int64."""
     import torch
 
     batch = {
@@ -262,7 +262,7 @@ def batch_of(sequences: Sequence[PackedSequence], *, domains: bool = True) -> di
 def held_out(
     documents: Corpus, numbers: Sequence[int], encoder: Encoder, packer: Packer, *, most: int
 ) -> list[PackedSequence]:
-    """At most `most` full sequences from the documents `numbers`, in order; one shorter sequence where none is full."""
+    """Return at most `most` full sequences from the documents `numbers`, in order; a shorter one where none is full."""
     found: list[PackedSequence] = []
     for number in numbers:
         encoded = encoder.encode(documents.read(int(number)))
@@ -281,7 +281,7 @@ def held_out(
 
 
 def split(documents: Corpus, share: float, *, name: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Numbers of documents to train on and to hold out; the same ones are held out for every seed of the run.
+    """Draw the numbers of documents to train on and to hold out; the same ones are held out for every seed of the run.
 
     Where `share` is above 0, at least one is held out and at least one is left. Raises BadInput for a single document.
     """
@@ -293,12 +293,12 @@ def split(documents: Corpus, share: float, *, name: str) -> tuple[NDArray[np.int
             f"source {printable(name)} ({printable(documents.shown)}) has one document, so none can be held out;"
             " give `validation:` a file, or 0"
         )
-    held = min(count - 1, max(1, round(share * count)))
+    aside = min(count - 1, max(1, round(share * count)))
     order = generator(0, "held out", 0).permutation(count)
-    return np.sort(order[held:]), order[:held]
+    return np.sort(order[aside:]), order[:aside]
 
 
 def generator(seed: int, name: str, number: int) -> np.random.Generator:
-    """A generator for one purpose, from the run's seed, a name and a number."""
+    """Make a generator for one purpose, from the run's seed, a name and a number."""
     digest = hashlib.sha256(f"{seed}/{name}/{number}".encode()).digest()
     return np.random.default_rng(int.from_bytes(digest[:16], "little"))

@@ -60,7 +60,7 @@ class ParquetTexts:
         self.groups: int = self._opened.num_row_groups
 
     def rows(self, group: int, columns: list[str]) -> Iterator[Any]:
-        """The rows of a row group one after the other. Raises BadInput where they are damaged or too large."""
+        """Yield the rows of a row group one after the other. Raises BadInput where they are damaged or too large."""
         self.check_group(group, columns)
         first = 0
         with self._refused(group):
@@ -69,7 +69,7 @@ class ParquetTexts:
                 first += batch.num_rows
 
     def table(self, group: int, columns: list[str]) -> Any:
-        """A row group as a `pyarrow.Table`. Raises BadInput where it, or a row of it, is damaged or too large."""
+        """Read a row group as a `pyarrow.Table`. Raises BadInput where it, or a row of it, is damaged or too large."""
         self.check_group(group, columns)
         first = 0
         with self._refused(group):
@@ -80,12 +80,12 @@ class ParquetTexts:
         return table
 
     def check_group(self, group: int, columns: Sequence[str]) -> int:
-        """The bytes that a row group takes in memory. Raises BadInput where they, or a page's, are too many."""
+        """Return the bytes that a row group takes in memory. Raises BadInput where they, or a page's, are too many."""
         total = 0
         with self._refused(group):
-            held = self._opened.metadata.row_group(group)
-            for number in range(held.num_columns):
-                chunk = held.column(number)
+            row_group = self._opened.metadata.row_group(group)
+            for number in range(row_group.num_columns):
+                chunk = row_group.column(number)
                 if not any(f"{chunk.path_in_schema}.".startswith(f"{name}.") for name in columns):
                     continue
                 in_a_list = self._opened.schema.column(number).max_repetition_level > 0
@@ -124,7 +124,7 @@ def _columns(schema: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class _Page:
-    """What a page's header says: bytes that it takes in memory, the encodings of its values."""
+    """A page's header: the bytes that the page takes in memory, the encodings of its values."""
 
     nbytes: int
     encodings: tuple[Any, ...]
@@ -138,7 +138,7 @@ _LONGEST_HEADER = 16 * 1024 * 1024
 
 
 def _pages(file: BinaryIO, chunk: Any, a_value: int) -> Iterator[_Page]:
-    """The pages of a column in a row group, each value counted as `a_value` bytes more.
+    """Yield the pages of a column in a row group, each value counted as `a_value` bytes more.
 
     Raises ValueError for headers that are none, OSError.
     """
@@ -167,7 +167,7 @@ def _pages(file: BinaryIO, chunk: Any, a_value: int) -> Iterator[_Page]:
 
 
 def _header(handle: int, at: int) -> tuple[dict[int, Any], int]:
-    """A page's header by the numbers of its fields, and its length in bytes. Raises ValueError, OSError."""
+    """Read a page's header by the numbers of its fields, and its length in bytes. Raises ValueError, OSError."""
     most = 1024
     while True:
         read = _Thrift(os.pread(handle, most, at))
@@ -187,7 +187,7 @@ class _Thrift:
         self.at = 0
 
     def struct(self, depth: int = 0) -> dict[int, Any]:
-        """The fields by their numbers; of texts and lists only that they are there."""
+        """Read the fields by their numbers; texts and lists are passed over."""
         if depth > 8:
             raise ValueError("a header nested too deep")
         found: dict[int, Any] = {}

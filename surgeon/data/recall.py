@@ -32,12 +32,13 @@ from surgeon.common.files import read_given
 from surgeon.common.json_results import plain_fields
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.names import check_new_name
+from surgeon.common.schema import BEGIN, TEMPLATE
 from surgeon.common.signed import UNSIGNED, check_own, read_signed, write_signed
 from surgeon.common.tables import FittedTable
 from surgeon.common.work_folders import WorkFolder, read_own, sync, working_in, write_durably
 from surgeon.common.yaml import check_given
 from surgeon.data.layouts import Document, document_of
-from surgeon.data.specs import BEGIN, TEMPLATE, GenerateSpec
+from surgeon.data.specs import GenerateSpec
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import is_encoder
 from surgeon.models.templates import template_of
@@ -54,7 +55,7 @@ _MANY_LOST = 0.3
 
 
 class _NearlyNothing(BadInput):
-    """Of what a model writes nearly nothing can be kept."""
+    """Raised where nearly nothing of what a model writes can be kept."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Recalled:
         return f"Recalled({str(self.path)!r}, {kept.kept:,} documents, {kept.tokens:,} tokens)"
 
     def record(self) -> dict[str, Any]:
-        """What is written beside the file: all that does not depend on the day."""
+        """The record beside the file: all that does not depend on the day."""
         return {
             "surgeon_recall": 1,
             "version": __version__,
@@ -126,6 +127,7 @@ def recall(
     seed: int = 0,
     revision: str | None = None,
     dtype: str = "auto",
+    once: bool = False,
     take_over: bool = False,
     device: str = "auto",
     trust_remote_code: bool = False,
@@ -136,18 +138,36 @@ def recall(
     `to` is a .jsonl file, absent or complete at any moment: a line is `{"text": …}`, or `{"messages": […]}` of a
     question and an answer. Beside it `to`.recall has the model's digest and all settings.
 
-    `prompts` is what a document begins with: `begin` (the begin-of-text token), `template` (the
-    bare chat template), or a text file with a beginning a line; None: the template where there is one. `length` is the
-    longest document in tokens. The same call continues one that was cut off; one that this user did not begin in this
-    place only with `take_over`. Raises BadInput where the model cannot be asked so, and where nearly all that it writes
-    is filtered: loops, duplicates, empty texts.
+    Args:
+        base: The model: a folder, an output of surgeon too, or a Hub id.
+        tokens: How many tokens to write at least.
+        to: A .jsonl file that is made.
+        prompts: What a document begins with: `begin` (the begin-of-text token), `template` (the bare chat template), or
+            a text file with a beginning a line; None: the template where there is one.
+        temperature: 1: as the model learned.
+        top_p: Draw among the likeliest tokens of this share.
+        length: The longest document in tokens; None: 512.
+        batch: Documents at a time.
+        seed: Of all random numbers.
+        revision: Branch, tag or commit of a Hub id.
+        dtype: auto (the checkpoint's), float32, bfloat16 or float16.
+        once: Whether the file may be there already, if the same model wrote it by the same settings, here: a signed
+            file beside it says so then.
+        take_over: Whether to continue what this user did not begin in this place; the same call always continues its
+            own.
+        device: auto, cpu, cuda or cuda:N.
+        trust_remote_code: Whether the model's own code may run.
+        listener: Receives progress and notes.
+
+    Raises:
+        BadInput: The model cannot be asked so, or nearly all that it writes is filtered (loops, duplicates, empty).
     """
     target = Path(to)
     if target.suffix != ".jsonl":
         raise BadInput(f"{printable(str(target))}: recalled text is JSON lines; give a name that ends in .jsonl")
     check_new_name(target)
     devices.check(device)
-    asked = check_given(
+    spec = check_given(
         GenerateSpec,
         tokens=tokens,
         prompts=prompts,
@@ -159,23 +179,24 @@ def recall(
     located = locate(str(base), revision=revision, code=trust_remote_code)
     folder = CheckpointFolder.open(located.path, trust_remote_code=trust_remote_code)
     if prompts is None:
-        asked = asked.model_copy(update={"prompts": TEMPLATE if template_of(folder) else BEGIN})
+        spec = spec.model_copy(update={"prompts": TEMPLATE if template_of(folder) else BEGIN})
     return recalled(
         folder,
-        asked,
+        spec,
         target,
         shown=str(base),
         seed=seed,
         dtype=dtype,
         device=device,
         listener=listener or Quiet(),
+        once=once,
         take_over=take_over,
     )
 
 
 def recalled(
     folder: CheckpointFolder,
-    asked: GenerateSpec,
+    spec: GenerateSpec,
     target: Path,
     *,
     shown: str,
@@ -186,12 +207,12 @@ def recalled(
     once: bool = False,
     take_over: bool = False,
 ) -> Recalled:
-    """As `recall`, of an opened model; `shown` is what it is called in the record.
+    """Do what `recall` does with an opened model; `shown` is what it is called in the record.
 
     With `once` the file may be there already, if the same model wrote it by the same settings, here; a signed file
     beside it says so then.
     """
-    settings = _settled(folder, asked) | {"seed": seed, "dtype": dtype}
+    settings = _settled(folder, spec) | {"seed": seed, "dtype": dtype}
     there = os.path.lexists(target)
     if there and not once:
         raise BadInput(f"{printable(str(target))}: exists; choose another name, or move it away")
@@ -206,14 +227,14 @@ def recalled(
         torch_dtype(dtype)
     listener.begin("reading", sum(info.nbytes for info in folder.tensors.values()))
     found = digests_of(folder, folder.tensors, listener.advance)
-    held = {name: [info.dtype, list(info.shape), found[name]] for name, info in folder.tensors.items()}
-    digest = _sha256({"config": folder.config, "tensors": held})
+    tensors = {name: [info.dtype, list(info.shape), found[name]] for name, info in folder.tensors.items()}
+    digest = _sha256({"config": folder.config, "tensors": tensors})
     fingerprint = _sha256({"version": __version__, "digest": digest, "settings": settings})
     place = target.with_name(f".{target.name}.recall")
     beside = target.with_name(f"{target.name}.recall")
     if writer is None:
-        asked_for = Recalled(target, shown, digest, settings, Counts(), "", 0, 0.0, None)
-        return _there(asked_for, beside, take_over=take_over, say=listener.say)
+        expected = Recalled(target, shown, digest, settings, Counts(), "", 0, 0.0, None)
+        return _there(expected, beside, take_over=take_over, say=listener.say)
     kept = f"what was written is kept in {printable(str(place))}: the same command continues"
     with writing(place, kept=kept), working_in(place, target=target, marker=_RECORD) as work:
         part = _Part.open(work, fingerprint, take_over=take_over, say=listener.say)
@@ -250,18 +271,18 @@ class Sampled:
 
 def sampled(
     folder: CheckpointFolder,
-    asked: GenerateSpec,
+    spec: GenerateSpec,
     *,
     seed: int,
     dtype: str,
     device: str,
     say: Callable[[str], None],
 ) -> Sampled:
-    """The first batch of what `recalled` would write, timed; nothing is written to disk.
+    """Write the first batch of what `recalled` would write, timed, and nothing of it to disk.
 
     Raises BadInput as it does, and where no document of the batch could be kept.
     """
-    settings = _settled(folder, asked) | {"seed": seed, "dtype": dtype}
+    settings = _settled(folder, spec) | {"seed": seed, "dtype": dtype}
     writer = _writer(folder, settings)
     writer.load(devices.resolve(device), say)
     begun = time.perf_counter()
@@ -277,30 +298,30 @@ def sampled(
     return Sampled(documents, part.counts.written, part.counts.tokens, seconds * part.counts.written / len(batch))
 
 
-def _there(asked: Recalled, beside: Path, *, take_over: bool, say: Callable[[str], None]) -> Recalled:
-    """The text that is there already. Raises BadInput where it is another than `asked`, or came from elsewhere."""
+def _there(expected: Recalled, beside: Path, *, take_over: bool, say: Callable[[str], None]) -> Recalled:
+    """Return the text that is there already. Raises BadInput where it is not `expected`, or came from elsewhere."""
     try:
         content = read_own(beside) or b""
         record = json.loads(content)
-        made = replace(asked, counts=Counts(**record["counts"]), sha256=record["sha256"])
+        made = replace(expected, counts=Counts(**record["counts"]), sha256=record["sha256"])
         same = record == made.record() | {"base": record["base"]}
-        same = same and hashlib.sha256(read_own(asked.path) or b"").hexdigest() == made.sha256
+        same = same and hashlib.sha256(read_own(expected.path) or b"").hexdigest() == made.sha256
     except (ValueError, TypeError, KeyError):
         same = False
     if not same:
         raise BadInput(
-            f"{printable(str(asked.path))}: not what this model writes by these settings; remove it, and it is written"
-            " anew"
+            f"{printable(str(expected.path))}: not what this model writes by these settings; remove it, and it is"
+            " written anew"
         )
-    file, digest = _signed_file(asked.path), hashlib.sha256(content).hexdigest()
+    file, digest = _signed_file(expected.path), hashlib.sha256(content).hexdigest()
     try:
         signed = read_signed(file)
     except ValueError:
         signed = None
     if signed is None or signed.data != digest:
         signed = UNSIGNED
-    holds = f"text that this model wrote, {asked.settings['tokens']:,} tokens"
-    check_own(signed, asked.path, holds, take_over=take_over, say=say, again="have it written anew")
+    holds = f"text that this model wrote, {expected.settings['tokens']:,} tokens"
+    check_own(signed, expected.path, holds, take_over=take_over, say=say, again="have it written anew")
     if not signed.here:
         write_signed(file, digest)
     return made
@@ -310,29 +331,29 @@ def _signed_file(target: Path) -> Path:
     return target.with_name(f".{target.name}.signed")
 
 
-def _settled(folder: CheckpointFolder, asked: GenerateSpec) -> dict[str, Any]:
-    """All numbers that the text depends on. Raises BadInput for what the model cannot be asked."""
+def _settled(folder: CheckpointFolder, spec: GenerateSpec) -> dict[str, Any]:
+    """Return all settings that the text depends on. Raises BadInput for what the model cannot do."""
     shown = printable(str(folder.path))
     if is_encoder(folder.config):
         raise BadInput(f"{shown}: an encoder, which writes no text; give a causal language model")
     context = folder.config.get("max_position_embeddings")
-    length = asked.length or LENGTH
+    length = spec.length or LENGTH
     if isinstance(context, int):
-        if asked.length is not None and length > context:
+        if spec.length is not None and length > context:
             raise BadInput(f"{shown}: its context is {context} tokens, and `length` is {length}; use {context} at most")
         length = min(length, context)
-    if asked.tokens < length:
+    if spec.tokens < length:
         raise BadInput(
-            f"{asked.tokens} tokens are fewer than one document of {length}; ask for more, or set a smaller `length`"
+            f"{spec.tokens} tokens are fewer than one document of {length}; ask for more, or set a smaller `length`"
         )
-    settings: dict[str, Any] = asked.model_dump() | {"length": length}
-    if asked.prompts not in (BEGIN, TEMPLATE):
-        settings["prompts_sha256"] = hashlib.sha256(_lines(str(asked.prompts)).encode()).hexdigest()
+    settings: dict[str, Any] = spec.model_dump() | {"length": length}
+    if spec.prompts not in (BEGIN, TEMPLATE):
+        settings["prompts_sha256"] = hashlib.sha256(_lines(str(spec.prompts)).encode()).hexdigest()
     return settings
 
 
 def _lines(path: str) -> str:
-    """A file of prompts, read; BadInput where it cannot be, or has none."""
+    """Read a file of prompts. Raises BadInput where it cannot be read, or has none."""
     content = read_given(Path(path), what="file of `prompts`", most=MAX_SIDE_FILE_BYTES)
     try:
         text = content.decode()
@@ -417,7 +438,7 @@ def _damaged(file: Path, why: str) -> BadInput:
 
 
 def _writer(folder: CheckpointFolder, settings: dict[str, Any]) -> Writer:
-    """What writes by the settings. Raises BadInput where the model has no such beginnings."""
+    """Make the writer for the settings. Raises BadInput where the model has no such beginnings."""
     lines = None if settings["prompts"] in (BEGIN, TEMPLATE) else _lines(settings["prompts"])
 
     from surgeon.data.writing import Writer
@@ -427,25 +448,25 @@ def _writer(folder: CheckpointFolder, settings: dict[str, Any]) -> Writer:
 
 def _written(made: Recalled, part: _Part, writer: Writer, device: str, listener: Listener) -> Recalled:
     """Write batch after batch until there is enough."""
-    settings, wanted = made.settings, made.settings["tokens"]
-    listener.begin("recalling", wanted, "tokens")
+    settings, goal = made.settings, made.settings["tokens"]
+    listener.begin("recalling", goal, "tokens")
     listener.advance(part.counts.tokens)
     begun, spent, sampled = time.perf_counter(), 0.0, 0
-    if part.counts.tokens < wanted:
+    if part.counts.tokens < goal:
         writer.load(devices.resolve(device), listener.say)
         begun = time.perf_counter()
-    while part.counts.tokens < wanted:
+    while part.counts.tokens < goal:
         before = part.counts
         batch = writer.write(before.batches)
         sampled += sum(each.tokens for each in batch)
-        part.save(_kept(part, batch, wanted))
+        part.save(_kept(part, batch, goal))
         _judge(part.counts, settings)
         listener.advance(part.counts.tokens - before.tokens)
         spent = time.perf_counter() - begun
-        if 10 * before.tokens // wanted < 10 * part.counts.tokens // wanted:
-            left = max(0, wanted - part.counts.tokens) * spent / max(1, part.counts.tokens - made.resumed_at)
+        if 10 * before.tokens // goal < 10 * part.counts.tokens // goal:
+            left = max(0, goal - part.counts.tokens) * spent / max(1, part.counts.tokens - made.resumed_at)
             listener.say(
-                f"recalled {part.counts.tokens:,} of {wanted:,} tokens, {sampled / spent:,.0f} tokens/s,"
+                f"recalled {part.counts.tokens:,} of {goal:,} tokens, {sampled / spent:,.0f} tokens/s,"
                 f" {datetime.timedelta(seconds=round(left))} left"
             )
     lost = part.counts.written - part.counts.kept
@@ -460,13 +481,13 @@ def _written(made: Recalled, part: _Part, writer: Writer, device: str, listener:
     )
 
 
-def _kept(part: _Part, batch: list[Written], wanted: int) -> bytes:
-    """The lines of a batch's documents that are kept, up to the first that is enough; counts all of them."""
+def _kept(part: _Part, batch: list[Written], goal: int) -> bytes:
+    """Return the lines of a batch's documents that are kept, up to the first that is enough; counts all of them."""
     found = asdict(part.counts)
     found["batches"] += 1
     lines = b""
     for document in batch:
-        if found["tokens"] >= wanted:
+        if found["tokens"] >= goal:
             break
         found["written"] += 1
         line = json.dumps(document.entry, ensure_ascii=False).encode() + b"\n"
@@ -488,12 +509,12 @@ def _kept(part: _Part, batch: list[Written], wanted: int) -> bytes:
 
 
 def _key(line: bytes) -> bytes:
-    """By what a document is known again: its words, whatever their case and the white space between them."""
+    """Return the key that equal documents share: the words, whatever their case and the white space between them."""
     return hashlib.sha256(" ".join(line.decode().split()).casefold().encode()).digest()
 
 
 def _judge(counts: Counts, settings: dict[str, Any]) -> None:
-    """BadInput where nearly nothing of what the model writes can be kept."""
+    """Raise BadInput where nearly nothing of what the model writes can be kept."""
     if counts.batches >= _JUDGED and counts.kept < _LEAST_KEPT * counts.written:
         raise _nearly_nothing(counts, settings)
 
@@ -519,7 +540,7 @@ def _sha256(data: Any) -> str:
 
 
 def recalled_view(made: Recalled) -> RenderableType:
-    """What was written, and what was filtered."""
+    """Show what was written, and what was filtered."""
     counts = made.counts
     facts = FittedTable(headings=False)
     facts.add_row("documents", f"{counts.kept:,}, of them {counts.cut:,} cut at {made.settings['length']:,} tokens")

@@ -1,4 +1,4 @@
-"""How much memory the rows of an Arrow table take as Python values, computed before any is made.
+"""The memory that rows of an Arrow table take as Python values, computed before any is made.
 
 A file of a few bytes may say one long text a million times, or a list of a billion nulls: Arrow keeps such columns as
 they are written, Python does not.
@@ -24,7 +24,7 @@ _PIECE = 4 * 1024 * 1024
 
 
 def rows_of(batch: Any, where: str, first: int = 0) -> Iterator[Any]:
-    """The rows of a `pyarrow.RecordBatch` as dicts, few at a time; the first one has the number `first`.
+    """Yield the rows of a `pyarrow.RecordBatch` as dicts, few at a time; the first one has the number `first`.
 
     Raises BadInput, which begins with `where`, for a row that takes more than a document may and for a column of a type
     that holds no texts, and pyarrow's errors or ValueError for damaged ones, as far as a reader of files left any.
@@ -34,13 +34,13 @@ def rows_of(batch: Any, where: str, first: int = 0) -> Iterator[Any]:
 
 
 def pieces_of(batch: Any, where: str, first: int = 0) -> Iterator[tuple[int, int]]:
-    """Begin and end of so many rows that they take little memory; arguments and errors as of `rows_of`."""
+    """Yield begin and end of so many rows that they take little memory; arguments and errors as of `rows_of`."""
     pieces = np.cumsum(check_sizes(batch, where, first)) // _PIECE
     return pairwise([0, *(np.flatnonzero(np.diff(pieces)) + 1).tolist(), batch.num_rows])
 
 
 def check_sizes(batch: Any, where: str, first: int = 0) -> NDArray[np.int64]:
-    """Bytes that each row takes in Python (rows,), int64; arguments and errors as of `rows_of`."""
+    """Return the bytes that each row takes in Python (rows,), int64; arguments and errors as of `rows_of`."""
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         _check_type(column.type, f"{where}: the column `{name}`")
     sizes = _sum((row_sizes(column) for column in batch.columns), np.zeros(batch.num_rows, dtype=np.int64))
@@ -50,7 +50,7 @@ def check_sizes(batch: Any, where: str, first: int = 0) -> NDArray[np.int64]:
 
 
 def row_sizes(array: Any) -> NDArray[np.int64]:
-    """Bytes that each value of a `pyarrow.Array` takes in Python, its parts counted (values,), int64."""
+    """Return the bytes that each value of a `pyarrow.Array` takes in Python, its parts counted (values,), int64."""
     import pyarrow.compute
     from pyarrow import types
 
@@ -60,17 +60,17 @@ def row_sizes(array: Any) -> NDArray[np.int64]:
         return row_sizes(array.storage)
     if types.is_dictionary(kind):
         places = array.indices.cast(pyarrow.int64()).fill_null(-1).to_numpy(zero_copy_only=False)
-        held = array.dictionary
+        values = array.dictionary
         lowest = -1 if array.null_count else 0
-        if len(places) and not lowest <= places.min() <= places.max() < len(held):
+        if len(places) and not lowest <= places.min() <= places.max() < len(values):
             raise ValueError("a text by a number that no text has")
-        if len(places) < len(held):
+        if len(places) < len(values):
             # Of a long dictionary only what few rows name.
             named, places = np.unique(places, return_inverse=True)
-            held = held.take(pyarrow.array(named[named >= 0]))
+            values = values.take(pyarrow.array(named[named >= 0]))
             places = places - np.count_nonzero(named < 0)
         # A place of -1, a null's, is the last one.
-        own[:] = np.append(row_sizes(held), _A_VALUE)[places]
+        own[:] = np.append(row_sizes(values), _A_VALUE)[places]
         return own
     if types.is_string_view(kind) or types.is_binary_view(kind):
         views = np.frombuffer(array.buffers()[1] or b"", dtype=np.int32).reshape(-1, 4)

@@ -39,7 +39,7 @@ def check_saved(folder: Path) -> None:
 
 
 def arrow_files(folder: Path) -> list[Path]:
-    """The files of one saved table. Raises BadInput for any outside of its folder, and for compressed ones."""
+    """Return the files of one saved table. Raises BadInput for any outside of its folder, and for compressed ones."""
     read_capped(folder, INFO_FILE, max_bytes=_MOST)
     names: list[str] = []
     for entry in _named(folder, STATE_FILE, "_data_files"):
@@ -59,7 +59,7 @@ def _named(folder: Path, file: str, key: str) -> list[Any]:
 
 
 def _plain(name: Any, where: Path) -> str:
-    """The name of something in the same folder."""
+    """Return the name of something in the same folder."""
     if not isinstance(name, str) or not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
         raise BadInput(
             f"{printable(str(where))}: names {printable(repr(name), 60)}, which is no name in the folder; {_AGAIN}"
@@ -94,7 +94,7 @@ def _is_compressed(message: Any, kind: str) -> bool:
 
 
 def _place(buffer: Any, table: int, field: int) -> int | None:
-    """Where a field of a table is; None where it is left out."""
+    """Find the place of a field of a table; None where it is left out."""
     layout = table - unpack_from("<i", buffer, table)[0]
     size = unpack_from("<H", buffer, layout)[0]
     offset = unpack_from("<H", buffer, layout + 4 + 2 * field)[0] if 4 + 2 * field < size else 0
@@ -102,7 +102,7 @@ def _place(buffer: Any, table: int, field: int) -> int | None:
 
 
 def _table(buffer: Any, table: int, field: int | None) -> int:
-    """Where the table begins that a field holds, or that the buffer is."""
+    """Find the beginning of the table that a field holds, or that the buffer is."""
     place = table if field is None else _place(buffer, table, field)
     if place is None:
         raise ValueError("a message without columns")

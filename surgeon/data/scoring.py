@@ -8,9 +8,7 @@ unit are not independent, so the interval comes from the spread between units.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,38 +19,18 @@ from torch.nn import functional as F
 
 from surgeon.common.distributed import is_sharded
 from surgeon.data.encoding import Encoder
+from surgeon.data.held_out import HeldOut
 from surgeon.data.layouts import Document, Labelled
 from surgeon.data.packing import IGNORED_LABEL, PackedSequence, batch_of
-from surgeon.data.sources import HeldOut
+from surgeon.data.scores import Scores, Windows
 from surgeon.errors import BadInput, printable
 from surgeon.models.load import running
-
-# Confidence level of all intervals.
-CONFIDENCE = 0.95
 
 # Most bytes of one batch's logits.
 _LOGITS_BYTES = 2**30
 
 
-@dataclass(frozen=True)
-class Windows:
-    """A source's sequences, longest first, and for each token its document's number (a unit of `scores`).
-
-    `nbytes` (documents,) are the UTF-8 bytes of the counted tokens of a document; `cut` counts documents
-    that are longer than a window.
-    """
-
-    sequences: list[PackedSequence]
-    units: list[NDArray[np.int64]]
-    nbytes: NDArray[np.int64]
-    cut: int
-
-    def same_tokens(self, other: Windows) -> bool:
-        """Whether both are the same tokens of the same documents."""
-        return self.sequences == other.sequences
-
-
-def windows_of(held: HeldOut, encoder: Encoder, length: int) -> Windows:
+def windows_of(source: HeldOut, encoder: Encoder, length: int) -> Windows:
     """Cut each document into windows of at most `length` tokens, each beginning with the last token of the one before.
 
     So every token but a document's first is predicted exactly once, from the tokens of its window alone.
@@ -60,10 +38,10 @@ def windows_of(held: HeldOut, encoder: Encoder, length: int) -> Windows:
     over a sequence, would score a document by its neighbours. Raises BadInput where no token counts.
     """
     pieces: list[tuple[PackedSequence, NDArray[np.int64]]] = []
-    nbytes = np.zeros(len(held.numbers), dtype=np.int64)
+    nbytes = np.zeros(len(source.numbers), dtype=np.int64)
     cut = counted_tokens = 0
-    for place, number in enumerate(held.numbers):
-        document = held.documents.read(int(number))
+    for place, number in enumerate(source.numbers):
+        document = source.documents.read(int(number))
         ids, counted = encoder.encode(document)
         nbytes[place] = _bytes(document, ids, encoder)
         counted_tokens += sum(counted[1:])
@@ -74,14 +52,14 @@ def windows_of(held: HeldOut, encoder: Encoder, length: int) -> Windows:
             window = PackedSequence(ids[begin:end], labels[begin:end], list(range(end - begin)), 0)
             pieces.append((window, np.full(end - begin, place)))
     if not counted_tokens:
-        raise BadInput(f"source {printable(held.name)}: none of its tokens counts; its documents are too short")
+        raise BadInput(f"source {printable(source.name)}: none of its tokens counts; its documents are too short")
     pieces.sort(key=lambda piece: -len(piece[0].ids))
     return Windows([sequence for sequence, _ in pieces], [units for _, units in pieces], nbytes, cut)
 
 
 def _bytes(document: Document, ids: list[int], encoder: Encoder) -> int:
-    """Bytes of the predicted text: a chat's assistant words; a text, without its first token where no BOS is there."""
-    assert not isinstance(document, Labelled), "a classifier's scores are `judging`'s"
+    """Count the bytes of the predicted text: a chat's assistant words; a text, less its first token without a BOS."""
+    assert not isinstance(document, Labelled), "a classifier's scores are classification_metrics'"
     if not isinstance(document, str):
         return sum(len(message.content.encode()) for message in document.messages if message.answers)
     tokenizer = encoder.tokenizer
@@ -96,53 +74,8 @@ def _bytes(document: Document, ids: list[int], encoder: Encoder) -> int:
     return max(0, whole - len(first.encode()))
 
 
-@dataclass(frozen=True)
-class Ratio:
-    """A mean over tokens (or bytes) and its 95 % confidence interval; None where there is only one unit."""
-
-    value: float
-    interval: tuple[float, float] | None
-
-    def map(self, function: Callable[[float], float]) -> Ratio:
-        """An increasing function of the value and of both ends of its interval."""
-        ends = None if self.interval is None else (function(self.interval[0]), function(self.interval[1]))
-        return Ratio(function(self.value), ends)
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Sums of each unit of one source: `nats` of the tokens counted, how many these are, how many were guessed right.
-
-    A token is guessed right where its logit is the largest (greedy decoding's choice). All of shape (units,).
-    """
-
-    nats: NDArray[np.float64]
-    tokens: NDArray[np.int64]
-    right: NDArray[np.int64]
-
-    @property
-    def loss(self) -> float:
-        """Mean cross-entropy, nats a token."""
-        return float(self.nats.sum() / self.tokens.sum())
-
-    @property
-    def loss_ratio(self) -> Ratio:
-        """The same with its interval."""
-        return ratio(self.nats, self.tokens)
-
-    @property
-    def perplexity(self) -> Ratio:
-        """exp of the mean loss (infinite where a float cannot hold it)."""
-        return self.loss_ratio.map(exp)
-
-    @property
-    def accuracy(self) -> Ratio:
-        """Share of the tokens that were guessed right."""
-        return ratio(self.right, self.tokens)
-
-
 @torch.no_grad()
-def score(
+def score_sequences(
     model: nn.Module,
     sequences: Sequence[PackedSequence],
     *,
@@ -192,7 +125,7 @@ def score(
 
 
 def _batches(lengths: Sequence[int], micro_batch: int, processes: int) -> Iterator[range]:
-    """Which sequences all processes run together."""
+    """Yield the sequences that all processes run together."""
     room = micro_batch * max(lengths, default=0)
     begin = 0
     for length, group in itertools.groupby(lengths):
@@ -206,70 +139,20 @@ def _batches(lengths: Sequence[int], micro_batch: int, processes: int) -> Iterat
 def _by_token(
     model: nn.Module, sequences: Sequence[PackedSequence], device: torch.device
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_]]:
-    """For every token but a sequence's first: its loss, whether it was guessed right, whether it counts."""
+    """Return for every token but a sequence's first its loss, whether it was guessed right, whether it counts."""
     batch = batch_of(sequences, domains=False)
-    wanted = batch.pop("labels")[:, 1:].to(device)
+    expected = batch.pop("labels")[:, 1:].to(device)
     with running(model):
         logits = model(**{key: value.to(device) for key, value in batch.items()}, use_cache=False).logits
     losses: list[Tensor] = []
     right: list[Tensor] = []
     # One sequence after the other: float32 logits of a large vocabulary take the most memory.
-    for row, labels in zip(logits[:, :-1], wanted, strict=True):
+    for row, labels in zip(logits[:, :-1], expected, strict=True):
         losses.append(F.cross_entropy(row.float(), labels, ignore_index=IGNORED_LABEL, reduction="none"))
         right.append(row.argmax(dim=-1) == labels)
-    return _array(torch.stack(losses).double()), _array(torch.stack(right)), _array(wanted != IGNORED_LABEL)
+    return _array(torch.stack(losses).double()), _array(torch.stack(right)), _array(expected != IGNORED_LABEL)
 
 
 def _array(tensor: Tensor) -> NDArray[Any]:
     array: NDArray[Any] = tensor.cpu().numpy()
     return array
-
-
-def ratio(sums: NDArray[Any], counts: NDArray[Any]) -> Ratio:
-    """Σ sums / Σ counts over units, with the interval of the ratio estimator (Cochran, Sampling Techniques, 6.3).
-
-    With R the ratio and rᵢ = sumᵢ − R · countᵢ, se² = n / (n − 1) · Σ rᵢ² / (Σ counts)², and the interval is R ± t · se
-    with Student's t of n − 1 degrees of freedom. Preferred to a bootstrap over units, whose first-order approximation
-    it is, because it needs no random draws, costs nothing, and for few units is less too narrow than percentiles.
-    """
-    value = _mean(sums, counts)
-    return Ratio(value, _interval(value, _influence(sums, counts)))
-
-
-def difference(sums: NDArray[Any], counts: NDArray[Any], others: NDArray[Any], other_counts: NDArray[Any]) -> Ratio:
-    """How much the ratio of `sums` to `counts` lies above that of the others, on the same units, paired.
-
-    What makes a unit hard for both models cancels: the interval is that of the differences of the units' influences.
-    """
-    value = _mean(sums, counts) - _mean(others, other_counts)
-    return Ratio(value, _interval(value, _influence(sums, counts) - _influence(others, other_counts)))
-
-
-def _mean(sums: NDArray[Any], counts: NDArray[Any]) -> float:
-    return float(sums.sum()) / total if (total := float(counts.sum())) else math.nan
-
-
-def _influence(sums: NDArray[Any], counts: NDArray[Any]) -> NDArray[np.float64]:
-    # Losses may be infinite or NaN; then the intervals are too.
-    with np.errstate(invalid="ignore"):
-        found: NDArray[np.float64] = (sums - _mean(sums, counts) * counts) / max(counts.sum(), 1)
-    return found
-
-
-def _interval(value: float, influence: NDArray[np.float64]) -> tuple[float, float] | None:
-    units = len(influence)
-    if units < 2:
-        return None
-    from scipy.special import stdtrit
-
-    error = math.sqrt(units / (units - 1) * float((influence**2).sum()))
-    reach = float(stdtrit(units - 1, (1 + CONFIDENCE) / 2)) * error
-    return float(value - reach), float(value + reach)
-
-
-def exp(value: float) -> float:
-    """e to the power of `value`; infinite where a float cannot hold that."""
-    try:
-        return math.exp(value)
-    except OverflowError:
-        return math.inf

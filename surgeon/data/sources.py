@@ -18,11 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from surgeon.checkpoint.hub import bars_on_terminals_only, dataset_commit, first_line, is_commit, offline
-from surgeon.data.documents import Corpus, Documents, files_of, is_blank, stamps
+from surgeon.common.schema import BEGIN, TEMPLATE
+from surgeon.data.documents import Corpus, Documents, is_blank, stamps, text_files
 from surgeon.data.layouts import Document, columns_of, document_of
 from surgeon.data.row_sizes import pieces_of
 from surgeon.data.saved_tables import arrow_files, check_saved, is_saved
-from surgeon.data.specs import BEGIN, TEMPLATE, SourceSpec, TextSpec
+from surgeon.data.specs import SourceSpec, TextSpec
 from surgeon.errors import BadInput, printable
 
 DEFAULT_SPLIT = "train"
@@ -39,7 +40,7 @@ class Naming(Protocol):
         """The file, for errors."""
 
     def resolve(self, path: str) -> Path:
-        """The path to open for one that the file names."""
+        """Return the path to open for one that the file names."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,8 @@ class OpenedSource:
     commit: str | None = None
 
 
-def check_there(source: TextSpec, named_by: Naming) -> list[tuple[str, str]]:
-    """What is missing of a source, without reading it: the key of the config, and what is wrong with it."""
+def check_source(source: TextSpec, named_by: Naming) -> list[tuple[str, str]]:
+    """Find what is missing of a source, without reading it: the key of the config, and what is wrong with it."""
     wrong: list[tuple[str, str]] = []
     paths = [("path", source.path)]
     if isinstance(source, SourceSpec) and source.generate is not None:
@@ -74,11 +75,11 @@ def check_there(source: TextSpec, named_by: Naming) -> list[tuple[str, str]]:
 
 
 def absent(path: Path, key: str) -> str:
-    """Why there is no text at the path that `key` of a config names; empty where there is one."""
+    """Say why there is no text at the path that `key` of a config names; empty where there is one."""
     if not os.path.lexists(path):
         return f"{printable(str(path.resolve()))}: no such file or folder; check `{key}`"
     try:
-        files_of(path)
+        text_files(path)
     except BadInput as error:
         return str(error)
     return ""
@@ -112,15 +113,6 @@ def open_source(source: TextSpec, named_by: Naming) -> OpenedSource:
             f" that `datasets` saved, and {printable(str(path))} is neither; leave it out"
         )
     return OpenedSource(Documents(path, key=key, chat=chat, labels=labels), held_out)
-
-
-@dataclass(frozen=True)
-class HeldOut:
-    """The documents of one source that are scored, by their numbers."""
-
-    name: str
-    documents: Corpus
-    numbers: NDArray[np.int64]
 
 
 class Table:
@@ -157,7 +149,7 @@ class Table:
         return len(self._numbers)
 
     def read(self, number: int) -> Document:
-        """One document. Raises BadInput where the row is not one."""
+        """Read one document. Raises BadInput where the row is not one."""
         row = int(self._numbers[number])
         return self._document(self._rows[row], row)
 
@@ -186,7 +178,7 @@ class Table:
         return found
 
     def _said(self, begin: int, end: int) -> NDArray[np.int64]:
-        """The numbers of those rows that hold a document with words."""
+        """Return the numbers of those rows that hold a document with words."""
         columns = self._rows[begin:end]
         entries = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
         said = [not is_blank(self._document(entry, begin + nth)) for nth, entry in enumerate(entries)]
@@ -211,7 +203,7 @@ def _check_feature(feature: Any, where: str) -> None:
 
 
 def saved_table(folder: Path, split: str | None, *, key: str | None, chat: bool, labels: bool = False) -> Table:
-    """A table that `save_to_disk` wrote, or one split of several. Raises BadInput where it cannot be read or chosen."""
+    """Open a table that `save_to_disk` wrote, or one split of several. Raises BadInput where that cannot be done."""
     library = _library(str(folder))
     check_saved(folder)
     with _quiet(library):
@@ -268,7 +260,7 @@ class HubDataset:
         self.commit = str(self._builder.hash)
 
     def table(self, split: str | None, *, key: str | None, chat: bool, labels: bool = False) -> Table:
-        """One split. Raises BadInput where there is no such split."""
+        """Prepare one split. Raises BadInput where there is no such split."""
         split = split or DEFAULT_SPLIT
         shown = f"datasets/{self.repo_id}"
         try:

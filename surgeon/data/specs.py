@@ -1,4 +1,4 @@
-"""How configs name texts: the path, the format, the share and the role of each."""
+"""Texts as configs name them: the path, the format, the share and the role of each."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from surgeon.checkpoint.hub import REPO_ID
-from surgeon.common.schema import Entry
+from surgeon.common.schema import BEGIN, NEW, ORIGINAL, TEMPLATE, Entry
 
-ORIGINAL, NEW = "original", "new"
-# Of a text that a model writes: what it begins with, where that is no file.
-BEGIN, TEMPLATE = "begin", "template"
 _DATASET, _SPLIT = "dataset:", "split:"
 
 
@@ -121,9 +118,9 @@ class SourceSpec(TextSpec):
 
     @property
     def prompts(self) -> str:
-        """What the texts begin with that the model writes."""
-        asked = None if self.generate is None else self.generate.prompts
-        return asked or (TEMPLATE if self.kind == "chat" else BEGIN)
+        """The beginnings of the texts that the model writes."""
+        own = None if self.generate is None else self.generate.prompts
+        return own or (TEMPLATE if self.kind == "chat" else BEGIN)
 
     @property
     def validation_split(self) -> str | None:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.common.schema import BEGIN, TEMPLATE
 from surgeon.data.packing import generator
-from surgeon.data.specs import BEGIN, TEMPLATE
 from surgeon.errors import BadInput, printable
 from surgeon.models.load import load_model, running
 from surgeon.models.tokenizer import open_tokenizer
@@ -106,7 +106,7 @@ class Writer:
         self.model = load_model(self.folder, dtype=self.settings["dtype"], device=device, say=say)
 
     def write(self, number: int) -> list[Written]:
-        """The documents of batch `number`."""
+        """Write the documents of batch `number`."""
         drawn = generator(self.settings["seed"], "recall", number)
         chosen = drawn.integers(len(self.prompts), size=self.settings["batch"])
         seeds = drawn.integers(2**63, size=2)
@@ -123,14 +123,14 @@ class Writer:
         return Written({"text": text}, len(turn.ids), turn.ended, loops(turn.ids), empty)
 
     def _chats(self, prompts: list[list[int]], seeds: Any) -> list[Written]:
-        """A question to each prompt, and an answer to each question that has words."""
+        """Write a question to each prompt, and an answer to each question that has words."""
         questions = self._continued(prompts, self._user_ends(), self.room // 2, int(seeds[0]))
-        asked = [self._words(turn.ids, ended=turn.ended).strip() for turn in questions]
-        rendered = [self._answering(question or "?") for question in asked]
+        texts = [self._words(turn.ids, ended=turn.ended).strip() for turn in questions]
+        rendered = [self._answering(question or "?") for question in texts]
         room = max(1, self.settings["length"] - max(map(len, rendered)))
         answers = self._continued(rendered, self.ends | self._assistant_ends(), room, int(seeds[1]))
         found = []
-        for question, turn, answer in zip(asked, questions, answers, strict=True):
+        for question, turn, answer in zip(texts, questions, answers, strict=True):
             said = self._words(answer.ids, ended=answer.ended).strip()
             entry = [{"role": "user", "content": question}, {"role": "assistant", "content": said}]
             found.append(
@@ -151,7 +151,7 @@ class Writer:
         return text if ended else text.rstrip("\ufffd")
 
     def _continued(self, prompts: list[list[int]], ends: set[int], most: int, seed: int) -> list[_Turn]:
-        """What the model writes behind each prompt: at most `most` tokens, or up to one of `ends`."""
+        """Continue each prompt: at most `most` tokens, or up to one of `ends`."""
         from transformers import GenerationConfig
 
         width = max(map(len, prompts))
@@ -179,7 +179,7 @@ class Writer:
         return turns
 
     def _ends(self) -> set[int]:
-        """Tokens that end a text, by tokenizer, config.json and generation_config.json."""
+        """Return the tokens that end a text, by tokenizer, config.json and generation_config.json."""
         found: list[object] = [self.tokenizer.eos_token_id]
         configs = [self.folder.config]
         if _SETTINGS in self.folder.side_files:
@@ -191,7 +191,7 @@ class Writer:
         return {token for token in found if isinstance(token, int) and not isinstance(token, bool)}
 
     def _rendered(self, turns: list[dict[str, str]], *, prompt: bool = False) -> tuple[str, str]:
-        """What the template writes before and behind the words that stand for somebody's."""
+        """Return what the template writes before and behind somebody's words."""
         if not self.tokenizer.chat_template:
             raise BadInput(
                 f"{printable(str(self.folder.path))}: its tokenizer has no chat template to begin with; use `prompts:"
@@ -217,7 +217,7 @@ class Writer:
         return self._end_of(turns, "assistant's")
 
     def _end_of(self, turns: list[dict[str, str]], whose: str) -> set[int]:
-        """The token by which the template ends these words."""
+        """Find the token by which the template ends these words."""
         _, behind = self._rendered(turns)
         ids = [token for token in self.tokenizer.ids(behind.lstrip(), special=False)[:1] if token in self.special]
         if not ids and not (whose == "assistant's" and self.ends):

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from surgeon import open_checkpoint
 from surgeon.common.devices import one_thread
 from surgeon.common.library import quiet_transformers
 from surgeon.errors import BadInput, printable
-from surgeon.models.load import find_tokenizer, load_model
 
 Progress = Callable[[float, str], None]
 
@@ -141,10 +141,8 @@ def sample(folder: Path, prompt: str, tokens: int) -> str:
 
     Raises BadInput where the checkpoint cannot be loaded.
     """
-    model = load_model(folder)
-    tokenizer, why_not = find_tokenizer(folder)
-    if tokenizer is None:
-        raise BadInput(f"{printable(str(folder))}: {why_not}; download it again")
+    opened = open_checkpoint(folder)
+    model, tokenizer = opened.load(), opened.tokenizer()
     with quiet_transformers():
         encoded = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
         written = model.generate(**encoded, max_new_tokens=tokens, do_sample=False)

@@ -13,19 +13,14 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from surgeon.apply.apply import Applied, apply
-from surgeon.apply.preview import preview_view
+from surgeon import Applied, Trained, Verification, apply, preview_view, recall, train, verification_view, verify
 from surgeon.common.devices import one_thread
 from surgeon.common.disk_space import writing
 from surgeon.common.formatting import count
 from surgeon.common.listener import Listener
 from surgeon.common.names import check_new_name
-from surgeon.data.recall import LENGTH, recall
 from surgeon.demo.base import STEPS_A_SECOND, DemoBase, code, documentation, make_base, sample, split
 from surgeon.errors import BadInput, printable
-from surgeon.train.publishing import Trained
-from surgeon.train.train import train
-from surgeon.verify.verify import Verification, verification_view, verify
 
 PLAN, GATED_PLAN = "opt-deus", "domain-gate/layers"
 PROMPT = "Return the"
@@ -37,6 +32,8 @@ KNOWN, NEW, RECALLED = "documentation", "code", "recalled"
 REPLAYED, WRITTEN = 0.25, 0.5
 _BATCH, _WINDOW, _RATE = 8, 64, 1e-3
 _VALIDATION_SEQUENCES = 64
+# The longest text that the base writes, in tokens.
+_DOCUMENT = 512
 
 
 @dataclass(frozen=True)
@@ -148,8 +145,16 @@ def learn(
     with one_thread():
         listener.say("having the base write text of its own, to be replayed")
         # In a demo of a second or two, one document.
-        tokens = max(LENGTH, round(WRITTEN * REPLAYED * steps * _BATCH * _WINDOW))
-        recall(base, tokens=tokens, to=texts / f"{RECALLED}.jsonl", seed=seed, device="cpu", listener=listener)
+        tokens = max(_DOCUMENT, round(WRITTEN * REPLAYED * steps * _BATCH * _WINDOW))
+        recall(
+            base,
+            tokens=tokens,
+            length=_DOCUMENT,
+            to=texts / f"{RECALLED}.jsonl",
+            seed=seed,
+            device="cpu",
+            listener=listener,
+        )
         listener.say(f"growing the base by the shipped plan {GATED_PLAN} too")
         gated = apply(GATED_PLAN, str(base), folder / "gated", listener=listener).path
         runs = []

@@ -4,31 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, overload
+from typing import Any, Literal, overload
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.checkpoint.hub import check_id
+from surgeon import Checkpoint, HeldOut, check_model, open_checkpoint
 from surgeon.common import devices
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
-from surgeon.evaluate.cells import ratio_cell
-from surgeon.evaluate.sources import open_sources
+from surgeon.evaluate.open_texts import open_texts
+from surgeon.evaluate.results import Cell, Evaluation, LabelScores, SourceScores
 
-if TYPE_CHECKING:
-    from surgeon.evaluate.labels import LabelEvaluation
-    from surgeon.evaluate.models import Evaluation, SourceScores
+# A model as `evaluate` takes it.
+Model = str | Path | Checkpoint
 
 
 @overload
 def evaluate(
-    models: str | Path | Sequence[str | Path],
-    data: str | Path | Sequence[str | Path] | Mapping[str, str | Path],
+    models: Model | Sequence[Model],
+    data: str | Path | HeldOut | Sequence[str | Path | HeldOut] | Mapping[str, str | Path],
     *,
-    base: str | Path | None = ...,
+    base: Model | None = ...,
     sources: Sequence[str] | None = ...,
     length: int | None = ...,
     batch: int = ...,
@@ -38,13 +36,13 @@ def evaluate(
     device: str = ...,
     trust_remote_code: bool = ...,
     listener: Listener | None = ...,
-) -> Evaluation: ...
+) -> Evaluation[SourceScores]: ...
 @overload
 def evaluate(
-    models: str | Path | Sequence[str | Path],
-    data: str | Path | Sequence[str | Path] | Mapping[str, str | Path],
+    models: Model | Sequence[Model],
+    data: str | Path | HeldOut | Sequence[str | Path | HeldOut] | Mapping[str, str | Path],
     *,
-    base: str | Path | None = ...,
+    base: Model | None = ...,
     sources: Sequence[str] | None = ...,
     length: int | None = ...,
     batch: int = ...,
@@ -54,12 +52,12 @@ def evaluate(
     device: str = ...,
     trust_remote_code: bool = ...,
     listener: Listener | None = ...,
-) -> LabelEvaluation: ...
+) -> Evaluation[LabelScores]: ...
 def evaluate(
-    models: str | Path | Sequence[str | Path],
-    data: str | Path | Sequence[str | Path] | Mapping[str, str | Path],
+    models: Model | Sequence[Model],
+    data: str | Path | HeldOut | Sequence[str | Path | HeldOut] | Mapping[str, str | Path],
     *,
-    base: str | Path | None = None,
+    base: Model | None = None,
     sources: Sequence[str] | None = None,
     length: int | None = None,
     batch: int = 8,
@@ -69,104 +67,76 @@ def evaluate(
     device: str = "auto",
     trust_remote_code: bool = False,
     listener: Listener | None = None,
-) -> Evaluation | LabelEvaluation:
-    """Loss, perplexity, bits per byte and accuracy of `models` on the same held-out text, with confidence intervals.
+) -> Evaluation[SourceScores] | Evaluation[LabelScores]:
+    """Return loss, perplexity, bits per byte and accuracy of models on the same held-out text, with intervals.
 
-    A model is a folder, or `user/name[@revision]` on the Hub. `data` is one or more text files or folders (`NAME=FILE`
-    gives a name), a data file, a training config (its held-out text), or files by name. The first row is `base` if it
-    is given; the others are compared with it, document by document. It takes at most `most` documents of each source
-    (0: all), in windows of `length` tokens (None: the smallest context, at most 2048), `batch` at a time.
+    With `labels` the texts have labels and the models are classifiers: accuracy, F1 and Matthews' correlation. The
+    models are compared with the first, document by document.
 
-    With `labels` the texts have labels and the models are classifiers: accuracy, F1 and Matthews' correlation. Raises
-    BadInput for an option out of range, for models and texts that cannot be opened, and for models of another kind.
+    Args:
+        models: A folder, `user/name[@revision]` on the Hub, an opened checkpoint, or several of them.
+        data: Text files or folders (`NAME=FILE` gives a name), a data file, a training config (its held-out text),
+            files by name, or texts that `open_texts` opened.
+        base: A model for the first row.
+        sources: The sources to take, by name; None: all.
+        length: Tokens in a window; None: the smallest context, at most 2048.
+        batch: How many windows are run at a time.
+        most: How many documents are taken of each source at most; 0: all.
+        labels: Whether the texts have labels.
+        dtype: auto (the checkpoint's), float32, bfloat16 or float16.
+        device: auto, cpu, cuda or cuda:N.
+        trust_remote_code: Whether the models' own code may run.
+        listener: Receives progress and notes.
+
+    Returns:
+        A row for each model, a cell for each source.
+
+    Raises:
+        BadInput: An option is out of range, a model or text cannot be opened, or models are of different kinds.
     """
     listener = listener or Quiet()
     for option, given, least in (("length", length, 2), ("batch", batch, 1), ("most", most, 0)):
         if given is not None and given < least:
             raise BadInput(f"{option} is {given}; it must be at least {least}")
-    given_models = [models] if isinstance(models, str | Path) else list(models)
+    given_models = [models] if isinstance(models, Model) else list(models)
     if not given_models:
         raise BadInput("no model to evaluate: give a folder or a Hub id")
     devices.check(device)
-    given_models = [*([base] if base is not None else []), *given_models]
+    Checkpoint.check_dtype(dtype)
+    given_models = [*([] if base is None else [base]), *given_models]
     for model in given_models:
-        check_model(model, trust_remote_code=trust_remote_code)
-    held = open_sources(data, only=sources or (), most=most, say=listener.say, labels=labels)
+        if not isinstance(model, Checkpoint):
+            check_model(model, trust_remote_code=trust_remote_code)
+    texts = open_texts(data, only=sources or (), most=most, say=listener.say, labels=labels)
 
     from surgeon.evaluate.labels import evaluate_labels
-    from surgeon.evaluate.models import Candidate, evaluate_models
+    from surgeon.evaluate.texts import evaluate_texts
 
     device = devices.resolve(device)
-    candidates = [Candidate.open(model, trust_remote_code=trust_remote_code) for model in given_models]
-    return (evaluate_labels if labels else evaluate_models)(
-        candidates,
-        held,
-        length=length,
-        batch=batch,
-        dtype=dtype,
-        device=device,
-        listener=listener,
+    opened = [
+        model if isinstance(model, Checkpoint) else open_checkpoint(model, trust_remote_code=trust_remote_code)
+        for model in given_models
+    ]
+    return (evaluate_labels if labels else evaluate_texts)(
+        opened, texts, length=length, batch=batch, dtype=dtype, device=device, listener=listener
     )
 
 
-def check_model(model: str | Path, *, trust_remote_code: bool) -> None:
-    """Raise BadInput for a model that cannot be one, before torch is loaded; the Hub is asked later."""
-    name = str(model)
-    if Path(name).exists():
-        CheckpointFolder.open(Path(name), trust_remote_code=trust_remote_code)
-    else:
-        check_id(name.partition("@")[0])
-
-
-def evaluation_view(evaluation: Evaluation | LabelEvaluation) -> RenderableType:
+def evaluation_view(evaluation: Evaluation[Any]) -> RenderableType:
     """One row for each source and model: scores with intervals, and differences to the first model."""
-    from surgeon.evaluate.labels import LabelEvaluation, labels_view
-
-    if isinstance(evaluation, LabelEvaluation):
-        return labels_view(evaluation)
+    cells: Sequence[Cell] = evaluation.models[0].sources
     compared = len(evaluation.models) > 1
     table = FittedTable("source", "model", names=2)
-    for column in ("loss", "perplexity", "bits/byte", "right"):
+    for column in cells[0].columns:
         table.add_column(column)
     if compared:
-        table.add_column(f"Δ to {printable(evaluation.models[0].model, 40)}")
-    for number, first in enumerate(evaluation.models[0].sources):
+        table.add_column(f"{cells[0].difference} to {printable(evaluation.models[0].model, 40)}")
+    for number, first in enumerate(cells):
         if number and compared:
             table.add_row()
         for row in evaluation.models:
-            found = row.sources[number]
-            cells = [
-                Text(found.source if found is first else "", style="bold"),
-                Text(printable(row.model)),
-                ratio_cell(found.loss, ".4f"),
-                ratio_cell(found.perplexity, ".4g"),
-                ratio_cell(found.bits_per_byte, ".4f"),
-                Text(f"{found.accuracy.value:.1%}"),
-            ]
-            table.add_row(*cells, *([_difference_cell(found)] if compared else []))
-    sizes = ", ".join(
-        f"{found.source} {found.documents:,} documents, {found.tokens:,} tokens"
-        for found in evaluation.models[0].sources
-    )
-    notes = f"{sizes}; windows of at most {evaluation.length:,} tokens; [ ] 95 % confidence, over documents"
+            found: Cell = row.sources[number]
+            names = [Text(found.source if found is first else "", style="bold"), Text(printable(row.model))]
+            table.add_row(*names, *found.figures(), *([found.difference_cell()] if compared else []))
+    notes = f"{', '.join(cell.size for cell in cells)}; {cells[0].reading.format(length=evaluation.length)}"
     return Group(table, Text(), Text(notes, style="dim"))
-
-
-def _difference_cell(found: SourceScores) -> Text:
-    """In nats a token, or in bits per byte where tokens differ; coloured where the interval does not contain 0."""
-    shown, unit = found.loss_difference, ""
-    if shown is None:
-        shown, unit = found.bits_difference, " bits/byte"
-    if shown is None:
-        return Text()
-    if shown.value == 0 and shown.interval in (None, (0, 0)):
-        return Text(f"0, exactly{unit}", style="dim")
-    style = ""
-    if shown.interval is not None and shown.interval[1] < 0:
-        style = "green"
-    elif shown.interval is not None and shown.interval[0] > 0:
-        style = "yellow"
-    text = Text(f"{shown.value:+.4f}", style=style)
-    if shown.interval is not None:
-        text.append(f" [{shown.interval[0]:+.4f}, {shown.interval[1]:+.4f}]", style="dim")
-    return text.append(unit)

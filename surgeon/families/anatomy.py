@@ -371,6 +371,11 @@ def layer_of(name: str) -> tuple[str, int, str] | None:
     return (found["stem"], int(found["index"]), found["suffix"]) if found else None
 
 
+def places_of(names: Iterable[str]) -> dict[str, tuple[str, int, str]]:
+    """Where tensors stand, as `layer_of` says, by their names; without those outside the layers."""
+    return {name: place for name in names if (place := layer_of(name)) is not None}
+
+
 def of_graft(name: str) -> bool:
     """Whether a tensor is of a graft, by its name."""
     place = layer_of(name)

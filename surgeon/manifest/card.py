@@ -19,7 +19,8 @@ from surgeon.errors import printable
 from surgeon.families.format_depth import other_scale
 from surgeon.families.periods import broken_pattern
 from surgeon.manifest.manifest import MANIFEST_FILE, LayerEntry, Manifest, NewTensor, VocabularyEntry
-from surgeon.manifest.moves import kept_pieces, pieces_of
+from surgeon.manifest.moves import has_other_names
+from surgeon.manifest.recipe_words import held_of
 from surgeon.operations import papers_of
 
 LayerT = TypeVar("LayerT", LayerEntry, Layer)
@@ -139,7 +140,7 @@ def _sizes(manifest: Manifest, sizes: Mapping[str, int]) -> str:
 
 def _kept_numbers(manifest: Manifest, made: NewTensor) -> int:
     """How many numbers of a new tensor are the base's."""
-    kept = kept_pieces(made, manifest)
+    kept = held_of(made, manifest).kept
     numbers = sum(span.nbytes for span in kept.spans) * 8 // DTYPE_BITS[made.dtype]
     # A part of a new layer is a copy of an old one's.
     return min(numbers, sum(math.prod(manifest.base.tensors[name].shape) for name in kept.tensors))
@@ -285,7 +286,7 @@ def _proof(manifest: Manifest, verified: list[str]) -> str:
 
 def _is_converted(manifest: Manifest) -> bool:
     """Whether it became a model of another class of transformers, which holds its tensors under other names."""
-    return manifest.native and any("still" in made.recipe for made in manifest.new_tensors.values())
+    return manifest.native and has_other_names(manifest)
 
 
 def _loading(manifest: Manifest, config: Mapping[str, Any], repo_id: str | None, auto: str) -> str:
@@ -346,12 +347,8 @@ def _training(manifest: Manifest, repo_id: str | None) -> str:
         return head + "As the base: every parameter, some layers, or a LoRA (`surgeon train`).\n"
     if any(entry.trains == "all" for entry in manifest.operations):
         return head + "Every parameter: the surgery is meant to be healed by training the whole model.\n"
-    grown = {name: made for name, made in manifest.new_tensors.items() if "extended" in made.recipe}
-    rows = {
-        name: manifest.base.tensors[of].shape[0]
-        for name, made in grown.items()
-        for of in pieces_of(made, manifest).tensors
-    }
+    held = {name: held_of(made, manifest) for name, made in manifest.new_tensors.items()}
+    rows = {name: each.grown_from for name, each in held.items() if each.grown_from is not None}
     if _is_converted(manifest):
         code = (
             "for name, parameter in model.named_parameters():\n"
@@ -372,8 +369,8 @@ def _training(manifest: Manifest, repo_id: str | None) -> str:
         imports += "from huggingface_hub import hf_hub_download\n"
         fetched = f'hf_hub_download("{repo_id}", "{MANIFEST_FILE}", revision=revision)'
     # What holds a part for each layer holds those of the base's too.
-    held = any("per_layer" in made.recipe for made in manifest.new_tensors.values())
-    frozen = 'new = {name for name, made in new.items() if "per_layer" not in made["recipe"]}\n' if held else ""
+    stays = any(each.stays for each in held.values())
+    frozen = 'new = {name for name, made in new.items() if "per_layer" not in made["recipe"]}\n' if stays else ""
     code = (
         f"{imports}\nwith open({fetched}) as manifest:\n    new = json.load(manifest)"
         f'["new_tensors"]\n{frozen}for name, parameter in model.named_parameters():\n'

@@ -10,7 +10,6 @@ from typing import Any
 from surgeon._version import __version__
 from surgeon.blueprint.draft import Blueprint
 from surgeon.blueprint.measured import MeasuredLayers
-from surgeon.blueprint.recipes import describe
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.peft_folder import Adapter
 from surgeon.checkpoint.tokenizer_files import GrownVocabulary
@@ -137,7 +136,7 @@ def compose(
                     shape=list(output.recipe.shape),
                     sha256=digests[output.name],
                     operation=output.operation or 0,
-                    recipe=describe(output.recipe),
+                    recipe=blueprint.words[output.name],
                 )
                 for output in blueprint.outputs
                 if output.new

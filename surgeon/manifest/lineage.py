@@ -23,6 +23,7 @@ from surgeon.errors import BadInput, printable
 from surgeon.families.dissect import dissect
 from surgeon.manifest.manifest import Base, Manifest
 from surgeon.manifest.moves import homes_of, layers_of, left_at
+from surgeon.manifest.recipe_words import held_of
 from surgeon.runtime.bundle import CODE_FILE, bundle
 from surgeon.runtime.known import native_of
 
@@ -130,7 +131,12 @@ class Lineage:
     def _more(self, number: int, found: Mapping[str, Pieces], out: CheckpointFolder) -> dict[str, int]:
         """Of tensors that got more rows since, as a vocabulary grows, how many."""
         since = self.since(number)
-        grown = {name for manifest in since for name, made in manifest.new_tensors.items() if "extended" in made.recipe}
+        grown = {
+            name
+            for manifest in since
+            for name, made in manifest.new_tensors.items()
+            if held_of(made, manifest).grown_from is not None
+        }
         then = since[0].base.tensors
         lying = {name: each.tensors[0] for name, each in found.items() if len(each.tensors) == 1}
         return {name: out.tensors[t].shape[0] - then[name].shape[0] for name, t in lying.items() if t in grown}

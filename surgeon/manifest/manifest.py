@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -57,6 +58,11 @@ class StoredTensor(Entry):
     dtype: Annotated[str, AfterValidator(_known_dtype)]
     shape: list[Annotated[int, Field(ge=0)]]
     sha256: Sha256
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it takes."""
+        return math.prod(self.shape) * DTYPE_BITS[self.dtype] // 8
 
     @classmethod
     def of(cls, info: TensorInfo, sha256: str) -> StoredTensor:
@@ -117,11 +123,6 @@ class NewTensor(StoredTensor):
 
     operation: int
     recipe: dict[str, Any]
-
-    @property
-    def still(self) -> bool:
-        """Whether it stays as it is where new tensors train: the base computes with what it holds."""
-        return "per_layer" in self.recipe or self.recipe.get("still") is True
 
 
 class TrainedTensor(Entry):

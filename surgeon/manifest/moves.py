@@ -8,119 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from surgeon.checkpoint.header import DTYPE_BITS
-from surgeon.checkpoint.pieces import Pieces, Span, indices, stacked, turned
+from surgeon.checkpoint.pieces import Pieces, turned
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import layer_of, of_graft, renumbered
-from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, NewTensor, StoredTensor, Surgery
-
-
-class ImpossiblePieces(ValueError):
-    """A recipe in a manifest cannot make the tensor that it is said to make."""
-
-
-def pieces_of(made: NewTensor, surgery: Surgery) -> Pieces:
-    """The bytes of the base that a new tensor holds at birth, and where in it.
-
-    Raises ImpossiblePieces where the base has no such tensor, or it does not fit.
-    """
-    return _pieces(made.recipe, made.shape, made.dtype, surgery.base.tensors)
-
-
-def _pieces(recipe: object, shape: Sequence[int], dtype: str, base: Mapping[str, StoredTensor]) -> Pieces:
-    bits = DTYPE_BITS[dtype]
-    nbytes = math.prod(shape) * bits // 8
-    match recipe:
-        case {"per_layer": str(name), "axis": int(axis), "order": [*order]}:
-            of = _source(name, dtype, base)
-            return _per_layer(name, of.shape, bits, axis, order, shape)
-        case {"rows": [*told], "still": bool()}:
-            return _rows(told, shape, dtype, base)
-        case {"extended": {"copy": str(name)}}:
-            of = _source(name, dtype, base)
-            if not of.shape or of.shape[1:] != [*shape[1:]] or not 0 < of.shape[0] <= shape[0]:
-                raise ImpossiblePieces(f"the rows of the base's {printable(name)} and more")
-            return Pieces(nbytes, Pieces.whole(name, math.prod(of.shape) * bits // 8).spans)
-        case {"joined": [*parts], "sizes": [*sizes], "axis": axis}:
-            return _joined(parts, sizes, axis, shape, dtype, base)
-        case {"copy": str(name), "rows": [int(start), int(stop)]}:
-            return _rows([[name, start, stop]], shape, dtype, base)
-        case {"copy": str(name)}:
-            if _source(name, dtype, base).shape != [*shape]:
-                raise ImpossiblePieces(f"a copy of the base's {printable(name)}")
-            return Pieces.whole(name, nbytes)
-    return Pieces(nbytes, ())
-
-
-def _source(name: str, dtype: str, base: Mapping[str, StoredTensor]) -> StoredTensor:
-    if name not in base or base[name].dtype != dtype:
-        raise ImpossiblePieces(f"bytes of the base's {printable(name)}")
-    return base[name]
-
-
-def _per_layer(
-    name: str, of: Sequence[int], bits: int, axis: int, order: Sequence[object], shape: Sequence[int]
-) -> Pieces:
-    """The slices of layers; how long one is, the output's shape says."""
-    fits = 0 <= axis < len(of) == len(shape) and order and shape[axis] and not shape[axis] % len(order)
-    if not fits or [*of[:axis], *of[axis + 1 :]] != [*shape[:axis], *shape[axis + 1 :]]:
-        raise ImpossiblePieces(f"a part of the base's {printable(name)} for each layer")
-    size = shape[axis] // len(order)
-    if of[axis] % size or not all(type(part) is int and 0 <= part < of[axis] // size for part in order):
-        raise ImpossiblePieces(f"a part of the base's {printable(name)} for each layer")
-    slices = [part * size + nth for part in order if isinstance(part, int) for nth in range(size)]
-    return indices(name, of, bits, axis, slices)
-
-
-def _rows(told: Sequence[object], shape: Sequence[int], dtype: str, base: Mapping[str, StoredTensor]) -> Pieces:
-    """Rows of tensors, one piece below the other; together they are as many numbers as the shape has."""
-    spans: list[Span] = []
-    at = 0
-    for piece in told:
-        match piece:
-            case [str(name), int(start), int(stop)]:
-                of = _source(name, dtype, base)
-                if not of.shape or not 0 <= start < stop <= of.shape[0] or not math.prod(of.shape):
-                    raise ImpossiblePieces(f"rows of the base's {printable(name)}")
-                row = math.prod(of.shape[1:]) * DTYPE_BITS[dtype] // 8
-                spans.append(Span(name, start * row, (stop - start) * row, at))
-                at += spans[-1].length
-            case _:
-                raise ImpossiblePieces("rows of the base's tensors")
-    if not spans or at != math.prod(shape) * DTYPE_BITS[dtype] // 8:
-        raise ImpossiblePieces("rows of the base's tensors")
-    return Pieces.of(at, spans)
-
-
-def _joined(
-    parts: Sequence[object],
-    sizes: Sequence[object],
-    axis: object,
-    shape: Sequence[int],
-    dtype: str,
-    base: Mapping[str, StoredTensor],
-) -> Pieces:
-    whole = "parts that do not make it"
-    lengths = [size for size in sizes if type(size) is int and size > 0]
-    if type(axis) is not int or not 0 <= axis < len(shape) or not len(parts) == len(sizes) == len(lengths):
-        raise ImpossiblePieces(whole)
-    if sum(lengths) != shape[axis]:
-        raise ImpossiblePieces(whole)
-    inner = [
-        _pieces(part, [*shape[:axis], size, *shape[axis + 1 :]], dtype, base)
-        for part, size in zip(parts, lengths, strict=True)
-    ]
-    return stacked(inner, before=math.prod(shape[:axis]))
-
-
-def kept_pieces(made: NewTensor, surgery: Surgery) -> Pieces:
-    """The bytes of a new tensor that are the base's own and do not train with what is new.
-
-    Of a copy none are: it begins as what it was copied from. What a graft held is as new as it was.
-    """
-    found = pieces_of(made, surgery)
-    begins = "copy" in made.recipe or made.recipe.get("still") is False
-    return Pieces(found.nbytes, () if begins else tuple(span for span in found.spans if not of_graft(span.tensor)))
+from surgeon.families.anatomy import of_graft, places_of
+from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, StoredTensor, Surgery
+from surgeon.manifest.recipe_words import Held, held_of
 
 
 def slices_of(pieces: Pieces, shape: Sequence[int], bits: int) -> tuple[int, tuple[tuple[int, int], ...]]:
@@ -142,17 +34,6 @@ def _merged(found: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             merged.append((begin, end))
     return merged
-
-
-def check_pieces(surgery: Surgery, file: str) -> None:
-    """Raise BadInput where a tensor is said to hold bytes of the base's that cannot be in it."""
-    for name, made in surgery.new_tensors.items():
-        try:
-            pieces_of(made, surgery)
-        except ImpossiblePieces as error:
-            raise BadInput(
-                f"{printable(file)}: {printable(name)} is said to hold {error}, which it cannot; was it edited by hand?"
-            ) from None
 
 
 def layers_of(manifest: Manifest, *, file: str) -> dict[int, int]:
@@ -179,32 +60,24 @@ def left_at(manifest: Manifest, names: Iterable[str], *, file: str = MANIFEST_FI
     """
     homes = homes_of(manifest, names, file=file)
     homes = {name: home for name, home in homes.items() if name in manifest.base.tensors}
-    known = {name: manifest.base.tensors[name] for name in homes}
-    sizes = {name: math.prod(of.shape) * DTYPE_BITS[of.dtype] // 8 for name, of in known.items()}
-    found = {
-        home: Pieces.whole(name, sizes[name])
-        for name, home in _at_home(manifest, homes).items()
-        if home not in manifest.new_tensors
-    }
+    sizes = {name: manifest.base.tensors[name].nbytes for name in homes}
+    held = {name: held_of(made, manifest) for name, made in manifest.new_tensors.items()}
+    found = {home: Pieces.whole(name, sizes[name]) for name, home in _at_home(manifest, homes, held).items()}
     # What the output does not train comes first. What a graft, or a new layer, begins as stands in its own place too.
-    for name, made in sorted(manifest.new_tensors.items(), key=lambda item: not item[1].still):
-        pieces = pieces_of(made, manifest)
-        begins = of_graft(name) or "copy" in made.recipe
-        if not begins or any(homes.get(source) == name for source in pieces.tensors):
-            found[name] = pieces
+    for name, each in sorted(held.items(), key=lambda item: not item[1].stays):
+        begins = of_graft(name) or each.is_copy
+        if not begins or any(homes.get(source) == name for source in each.pieces.tensors):
+            found[name] = each.pieces
     lying = turned(found, sizes)
     return {name: lying[name] for name in homes}
 
 
-def _at_home(manifest: Surgery, homes: Mapping[str, str]) -> dict[str, str]:
-    """Those of the base's tensors that no other tensor has taken in, by rows or beside others."""
-    moved = {
-        source
-        for name, made in manifest.new_tensors.items()
-        if ("still" in made.recipe or "joined" in made.recipe) and not of_graft(name)
-        for source in pieces_of(made, manifest).tensors
+def _at_home(manifest: Surgery, homes: Mapping[str, str], held: Mapping[str, Held]) -> dict[str, str]:
+    """Those of the base's tensors that are in the output as they are, at home: no other took one in, or its place."""
+    taken_in = {
+        source for name, each in held.items() if not (each.is_copy or of_graft(name)) for source in each.pieces.tensors
     }
-    return {name: home for name, home in homes.items() if name not in moved}
+    return {name: home for name, home in homes.items() if name not in taken_in and home not in manifest.new_tensors}
 
 
 def homes_of(manifest: Manifest, names: Iterable[str], *, file: str = MANIFEST_FILE) -> dict[str, str]:
@@ -215,45 +88,66 @@ def homes_of(manifest: Manifest, names: Iterable[str], *, file: str = MANIFEST_F
     layers = _with_those_beyond(layers_of(manifest, file=file), manifest)
     gone = manifest.dropped_layers
     homes: dict[str, str] = {}
+    names = [*names]
+    places = places_of(names)
     for name in names:
-        of_layer = layer_of(name)
+        of_layer = places.get(name)
         if of_layer is not None and of_layer[1] in gone:
             continue
-        try:
-            homes[name] = renumbered(name, layers)
-        except KeyError:
+        if of_layer is None:
+            homes[name] = name
+            continue
+        stem, index, suffix = of_layer
+        if index not in layers:
             raise BadInput(
                 f"{printable(file)}: the base's {printable(name)} is in none of its {len(layers)} layers; was it edited"
                 " by hand?"
-            ) from None
+            )
+        homes[name] = f"{stem}{layers[index]}.{suffix}"
     return homes
 
 
 def _with_those_beyond(layers: Mapping[int, int], manifest: Manifest) -> dict[int, int]:
     """Layers of the base above its stack, which predict further tokens, stay above the output's."""
-    held = {place[1] for name in manifest.base.tensors if (place := layer_of(name)) is not None}
+    held = {index for _, index, _ in places_of(manifest.base.tensors).values()}
     grown = len(manifest.layers) - manifest.base.layers
     return dict(layers) | {index: index + grown for index in held if index >= manifest.base.layers}
 
 
 def kept_as_they_are(manifest: Manifest, *, file: str = MANIFEST_FILE) -> dict[str, str]:
     """The base's tensors that one of the output is, whole and in their shape, with its name. Raises BadInput."""
-    homes = homes_of(manifest, manifest.base.tensors, file=file)
-    found = _at_home(manifest, homes)
-    for name, lying in left_at(manifest, homes.keys() - found.keys(), file=file).items():
+    found: dict[str, str] = {}
+    for name, lying in left_at(manifest, manifest.base.tensors, file=file).items():
         of, holder = manifest.base.tensors[name], next(iter(lying.tensors), "")
         made = manifest.new_tensors.get(holder)
-        if made is not None and (made.dtype, made.shape) == (of.dtype, of.shape) and lying.covered:
+        whole = lying.covered and lying == Pieces.whole(holder, lying.nbytes)
+        if whole and (made is None or (made.dtype, made.shape) == (of.dtype, of.shape)):
             found[name] = holder
     return found
 
 
+def has_other_names(manifest: Manifest, *, file: str = MANIFEST_FILE) -> bool:
+    """Whether something of the base's lies under other names only: the output is of another class. Raises BadInput."""
+    homes = homes_of(manifest, manifest.base.tensors, file=file)
+    return not held_by(manifest, file=file).keys() >= {*homes.values()}
+
+
+def made_of_base(manifest: Manifest) -> dict[str, Pieces]:
+    """The new tensors that are bytes of the base and no others, put together in another way, with these bytes.
+
+    Without copies: they begin as a tensor that keeps its own place.
+    """
+    held = {name: held_of(made, manifest) for name, made in manifest.new_tensors.items()}
+    return {name: each.pieces for name, each in held.items() if each.pieces.covered and not each.is_copy}
+
+
 def held_by(manifest: Manifest, *, file: str) -> dict[str, StoredTensor]:
     """What every tensor of the output holds, as far as the manifest says: born, kept, trained since."""
-    homes = _at_home(manifest, homes_of(manifest, manifest.base.tensors, file=file))
-    held = {home: manifest.base.tensors[name] for name, home in homes.items()}
-    for name, made in manifest.new_tensors.items():
-        held[name] = StoredTensor(dtype=made.dtype, shape=made.shape, sha256=made.sha256)
+    homes = homes_of(manifest, manifest.base.tensors, file=file)
+    made = {name: held_of(new, manifest) for name, new in manifest.new_tensors.items()}
+    held = {home: manifest.base.tensors[name] for name, home in _at_home(manifest, homes, made).items()}
+    for name, new in manifest.new_tensors.items():
+        held[name] = StoredTensor(dtype=new.dtype, shape=new.shape, sha256=new.sha256)
     for name, sha256 in manifest.trained.items():
         if name not in held:
             raise BadInput(f"{printable(file)}: `training` names {printable(name)}, which the output does not have")

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.manifest import FORMAT, MANIFEST_FILE, EntryT, Manifest, seal_of
-from surgeon.manifest.moves import check_pieces
+from surgeon.manifest.recipe_words import check_words
 
 
 def parse(data: object, *, file: str) -> Manifest:
@@ -30,7 +30,7 @@ def parse(data: object, *, file: str) -> Manifest:
                 " file as it was"
             )
     for surgery in (*manifest.lineage, manifest):
-        check_pieces(surgery, file)
+        check_words(surgery, file)
     return manifest
 
 

@@ -19,7 +19,8 @@ from surgeon.families.anatomy import Anatomy
 from surgeon.families.dissect import dissect
 from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import Manifest
-from surgeon.manifest.moves import kept_pieces, slices_of
+from surgeon.manifest.moves import slices_of
+from surgeon.manifest.recipe_words import held_of
 from surgeon.operations.operation import Spec
 from surgeon.operations.selectors import LayerSelector, select_layers, show_layers
 
@@ -177,13 +178,15 @@ def _of(
             if tensor.operation in fits:
                 fitted.add(place)
                 continue
-            if tensor.still:
-                still |= {place} if "per_layer" in tensor.recipe else set()
+            held = held_of(tensor, surgery)
+            if held.stays:
+                # What holds a part of the base more than once holds what is new too.
+                still |= {place} if held.pieces.repeats else set()
                 continue
             chosen[place] = None
-            if (kept := kept_pieces(tensor, surgery)).spans:
+            if held.kept.spans:
                 # Where a vocabulary grew twice, all that came after the first base trains.
-                fixed.setdefault(place, Fixed(*slices_of(kept, tensor.shape, DTYPE_BITS[tensor.dtype])))
+                fixed.setdefault(place, Fixed(*slices_of(held.kept, tensor.shape, DTYPE_BITS[tensor.dtype])))
         if lineage is not None and nth < lineage.count:
             # A later merge may have folded an earlier surgery's branches away.
             chosen = {name: None for name in chosen if name in out.tensors}

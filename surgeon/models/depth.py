@@ -45,7 +45,7 @@ class Choice:
 
 
 class CannotRun(BadInput):
-    """What is left of a model without some of its layers cannot be run, as theirs is something that others need."""
+    """A model without some of its layers cannot be run, as the others need something of theirs."""
 
 
 @dataclass
@@ -98,7 +98,7 @@ class Depth:
         return cls(base, tokens.ids, kinds)
 
     def choose(self, wanted: LayersOut) -> Choice:
-        """The layers that go by what is wanted. Raises BadInput where there are none."""
+        """Return the layers that the operation's measure chooses. Raises BadInput where there are none."""
         if wanted.layers:
             if not all(layer < self.count for layer in wanted.layers) or len(set(wanted.layers)) >= self.count:
                 # Which of them is not there, the draft says.
@@ -294,7 +294,7 @@ def _merged(stack: Stack) -> dict[int, dict[int, int]]:
 
 
 def _cosine(one: Tensor, other: Tensor) -> Tensor:
-    """Of each token the cosine of two states, in float32; 1 where they are the same, also where both are zero."""
+    """Return each token's cosine of two states, in float32; 1 where they are the same, also where both are zero."""
     found = functional.cosine_similarity(one.float(), other.float(), dim=-1)
     return found.where((one != other).any(-1), 1.0)
 

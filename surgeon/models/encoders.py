@@ -88,10 +88,20 @@ def compare_encoders(
     device: str = "cpu",
     batch_size: int = 4,
 ) -> OutputComparison:
-    """Load `base` and `out` whole by the auto class `auto` and compare their outputs on `ids` (windows, window).
+    """Load `base` and `out` whole and compare their outputs. The last third of every other window is padding.
 
-    The last third of every other window is padding. Raises BadInput when the base cannot be loaded or has fewer
-    positions than a window, PromiseBroken when the output cannot be loaded.
+    Args:
+        base: the checkpoint before surgery.
+        out: the checkpoint after it.
+        ids: tokens, (windows, window).
+        auto: transformers' auto class.
+        dtype: the dtype that both compute in.
+        device: where both run.
+        batch_size: windows that run together.
+
+    Raises:
+        BadInput: the base cannot be loaded or has fewer positions than a window.
+        PromiseBroken: the output cannot be loaded.
     """
     base_model = load_encoder(base, dtype=dtype, device=device, auto=auto)
     config = base_model.config
@@ -136,7 +146,7 @@ def _compared(values: Tensor, mask_BT: Tensor) -> Tensor:
 
 
 def load_encoder(folder: CheckpointFolder | Path, **options: Any) -> Any:
-    """As `load_model`, in one dtype: transformers keeps two biases of DeBERTa in float32, whose products then fail.
+    """Load it as `load_model` does, in one dtype: transformers keeps two biases of DeBERTa in float32, which then fail.
 
     Raises BadInput, or the given `failure`, as `load_model` does.
     """

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.checkpoint.header import FLOAT_DTYPES
+from surgeon.checkpoint.header import FLOAT_DTYPES, check_dtype
 from surgeon.checkpoint.weights import QUANTISATION, quantisation
 from surgeon.common.library import LOAD_FAILURES, config_of, described, first_line, quiet_transformers
 from surgeon.errors import BadInput, SurgeonError, printable
@@ -49,9 +49,7 @@ def running(model: Any) -> Iterator[None]:
 
 def torch_dtype(name: str) -> torch.dtype:
     """The floating torch dtype called `name` ("bfloat16", "float32", …). Raises BadInput for any other name."""
-    known = sorted(dtype.torch for dtype in FLOAT_DTYPES.values())
-    if name not in known:
-        raise BadInput(f"dtype {printable(name)!r} is not known; use auto, {', '.join(known)}")
+    check_dtype(name)
     return _torch(name)
 
 

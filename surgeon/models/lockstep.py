@@ -69,7 +69,7 @@ class Forward:
         self._away = False
 
     def wait(self, request: Any) -> Any:
-        """From inside: wait until an Entry or a product (stored_matrix.py) is served. Raises why it was not."""
+        """Wait, from inside, until an Entry or a product (stored_matrix.py) is served. Raises why it was not."""
         self.waiting = request
         self._back.release()
         self._go.acquire()
@@ -198,7 +198,7 @@ def _share_memory() -> None:
 
 
 def _keep_memory() -> None:
-    """What is freed may be kept again: glibc's largest dynamic threshold, which other code comes to by itself."""
+    """Let freed memory be kept: glibc's largest dynamic threshold, which other code comes to by itself."""
     if (mallopt := getattr(_glibc(), "mallopt", None)) is not None:
         mallopt(-3, 32 * 1024 * 1024)
         _return_memory()
@@ -211,7 +211,7 @@ def _return_memory() -> None:
 
 
 def _next(forwards: Sequence[Forward]) -> list[Forward]:
-    """Those that are served next, in order."""
+    """Return the forwards that are served next, in order."""
     base, out = (_hindmost([each for each in forwards if each.side == side and not each.done]) for side in (0, 1))
     groups = [group for group in (out, base) if group]
     for group in groups:
@@ -224,7 +224,7 @@ def _next(forwards: Sequence[Forward]) -> list[Forward]:
 
 
 def _hindmost(forwards: Sequence[Forward]) -> list[Forward]:
-    """Of one model those that wait for what the one needs that has come least far."""
+    """Return one model's forwards that wait for what the one needs that has come least far."""
     if not forwards:
         return []
     last = min(forwards, key=lambda forward: forward.position)
@@ -234,7 +234,7 @@ def _hindmost(forwards: Sequence[Forward]) -> list[Forward]:
 
 
 def _few(forwards: Sequence[Forward]) -> list[Forward]:
-    """As many twins as their results leave room for, whole logits of each."""
+    """Return as many twins as their results leave room for, whole logits of each."""
     found: list[Forward] = []
     room = _RESULT_BYTES
     for twin in dict.fromkeys(forward.twin for forward in forwards):

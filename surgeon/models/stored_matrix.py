@@ -56,9 +56,15 @@ class StoredMatrix(Tensor):
         place: int = 0,
         outside: bool = True,
     ) -> Self:
-        """`like` is a meta tensor of its shape and dtype; a block of rows ends before the row `cut` (0: none does).
+        """Make a matrix that is read when it is used.
 
-        `place` is where it stands in the order of its model, and `outside` whether that is in no layer.
+        Args:
+            like: a meta tensor of its shape and dtype.
+            read: reads rows of it.
+            device: where rows are read to.
+            cut: a block of rows ends before this row; 0: none does.
+            place: its place in the order of the model.
+            outside: whether that is in no layer.
         """
         made = like.detach().as_subclass(cls)
         made._read, made._device, made._cut = read, device, cut
@@ -67,7 +73,7 @@ class StoredMatrix(Tensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """Where its numbers are read to."""
+        """The device that its numbers are read to."""
         return self._device
 
     @property
@@ -137,12 +143,12 @@ class Product:
 
     @property
     def key(self) -> ReadRows:
-        """What it is read by: the same in every dtype."""
+        """The function that reads it: the same in every dtype."""
         return self.matrix._read
 
     @property
     def place(self) -> int:
-        """Where its matrix stands in the model."""
+        """The place of its matrix in the model."""
         return self.matrix._place
 
     @property
@@ -169,17 +175,17 @@ class Product:
         return biases and torch.equal(self.inputs, other.inputs)
 
     def bias_of(self, first: int, behind: int) -> Tensor | None:
-        """Of a block of rows."""
+        """Return the bias of a block of rows."""
         return None if self.bias is None else self.bias[first:behind]
 
     def of_zeros(self, first: int, behind: int) -> Tensor:
-        """What rows of zeros give for finite inputs."""
+        """Return what rows of zeros give for finite inputs."""
         made = self.inputs.new_zeros(*self.inputs.shape[:-1], behind - first)
         bias = self.bias_of(first, behind)
         return made if bias is None else made + bias
 
     def columns(self, first: int, behind: int) -> Tensor:
-        """Those of the result that a block of rows made."""
+        """Return the columns of the result that a block of rows made."""
         assert self.result is not None
         return self.result[..., first:behind]
 
@@ -256,7 +262,7 @@ class _Block:
 
 
 def _linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """As in a model that was loaded whole, whose weights are parameters.
+    """Multiply as in a model that was loaded whole, whose weights are parameters.
 
     Rows that lie apart, as the last token of each window does, torch copies together before it multiplies them by a
     parameter; by any other tensor it would multiply them as a batch, whose sums may be rounded otherwise.

@@ -32,6 +32,9 @@ from surgeon.families.dissect import dissect
 from surgeon.families.names import as_loaded, made_of
 from surgeon.models import lockstep
 from surgeon.models.load import (
+    HEAD,
+    HEADLESS,
+    LACKS,
     Attention,
     build_model,
     check_doubled,
@@ -113,7 +116,7 @@ class StreamedModel:
         return printable(str(self.folder.path))
 
     def _stored_names(self) -> dict[str, tuple[str, ...]]:
-        """For every tensor of the model what it is stored as; ties are followed, layers' extras are refused."""
+        """Map every tensor of the model to what it is stored as, as transformers would load it; ties are followed."""
         check_doubled(self.folder, self.module, self.failure)
         try:
             anatomy = dissect(self.folder.config, self.folder.tensors, self.folder.own)
@@ -129,6 +132,8 @@ class StreamedModel:
             one = sources.get(name) or sources.get(other) or []
             sources[name] = sources[other] = one
         expected = self.module.state_dict(keep_vars=True)
+        if HEAD in expected and not sources.get(HEAD):
+            raise self.failure(f"{self._shown}: {LACKS.format(HEAD)}{HEADLESS}")
         return {name: tuple(sources[name]) for name in expected if sources.get(name)}
 
     def _decoder_layers(self) -> list[nn.Module]:

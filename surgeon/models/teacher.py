@@ -56,7 +56,7 @@ class BaseWithin:
         return found
 
     def check(self, ids: Tensor, rows: int | None) -> None:
-        """For a model that computes the base's function: compare its logits for the first `rows` tokens on `ids` (1 T).
+        """Compare logits for the first `rows` tokens on `ids` (1 T), where the model computes the base's function.
 
         Raises SurgeonError where they differ from those of the base within.
         """
@@ -90,7 +90,7 @@ class BaseWithin:
 
 
 class _PassedOver(nn.Module):
-    """In the place of an inserted layer, whose attributes it shows: gives on what comes in.
+    """Replaces an inserted layer, whose attributes it shows: returns what comes in.
 
     While it `looks`, the layer runs, and the form of what it returns is kept.
     """

@@ -90,7 +90,7 @@ class Tokenizer:
         return _cut(self._ask("many", list(texts)))
 
     def words(self, texts: Sequence[str]) -> dict[str, int]:
-        """What texts are cut into before the model sees them, as its vocabulary writes it, and how often.
+        """Count the pieces that texts are cut into before the model sees them, as its vocabulary writes them.
 
         Only where `is_fast`.
         """
@@ -98,7 +98,7 @@ class Tokenizer:
         return found
 
     def cut(self, texts: Sequence[str]) -> list[list[str]]:
-        """What each text is cut into before the model sees it, as `words` writes it. Only where `is_fast`."""
+        """Cut each text as it is cut before the model sees it, as `words` writes it. Only where `is_fast`."""
         found: list[list[str]] = self._ask("cut", list(texts))
         return found
 
@@ -124,15 +124,19 @@ class Tokenizer:
         prompt: bool = False,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
-        """A chat as the template writes it (None: the tokenizer's own); with `prompt`, up to where an answer begins.
+        """Write a chat as the template does.
 
-        `tools` are those that the assistant may call, each as a JSON schema.
+        Args:
+            turns: its messages.
+            template: None: the tokenizer's own.
+            prompt: whether to write up to where an answer begins.
+            tools: those that the assistant may call, each as a JSON schema.
         """
         found: str = self._ask("render", list(turns), template or self.chat_template, prompt, list(tools) or None)
         return found
 
     def with_picture(self) -> dict[str, Tensor]:
-        """What a model is given for a prompt with a picture. Only of a processor."""
+        """Return a model's inputs for a prompt with a picture. Only of a processor."""
         found: dict[str, Tensor] = self._ask("picture")
         return found
 
@@ -228,7 +232,7 @@ _MARKED = re.compile("▁*[^▁]+|▁+")
 
 
 def _words(backend: Any, text: str) -> list[str]:
-    """What the model of a tokenizer of `tokenizers` is given; where nothing cuts a text, its words by their marks."""
+    """Return what the model of a fast tokenizer is given; where nothing cuts a text, its words by their marks."""
     if backend.normalizer is not None:
         text = backend.normalizer.normalize_str(text)
     cut = [text] if backend.pre_tokenizer is None else [w for w, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
@@ -328,7 +332,7 @@ def _end(owner: int, pid: int, *descriptors: int) -> int:
 
 
 def _serve(load: Callable[[], tuple[Any, str]], requests: int, answers: int, others: tuple[int, int]) -> Never:
-    """In the child: answer until the parent is gone. Nothing is shown, nothing of the parent's is touched."""
+    """Answer, in the child, until the parent is gone. Nothing is printed, nothing of the parent's is touched."""
     try:
         for descriptor in (*others, *_PARENTS_ENDS):
             os.close(descriptor)

@@ -48,11 +48,20 @@ def token_batches(
 ) -> TokenBatches:
     """Cut `text`, tokenised by the tokenizer in `folder`, into at most `windows` windows of `window` tokens.
 
-    `text` is UTF-8: .jsonl with a "text" a line, or plain text as one document; None means a built-in probe
-    in several languages. Documents are joined with the end-of-sequence token where the tokenizer has one.
-    `windows` 0 or None takes all of the text; a last window that is not full is dropped. Without a text and
-    without a usable tokenizer the ids are random, seeded by `seed`, below `vocabulary`, and `source` says so.
-    Raises BadInput for a text that cannot be read, gives no full window, or has tokens beyond `vocabulary`.
+    Documents are joined with the end-of-sequence token where the tokenizer has one. A last window that is not full is
+    dropped. Without a text and without a usable tokenizer the ids are random, and `source` says so.
+
+    Args:
+        folder: the checkpoint, with its tokenizer.
+        text: UTF-8: .jsonl with a "text" a line, or plain text as one document; None: a built-in probe in several
+            languages.
+        window: tokens of a window.
+        windows: 0 or None: all of the text.
+        vocabulary: rows of the model's embedding.
+        seed: of random ids.
+
+    Raises:
+        BadInput: a text cannot be read, gives no full window, or has tokens beyond `vocabulary`.
     """
     if window < 2 or vocabulary < 1:
         raise ValueError(f"window must be at least 2 and vocabulary at least 1, not {window} and {vocabulary}")

@@ -15,12 +15,13 @@ from surgeon.blueprint.recipes import (
     IDENTITY,
     Block,
     Coupling,
+    ExpertLayout,
     Fused,
     MapRef,
     Matched,
     Recipe,
-    Stacked,
     one_expert,
+    stacked_experts,
 )
 from surgeon.families.family import Part, Role
 
@@ -94,7 +95,7 @@ def fuse_experts(
         stored = bank[0].expert
         assert stored is not None
         if stored.number is None:
-            tensors[bank[0].suffix] = Stacked(fused, stored.transposed, stored.interleaved)
+            tensors[bank[0].suffix] = stacked_experts(fused, ExpertLayout(stored.transposed, stored.interleaved))
         else:
             tensors |= {part.suffix: recipe for part, recipe in zip(bank, fused, strict=True)}
     return {suffix: recipe for suffix, recipe in tensors.items() if suffix not in skip}
@@ -165,7 +166,5 @@ def _shares(bank: list[Part], tensors: Mapping[str, Recipe]) -> tuple[Recipe, ..
     if stored.number is not None:
         return tuple(tensors[part.suffix] for part in bank)
     whole = tensors[bank[0].suffix]
-    return tuple(
-        one_expert(whole, number, transposed=stored.transposed, interleaved=stored.interleaved)
-        for number in range(whole.shape[0])
-    )
+    layout = ExpertLayout(stored.transposed, stored.interleaved)
+    return tuple(one_expert(whole, number, layout) for number in range(whole.shape[0]))

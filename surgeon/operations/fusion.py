@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from surgeon.blueprint.draft import Draft
-from surgeon.blueprint.recipes import IDENTITY, Average, Block, Coupling, Fused, MapRef, Recipe, TextSupport, WholeHeads
+from surgeon.blueprint.recipes import IDENTITY, Block, Coupling, Fused, MapRef, Recipe, TextSupport, WholeHeads, average
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import LayerKind
 from surgeon.families.family import Part, Role
@@ -166,7 +166,7 @@ def _fused_tensors(
         else:
             blocks = _blocks(known[suffix], flow, parts)
             plain = all(block.t_in == IDENTITY and block.t_out == IDENTITY for block in blocks)
-            tensors[suffix] = Average(recipe, upper[suffix]) if plain else Fused(recipe, upper[suffix], blocks)
+            tensors[suffix] = average(recipe, upper[suffix]) if plain else Fused(recipe, upper[suffix], blocks)
     return tensors
 
 

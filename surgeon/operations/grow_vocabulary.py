@@ -127,7 +127,7 @@ class GrowVocabulary(Operation):
         for name, reads in vocabulary_tensors(draft.anatomy).items():
             info = draft.anatomy.outer[name]
             made_of = (*grown.made_of, *means[tokens:]) if reads and pieces else means
-            draft.extended[name] = Extended(Copy(name, info.dtype, info.shape), made_of), number
+            draft.extended[name] = Extended(Copy.of(info), made_of), number
         draft.rows = rows + added
         return OperationRecord(
             op=self.op,

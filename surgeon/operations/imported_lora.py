@@ -94,7 +94,9 @@ def slot_tensors(
     """The recipes of the slot's tensors in one layer, by suffix."""
     tensors = adapter_of(draft, name).tensors
     return {
-        f"{slot_name(module.target, slot)}.lora_{matrix}": Imported(name, source, dtype, tensors[source].shape)
+        f"{slot_name(module.target, slot)}.lora_{matrix}": Imported(
+            "adapter", name, source, dtype, tensors[source].shape
+        )
         for module in modules
         for matrix, source in (("A", module.down), ("B", module.up))
     }

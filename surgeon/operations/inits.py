@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, Union
 from pydantic import Field, model_validator
 
 from surgeon.blueprint.draft import Draft
-from surgeon.blueprint.recipes import Average, Constant, Predicted, Random, Recipe, Shuffled, TextSupport
+from surgeon.blueprint.recipes import Constant, Predicted, Random, Recipe, Shuffled, TextSupport, average
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import LayerKind
 from surgeon.operations.fusion import Flow, Heads, Order, Unaligned, fuse_layers, ways
@@ -258,7 +258,7 @@ class AverageInit(Init):
         """The average, tensor by tensor."""
         lower, upper = gap.draft.opened(gap.below), gap.draft.opened(gap.below + 1)
         gap.check_alike()
-        tensors: dict[str, Recipe] = {suffix: Average(recipe, upper[suffix]) for suffix, recipe in lower.items()}
+        tensors: dict[str, Recipe] = {suffix: average(recipe, upper[suffix]) for suffix, recipe in lower.items()}
         return NewLayer(tensors, (gap.below, gap.below + 1))
 
 
@@ -376,7 +376,7 @@ class Lesa(Init):
                 keep, fit = self.poor_fit == "keep", f"{label}.{suffix}"
                 tensors[suffix] = Predicted(stack, alike.index(gap.below), f"lesa.{suffix}", settings, fit, keep)
             else:
-                tensors[suffix] = Average(recipe, upper[suffix])
+                tensors[suffix] = average(recipe, upper[suffix])
         return NewLayer(tensors, (gap.below, gap.below + 1))
 
 

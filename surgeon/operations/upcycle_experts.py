@@ -20,20 +20,18 @@ from pydantic import Field, model_validator
 from surgeon.blueprint.draft import Claim, Draft, LayerDraft, OperationRecord
 from surgeon.blueprint.grafts import Graft
 from surgeon.blueprint.recipes import (
-    Columns,
     Constant,
     Copy,
-    Joined,
+    Imported,
     Noised,
-    Piled,
     Prompted,
     Random,
     Recipe,
-    Redrawn,
-    Repeated,
-    Rows,
     Summed,
-    Taken,
+    columns,
+    piled,
+    repeated,
+    rows,
 )
 from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.errors import BadInput, printable
@@ -350,32 +348,34 @@ class UpcycleExperts(Operation):
             case "down" if self.form == "shared":
                 return Constant(0.0, dtype, made.shape)
         cut = made.role == "down" and self.fine_grained > 1
-        joined = _joined(made.takes, layer, made.shape, still=made.role == "kept")
-        if joined.still and self.attention == "average" and made.suffix.startswith("self_attn."):
+        still = made.role == "kept"
+        joined = _joined(made.takes, layer, made.shape, still=still)
+        if still and self.attention == "average" and made.suffix.startswith("self_attn."):
             return self._mean(made.takes[0], layer)
-        if joined.still or (self.init == "copy" and not cut and not self.models):
+        if still or (self.init == "copy" and not cut and not self.models):
             return joined
         # Of experts in one tensor each matrix comes for itself: gate and up of one after the other, or outputs.
         each = len(made.takes) // (self._count * self.fine_grained) or 1
         parts: list[Recipe] = []
         for nth, take in enumerate(made.takes):
             expert = nth // each if made.expert is None else made.expert
-            matrix = self._whole(take, layer, expert // self.fine_grained)
+            matrix: Recipe = (whole := self._whole(take, layer, expert // self.fine_grained))
             if cut:
                 begin = expert % self.fine_grained * made.shape[-1]
-                matrix = Columns(matrix, begin, begin + made.shape[-1], float(self.fine_grained))
+                matrix = columns(whole, begin, begin + made.shape[-1], float(self.fine_grained))
             parts.append(self._born(matrix, made, f"{label}.experts.{expert}", f"{key}.{nth}"))
-        return parts[0] if len(parts) == 1 else Piled(tuple(parts), made.shape)
+        return parts[0] if len(parts) == 1 else piled(parts, made.shape)
 
-    def _whole(self, take: Take, layer: LayerDraft, copy: int) -> Recipe:
+    def _whole(self, take: Take, layer: LayerDraft, copy: int) -> Copy | Imported:
         """Rows of the MLP that expert `copy` begins as, of the base or of another model."""
         source = layer.tensors[take.suffix]
         assert isinstance(source, Copy), take.suffix
         shape = (take.stop - take.start, *source.shape[1:])
         name = BASE if isinstance(self.experts, int) else self.experts[copy]
         if name == BASE:
-            return Joined((Rows(source, take.start, take.stop),), source.dtype, shape, still=False)
-        return Taken(name, source.source, take.start, take.stop, source.dtype, shape)
+            return rows([(source, take.start, take.stop)], shape, still=False)
+        assert source.source is not None, take.suffix
+        return Imported("model", name, source.source, source.dtype, shape, (take.start, take.stop))
 
     def _mean(self, take: Take, layer: LayerDraft) -> Recipe:
         """The mean of a tensor of attention over all models that are experts."""
@@ -388,27 +388,27 @@ class UpcycleExperts(Operation):
                 # As Drop-Upcycling's baseline has it; with `noise`, as it was before that: on all neurons.
                 std, relative = self.noise or self.noise_std or 0.02, self.noise is not None
                 share = self.noise_share or (1.0 if relative else 0.5)
-                return Noised(matrix, f"{expert}.neurons", key, std, relative, share, int(made.role == "down"))
+                return Noised(matrix, f"{expert}.neurons", key, share, int(made.role == "down"), std, relative)
             case "drop_upcycling":
                 share = 0.5 if self.drop is None else self.drop
-                return Redrawn(matrix, f"{expert}.neurons", key, share, int(made.role == "down"))
+                return Noised(matrix, f"{expert}.neurons", key, share, int(made.role == "down"))
         return matrix
 
     def _router(self, made: Made, key: str, dtype: str, layer: LayerDraft) -> Recipe:
         """Rows that are random, or by prompts; of copies that are cut, the same for all that were one."""
-        rows, columns = made.shape
+        count, width = made.shape
         if isinstance(self.router, Prompts):
             prompts = tuple(map(tuple, self.router.prompts))
             against = tuple(map(tuple, self.router.negative_prompts or ()))
             assert layer.base is not None
             whole: Recipe = Prompted(
-                prompts, layer.base, self.router_std * columns**0.5, dtype, (len(prompts), columns), against
+                prompts, layer.base, self.router_std * width**0.5, dtype, (len(prompts), width), against
             )
         elif self.form == "shared":
             return Random(key, self.router_std, dtype, made.shape)
         else:
-            whole = Random(key, self.router_std, dtype, (rows // self.fine_grained, columns))
-        return whole if self.fine_grained == 1 else Repeated(whole, self.fine_grained)
+            whole = Random(key, self.router_std, dtype, (count // self.fine_grained, width))
+        return whole if self.fine_grained == 1 else repeated(whole, self.fine_grained)
 
 
 def routed_tensors(dense: Dense, mixture: Mixture) -> list[Made]:
@@ -427,14 +427,14 @@ def routed_tensors(dense: Dense, mixture: Mixture) -> list[Made]:
     ]
 
 
-def _joined(takes: Sequence[Take], layer: LayerDraft, shape: tuple[int, ...], *, still: bool) -> Joined:
+def _joined(takes: Sequence[Take], layer: LayerDraft, shape: tuple[int, ...], *, still: bool) -> Copy:
     """Rows of the layer's tensors, one piece below the other."""
-    pieces: list[Rows] = []
+    pieces: list[tuple[Copy, int, int]] = []
     for take in takes:
         source = layer.tensors[take.suffix]
         assert isinstance(source, Copy), take.suffix
-        pieces.append(Rows(source, take.start, take.stop))
-    return Joined(tuple(pieces), pieces[0].of.dtype, shape, still)
+        pieces.append((source, take.start, take.stop))
+    return rows(pieces, shape, still=still)
 
 
 def _layer_shapes(draft: Draft) -> dict[str, tuple[int, ...]]:
@@ -453,7 +453,7 @@ def _layer_shapes(draft: Draft) -> dict[str, tuple[int, ...]]:
             "layers above the stack predict further tokens and have an MLP of their own; take these out first"
         )
     odd = next((r for layer in draft.layers for r in layer.tensors.values() if r.dtype not in FLOAT_DTYPES), None)
-    if isinstance(odd, Copy):
+    if isinstance(odd, Copy) and odd.source is not None:
         raise BadInput(
             f"{printable(odd.source)}: quantised ({odd.dtype}), and experts are to train; operate on the full-precision"
             " weights and quantise the output"

@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from surgeon.blueprint.draft import Claim, Draft, OperationRecord
-from surgeon.blueprint.recipes import Constant, Copy, Random, Recipe, Sliced
+from surgeon.blueprint.recipes import Constant, Copy, Random, Recipe, sliced
 from surgeon.errors import BadInput
 from surgeon.families.family import LARGEST_SIZE, Part, Role
 from surgeon.operations.operation import OneOf, Operation, Paper, TrainingDefaults
@@ -118,4 +118,4 @@ def place_of(parts: Mapping[str, Part], role: Role) -> tuple[str, int]:
 def repeated(source: Copy, begin: int, rows: int, count: int) -> tuple[Recipe, ...]:
     """`count` rows: copies of the `rows` rows from `begin` on, from the first, over and over."""
     turns = [min(rows, count - done) for done in range(0, count, rows)]
-    return tuple(Sliced(source, begin, begin + taken, again=True) for taken in turns)
+    return tuple(sliced(source, begin, begin + taken, again=True) for taken in turns)

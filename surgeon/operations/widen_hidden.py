@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from surgeon.blueprint.draft import Claim, Draft, OperationRecord
-from surgeon.blueprint.recipes import Constant, Copy, Recipe, Sliced, Widened
+from surgeon.blueprint.recipes import Constant, Copy, Joined, Recipe, side_by_side, sliced
 from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
@@ -121,7 +121,7 @@ def _check(draft: Draft) -> None:
 
 def _again(source: Copy, times: int) -> tuple[Recipe, ...]:
     """A tensor and copies of it."""
-    return (source, *(Sliced(source, 0, source.shape[0], again=True) for _ in range(times - 1)))
+    return (source, *(sliced(source, 0, source.shape[0], again=True) for _ in range(times - 1)))
 
 
 def _zeros(source: Copy, times: int) -> tuple[Recipe, ...]:
@@ -146,7 +146,7 @@ def _plain(recipe: Recipe, name: str) -> Copy:
     return recipe
 
 
-def _of_layer(recipe: Recipe, part: Part, times: int, *, where: str) -> Widened | None:
+def _of_layer(recipe: Recipe, part: Part, times: int, *, where: str) -> Joined | None:
     """A layer's tensor for the wider stream; None for one that it does not touch.
 
     Raises BadInput for one of which this is not known.
@@ -157,34 +157,34 @@ def _of_layer(recipe: Recipe, part: Part, times: int, *, where: str) -> Widened 
         return None
     source = _plain(recipe, part.suffix)
     if reads and part.expert is None and part.kind == "weight":
-        return Widened(_zeros(source, times), 1)
+        return side_by_side(_zeros(source, times), 1)
     if roles and roles <= {*_WRITING, *_NORMS} and part.expert is None:
-        return Widened(_again(source, times), 0)
+        return side_by_side(_again(source, times), 0)
     raise BadInput(
         f"{where} ({printable(part.suffix)}): whether it reads or writes the residual stream is not known, so the"
         " stream of this model cannot become wider; widen_ffn may widen it"
     )
 
 
-def _outside(draft: Draft, times: int) -> dict[str, Widened]:
+def _outside(draft: Draft, times: int) -> dict[str, Joined]:
     """Embeddings, last norm and head for the wider stream, by name. Raises BadInput for what is neither.
 
     Of tied embeddings, which write several times, the last norm silences all but the first copy: its further values
     learn. Of a head of its own further columns are zero, and learn as the norm passes all copies.
     """
     anatomy = draft.anatomy
-    found: dict[str, Widened] = {}
+    found: dict[str, Joined] = {}
     for name, info in anatomy.outer.items():
         if name in anatomy.idle or "rotary_emb" in name:
             continue
-        source = _plain(Copy(name, info.dtype, info.shape), name)
+        source = _plain(Copy.of(info), name)
         if name == anatomy.outer_name("embed_tokens.weight"):
-            found[name] = Widened(_again(source, times), 1)
+            found[name] = side_by_side(_again(source, times), 1)
         elif name == anatomy.outer_name("norm.weight"):
             off = Constant(_null_scale(anatomy), info.dtype, (info.shape[0] * (times - 1),))
-            found[name] = Widened((source, off) if anatomy.tied else _again(source, times), 0)
+            found[name] = side_by_side((source, off) if anatomy.tied else _again(source, times), 0)
         elif name == "lm_head.weight":
-            found[name] = Widened(_again(source, times) if anatomy.tied else _zeros(source, times), 1)
+            found[name] = side_by_side(_again(source, times) if anatomy.tied else _zeros(source, times), 1)
         else:
             raise BadInput(f"{printable(name)}: what it does with the stream is not known, so that cannot become wider")
     return found

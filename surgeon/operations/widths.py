@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from surgeon.blueprint.draft import Draft
-from surgeon.blueprint.recipes import Constant, Copy, Random, Recipe, Sliced, Widened
+from surgeon.blueprint.recipes import Constant, Copy, Joined, Random, Recipe, side_by_side, sliced
 from surgeon.errors import BadInput, printable
 from surgeon.families.family import Part, Role
 
@@ -69,17 +69,17 @@ def check_free(draft: Draft, *, beside: Sequence[str] = ()) -> None:
                 )
 
 
-def with_rows(recipe: Recipe, part: Part, more: Mapping[Role, Sequence[Recipe]]) -> Widened:
+def with_rows(recipe: Recipe, part: Part, more: Mapping[Role, Sequence[Recipe]]) -> Joined:
     """A tensor with more rows behind those of each of its blocks."""
     if len(part.blocks) == 1:
-        return Widened((recipe, *more[part.role]), 0)
+        return side_by_side((recipe, *more[part.role]), 0)
     assert isinstance(recipe, Copy), part.suffix
     pieces: list[Recipe] = []
     begin = 0
     for role, rows in part.blocks:
-        pieces += [Sliced(recipe, begin, begin + rows), *more[role]]
+        pieces += [sliced(recipe, begin, begin + rows), *more[role]]
         begin += rows
-    return Widened(tuple(pieces), 0)
+    return side_by_side(pieces, 0)
 
 
 def widen(
@@ -98,7 +98,7 @@ def widen(
         if part.blocks[0][0] == writing:
             if part.kind != "weight":
                 continue
-            made = Widened((recipe, *born[writing]), 1)
+            made = side_by_side((recipe, *born[writing]), 1)
         elif part.kind == "weight":
             made = with_rows(recipe, part, born)
         else:

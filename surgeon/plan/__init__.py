@@ -1,1 +1,1 @@
-"""What is asked: the plan's schema, its YAML, its layer selectors, and the step from plan to blueprint."""
+"""Plans: their schema and YAML, sweeps, the shipped ones, and the step from plan to blueprint."""

@@ -43,7 +43,7 @@ class Plan(BaseModel):
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON schema of plans, for editors that complete YAML by it."""
+    """Return the JSON schema of plans, for editors that complete YAML by it."""
     return editor_schema(Plan, "surgeon plan")
 
 
@@ -59,12 +59,12 @@ class LoadedPlan:
     given: Mapping[Place, str] = field(default_factory=dict, repr=False, compare=False)
 
     def data(self) -> dict[str, Any]:
-        """The plan as JSON data, with defaults in it."""
+        """Return the plan as JSON data, with defaults in it."""
         operations = [operation.model_dump(mode="json") for operation in self.plan.operations]
         return {"surgeon": self.plan.surgeon, "seed": self.plan.seed, "operations": operations}
 
     def operation(self, number: int) -> str:
-        """How errors name an operation: its file and line, its number and kind, and the options that changed it."""
+        """Name an operation for errors: its file and line, its number and kind, and the options that changed it."""
         place = ("operations", number)
         line = self.lines.get(place)
         where = f"{printable(self.source)}:{line}" if line else printable(self.source)
@@ -104,19 +104,19 @@ _HEAD = "# surgeon train: a classification head\n"
 
 
 def head_plan(labels: list[str], *, seed: int) -> LoadedPlan:
-    """The plan that makes a classification head for these labels, which training carries out where there is none."""
+    """Make the plan of a classification head for these labels, which training carries out where there is none."""
     text = _HEAD + json.dumps({"seed": seed, "labels": labels}, ensure_ascii=False) + "\n"
     return recorded_plan(text, source="classification head")
 
 
 def recorded_plan(text: str, *, source: str) -> LoadedPlan:
-    """A plan as a manifest holds it: like `parse_plan`, and those of training itself, which nobody can ask for."""
+    """Read a plan as a manifest holds it: like `parse_plan`, and those of training itself, which nobody can ask for."""
     if text == NO_OPERATIONS:
         return LoadedPlan(Plan.model_construct(surgeon=1, seed=0, operations=[]), text, source)
     if text.startswith(_HEAD):
         try:
-            told = json.loads(text.removeprefix(_HEAD))
-            seed, made = int(told["seed"]), ClassificationHead(labels=told["labels"])
+            recorded = json.loads(text.removeprefix(_HEAD))
+            seed, made = int(recorded["seed"]), ClassificationHead(labels=recorded["labels"])
         except (ValueError, TypeError, LookupError):
             raise BadInput(f"{printable(source)}: not the plan of a classification head; was it edited?") from None
         return LoadedPlan(Plan.model_construct(surgeon=1, seed=seed, operations=[made]), text, source)
@@ -131,7 +131,7 @@ def draw(
     vocabularies: Mapping[int, GrownVocabulary] | None = None,
     measured: Mapping[int, MeasuredLayers] | None = None,
 ) -> Blueprint:
-    """The blueprint of a plan on a base. BadInput names file, line and operation of what cannot be done.
+    """Draw the blueprint of a plan on a base. BadInput names file, line and operation of what cannot be done.
 
     `adapters` are those that the plan imports, by its names for them, `vocabularies` what its operations add to the
     tokenizer, `measured` what was measured of layers for those that take some out, by their numbers.
@@ -162,7 +162,7 @@ def carry_out(operation: Operation, draft: Draft, number: int) -> None:
 
 
 def _known_keys(problem: ErrorDetails, data: Any, place: Place) -> list[str]:
-    """Keys the schema knows at the place of an unknown one."""
+    """Return the keys that the schema knows at the place of an unknown one."""
     if len(place) == 1:
         return list(Plan.model_fields)
     operation = data["operations"][int(place[1])]

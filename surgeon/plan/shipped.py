@@ -1,11 +1,14 @@
-"""The plans that come with surgeon: a plan's name stands for its file."""
+"""The plans that come with surgeon: a plan's name stands for its file, a point's name for a plan with other values.
+
+Sweeps lie in plans/sweeps. The points of plans/sweeps/FOLDER/SWEEP.yaml are called FOLDER/POINT, as plans are.
+"""
 
 from __future__ import annotations
 
 import difflib
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,69 +19,188 @@ from surgeon.errors import BadInput, printable
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-# The folder of studies beside the plans.
-_STUDIES = "studies"
+    from surgeon.plan.plan import LoadedPlan
+    from surgeon.plan.sweep import LoadedSweep, Point
+
+# The folders of studies and sweeps beside the plans.
+_STUDIES, _SWEEPS = "studies", "sweeps"
 _OPERATION = re.compile(r"^ *- *\{?op: *([a-z_]+)", re.MULTILINE)
 
 
 def folder() -> Path:
-    """Where the shipped plans lie: inside an installed package, or `plans/` of a source tree."""
+    """Return the folder of the shipped plans: inside an installed package, or `plans/` of a source tree."""
     package = Path(__file__).resolve().parent.parent
     installed = package / "shipped_plans"
     return installed if installed.is_dir() else package.parent / "plans"
 
 
 def names() -> list[str]:
-    """Names of the shipped plans, as `surgeon apply NAME …` takes them."""
-    plans = folder()
-    found = (path for path in plans.rglob("*.yaml") if path.parent != plans / _STUDIES)
-    return sorted((str(path.relative_to(plans).with_suffix("")) for path in found), key=by_number)
+    """Return the names of the shipped plans, as `surgeon apply NAME …` takes them."""
+    return [name for name in _files(folder()) if name.partition("/")[0] not in (_STUDIES, _SWEEPS)]
+
+
+def sweeps() -> list[str]:
+    """Return the names of the shipped sweeps, as `surgeon plans NAME` and the methods of a study take them."""
+    return _files(folder() / _SWEEPS)
+
+
+def _files(within: Path) -> list[str]:
+    found = within.rglob("*.yaml")
+    return sorted((str(path.relative_to(within).with_suffix("")) for path in found), key=by_number)
 
 
 def shipped_studies() -> dict[str, Path]:
-    """The files of the shipped studies by name, as `surgeon compare NAME …` takes them."""
+    """Return the files of the shipped studies by name, as `surgeon compare NAME …` takes them."""
     return {path.stem: path for path in sorted((folder() / _STUDIES).glob("*.yaml"))}
 
 
 @dataclass(frozen=True)
+class FoundPlan:
+    """The file of a plan, and the values that take the place of those in it, as `--set` gives them."""
+
+    path: Path
+    overrides: tuple[str, ...] = ()
+
+
+def points() -> Mapping[str, FoundPlan]:
+    """Return the points of all shipped sweeps by name, as `surgeon apply NAME …` takes them beside the plans' names."""
+    found = {}
+    for name in sweeps():
+        loaded = _load_sweep(folder() / _SWEEPS / f"{name}.yaml")
+        for point in loaded.points:
+            found[_qualified(name, point)] = swept(loaded, point)
+    return found
+
+
+def find_sweep(sweep: str | Path) -> LoadedSweep | None:
+    """Read the sweep that an argument means: a sweep's file, or the name of a shipped one; None where it is neither.
+
+    Raises BadInput for a sweep's file with mistakes in it.
+    """
+    from surgeon.checkpoint.kinds import kind_of
+
+    if str(sweep) in sweeps():
+        return _load_sweep(folder() / _SWEEPS / f"{sweep}.yaml")
+    return _load_sweep(Path(sweep)) if kind_of(str(sweep)) == "a sweep" else None
+
+
+def swept(loaded: LoadedSweep, point: Point) -> FoundPlan:
+    """Find the plan of a sweep, with a point's values: a file beside the sweep's, or a shipped plan."""
+    beside = loaded.source.parent / loaded.sweep.plan
+    found = FoundPlan(beside) if beside.is_file() else find_plan(loaded.sweep.plan)
+    return FoundPlan(found.path, (*found.overrides, *point.overrides))
+
+
+def _load_sweep(path: Path) -> LoadedSweep:
+    from surgeon.plan.sweep import load_sweep
+
+    return load_sweep(path)
+
+
+def shipped_plans() -> list[str]:
+    """Return every name that stands for a shipped plan: those of plans, and those of the points of sweeps."""
+    return [*names(), *points()]
+
+
+@dataclass(frozen=True)
 class Described:
-    """A shipped plan: its name, its operations, and the first sentence of its file, which says what it is."""
+    """A shipped plan or sweep: its name, its operations, the first sentence of its file, its number of points."""
 
     name: str
     operations: tuple[str, ...]
     about: str
+    points: int = 0
 
 
 def described() -> list[Described]:
-    """The shipped plans, those of one operation together."""
+    """Describe the shipped plans and sweeps, those of one operation together."""
     # Here and below, as the shell, which completes names, does not wait for it.
     from surgeon.operations import OPERATIONS
 
-    found = []
+    found = {}
     for name in names():
         text = (folder() / f"{name}.yaml").read_text(encoding="utf-8")
-        operations = tuple(dict.fromkeys(_OPERATION.findall(text)))
-        comment = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
-        about = " ".join(line.lstrip("# ") for line in comment)
-        found.append(Described(name, operations, re.split(r"(?<=\.) ", about)[0]))
-    return sorted(found, key=lambda plan: list(OPERATIONS).index(plan.operations[0]))
+        found[name] = Described(name, tuple(dict.fromkeys(_OPERATION.findall(text))), _about(text))
+    order = list(OPERATIONS)
+    for name in sweeps():
+        loaded = _load_sweep(folder() / _SWEEPS / f"{name}.yaml")
+        plan = found[loaded.sweep.plan]
+        found[f"{_SWEEPS}/{name}"] = Described(name, plan.operations, _about(loaded.text), len(loaded.points))
+    return sorted(found.values(), key=lambda plan: order.index(plan.operations[0]))
 
 
-def find_plan(plan: str | Path) -> Path:
-    """The file a plan argument means: a path, or the name of a shipped plan. BadInput where it is neither."""
+def _about(text: str) -> str:
+    """Return the first sentence of the comment that a file begins with."""
+    comment = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
+    return re.split(r"(?<=\.) ", " ".join(line.lstrip("# ") for line in comment))[0]
+
+
+def find_plan(plan: str | Path) -> FoundPlan:
+    """Find what a plan argument means: a path, the name of a shipped plan, or of a point of a shipped sweep.
+
+    Raises BadInput where it is none of them.
+    """
     path = Path(plan)
+    if (sweep := find_sweep(plan)) is not None:
+        raise BadInput(
+            f"{printable(str(plan))}: a sweep, not a plan; `surgeon plans {printable(str(plan))}` lists the command of"
+            f" each of its {len(sweep.points)} points"
+        )
     # A folder is never a plan; an output may well be called as the plan it was made by.
     if (path.exists() and not path.is_dir()) or path.suffix in (".yaml", ".yml"):
-        return path
+        return FoundPlan(path)
     known = names()
     if str(plan) in known:
-        return folder() / f"{plan}.yaml"
+        return FoundPlan(folder() / f"{plan}.yaml")
+    named = points()
+    if str(plan) in named:
+        return named[str(plan)]
     what = "a folder, not a plan" if path.is_dir() else "neither a plan file nor the name of a shipped plan"
-    raise BadInput(f"{printable(str(plan))}: {what}; {_hint(path, known)}")
+    raise BadInput(f"{printable(str(plan))}: {what}; {_hint(path, [*known, *named])}")
+
+
+def load_named(plan: str | Path, overrides: Sequence[str] = ()) -> LoadedPlan:
+    """Read and check the plan that an argument means (`find_plan`), with `overrides` in it. Raises BadInput."""
+    from surgeon.plan.plan import load_plan
+
+    found = find_plan(plan)
+    return load_plan(found.path, [*found.overrides, *overrides])
+
+
+def text_of(name: str) -> str:
+    """Return a plan as it stands in its file, a point with its values in it, a sweep with the commands of its points.
+
+    Raises BadInput for any other name.
+    """
+    loaded = find_sweep(name)
+    if loaded is None:
+        return load_named(name).text
+    also = "; each is a shipped plan too" if name in sweeps() else ""
+    lines = [f"# Its points{also}:"]
+    for point in loaded.points:
+        command = f"surgeon apply {loaded.sweep.plan} BASE OUT {point.options}".rstrip()
+        lines += [f"#   {_qualified(name, point) if also else point.name}", f"#     {command}"]
+    return "\n".join([loaded.text.rstrip(), *lines]) + "\n"
+
+
+def texts(name: str) -> dict[str, str]:
+    """Return the text of a plan or point by its name; of a sweep, those of all its points. Raises BadInput."""
+    from surgeon.plan.plan import load_plan
+
+    loaded = find_sweep(name)
+    if loaded is None:
+        return {name: load_named(name).text}
+    found = {_qualified(name, point): swept(loaded, point) for point in loaded.points}
+    return {point: load_plan(plan.path, plan.overrides).text for point, plan in found.items()}
+
+
+def _qualified(sweep: str, point: Point) -> str:
+    """Return the name of a point beside the plans' names: in the folder of its sweep."""
+    return str(Path(sweep).parent / point.name)
 
 
 def _hint(path: Path, known: list[str]) -> str:
-    """The three plans that may be meant: files of a folder, plans of a group, names alike."""
+    """Name the three plans that may be meant: files of a folder, plans of a group, names alike."""
     from surgeon.checkpoint.kinds import kind_of
 
     beside = sorted(str(file) for file in path.glob("*.y*ml") if kind_of(str(file)) == "a plan")
@@ -94,7 +216,7 @@ def _hint(path: Path, known: list[str]) -> str:
 
 
 def plans_view(plans: Sequence[Described]) -> RenderableType:
-    """The shipped plans under their operations, a line each."""
+    """Show the shipped plans and sweeps under their operations, a line each."""
     from rich.console import Group
     from rich.padding import Padding
     from rich.text import Text
@@ -106,6 +228,7 @@ def plans_view(plans: Sequence[Described]) -> RenderableType:
         table = FittedTable(headings=False)
         for plan in plans:
             if plan.operations[0] == operation:
-                table.add_row(plan.name, plan.about)
+                swept = f" ({plan.points} points)" if plan.points else ""
+                table.add_row(plan.name, plan.about + swept)
         parts += [*([Text()] if parts else []), Text(operation, style="bold"), Padding(table, (0, 0, 0, 2))]
     return Group(*parts)

@@ -31,7 +31,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class GateActivity:
-    """On what shares of held-out tokens a domain gate was open once a run had fitted it.
+    """The shares of held-out tokens on which a domain gate was open once a run had fitted it.
 
     `shares` maps roles (new, original) to the share of all tokens, `by_length` lengths of prefixes to such maps.
     """
@@ -44,10 +44,10 @@ class GateActivity:
         """From a manifest, whose figures need not be shares; None where it has none of a gate."""
         if figures is None:
             return None
-        held = figures.get("by_length")
+        lengths = figures.get("by_length")
         by_length = {
             name: _shares(zip(("original", "new"), both, strict=False))
-            for name, both in itertools.islice(held.items() if isinstance(held, dict) else (), _LENGTHS)
+            for name, both in itertools.islice(lengths.items() if isinstance(lengths, dict) else (), _LENGTHS)
             if isinstance(both, list)
         }
         shares = _shares((role, figures.get(role)) for role in ("original", "new"))
@@ -55,7 +55,7 @@ class GateActivity:
 
 
 def _shares(entries: Iterable[tuple[str, Any]]) -> dict[str, float]:
-    """Those that are shares."""
+    """Keep the figures that are shares."""
     return {
         role: float(share)
         for role, share in entries
@@ -86,7 +86,7 @@ class TrainingRun:
 
 
 def training_runs(history: History) -> tuple[TrainingRun, ...]:
-    """Every training run of every known surgery, oldest first."""
+    """Return every training run of every known surgery, oldest first."""
     return tuple(
         TrainingRun(
             surgery=number,
@@ -143,10 +143,10 @@ def _entries(content: bytes, log: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """The log's entries with their line numbers (for the output of `surgeon train --json`: their order)."""
     if content.startswith(b"{\n"):
         record = parse_json_strict(content, file=str(log), max_bytes=MAX_LOG_BYTES, constants=True)
-        held, logged = record.get("losses"), record.get("log")
-        if not isinstance(held, dict) or not isinstance(logged, list):
+        losses, logged = record.get("losses"), record.get("log")
+        if not isinstance(losses, dict) or not isinstance(logged, list):
             raise BadInput(f"{printable(str(log))}: neither JSON lines nor the output of `surgeon train --json`")
-        before = {name: both["before"] for name, both in held.items() if isinstance(both, dict) and "before" in both}
+        before = {name: both["before"] for name, both in losses.items() if isinstance(both, dict) and "before" in both}
         entries = [{"step": 0} | {f"{_BEFORE}{name}{_AFTER}": loss for name, loss in before.items()}]
         entries += [entry for entry in logged if isinstance(entry, dict) and entry.get("step") != 0]
         yield from enumerate(entries)

@@ -1,6 +1,6 @@
 """`surgeon families`: what is known of model types, or of one base: its kinds of layers, and the operations it takes.
 
-Whether a base takes an operation is asked of the code that would refuse it: each operation's examples are drawn on it.
+The code that would refuse an operation decides whether a base takes it: each operation's examples are drawn on it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Families:
         return f"Families({len(self.decoders)} decoders, {len(self.encoders)} encoders, and others)"
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data for `--json`."""
+        """Return plain data for `--json`."""
         return plain_fields(self)
 
 
@@ -89,7 +89,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class KnownBase:
-    """What is known of one base: `evidence` says whence, `period` after how many layers its kinds repeat."""
+    """The knowledge about one base, by `evidence`; its kinds of layers repeat after `period` layers."""
 
     base: str
     model_type: str
@@ -104,20 +104,20 @@ class KnownBase:
         return f"KnownBase({self.model_type}, {len(self.kinds)} kinds of layers, takes {', '.join(taken)})"
 
     def takes(self, op: str) -> bool:
-        """Whether the base takes an operation, with some of its options."""
+        """Return whether the base takes an operation, with some of its options."""
         return any(trial.op == op and trial.promise is not None for trial in self.trials)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data for `--json`."""
+        """Return plain data for `--json`."""
         return plain_fields(self)
 
 
 def families(
     base: str | Path | None = None, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> Families | KnownBase:
-    """What is known of all model types; with `base` (a folder, or a Hub id) what is known or derived about that model.
+    """Return what is known of all model types, or what is known or derived of `base` (a folder, or a Hub id).
 
-    From headers and config alone. Raises BadInput for a base that cannot be read, or of which nothing can be known.
+    Headers and config are read alone. Raises BadInput for a base that cannot be read, or of which nothing can be known.
     """
     if base is None:
         if revision is not None:
@@ -165,7 +165,7 @@ def _kinds(anatomy: Anatomy) -> list[KindOfLayer]:
 
 
 def _fusion(kind: LayerKind) -> tuple[str, tuple[str, ...]]:
-    """As `KindOfLayer` says, of layers that are silent at birth."""
+    """Return the last two fields of `KindOfLayer`."""
     found = ways(kind, frozenset(kind.silence))
     return found.router, found.averaged
 
@@ -178,16 +178,16 @@ def _tried(
     from surgeon.apply.preflight import check_skeleton
 
     try:
-        asked = operation.model_validate({"op": name, **options})
+        drawn = operation.model_validate({"op": name, **options})
     except ValidationError as error:
         wrong = "; ".join(
             f"`{'.'.join(map(str, problem['loc']))}` {problem['msg']}".removeprefix("`` ") for problem in error.errors()
         )
         return Trial(name, options, None, f"not tried, as its `examples` are no entries of a plan: {printable(wrong)}")
     try:
-        grown = vocabularies_of([asked], "", folder, anatomy)
+        grown = vocabularies_of([drawn], "", folder, anatomy)
         draft = Draft(anatomy, folder.config, seed=0, vocabularies=grown.facts)
-        carry_out(asked, draft, 0)
+        carry_out(drawn, draft, 0)
         blueprint = draft.finish()
         check_shapes(blueprint, anatomy, folder.own)
         if known_proof(blueprint, anatomy, folder.config, folder.own).how != "cached":
@@ -200,7 +200,7 @@ def _tried(
 
 
 def families_view(found: Families | KnownBase) -> RenderableType:
-    """The usual model types; or of one base what it is, its layers by kind, and operation by operation the answer."""
+    """The usual model types; or one base, its layers by kind, and operation by operation the answer."""
     return _overview_view(found) if isinstance(found, Families) else _base_view(found)
 
 
@@ -239,7 +239,7 @@ def _base_view(found: KnownBase) -> RenderableType:
 
 
 def _aligned(kind: KindOfLayer) -> str:
-    """What init `ot_fusion` does with such a layer."""
+    """Say what init `ot_fusion` does with such a layer."""
     matched = f"experts matched by {kind.experts}" if kind.experts else "" if kind.unaligned else "aligns all modules"
     left = f"cannot align {', '.join(kind.unaligned)}" if kind.unaligned else ""
     return "; ".join(filter(None, (matched, left)))
@@ -253,7 +253,7 @@ def _silence(kind: KindOfLayer) -> str:
 
 
 def _written(value: object) -> str:
-    """As a plan says it."""
+    """Write an operation as a plan has it."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {_written(each)}" for key, each in value.items()) + "}"
     return str(value)

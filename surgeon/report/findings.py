@@ -12,12 +12,13 @@ from surgeon.common import devices
 from surgeon.common.listener import Listener
 from surgeon.families.dissect import dissect
 from surgeon.manifest.manifest import Manifest
+from surgeon.manifest.reading import manifest_of
 from surgeon.report.curves import Curve, TrainingRun, read_curves, training_runs
 from surgeon.report.history import Budget, History, layer_history, parameter_budget
 from surgeon.report.routing import routing_report
 from surgeon.report.routing_record import RoutingReport, read_routing
 from surgeon.report.transport import MapFact, by_blocks, map_facts, transport_report
-from surgeon.verify.verify import Verification
+from surgeon.verify.verify import Verification, verify
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,7 +69,7 @@ class Findings:
     notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data for `--json`: every number that the page shows."""
+        """Return plain data for `--json`: every number that the page shows."""
         return {
             "layers": [asdict(layer) for layer in self.history.layers],
             "promise": self.manifest.promise,
@@ -84,44 +85,55 @@ def _plain(value: Any) -> Any:
     return [_plain(one) for one in value] if isinstance(value, tuple) else value
 
 
-def gather(
-    folder: CheckpointFolder,
-    manifest: Manifest,
-    *,
-    verification: Verification | None,
-    texts: Mapping[str, Path | None],
-    routing: str | Path | None,
-    log: str | Path | None,
-    maps: Sequence[str],
-    window: int,
-    windows: int,
-    device: str,
-    trust_remote_code: bool,
-    listener: Listener,
-) -> Findings:
-    """Everything that the page shows; runs models for `texts` and for control blocks. Raises BadInput as `report`."""
+@dataclass(frozen=True)
+class Sources:
+    """The sources of a report: the base, the texts that models run on, and the files that are read.
+
+    With `base` the static proof runs, with `logits` the models too. `texts` are by their domains' names; `routing` is a
+    record in their place, `log` holds losses, `maps` are names of transport maps. `windows` of `window` tokens are
+    taken of each text.
+    """
+
+    base: str | Path | None
+    logits: bool
+    texts: Mapping[str, Path | None]
+    routing: Path | None = None
+    log: Path | None = None
+    maps: Sequence[str] = ()
+    window: int = 128
+    windows: int = 8
+
+    @property
+    def files(self) -> list[tuple[str, Path]]:
+        """The files to be read, each with the word that errors use for it."""
+        named = [("text", text) for text in self.texts.values()]
+        named += [("routing record", self.routing), ("log of losses", self.log)]
+        return [(what, file) for what, file in named if file is not None]
+
+
+def gather(out: Path, sources: Sources, *, device: str, trust_remote_code: bool, listener: Listener) -> Findings:
+    """Read and measure all that the page shows; models run for the proof, for texts and for control blocks.
+
+    Raises BadInput, and PromiseBroken where `verify` cannot run the output.
+    """
+    folder = CheckpointFolder.open(out, trust_remote_code=trust_remote_code)
+    manifest = manifest_of(folder)
+    running: dict[str, Any] = {
+        "window": sources.window,
+        "windows": sources.windows,
+        "device": device,
+        "trust_remote_code": trust_remote_code,
+        "listener": listener,
+    }
     device = devices.resolve(device)
     # Files are read first, so that a wrong path is reported before any work.
-    recorded = read_routing(Path(routing)) if routing is not None else None
-    curves = read_curves(Path(log)) if log is not None else ()
+    recorded = read_routing(sources.routing) if sources.routing is not None else None
+    curves = read_curves(sources.log) if sources.log is not None else ()
+    verification = None if sources.base is None else verify(sources.base, out, logits=sources.logits, **running)
     anatomy = dissect(folder.config, folder.tensors, folder.own)
-    heat_maps: list[HeatMap] = []
-    if maps:
-
-        def keep(name: str, matrix: Tensor) -> None:
-            heat_maps.append(_heat_map(name, matrix))
-
-        transport_report(folder.path, maps=maps, keep=keep, device=device, listener=listener)
-    if texts:
-        recorded = routing_report(
-            folder.path,
-            texts,
-            window=window,
-            windows=windows,
-            device=device,
-            trust_remote_code=trust_remote_code,
-            listener=listener,
-        )
+    heat_maps = _heat_maps(folder, sources.maps, device, listener)
+    if sources.texts:
+        recorded = routing_report(out, sources.texts, **running)
     from surgeon.report.measurements import branch_alignment, gate_spectra
 
     surgery = folder.config.get("surgery")
@@ -138,13 +150,25 @@ def gather(
         maps=map_facts(history),
         spectra=gate_spectra(folder, anatomy, listener),
         verification=verification,
-        heat_maps=tuple(heat_maps),
+        heat_maps=heat_maps,
         routing=recorded,
         probing=probing,
         runs=training_runs(history),
         curves=curves,
         notes=tuple(folder.notes),
     )
+
+
+def _heat_maps(folder: CheckpointFolder, maps: Sequence[str], device: str, listener: Listener) -> tuple[HeatMap, ...]:
+    """Solve for the maps of these names, each once."""
+    found: list[HeatMap] = []
+
+    def keep(name: str, matrix: Tensor) -> None:
+        found.append(_heat_map(name, matrix))
+
+    if maps:
+        transport_report(folder.path, maps=maps, keep=keep, device=device, listener=listener)
+    return tuple(found)
 
 
 def _heat_map(name: str, matrix: Tensor) -> HeatMap:

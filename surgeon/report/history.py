@@ -15,6 +15,7 @@ from surgeon.families.anatomy import layer_of, owner_of
 from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import MANIFEST_FILE, GraftEntry, Manifest
 from surgeon.manifest.moves import layers_of
+from surgeon.manifest.recipe_words import held_of
 from surgeon.operations import origin_of
 from surgeon.operations.operation import Origin as Made
 from surgeon.runtime.states_rules import BANK
@@ -67,7 +68,7 @@ class History:
 
     @property
     def base_layers(self) -> int:
-        """How many layers the first base had."""
+        """The number of layers of the first base."""
         return self.lineage.surgeries[0].base.layers
 
 
@@ -88,11 +89,11 @@ def layer_history(folder: CheckpointFolder, manifest: Manifest) -> History:
 def _check(lineage: Lineage, folder: CheckpointFolder) -> None:
     """Raise BadInput where a manifest contradicts itself, or the last one the weights beside it."""
     file = lineage.file
-    held = {place[1] for name in folder.tensors if (place := layer_of(name)) is not None}
-    if len(lineage.last.layers) != max(held, default=-1) + 1:
+    there = {place[1] for name in folder.tensors if (place := layer_of(name)) is not None}
+    if len(lineage.last.layers) != max(there, default=-1) + 1:
         raise BadInput(
             f"{printable(file)}: `layers` lists {len(lineage.last.layers)} layers, where there are"
-            f" {max(held, default=-1) + 1} layers; was it edited by hand?"
+            f" {max(there, default=-1) + 1} layers; was it edited by hand?"
         )
     for manifest in lineage.surgeries:
         layers_of(manifest, file=file)
@@ -235,7 +236,8 @@ def _sizes_since(name: str, history: History) -> list[int]:
     """
     surgeries = history.lineage.surgeries
     made = [surgery.new_tensors.get(name) for surgery in surgeries]
-    if not any(each is not None and "per_layer" in each.recipe for each in made):
+    parts = [held_of(each, surgery) for each, surgery in zip(made, surgeries, strict=True) if each is not None]
+    if not any(each.stays for each in parts):
         return [0]
     first = surgeries[0].base.tensors.get(name)
     sizes = [0 if first is None else math.prod(first.shape)]

@@ -39,7 +39,7 @@ class Inspection:
         return f"Inspection({str(self.path)!r}, {family}, {layers} layers, {self.parameters:,} parameters, {surgery})"
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data for `--json`."""
+        """Return plain data for `--json`."""
         return {
             "path": str(self.path),
             "model_type": self.anatomy.family.model_type,

@@ -1,4 +1,4 @@
-"""What is measured in an output's weights and states: adapters' singular values, the distance of control branches."""
+"""Measurements in an output's weights and states: adapters' singular values, the distance of control branches."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ class Probing:
 
 def gate_spectra(folder: CheckpointFolder, anatomy: Anatomy, listener: Listener) -> tuple[Spectrum, ...]:
     """Spectra of at most eight adapters, spread evenly over the layers (Neutral Residues, Figure 3)."""
-    held = [
+    adapters = [
         (layer, inner)
         for layer, grafts in enumerate(anatomy.grafted)
         for inner in ("", BRANCH)
         if f"{inner}{_GATE}" in grafts
     ]
-    count = min(len(held), _LAYERS)
-    chosen = [held[round(nth * (len(held) - 1) / max(1, count - 1))] for nth in range(count)]
+    count = min(len(adapters), _LAYERS)
+    chosen = [adapters[round(nth * (len(adapters) - 1) / max(1, count - 1))] for nth in range(count)]
     found = []
     if chosen:
         listener.begin("singular values of gating matrices", len(chosen), "layers")

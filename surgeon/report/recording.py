@@ -74,7 +74,7 @@ class Observer:
 
     @property
     def chooses(self) -> bool:
-        """Whether the model has routers or gates."""
+        """True where the model has routers or gates."""
         return bool(self.router or self.sites or self._gates or self._experts)
 
     def run(self, ids: Tensor, tokenizer: Tokenizer | None, advance: Callable[[int], None]) -> TextChoices:

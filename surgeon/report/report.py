@@ -6,20 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common import devices
 from surgeon.common.files import check_readable
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.names import check_new_name
 from surgeon.errors import BadInput, printable
-from surgeon.manifest.reading import manifest_of
 from surgeon.report.files import write_text
-from surgeon.verify.verify import verify
-
-if TYPE_CHECKING:
-    from surgeon.report.findings import Findings
+from surgeon.report.findings import Findings, Sources, gather
 
 
 @dataclass(frozen=True)
@@ -34,7 +29,7 @@ class Reported:
         return f"Reported({str(self.html) if self.html else None!r}, {len(self.pictures)} pictures)"
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data for `--json`: the files, and every number they show."""
+        """Return plain data for `--json`: the files, and every number they show."""
         return {
             "html": None if self.html is None else str(self.html),
             "pictures": [str(path) for path in self.pictures],
@@ -59,70 +54,69 @@ def report(
     trust_remote_code: bool = False,
     listener: Listener | None = None,
 ) -> Reported:
-    """Report on `out`: as one self-contained page `html`, and as pictures in the folder `png`.
+    """Report on an output, as one page and as pictures; where it has control blocks, run Control LLM's probe sentences.
 
-    With `base` it runs the static proof (with `logits`, it compares logits too). On `texts`, by their domains' names,
-    it records what routers and gates choose; `routing` is such a record. `log` holds losses, JSON lines of step,
-    source and loss; `maps` are names of transport maps to show. Where there are control blocks, it runs the probe
-    sentences of Control LLM. Raises BadInput where an option or file is wrong, PromiseBroken where `verify` cannot run
-    `out`; a check that fails is shown in the page and the result.
+    Args:
+        out: the output's folder
+        html: the page to write, which needs no network
+        png: the folder for pictures
+        base: the base's folder, against which the static proof runs
+        logits: compare logits with the base's too
+        texts: by their domains' names, texts on which choices of routers and gates are recorded
+        routing: a file with such a record, in place of texts
+        log: losses, JSON lines of step, source and loss
+        maps: names of transport maps to draw
+        window: tokens in each sequence
+        windows: sequences of each text; 0: all of it
+        device: where models run
+        trust_remote_code: run the output's own code
+        listener: gets progress and notes
+
+    Returns:
+        the files, and what they show; a check that fails is among it
+
+    Raises:
+        BadInput: where an option or file is wrong
+        PromiseBroken: where `verify` cannot run the output
     """
-    listener = listener or Quiet()
+    page, folder, record, losses = (None if path is None else Path(path) for path in (html, png, routing, log))
+    sources = Sources(base, logits, texts or {}, record, losses, maps, window, windows)
     devices.check(device)
-    if logits and base is None:
+    _check(sources, page, folder)
+    findings = gather(
+        Path(out), sources, device=device, trust_remote_code=trust_remote_code, listener=listener or Quiet()
+    )
+    return Reported(page, _written(findings, page, folder), findings)
+
+
+def _check(sources: Sources, page: Path | None, pictures: Path | None) -> None:
+    """Raise BadInput where options exclude each other, a file cannot be read, or page or pictures not be written."""
+    if sources.logits and sources.base is None:
         raise BadInput("--verify compares logits with the base's; give --base DIR")
-    if html is not None:
-        check_place(Path(html))
-    if png is not None:
-        check_new_name(Path(png))
+    if page is not None:
+        check_place(page)
+    if pictures is not None:
+        check_new_name(pictures)
         if find_spec("matplotlib") is None:
             raise BadInput("--png needs matplotlib; pip install 'surgeon[report]'")
-    if texts and routing is not None:
+    if sources.texts and sources.routing is not None:
         raise BadInput("--text and --routing exclude each other; record on texts, or show a record")
-    given = [("text", text) for text in (texts or {}).values()]
-    for what, file in (*given, ("routing record", routing), ("log of losses", log)):
-        if file is not None:
-            check_readable(Path(file), what=what)
-    folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
-    manifest = manifest_of(folder)
-    verification = None
-    if base is not None:
-        verification = verify(
-            base,
-            out,
-            logits=logits,
-            window=window,
-            windows=windows,
-            device=device,
-            trust_remote_code=trust_remote_code,
-            listener=listener,
-        )
-    from surgeon.report.findings import gather
+    for what, file in sources.files:
+        check_readable(file, what=what)
 
-    findings = gather(
-        folder,
-        manifest,
-        verification=verification,
-        texts=texts or {},
-        routing=routing,
-        log=log,
-        maps=maps,
-        window=window,
-        windows=windows,
-        device=device,
-        trust_remote_code=trust_remote_code,
-        listener=listener,
-    )
+
+def _written(findings: Findings, page: Path | None, folder: Path | None) -> tuple[Path, ...]:
+    """Draw the pictures into the folder and write the page, where they are given; return the pictures' files."""
     pictures: tuple[Path, ...] = ()
-    if png is not None:
+    if folder is not None:
         from surgeon.report.pictures import draw_pictures
 
-        pictures = draw_pictures(findings, Path(png))
-    if html is not None:
+        pictures = draw_pictures(findings, folder)
+    if page is not None:
         from surgeon.report.page.document import render
 
-        write_text(render(findings), Path(html))
-    return Reported(None if html is None else Path(html), pictures, findings)
+        write_text(render(findings), page)
+    return pictures
 
 
 def check_place(html: Path) -> None:

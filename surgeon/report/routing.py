@@ -23,7 +23,7 @@ from surgeon.common.listener import Listener, Quiet
 from surgeon.common.names import check_new_name
 from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import is_grafted
+from surgeon.families.anatomy import Anatomy, is_grafted
 from surgeon.families.dissect import dissect
 from surgeon.report.files import write_text
 from surgeon.report.routing_record import ExpertChoices, RoutingReport, TextChoices, read_routing
@@ -45,6 +45,24 @@ def _check_record_place(to: Path) -> None:
             raise BadInput(f"--to {shown}: exists, and is no routing record; give another file") from error
 
 
+def _opened(
+    out: Path, texts: Mapping[str, Path | None], to: Path | None, listener: Listener, *, trust_remote_code: bool
+) -> tuple[CheckpointFolder, Anatomy]:
+    """Open the output once texts and the record's place are checked. Raises BadInput, for one without grafts too."""
+    if to is not None:
+        _check_record_place(to)
+    for text in texts.values():
+        if text is not None:
+            check_readable(text, what="text")
+    folder = CheckpointFolder.open(out, trust_remote_code=trust_remote_code)
+    for note in folder.notes:
+        listener.say(note)
+    surgery = folder.config.get("surgery") if is_grafted(folder.config) else None
+    if not isinstance(surgery, Mapping):
+        raise BadInput(f"{printable(str(out))}: no grafts here, so no routers or gates; give an output that has some")
+    return folder, dissect(folder.config, folder.tensors, folder.own)
+
+
 def routing_report(
     out: str | Path,
     texts: Mapping[str, Path | None] | None = None,
@@ -56,27 +74,27 @@ def routing_report(
     trust_remote_code: bool = False,
     listener: Listener | None = None,
 ) -> RoutingReport:
-    """Run `out` over texts, by their domains' names, and record what routers and gates choose.
+    """Run an output over texts, and record what its routers and gates choose.
 
-    A text that is None is the built-in probe, which is run where no texts are given.
+    Args:
+        out: the output's folder
+        texts: by their domains' names; None is the built-in probe, which runs where no texts are given
+        to: the JSON file that gets the result
+        window: tokens in each sequence
+        windows: sequences of each text; 0: all of it
+        device: where the model runs
+        trust_remote_code: run the output's own code
+        listener: gets progress and notes
 
-    `windows` of `window` tokens are taken of each text, 0 for all of it. `to` gets the result as JSON. Raises BadInput
-    for a checkpoint without routers and gates, and for texts that cannot be read.
+    Returns:
+        the choices, text by text
+
+    Raises:
+        BadInput: for a checkpoint without routers and gates, and for texts that cannot be read
     """
     listener, texts = listener or Quiet(), texts or {"probe": None}
     devices.check(device)
-    if to is not None:
-        _check_record_place(to)
-    for text in texts.values():
-        if text is not None:
-            check_readable(text, what="text")
-    folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
-    for note in folder.notes:
-        listener.say(note)
-    surgery = folder.config.get("surgery") if is_grafted(folder.config) else None
-    if not isinstance(surgery, Mapping):
-        raise BadInput(f"{printable(str(out))}: no grafts here, so no routers or gates; give an output that has some")
-    anatomy = dissect(folder.config, folder.tensors, folder.own)
+    folder, anatomy = _opened(Path(out), texts, to, listener, trust_remote_code=trust_remote_code)
 
     from surgeon.models.tokenizer import open_tokenizer
     from surgeon.models.tokens import token_batches

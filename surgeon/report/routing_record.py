@@ -1,4 +1,4 @@
-"""What routers and gates chose, as a record: written to a file by `surgeon routing-report --to`, and read from it."""
+"""The choices of routers and gates as a record, which `surgeon routing-report --to` writes and `report` reads."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ExpertChoices(_Entry):
 
     @property
     def unused(self) -> int:
-        """How many experts no token takes."""
+        """The number of experts that no token takes."""
         return sum(share == 0 for share in self.tokens)
 
 
@@ -105,7 +105,7 @@ class RoutingReport(_Entry):
 
     @property
     def slots(self) -> int:
-        """How many slots the router weighs; 0 without one."""
+        """The number of slots that the router weighs; 0 without one."""
         return self.router.slots if self.router else 0
 
     @property
@@ -115,7 +115,7 @@ class RoutingReport(_Entry):
 
     @property
     def routed(self) -> bool:
-        """Whether layers have routed experts."""
+        """True where layers have routed experts."""
         return any(text.experts for text in self.texts.values())
 
     def most_used(self, text: TextChoices, most: int) -> str:
@@ -126,7 +126,7 @@ class RoutingReport(_Entry):
         return ", ".join(f"{self.sites[s][0]}.{self.sites[s][1]} {sums[s] / total:.0%}" for s in order if sums[s])
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data: the file's content and `--json`."""
+        """Return plain data: the file's content and `--json`."""
         plain: dict[str, Any] = TypeAdapter(RoutingReport).dump_python(self, mode="json")
         return plain
 

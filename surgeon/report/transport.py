@@ -1,4 +1,4 @@
-"""How widely neurons of inserted layers correspond to their neighbours' (OpT-DeUS, section 7.3, Table 8).
+"""Entropies of transport maps: how widely neurons correspond to their neighbours' (OpT-DeUS, section 7.3, Table 8).
 
 For each inserted layer and each module, the transport problem of Algorithm 1 is solved between the base layer below
 and the new layer, and between the new layer and the base layer above, its cost taken of the rows as they stand, as the
@@ -21,7 +21,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from surgeon.blueprint.draft import Blueprint, Draft
-from surgeon.blueprint.recipes import Coupling
+from surgeon.blueprint.recipes import Coupling, MapRef
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common import devices
 from surgeon.common.listener import Listener, Quiet, Stopwatch
@@ -103,7 +103,7 @@ class MapFact:
 
 @dataclass(frozen=True)
 class TransportReport:
-    """Every map of a checkpoint, and the files of pictures."""
+    """The maps of a checkpoint, and the files of pictures."""
 
     maps: tuple[MapReport, ...]
     pictures: tuple[Path, ...] = ()
@@ -115,8 +115,8 @@ class TransportReport:
     @property
     def modules(self) -> tuple[str, ...]:
         """Those that have maps, in the order of a layer; all experts' as one."""
-        held = {found.group for found in self.maps}
-        return tuple(module for module in (*MODULES, *_OF_EXPERTS) if module in held)
+        groups = {found.group for found in self.maps}
+        return tuple(module for module in (*MODULES, *_OF_EXPERTS) if module in groups)
 
     def mean(self, module: str, *, trained: bool = False) -> float | None:
         """Entropy of a module's maps, mean over inserted layers, both neighbours and all experts; None without any."""
@@ -125,7 +125,7 @@ class TransportReport:
         return sum(values) / len(values) if values else None
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data for `--json`."""
+        """Return plain data for `--json`."""
         return {
             "entropy": {module: self.mean(module) for module in self.modules},
             "trained": {module: self.mean(module, trained=True) for module in self.modules},
@@ -144,26 +144,28 @@ def transport_report(
     device: str = "auto",
     listener: Listener | None = None,
 ) -> TransportReport:
-    """Table 8 for the checkpoint `out`, and for `trained`, the same model after training.
+    """Solve for the transport maps of inserted layers, and report their entropies (Table 8).
 
-    Settings are those of the operation that fused the layers, else Algorithm 1's (reg 0.06). `maps` names those to
-    draw as PNG into the folder `png` (matplotlib, the extra `report`), or to pass to
-    `keep` with their names. Raises BadInput where nothing was inserted, and for checkpoints and maps that do not fit.
+    Settings are those of the operation that fused the layers, else Algorithm 1's (reg 0.06).
+
+    Args:
+        out: the output's folder
+        trained: the same model after training, to compare with
+        maps: names of maps to draw, or to pass to `keep`
+        png: the folder for their pictures (matplotlib, the extra `report`)
+        keep: called with each of these maps and its name
+        device: where maps are solved
+        listener: gets progress
+
+    Returns:
+        the maps' entropies and marginal errors, and the pictures' files
+
+    Raises:
+        BadInput: where nothing was inserted, and for checkpoints and maps that do not fit
     """
     folder = CheckpointFolder.open(Path(out))
     manifest = manifest_of(folder)
-    pairs = _pairs(layer_history(folder, manifest))
-    if not pairs:
-        raise BadInput(
-            f"{printable(str(out))}: no operation inserted a layer between two of the base, so it has no maps;"
-            " give another output"
-        )
-    drawn = [made for pair in pairs if (made := _draw(folder, *pair)) is not None]
-    if not drawn:
-        raise BadInput(
-            f"{printable(str(out))}: the inserted layers and their neighbours are of different kinds, so no modules of"
-            " theirs correspond; give another output"
-        )
+    drawn = _drawn(folder, manifest)
     _check_names(maps, [name for couplings in drawn for name in couplings])
     if bool(maps) != (png is not None or keep is not None):
         raise BadInput("--maps and --png need each other; give the names of maps, and a folder for their pictures")
@@ -180,24 +182,42 @@ def transport_report(
                 " give RUN of `train`"
             )
         after = _solve(other, drawn, device, progress, frozenset(), None)
-    return TransportReport(
-        tuple(
-            MapReport(
-                layer=int(name.split(".")[0]),
-                neighbour=name.split(".")[1],
-                module=name.split(".", 2)[2],
-                trained=after[name]["entropy"] if after else None,
-                uniform=math.log(found["rows"] * found["columns"]),
-                **{key: found[key] for key in ("entropy", "iterations", "converged", "row_error", "column_error")},
-            )
-            for name, found in before.items()
-        ),
-        tuple(drawer.drawn) if drawer else (),
+    reports = tuple(_map_report(name, found, after.get(name)) for name, found in before.items())
+    return TransportReport(reports, tuple(drawer.drawn) if drawer else ())
+
+
+def _drawn(folder: CheckpointFolder, manifest: Manifest) -> list[dict[str, Coupling]]:
+    """Return the maps of each inserted layer and neighbour. Raises BadInput where there are none."""
+    pairs = _pairs(layer_history(folder, manifest))
+    if not pairs:
+        raise BadInput(
+            f"{printable(str(folder.path))}: no operation inserted a layer between two of the base, so it has no maps;"
+            " give another output"
+        )
+    drawn = [made for pair in pairs if (made := _draw(folder, *pair)) is not None]
+    if not drawn:
+        raise BadInput(
+            f"{printable(str(folder.path))}: the inserted layers and their neighbours are of different kinds, so no"
+            " modules of theirs correspond; give another output"
+        )
+    return drawn
+
+
+def _map_report(name: str, found: Mapping[str, Any], after: Mapping[str, Any] | None) -> MapReport:
+    """Return what was found of a map, `after` training too."""
+    layer, neighbour, module = name.split(".", 2)
+    return MapReport(
+        layer=int(layer),
+        neighbour=neighbour,
+        module=module,
+        trained=after["entropy"] if after else None,
+        uniform=math.log(found["rows"] * found["columns"]),
+        **{key: found[key] for key in ("entropy", "iterations", "converged", "row_error", "column_error")},
     )
 
 
 def _pairs(history: History) -> list[tuple[int, str, int, int, Mapping[str, object]]]:
-    """For each inserted layer and neighbour: lower and upper layer of the pair, and the settings to solve it with.
+    """Return, by inserted layer and neighbour, lower and upper layer of the pair, and the settings to solve it with.
 
     In a chain of surgeries these are the layers that any of them inserted, at their present place.
     """
@@ -253,31 +273,31 @@ def _solve(
     drawn: list[dict[str, Coupling]],
     device: str,
     progress: Callable[[str], None],
-    wanted: frozenset[str],
+    seen: frozenset[str],
     see: Callable[[str, Tensor], None] | None,
 ) -> dict[str, dict[str, Any]]:
     """Reports of all maps by name; each pair's maps are freed before the next pair's are solved."""
-    from surgeon.apply.compute import Workshop
+    from surgeon.apply.compute import Evaluator
 
     found: dict[str, dict[str, Any]] = {}
     for number, couplings in enumerate(drawn, 1):
         layer, neighbour = next(iter(couplings)).split(".")[:2]
         progress(f"solving the maps of layer {layer} and its neighbour {neighbour} ({number} of {len(drawn)})")
         only_maps = Blueprint(0, (), couplings, (), (), folder.config)
-        workshop = Workshop(only_maps, folder, device=device, stopwatch=Stopwatch())
+        evaluator = Evaluator(only_maps, folder, device=device, stopwatch=Stopwatch())
         for name, coupling in couplings.items():
-            solved = workshop.map_of(name)
-            if see is not None and name in wanted:
+            solved = evaluator.map_of(MapRef(name))
+            if see is not None and name in seen:
                 see(name, solved.matrix())
             if _EXPERT.search(name):  # nothing is made with it
-                workshop.forget([name])
+                evaluator.forget([name])
             if coupling.groups is None:
-                found[name] = workshop.reports[name]
+                found[name] = evaluator.maps.reports[name]
     return found
 
 
-def _check_names(wanted: Sequence[str], names: list[str]) -> None:
-    for name in wanted:
+def _check_names(given: Sequence[str], names: list[str]) -> None:
+    for name in given:
         if name not in names:
             close = difflib.get_close_matches(name, names, n=1)
             hint = f"did you mean {close[0]}?" if close else f"the first of {len(names)} is {names[0]}"
@@ -285,7 +305,7 @@ def _check_names(wanted: Sequence[str], names: list[str]) -> None:
 
 
 def map_facts(history: History) -> tuple[MapFact, ...]:
-    """Every map of every known surgery, oldest first. Incomplete entries of a manifest are left out."""
+    """Return every map of every known surgery, oldest first. Incomplete entries of a manifest are left out."""
     found: list[MapFact] = []
     for surgery, manifest in history.surgeries.items():
         numbers, places = _numbers(manifest), history.lineage.layers(surgery)

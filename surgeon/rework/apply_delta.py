@@ -31,7 +31,7 @@ from surgeon.errors import BadInput, printable
 from surgeon.families.dissect import dissect
 from surgeon.manifest.compose import surgeries_of
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, StoredTensor
-from surgeon.manifest.moves import kept_as_they_are, pieces_of
+from surgeon.manifest.moves import kept_as_they_are, made_of_base
 from surgeon.manifest.run_files import ADAPTER_WEIGHTS_FILE, name_of_kept
 from surgeon.rework.make_delta import Delta
 from surgeon.verify.claims import manifest_differences
@@ -166,10 +166,7 @@ def _in_base(delta: Delta, base: CheckpointFolder) -> dict[str, Origin]:
     in_base = {
         place: Origin.of(base.source, base.tensors[name]) for name, place in kept_as_they_are(delta.manifest).items()
     }
-    for name, made in delta.manifest.new_tensors.items():
-        if "still" in made.recipe:
-            in_base[name] = origin_in(base, pieces_of(made, delta.manifest))
-    return in_base
+    return in_base | {name: origin_in(base, pieces) for name, pieces in made_of_base(delta.manifest).items()}
 
 
 def _beside(delta: Delta, file: str, in_base: Mapping[str, Origin], origins: Mapping[str, Origin]) -> Shard:
@@ -216,7 +213,7 @@ def _outputs(delta: Delta, file: str, origins: Mapping[str, Origin]) -> tuple[Ou
 
 
 def _described(delta: Delta, name: str, origin: Origin) -> TensorInfo:
-    """The tensor as a header would have it; what is made of rows has a shape of its own."""
+    """The tensor as a header would have it; what is made of parts of others has a shape of its own."""
     if (whole := origin.whole) is not None:
         return whole
     return dataclasses.replace(origin.first, shape=tuple(delta.manifest.new_tensors[name].shape))

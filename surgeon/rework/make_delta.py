@@ -23,7 +23,6 @@ from surgeon._version import __version__
 from surgeon.apply.job import Job, copied, in_order, origins_in, twins_in
 from surgeon.apply.readback import ReadBack
 from surgeon.apply.write import check_output, execute
-from surgeon.blueprint.recipes import numel
 from surgeon.blueprint.shards import Shard
 from surgeon.checkpoint.card_metadata import Metadata, metadata_of
 from surgeon.checkpoint.folder import (
@@ -49,7 +48,7 @@ from surgeon.errors import BadInput, printable
 from surgeon.manifest.card import card
 from surgeon.manifest.lineage import CODE_NAME
 from surgeon.manifest.manifest import MANIFEST_FILE, Entry, Manifest, Sha256, StoredTensor, seal_of
-from surgeon.manifest.moves import kept_as_they_are
+from surgeon.manifest.moves import kept_as_they_are, made_of_base
 from surgeon.manifest.reading import checked, manifest_of, parse
 from surgeon.manifest.run_files import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, KEPT_FOLDER, kept_name
 from surgeon.models.templates import TEMPLATE_FILE
@@ -275,7 +274,7 @@ def make_delta_of(
     files = {**_small_files(folder, manifest), **beside.files}
     from_base = _side_files(folder, base, manifest, files)
     index = _index(folder, (*shards, *brought), files, from_base, digests, beside)
-    sizes = {output.name: numel(output.recipe) for shard in shards for output in shard.outputs}
+    sizes = {output.name: output.numel for shard in shards for output in shard.outputs}
     own_card = card(manifest, folder.config, sizes, metadata, repo_id=repo_id, verified=verified, delta=True)
     files = {_CALLED.get(name, name): content for name, content in files.items()}
 
@@ -313,11 +312,11 @@ def make_delta_of(
 
 
 def _brought(manifest: Manifest) -> dict[str, StoredTensor]:
-    """What the base brings for each tensor of the output: its own in its place, and what is made of its rows."""
+    """What the base brings for each tensor of the output: its own in its place, and what is made of its bytes alone."""
     base_at = {place: manifest.base.tensors[name] for name, place in kept_as_they_are(manifest).items()}
-    for name, made in manifest.new_tensors.items():
-        if "still" in made.recipe:
-            base_at[name] = StoredTensor(dtype=made.dtype, shape=made.shape, sha256=made.sha256)
+    for name in made_of_base(manifest):
+        made = manifest.new_tensors[name]
+        base_at[name] = StoredTensor(dtype=made.dtype, shape=made.shape, sha256=made.sha256)
     return base_at
 
 

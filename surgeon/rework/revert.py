@@ -16,7 +16,7 @@ from surgeon.apply.linked_shards import Moved as HowMoved
 from surgeon.apply.readback import ReadBack
 from surgeon.apply.write import check_output, execute
 from surgeon.blueprint.draft import Output
-from surgeon.blueprint.recipes import Moved
+from surgeon.blueprint.recipes import Copy
 from surgeon.blueprint.shards import lay_out
 from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import CONFIG_FILE, CheckpointFolder, digests_of
@@ -178,7 +178,7 @@ def reverting_job(out: CheckpointFolder, state: State, layout: Mapping[str, Tens
     trusted = out.config.get("auto_map") if out.own is not None else None
     check_written(state.config, printable(str(out.path / MANIFEST_FILE)), trusted=trusted)
     outputs = [
-        Output(name, Moved(lying, state.tensors[name].dtype, state.tensors[name].shape), None)
+        Output(name, Copy(lying.spans, state.tensors[name].dtype, state.tensors[name].shape), None)
         for name, lying in state.held.items()
     ]
     shards = lay_out(outputs, layout)

@@ -81,7 +81,7 @@ class Beside:
         return tuple(
             Shard(
                 f"beside-{number:05d}-of-{len(own):05d}.safetensors",
-                tuple(Output(name, Copy(info.name, info.dtype, info.shape), None) for name, info in infos),
+                tuple(Output(name, Copy.of(info), None) for name, info in infos),
                 None,
             )
             for number, infos in enumerate(own, 1)

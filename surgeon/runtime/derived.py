@@ -358,8 +358,8 @@ class DerivedHead(DerivedOuter):
                 output = run(**given)
             if not self.training:
                 tell_of_mode(self.surgery, getattr(output, "loss", None))
-            native = self.output_class.__bases__[0]
-            return self.output_class(**output) if type(output) is native else output
+            is_native = type(output) is self.output_class.__bases__[0]
+            return self.output_class(**output) if is_native else output
         inputs = given_inputs(given.get("input_ids"), given.get("inputs_embeds"))
         flow = open_flow(self.surgery, inputs, given.get("attention_mask"), domain_ids)
         as_tuple = given.pop("return_dict", None) is False

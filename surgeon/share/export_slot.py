@@ -59,7 +59,7 @@ class Exported:
         return f"Exported({str(self.path)!r}, slot {self.slot} for {self.base!r}, {self.modules} modules)"
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data for `--json`."""
+        """Return plain data for `--json`."""
         return plain_fields(self)
 
 
@@ -71,11 +71,23 @@ def export_slot(
     trust_remote_code: bool = False,
     listener: Listener | None = None,
 ) -> Exported:
-    """Write slot `slot` of `out` into the new folder `dest` as a PEFT LoRA adapter for the slots' base.
+    """Write a slot of an output as a PEFT LoRA adapter for the slots' base.
 
     `peft.PeftModel.from_pretrained(base, dest)` then computes what `out` does with all of the router's mass on the
-    slot: the shallow layers' shared LoRA is part of it. Matrices keep their bytes. Raises BadInput, and `dest` stays
-    absent, for a slot that does not exist or that is in layers the base lacks.
+    slot: the shallow layers' shared LoRA is part of it. Matrices keep their bytes.
+
+    Args:
+        out: the output's folder
+        slot: the slot's number, from 0
+        dest: the new folder of the adapter
+        trust_remote_code: run the output's own code
+        listener: gets progress and notes
+
+    Returns:
+        the adapter's folder and config, and what of the output's function it leaves out
+
+    Raises:
+        BadInput: for a slot that does not exist or is in layers that the base lacks; `dest` then stays absent
     """
     listener = listener or Quiet()
     folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
@@ -257,7 +269,7 @@ def exporting_job(out: CheckpointFolder, anatomy: Anatomy, pieces: Sequence[Piec
 
 
 def _transposed(anatomy: Anatomy, piece: Piece) -> bool:
-    """Whether a module's matrix is stored inputs by outputs (GPT-2's `Conv1D`)."""
+    """Return whether a module's matrix is stored inputs by outputs (GPT-2's `Conv1D`)."""
     stored = anatomy.layers[piece.layer][f"{piece.target}.weight"].shape
     return stored != piece.up.shape[:1] + piece.down.shape[1:]
 
@@ -317,7 +329,7 @@ def _alpha(scale: float, rank: int) -> float:
 
 
 def exported_view(exported: Exported) -> RenderableType:
-    """Which slot was written, and the base to load it on."""
+    """The slot that was written, and the base to load it on."""
     base = printable(at_revision(exported.base, exported.revision))
     return Group(
         Text.assemble(

@@ -55,7 +55,7 @@ class GgufPattern:
         return f"GgufPattern({str(self.path)!r}, {sum(self.pattern)} of {len(self.pattern)} layers have a window)"
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data for `--json`."""
+        """Return plain data for `--json`."""
         return plain_fields(self)
 
 
@@ -67,10 +67,21 @@ def gguf_pattern(
     trust_remote_code: bool = False,
     listener: Listener | None = None,
 ) -> GgufPattern:
-    """Write the GGUF file `file`, converted from the checkpoint `out`, as `dest` with each layer's kind of attention.
+    """Write a GGUF file with each layer's kind of attention in it; `dest` is absent or complete at any moment.
 
-    `dest` is absent or complete at any moment. Raises BadInput for a file that is no GGUF, is of another architecture
-    than Gemma 2 or 3 or has another number of layers, and for one that says so already.
+    Args:
+        out: the checkpoint's folder
+        file: the GGUF file that was converted from it
+        dest: the GGUF file to write
+        trust_remote_code: run the checkpoint's own code
+        listener: gets progress
+
+    Returns:
+        the new file and its pattern
+
+    Raises:
+        BadInput: for a file that is no GGUF, is of another architecture than Gemma 2 or 3 or has another number of
+            layers, and for one that has the pattern already
     """
     listener, source, target = listener or Quiet(), Path(file), Path(dest)
     folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
@@ -110,16 +121,16 @@ def _content(
 
 
 def _pattern(folder: CheckpointFolder) -> tuple[bool, ...]:
-    """Of each layer of a checkpoint whether it looks through a window. Raises BadInput where config.json lacks it."""
+    """Return for each layer whether it looks through a window. Raises BadInput where config.json does not say so."""
     config: Mapping[str, Any] = folder.config
     inner = config.get("text_config")
-    told = (inner if isinstance(inner, Mapping) else config).get("layer_types")
-    if not isinstance(told, list) or any(kind not in ("sliding_attention", "full_attention") for kind in told):
+    kinds = (inner if isinstance(inner, Mapping) else config).get("layer_types")
+    if not isinstance(kinds, list) or any(kind not in ("sliding_attention", "full_attention") for kind in kinds):
         raise BadInput(
             f"{printable(str(folder.path))}: config.json has no `layer_types` of sliding_attention and full_attention;"
             " give the checkpoint of Gemma 2 or 3 that the file was converted from"
         )
-    return tuple(kind == "sliding_attention" for kind in told)
+    return tuple(kind == "sliding_attention" for kind in kinds)
 
 
 def _checked(header: _Header, pattern: tuple[bool, ...], folder: CheckpointFolder, file: Path) -> str:
@@ -144,7 +155,7 @@ def _checked(header: _Header, pattern: tuple[bool, ...], folder: CheckpointFolde
 
 @dataclass
 class _Header:
-    """What stands before the tensors' bytes: how many tensors and keys; where keys and tensors' list end, bytes begin.
+    """The part before the tensors' bytes: how many tensors and keys; where keys and tensors' list end, bytes begin.
 
     `keys` are all of them, `values` hold those that are a number or a text.
     """
@@ -160,9 +171,9 @@ class _Header:
 
     @property
     def alignment(self) -> int:
-        """To a multiple of how many bytes tensors' bytes are padded."""
-        told = self.values.get("general.alignment", 32)
-        return told if type(told) is int and 0 < told <= _MOST_ALIGNMENT else 32
+        """The number of bytes to a multiple of which tensors' bytes are padded."""
+        given = self.values.get("general.alignment", 32)
+        return given if type(given) is int and 0 < given <= _MOST_ALIGNMENT else 32
 
 
 class _Reader:
@@ -243,14 +254,14 @@ class _Reader:
         """Pass over an array."""
         if kind != _ARRAY:
             raise BadInput(f"{self.shown}: a value of the unknown type {kind}; convert the checkpoint again")
-        held, count = self.number("<I"), self.count()
-        if held in _NUMBERS:
-            self.skip(struct.calcsize(_NUMBERS[held]) * count)
-        elif held == _TEXT:
+        entry, count = self.number("<I"), self.count()
+        if entry in _NUMBERS:
+            self.skip(struct.calcsize(_NUMBERS[entry]) * count)
+        elif entry == _TEXT:
             for _ in range(count):
                 self.skip(self.number("<Q"))
         else:
-            raise BadInput(f"{self.shown}: an array of the unknown type {held}; convert the checkpoint again")
+            raise BadInput(f"{self.shown}: an array of the unknown type {entry}; convert the checkpoint again")
 
     def between(self, begin: int, end: int) -> bytes:
         """The bytes between two places."""
@@ -269,7 +280,7 @@ def _head(header: _Header, read: _Reader, key: str, pattern: tuple[bool, ...]) -
 
 
 def gguf_pattern_view(written: GgufPattern) -> RenderableType:
-    """Which file was written, and its pattern."""
+    """The file that was written, and its pattern."""
     drawn = "".join("w" if windowed else "F" for windowed in written.pattern)
     return Text.assemble(
         ("done ", "bold green"),

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from surgeon.checkpoint.card_metadata import NOTHING_KNOWN, Metadata, check_license, metadata_of, read_metadata
-from surgeon.checkpoint.folder import CARD_FILE, CONFIG_FILE, DELTA_FILE, MAX_CARD_BYTES, RECORD_FILE, CheckpointFolder
+from surgeon.checkpoint.folder import CARD_FILE, CONFIG_FILE, MAX_CARD_BYTES, RECORD_FILE, CheckpointFolder
 from surgeon.checkpoint.hub import is_commit, is_repo_id, locate
 from surgeon.checkpoint.open_files import HeldFolder
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, is_side_file
-from surgeon.checkpoint.uploading import Destination, Repository, check_token, look, send
+from surgeon.checkpoint.uploading import Commit, Destination, Repository, check_token, look, send
 from surgeon.checkpoint.weights import INDEX_FILE, SINGLE_FILE
 from surgeon.common.disk_space import writing
 from surgeon.common.formatting import listed, size
@@ -32,23 +32,14 @@ from surgeon.manifest.manifest import MANIFEST_FILE, Manifest
 from surgeon.manifest.reading import manifest_of
 from surgeon.manifest.run_files import files_beside
 from surgeon.rework.make_delta import make_delta_of
-from surgeon.runtime.bundle import CODE_FILE
+from surgeon.share.parcel import Parcel, Upload, pack, pack_delta
 from surgeon.verify.check import Check
+from surgeon.verify.own_manifest import check_own_manifest
 from surgeon.verify.side_files import check_beside
-from surgeon.verify.static import check_own_manifest
 from surgeon.verify.verify import Verification, verdict, verify
 
 # Says of the folder beside OUT, in which a delta is made to be pushed, that a push made it.
 _MARKER = "push"
-
-
-@dataclass(frozen=True)
-class Upload:
-    """A file of a push: its size in bytes, and whether the repository lacks it, holds another, or holds just this."""
-
-    name: str
-    nbytes: int
-    state: Literal["new", "changed", "there"]
 
 
 @dataclass(frozen=True)
@@ -88,7 +79,7 @@ class Pushed:
         return tuple(file for file in self.files if file.state != "there")
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data for `--json`."""
+        """Return plain data for `--json`."""
         return plain_fields(self)
 
 
@@ -108,88 +99,160 @@ def push(
     trust_remote_code: bool = False,
     listener: Listener | None = None,
 ) -> Pushed:
-    """Put the output `out` into the Hub repository `repo_id` (`user/name`), as one commit, with a card that says so.
+    """Put an output into a repository of the Hub, as one commit, with a card that says what was done and checked.
 
-    Before that it is checked as `verify` does, logits included, against `base` (a folder), or the base that its
-    manifest names, where the cache or the Hub has it; else against its own manifest, and `no_base` says why. What does
-    not hold is pushed by `force` only. Sent are regular files of `out` by an allow-list, held open from before the
-    checks; a link is refused. A new repository is private unless `public`; False refuses one that is public already.
-    `revision` is a branch, made at need (or `refs/pr/N`). Only files that the repository lacks are sent; with `dry_run`
-    none, and nothing is made or downloaded. `license` and `base_model` go into the card. With `delta` what `make_delta`
-    writes goes up. The token is huggingface_hub's own. Raises BadInput, also for whatever the Hub or the network
-    answers; the repository then holds what it held, and the same call goes on where it stopped.
+    Before that it is checked as `verify` does, logits included, against its base where that can be had; else against
+    its own manifest, and `no_base` says why. Regular files are sent by an allow-list, and stay open from before the
+    checks; a link is refused. Files that the repository has are not sent again. The token is huggingface_hub's own.
+
+    Args:
+        out: the output's folder
+        repo_id: the repository, `user/name`
+        base: the folder to check against; without it, the base that the manifest names, from the cache or the Hub
+        public: whether all may see a new repository; False refuses one that is public already
+        revision: the branch, made at need (or `refs/pr/N`); None: main
+        pull_request: open one in place of a commit
+        dry_run: send nothing, make nothing, download nothing
+        force: push although a check fails, or over a model of another tool
+        license: for the card, where the base's is unknown
+        base_model: for the card, the base's id on the Hub
+        delta: send what `make_delta` writes
+        trust_remote_code: run the output's own code
+        listener: gets progress and notes
+
+    Returns:
+        the commit, and every file with whether it was sent
+
+    Raises:
+        BadInput: also for whatever the Hub or the network answers; the repository is then as it was, and the same call
+            goes on where it stopped
     """
-    listener = listener or Quiet()
     to = Destination(repo_id, revision, public, pull_request)
     check_names(license, base_model)
-    if not dry_run:
-        check_token(to)
-    with contextlib.ExitStack() as stack:
-        held = stack.enter_context(HeldFolder(Path(out)))
-        folder = hold_output(held, trust_remote_code=trust_remote_code, beside=delta)
-        for note in folder.notes:
-            listener.say(note)
-        manifest = manifest_of(folder)
-        before = look(to)
-        check_repository(to, before, force=force)
-        found, no_base = find_base(manifest, base, listener, download=not dry_run)
-        verification = None
-        if found is not None:
+    request = _Request(Path(out), to, base, license, base_model, dry_run, force, delta, trust_remote_code)
+    return request.carried_out(listener or Quiet())
+
+
+@dataclass(frozen=True)
+class _Request:
+    """The options of a push, with the names that `push` gives them."""
+
+    out: Path
+    to: Destination
+    base: str | Path | None
+    license: str | None
+    base_model: str | None
+    dry_run: bool
+    force: bool
+    delta: bool
+    trust_remote_code: bool
+
+    def carried_out(self, listener: Listener) -> Pushed:
+        """Check, compare and send; every file stays open from the first to the last."""
+        if not self.dry_run:
+            check_token(self.to)
+        with contextlib.ExitStack() as stack:
+            held = stack.enter_context(HeldFolder(self.out))
+            folder = hold_output(held, trust_remote_code=self.trust_remote_code, beside=self.delta)
+            for note in folder.notes:
+                listener.say(note)
+            manifest = manifest_of(folder)
+            before = look(self.to)
+            check_repository(self.to, before, force=self.force)
+            checked = self._checked(folder, manifest, listener)
+            given = Given(self.license, self.base_model, tuple(checked.words()))
+            if self.delta:
+                held, known = self._delta(folder, held, given, listener, stack)
+                parcel = pack_delta(held)
+            else:
+                card = card_for(folder, manifest, held, self.to.repo_id, given)
+                parcel, known = pack(folder, held, card), read_metadata(card).license
+            if known is None:
+                listener.say("no licence known, so the card says unknown; --license apache-2.0, say, puts one in")
+            listener.say(f"comparing with what {self.to.repo_id} holds")
+            missing, stale = parcel.missing_in(before), parcel.stale_in(before)
+            held.check_unchanged()
+            commit = None
+            if (missing or stale) and not self.dry_run:
+                listener.say(f"uploading {len(missing)} of {len(parcel.files)} files to {self.to.repo_id}")
+                content = {name: parcel.files[name] for name in missing}
+                message = _message(manifest, delta=self.delta)
+                commit = send(
+                    self.to,
+                    before,
+                    content,
+                    stale,
+                    message=message,
+                    say=listener.say,
+                    check_unchanged=held.check_unchanged,
+                )
+        return self._pushed(parcel, missing, stale, before, commit, checked, known)
+
+    def _checked(self, folder: CheckpointFolder, manifest: Manifest, listener: Listener) -> _Checked:
+        """Verify the output against its base, logits included, where that can be had; else against its own manifest.
+
+        Raises BadInput where a promise does not hold, unless it is forced.
+        """
+        found, no_base = find_base(manifest, self.base, listener, download=not self.dry_run)
+        if found is None:
+            checked = _Checked(_own_checks(folder, manifest, listener), None, no_base)
+        else:
+            encoder = dissect(folder.config, folder.tensors, folder.own).family.encoder
             verification = verify(
                 found,
-                out,
-                # One that was not asked for should not need the memory of two models.
-                streamed=base is None and not dissect(folder.config, folder.tensors, folder.own).family.encoder,
-                trust_remote_code=trust_remote_code,
+                self.out,
+                # A base that was found, not given, should not need the memory of two models.
+                streamed=self.base is None and not encoder,
+                trust_remote_code=self.trust_remote_code,
                 listener=listener,
             )
-        checks = tuple(verification.checks) if verification else _own_checks(folder, manifest, listener)
-        if not force:
-            _check_kept(folder, checks, verification)
-        given = Given(license, base_model, tuple(_verified(checks, verification)))
-        if delta:
-            room = stack.enter_context(_room_beside(Path(out)))
-            other = CheckpointFolder.open(Path(base), trust_remote_code=trust_remote_code) if base is not None else None
-            made, known = _make_delta(folder, other, room / "delta", repo_id, given, listener)
-            held.check_unchanged()
-            held = stack.enter_context(HeldFolder(made))
-            parcel = pack_delta(held)
-        else:
-            card = card_for(folder, manifest, held, repo_id, given)
-            parcel, known = pack(folder, held, card), read_metadata(card).license
-        if known is None:
-            listener.say("no licence known, so the card says unknown; --license apache-2.0, say, puts one in")
-        listener.say(f"comparing with what {repo_id} holds")
-        missing, stale = parcel.missing_in(before), parcel.stale_in(before)
+            checked = _Checked(tuple(verification.checks), verification, no_base)
+        if not self.force:
+            checked.check_kept(folder)
+        return checked
+
+    def _delta(
+        self, folder: CheckpointFolder, held: HeldFolder, given: Given, listener: Listener, stack: contextlib.ExitStack
+    ) -> tuple[HeldFolder, str | None]:
+        """Write the delta beside the output, until `stack` ends; return it, and its licence."""
+        room = stack.enter_context(_room_beside(self.out))
+        base = None
+        if self.base is not None:
+            base = CheckpointFolder.open(Path(self.base), trust_remote_code=self.trust_remote_code)
+        metadata = given.over(metadata_of(folder))
+        made = make_delta_of(
+            folder, room / "delta", base, metadata, listener, repo_id=self.to.repo_id, verified=given.verified
+        )
         held.check_unchanged()
-        commit = None
-        if (missing or stale) and not dry_run:
-            listener.say(f"uploading {len(missing)} of {len(parcel.files)} files to {repo_id}")
-            content = {name: parcel.files[name] for name in missing}
-            message = _message(manifest, delta=delta)
-            commit = send(
-                to, before, content, stale, message=message, say=listener.say, check_unchanged=held.check_unchanged
-            )
-    return Pushed(
-        path=Path(out),
-        repo_id=repo_id,
-        revision=revision,
-        dry_run=dry_run,
-        files=tuple(
-            Upload(name, size, "there" if name not in missing else "changed" if name in before.files else "new")
-            for name, size in parcel.sizes.items()
-        ),
-        stale=stale,
-        left_behind=parcel.left_behind,
-        checks=checks,
-        verification=verification,
-        license=known,
-        commit=commit.commit if commit else None if dry_run else before.commit,
-        url=commit.url if commit else None,
-        pull_request=commit.pull_request if commit else None,
-        delta=delta,
-        no_base=no_base,
-    )
+        return stack.enter_context(HeldFolder(made.path)), metadata.license
+
+    def _pushed(
+        self,
+        parcel: Parcel,
+        missing: Collection[str],
+        stale: tuple[str, ...],
+        before: Repository,
+        commit: Commit | None,
+        checked: _Checked,
+        known: str | None,
+    ) -> Pushed:
+        return Pushed(
+            path=self.out,
+            repo_id=self.to.repo_id,
+            revision=self.to.branch,
+            dry_run=self.dry_run,
+            files=parcel.uploads(before, missing),
+            stale=stale,
+            left_behind=parcel.left_behind,
+            checks=checked.checks,
+            verification=checked.verification,
+            license=known,
+            commit=commit.commit if commit else None if self.dry_run else before.commit,
+            url=commit.url if commit else None,
+            pull_request=commit.pull_request if commit else None,
+            delta=self.delta,
+            no_base=checked.no_base,
+        )
 
 
 def hold_output(held: HeldFolder, *, trust_remote_code: bool, beside: bool = False) -> CheckpointFolder:
@@ -232,30 +295,38 @@ def find_base(
         return None, reason
 
 
-def _check_kept(folder: CheckpointFolder, checks: Sequence[Check], verification: Verification | None) -> None:
-    """Raise BadInput where the output does not keep what it promises."""
-    broken = next((f"{check.name}: {check.detail}" for check in checks if not check.holds), None)
-    if broken is None and verification is not None and not verification.holds:
-        broken = "its logits differ"
-    if broken is not None:
-        raise BadInput(
-            f"{printable(str(folder.path))}: not pushed, as a promise does not hold ({broken}); --force pushes it all"
-            " the same"
-        )
+@dataclass(frozen=True)
+class _Checked:
+    """The checks before a push: against the base (`verification`), else against its manifest (`no_base` says why)."""
 
+    checks: tuple[Check, ...]
+    verification: Verification | None
+    no_base: str | None
 
-def _make_delta(
-    folder: CheckpointFolder,
-    base: CheckpointFolder | None,
-    target: Path,
-    repo_id: str,
-    given: Given,
-    listener: Listener,
-) -> tuple[Path, str | None]:
-    """Write the delta of `folder` to `target`; where it is, and its licence."""
-    metadata = given.over(metadata_of(folder))
-    made = make_delta_of(folder, target, base, metadata, listener, repo_id=repo_id, verified=given.verified)
-    return made.path, metadata.license
+    def check_kept(self, folder: CheckpointFolder) -> None:
+        """Raise BadInput where the output does not keep what it promises."""
+        broken = next((f"{check.name}: {check.detail}" for check in self.checks if not check.holds), None)
+        if broken is None and self.verification is not None and not self.verification.holds:
+            broken = "its logits differ"
+        if broken is not None:
+            raise BadInput(
+                f"{printable(str(folder.path))}: not pushed, as a promise does not hold ({broken}); --force pushes it"
+                " all the same"
+            )
+
+    def words(self) -> list[str]:
+        """A line for each check, for the card."""
+        by = "against the base" if self.verification else f"against {MANIFEST_FILE}"
+        lines = [
+            f"{check.name} ({by}): {'' if check.holds else 'DOES NOT HOLD: '}{check.detail}" for check in self.checks
+        ]
+        if self.verification is None:
+            return lines
+        for found in self.verification.comparisons:
+            largest = f"they differ by up to {found.max_abs_difference:.3g}"
+            same = "every value bit-identical" if found.identical else largest
+            lines.append(f"{found.mode}, {found.dtype}, {found.tokens:,} tokens of {self.verification.tokens}: {same}")
+        return lines
 
 
 def _message(manifest: Manifest, *, delta: bool) -> str:
@@ -268,20 +339,6 @@ def _own_checks(folder: CheckpointFolder, manifest: Manifest, listener: Listener
     listener.begin("checking", sum(info.nbytes for info in folder.tensors.values()))
     anatomy = dissect(folder.config, folder.tensors, folder.own)
     return (check_beside(folder), *check_own_manifest(manifest, folder, anatomy, advance=listener.advance))
-
-
-def _verified(checks: Sequence[Check], verification: Verification | None) -> list[str]:
-    """What was checked before a push, in words for the card."""
-    by = "against the base" if verification else f"against {MANIFEST_FILE}"
-    lines = [f"{check.name} ({by}): {'' if check.holds else 'DOES NOT HOLD: '}{check.detail}" for check in checks]
-    if verification is None:
-        return lines
-    for found in verification.comparisons:
-        same = (
-            "every value bit-identical" if found.identical else f"they differ by up to {found.max_abs_difference:.3g}"
-        )
-        lines.append(f"{found.mode}, {found.dtype}, {found.tokens:,} tokens of {verification.tokens}: {same}")
-    return lines
 
 
 @contextlib.contextmanager
@@ -300,7 +357,7 @@ def _room_beside(out: Path) -> Iterator[Path]:
 
 
 def pushed_view(pushed: Pushed) -> RenderableType:
-    """What went up (or would), how much of it is new, and the commit to pin."""
+    """The files that went up (or would), how much of it is new, and the commit to pin."""
     table = FittedTable(headings=False)
     styles = {"new": "green", "changed": "yellow", "there": "dim"}
     for file in pushed.files:
@@ -336,50 +393,8 @@ def pushed_view(pushed: Pushed) -> RenderableType:
 
 
 @dataclass(frozen=True)
-class Parcel:
-    """The files that the repository will hold: contents (paths, or bytes made here) by name, and their sizes.
-
-    `left_behind` are files of the folder that are not uploaded.
-    """
-
-    files: Mapping[str, Path | bytes]
-    sizes: Mapping[str, int]
-    left_behind: tuple[str, ...]
-
-    def missing_in(self, there: Repository) -> tuple[str, ...]:
-        """The names that the repository lacks, or holds with other content."""
-        return tuple(name for name, content in self.files.items() if not there.holds(name, content))
-
-    def stale_in(self, there: Repository) -> tuple[str, ...]:
-        """Files of the repository that transformers would load instead of these, or beside them."""
-        loaded = (name for name in there.files if name not in self.files and "/" not in name and _is_loaded(name))
-        return tuple(sorted(loaded))
-
-
-def pack(folder: CheckpointFolder, held: HeldFolder, text: bytes) -> Parcel:
-    """An output's files by the allow-list, all of them held, and the card `text`."""
-    files = _contents(held, folder.shards) | {CARD_FILE: text}
-    sizes = {**held.sizes, CARD_FILE: len(text)}
-    left = {name for name in folder.source.listing() if name not in files and not name.endswith("/")}
-    return Parcel(files, sizes, tuple(sorted(left | {n for n in folder.left_behind if n not in files})))
-
-
-def pack_delta(held: HeldFolder) -> Parcel:
-    """A delta's files; surgeon has just written all of them."""
-    for path in sorted(held.path.rglob("*")):
-        if not path.is_dir() or path.is_symlink():
-            held.hold(path.relative_to(held.path).as_posix())
-    return Parcel(_contents(held, [name for name in held.sizes if name.endswith(".safetensors")]), held.sizes, ())
-
-
-def _contents(held: HeldFolder, shards: Collection[str]) -> dict[str, Path | bytes]:
-    """What is held, by name: shards as paths, everything else as the bytes that were checked."""
-    return {name: held.place(name) if name in shards else held.content(name) for name in held.sizes}
-
-
-@dataclass(frozen=True)
 class Given:
-    """What a push writes into the card: licence and base model where they were given, and lines about the checks."""
+    """The part of the card that a push writes: licence and base model, where given, and lines about the checks."""
 
     license: str | None
     base_model: str | None
@@ -441,9 +456,3 @@ def check_repository(to: Destination, there: Repository, *, force: bool) -> None
             f"{to.shown} holds a model that is not an output of surgeon ({printable(weights[0])}); use another name, or"
             " --pr, or --force to commit over it"
         )
-
-
-def _is_loaded(name: str) -> bool:
-    """Whether transformers may load a file of this name, at the top of a repository, as weights or code."""
-    # With a delta's mark beside it, surgeon would not open the checkpoint.
-    return name in (INDEX_FILE, DELTA_FILE, CODE_FILE) or name.endswith(".safetensors")

@@ -56,7 +56,7 @@ def _known_attention(given: str) -> str:
 
 
 def _registered() -> Iterable[str]:
-    """What was added to transformers' own attention functions, where it is loaded."""
+    """Return the attention functions that were added to transformers' own, where it is loaded."""
     models = sys.modules.get("transformers.modeling_utils")
     return () if models is None else models.ALL_ATTENTION_FUNCTIONS.valid_keys()
 
@@ -73,7 +73,7 @@ TrackerName = Annotated[str, AfterValidator(_known_tracker)]
 
 
 def missing_for_attention(name: str | None) -> str:
-    """What `attention` needs that is not installed, as a sentence; empty where all is there."""
+    """Say in a sentence what `attention` needs and is not installed; empty where all is there."""
     needs = () if name is None else ATTENTION.get(name, _OF_THE_HUB if "/" in name else ())
     if lacking := _lacking(needs):
         return f"`attention` is {printable(str(name))}, which needs {lacking}; install it, or use sdpa"
@@ -81,7 +81,7 @@ def missing_for_attention(name: str | None) -> str:
 
 
 def missing_for_tracker(name: str) -> str:
-    """What a tracker of `report_to` needs that is not installed, as a sentence; empty where all is there."""
+    """Say in a sentence what a tracker of `report_to` needs and is not installed; empty where all is there."""
     if lacking := _lacking(TRACKERS[name]):
         return f"`report_to`: {name} needs {lacking}; install it, or leave {name} out"
     return ""

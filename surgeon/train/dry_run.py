@@ -74,13 +74,13 @@ class Sample:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What a run would train, on what, and an estimate of its cost.
+    """A run that was not made: what it would train, on what, and an estimate of its cost.
 
-    `seconds_a_step` is measured on micro-batches, `seconds` the whole run's, without evaluations and checkpoints, and
-    without `seconds_writing` before it, in which the model writes its sources with `generate`, and `seconds_asking`, in
-    which the base says what is kept of it on disk, `teacher_bytes` at most;
-    `peak_memory` is in bytes, that of the micro-batches, `optimizer_bytes` for AdamW's state, which is made at the
-    first step, and on a CPU `copy_bytes` for a checkpoint that is written beside the steps.
+    `seconds_a_step` is measured on micro-batches. `seconds` is the whole run's, without evaluations and checkpoints.
+    `seconds_writing` come before it, in which the model writes its sources with `generate`; so do `seconds_asking`, in
+    which the base's predictions are recorded (`teacher_bytes` on disk, at most). `peak_memory` is in bytes: that of the
+    micro-batches, `optimizer_bytes` for AdamW's state, which is made at the first step, and on a CPU `copy_bytes` for a
+    checkpoint that is written beside the steps.
     """
 
     settings: dict[str, Any]
@@ -144,7 +144,7 @@ def measured(run: Run, imagined: Imagined) -> Rehearsal:
     if run.examples is None:
         total = settings.steps * settings.batch * settings.length
     try:
-        model, names, held = loaded_model(run)
+        model, training = loaded_model(run)
         model.to(run.device).train()
         check_isolation(run, model)
         fused = fused_head(run, model)
@@ -163,8 +163,8 @@ def measured(run: Run, imagined: Imagined) -> Rehearsal:
         settings=settings.to_json(),
         device=run.device,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        trained=trained_numbers(model, held),
-        tensors=len(names),
+        trained=trained_numbers(model, training.fixed),
+        tensors=len(training.names),
         sources=tuple(sources),
         samples=tuple(samples),
         seconds_a_step=seconds,
@@ -291,6 +291,6 @@ def _seconds_a_micro_batch(
 
 
 def _saying(preserving: Preserving, batch: Mapping[str, Tensor], k: int) -> Callable[..., TopK]:
-    """What the base says to a batch, as it is looked up during training."""
+    """Return the base's predictions for a batch, as they are looked up during training."""
     found = preserving.top(batch, k)
     return lambda *_: found

@@ -57,11 +57,11 @@ _LITTLE = 0.8
 
 @dataclass(frozen=True)
 class GateFigures:
-    """How well a fitted gate tells held-out text apart.
+    """How well a fitted gate separates held-out text of the original domain from new text.
 
     `original` and `new` are the shares of tokens for which it is open, `accuracy` the mean of the shares that it gets
     right, over all held-out tokens; `by_length` has both shares for prefixes of up to so many tokens (the last: of any
-    length), `by_source` has the share of each source. `limit` is what was asked of each original one.
+    length), `by_source` has the share of each source. `limit` is the most that the plan allows each original one.
     """
 
     layer: int
@@ -92,12 +92,23 @@ def fit_gate(
     leads: bool,
     say: Callable[[str], None],
 ) -> GateFigures:
-    """Fit the gate of `model`, whose tensors are `names`, and measure it; or take what `work` holds of an earlier call.
+    """Fit the gate of `model` and measure it, or take both from `work`, where an earlier call left them.
 
-    `held` gives by source as many held-out sequences as are asked for, and as long: by so many independent texts the
-    threshold is chosen, as one that opens by mistake stays open to its end. `dtypes` are those in which the tensors
-    are stored, to which they are rounded.
-    Raises BadInput where the two domains cannot be told apart.
+    Args:
+        model: the model, whose gate is fitted in place.
+        mixture: the sources that the gate is fitted on.
+        held: by source, what returns so many held-out sequences of such a length. The threshold is chosen by as many
+            independent texts, as a gate that opens by mistake stays open to the end of its text.
+        names: the gate's tensors, by their names in the model.
+        work: the folder in which the result is kept.
+        dtypes: in which the tensors are stored; values are rounded to them.
+        seed: of the config.
+        device: where the gate is fitted.
+        leads: whether this process writes the result.
+        say: takes a line for the user.
+
+    Raises:
+        BadInput: the gate cannot separate the two domains.
     """
     gate, layer = _gate_of(model)
     tensors = {name: getattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names}
@@ -139,7 +150,7 @@ def fit_gate(
 
 
 def _digest_of(work: Path) -> str | None:
-    """Of both files; None where one is not there."""
+    """Digest both files; None where one is not there."""
     contents = [read_own(work / name) for name in (GATE_FILE, FIGURES_FILE)]
     if any(content is None for content in contents):
         return None
@@ -147,7 +158,7 @@ def _digest_of(work: Path) -> str | None:
 
 
 def _gate_of(model: Any) -> tuple[Any, nn.Module]:
-    """The gate, and the layer in which it stands."""
+    """Return the gate, and the layer that has it."""
     layer = next(module for module in model.modules() if vars(module).get("decides"))
     return layer.domain_gate, layer
 
@@ -165,7 +176,7 @@ def _from_the_first(tensors: dict[str, Tensor]) -> None:
 
 
 def _by_domain(held: Mapping[str, Sequence[PackedSequence]]) -> list[dict[str, Sequence[PackedSequence]]]:
-    """By source the held-out sequences of the original domain, and those of new ones."""
+    """Return, by source, the held-out sequences of the original domain, and those of new ones."""
     found: list[dict[str, Sequence[PackedSequence]]] = [{}, {}]
     for name, sequences in ((name, sequences) for name, sequences in held.items() if sequences):
         found[sequences[0].domain > 0][name] = sequences
@@ -185,12 +196,12 @@ def _batches(sequences: Sequence[PackedSequence]) -> list[dict[str, Tensor]]:
 
 
 class _Enough(Exception):
-    """The layer that was asked for has run."""
+    """The layer whose inputs are needed has run."""
 
 
 @torch.no_grad()
 def _states(model: Any, layer: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """What goes into the layer, B T D, float32; the layers above it do not run."""
+    """Return the inputs of the layer, B T D, float32; the layers above it do not run."""
     kept: list[Tensor] = []
 
     def keep(_module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -256,7 +267,7 @@ def _parts(model: Any, layer: nn.Module, mixture: Mixture[PackedSequence], token
 
 
 def _normalised(hidden: Tensor) -> Tensor:
-    """What the gate makes of states, to half precision."""
+    """Normalise states as the gate does, to half precision."""
     return (hidden * torch.rsqrt(hidden.square().mean(dim=-1, keepdim=True) + 1e-6)).half().cpu()
 
 
@@ -317,13 +328,13 @@ class _Scored:
         return cls(parts)
 
     def open(self, gate: Any) -> tuple[Tensor, Tensor]:
-        """For every token whether the gate, as it is now, is open, and its prefix's length."""
+        """Return for every token whether the gate, as it is now, is open, and its prefix's length."""
         on = [at_work.held(gate, scores).flatten().cpu() for scores, at_work, _ in self.parts]
         return torch.cat(on), torch.cat([lengths.flatten() for *_, lengths in self.parts])
 
 
 def _threshold(gate: Any, original: Sequence[_Scored], dtype: torch.dtype) -> Tensor:
-    """The lowest threshold, in the stored dtype, with which the gate is open on no more than what is asked of each."""
+    """Return the lowest threshold, in the stored dtype, at which the gate exceeds no original source's limit."""
     every = torch.cat([scores.flatten() for each in original for scores, *_ in each.parts]).float().sort().values
     low, high = 0, len(every) - 1
     while low < high:

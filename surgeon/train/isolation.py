@@ -87,11 +87,20 @@ def _number(value: float) -> str:
 
 
 def probe(model: Any, *, length: int, micro_batch: int, packing: Packing, ids: Sequence[int], device: Any) -> Isolation:
-    """Measure whether `model` keeps documents apart that are packed into sequences of `length` tokens.
+    """Measure whether `model` keeps documents apart that are packed into one sequence; all processes call.
 
-    Documents are drawn at random from the tokens `ids`. Parameters that are zero, as grafts' are at birth, are random
-    meanwhile, so that no path through the model is silent. All processes call. Raises BadInput where the model's
-    states are no finite numbers.
+    Parameters that are zero, as grafts' are at birth, are random meanwhile, so that no path in the model is silent.
+
+    Args:
+        model: the model, on its device.
+        length: tokens of a sequence.
+        micro_batch: sequences that run together.
+        packing: how documents are packed.
+        ids: tokens from which documents are drawn at random.
+        device: where it runs.
+
+    Raises:
+        BadInput: the model's states are no finite numbers.
     """
     rows = min(micro_batch, _ROWS)
     packed, joined = (_Documents(length, rows, each, torch.tensor(ids)) for each in (packing, "joined"))
@@ -150,7 +159,7 @@ class _Documents:
         return found
 
     def batch(self, variant: int) -> dict[str, Tensor]:
-        """As training collates it."""
+        """Collate it as training does."""
         texts = iter(self.texts(variant))
         sequences = []
         for number, row in enumerate(self.rows):
@@ -230,7 +239,7 @@ class _Runs:
         self.model, self.device = model, torch.device(device)
 
     def states(self, batch: dict[str, Tensor], *, training: bool = True) -> Tensor:
-        """What the head is given, B T D."""
+        """Return the states that the head is given, B T D."""
         kept: list[Tensor] = []
         given = {name: tensor.to(self.device) for name, tensor in batch.items()}
         if not (training and hasattr(self.model, "surgery")):
@@ -278,7 +287,7 @@ class _Runs:
 
 
 def _kind(model: Any, layers: Sequence[nn.Module], number: int) -> str:
-    """What a layer is, by its class and, where the config has one, by the config's word."""
+    """Name a layer by its class and, where the config has one, by the config's word."""
     words = getattr(model.config.get_text_config(), "layer_types", None) or ()
     word = f", {printable(str(words[number]))}" if len(words) == len(layers) else ""
     return f"{printable(type(layers[number]).__name__)}{word}"

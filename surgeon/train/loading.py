@@ -22,14 +22,14 @@ from surgeon.train.opening import Run
 from surgeon.train.steps.mask_positions import give_masks_positions
 from surgeon.train.steps.one_row import builds_no_mask, implementation_of, run_in_one_row
 from surgeon.train.trainable.stored import StoredNames
-from surgeon.train.trainable.trainable_set import check_set, hold_fixed, unfreeze
+from surgeon.train.trainable.trainable_set import TrainedParameters, check_set, hold_fixed, unfreeze
 
 # The operation that makes a mixture of experts of a dense model.
 UPCYCLE = "upcycle_experts"
 
 
-def loaded_model(run: Run) -> tuple[Any, list[str], dict[str, Fixed]]:
-    """The model, of which the wanted parameters train, their names, and of those that train in part what is fixed."""
+def loaded_model(run: Run) -> tuple[Any, TrainedParameters]:
+    """Load the model and let exactly the run's parameters train. Raises BadInput, WrongSet."""
     config = run.loaded.config
     if config.attention == "flex_attention" and run.device == "cpu":
         raise BadInput(
@@ -42,7 +42,7 @@ def loaded_model(run: Run) -> tuple[Any, list[str], dict[str, Fixed]]:
         model = load_encoder(run.out, auto=run.auto, **options)
         check_window(model, run.settings.length)
     _isolate(run, model)
-    held: dict[str, Fixed] = {}
+    fixed: dict[str, Fixed] = {}
     if config.lora is not None:
         # PEFT is an extra.
         from surgeon.train.trainable.lora import attach
@@ -62,15 +62,15 @@ def loaded_model(run: Run) -> tuple[Any, list[str], dict[str, Fixed]]:
             # Loaded weights may be mapped from the file.
             parameter = model.get_parameter(name)
             parameter.data = parameter.data.clone()
-        held = hold_fixed(model, run.wanted, base_names=run.out.tensors)
-    run.say(f"trains {len(names)} tensors, {trained_numbers(model, held):,} numbers: {run.wanted.shown}")
+        fixed = hold_fixed(model, run.wanted, base_names=run.out.tensors)
+    run.say(f"trains {len(names)} tensors, {trained_numbers(model, fixed):,} numbers: {run.wanted.shown}")
     model.config.use_cache = False
     if _spreads(run, model):
         model.config.output_router_logits = True
     if config.checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
-    return model, names, held
+    return model, TrainedParameters(tuple(names), fixed)
 
 
 def _isolate(run: Run, model: Any) -> None:
@@ -199,7 +199,7 @@ def preserving_by(run: Run, model: Any, fused: FusedHead | None) -> Preserving |
 
 
 def cached_teacher(run: Run) -> CachedTeacher | None:
-    """What the base says on disk; None where it speaks during training, or not at all."""
+    """Return the base's predictions on disk; None where it predicts during training, or not at all."""
     spec, settings = run.loaded.config.preserve, run.settings
     if run.within is None or spec is None or spec.cached is None:
         return None
@@ -207,9 +207,9 @@ def cached_teacher(run: Run) -> CachedTeacher | None:
     return CachedTeacher(run.work, spec.cached, spec.on, run.data.mixture, sequences, settings.length)
 
 
-def trained_numbers(model: Any, held: Mapping[str, Fixed]) -> int:
+def trained_numbers(model: Any, fixed: Mapping[str, Fixed]) -> int:
     """How many numbers train, without those that are fixed."""
     training = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    fixed: int = sum(p.numel() // p.shape[held[n].axis] * held[n].size for n, p in training if n in held)
+    left: int = sum(p.numel() // p.shape[fixed[n].axis] * fixed[n].size for n, p in training if n in fixed)
     total: int = sum(p.numel() for _, p in training)
-    return total - fixed
+    return total - left

@@ -29,7 +29,7 @@ from surgeon.train.self_generated import join
 
 
 def headed_folder(target: Path) -> Path:
-    """Where an encoder with a new head lies until the run is published: `.NAME.headed`."""
+    """Return the folder of an encoder with a new head until the run is published: `.NAME.headed`."""
     return target.with_name(f".{target.name}.headed")
 
 
@@ -44,10 +44,21 @@ def headed(
     trust_remote_code: bool,
     listener: Listener,
 ) -> Iterator[CheckpointFolder]:
-    """`out` with a classification head for the config's labels, drawn by its seed, in `folder` while inside.
+    """Give `out` a classification head for the config's labels, drawn by its seed, in `folder` while inside.
 
-    Of several processes the first one makes it, and an error of its is raised in all. Raises BadInput where the data's
-    labels are not names or numbers of classes, and as `apply` does.
+    The first of several processes makes it, and its error is raised in all.
+
+    Args:
+        out: the encoder.
+        loaded: the training config.
+        folder: where the encoder with a head is written.
+        target: where the run will be published.
+        device: as `apply` takes it.
+        trust_remote_code: as `apply` takes it.
+        listener: hears what `apply` reports.
+
+    Raises:
+        BadInput: the data's labels are not names or numbers of classes; and as `apply`.
     """
     # Called as `out`, which is how the run's manifest calls its base.
     made = folder / (out.path.resolve().name or "encoder")
@@ -91,10 +102,10 @@ def _make(out: CheckpointFolder, loaded: LoadedConfig, made: Path, trust_remote_
 
 
 def labels_of(loaded: LoadedConfig) -> list[str]:
-    """The names of the labels by their numbers: the config's, else those of all texts, held out ones too, in order.
+    """Return the names of the labels in the order of their numbers: the config's, else those of all texts, sorted.
 
-    Numbers are called as transformers calls them: LABEL_0, LABEL_1, … Raises BadInput where names and numbers are mixed
-    and nothing says which is which, for numbers below 0 and for too many.
+    Texts that are held out count too. Numbers are called as transformers calls them: LABEL_0, LABEL_1, … Raises
+    BadInput where names and numbers are mixed and nothing says which is which, for numbers below 0 and for too many.
     """
     asked = loaded.config.labels
     if isinstance(asked, list):

@@ -37,7 +37,7 @@ from surgeon.train.training_data import TrainingData
 
 @dataclass(frozen=True)
 class Run:
-    """What a run is of: settled, checked, and with its data opened; `notes` are about its numbers.
+    """A run that is settled and checked, with its data opened; `notes` are about its numbers.
 
     `within` is the base that teaches; None where none does. `manifest` is None where there was no surgery, until the
     tensors are read.
@@ -70,12 +70,12 @@ class Run:
 
     @property
     def pad(self) -> int | None:
-        """What fills a batch of examples up."""
+        """The id that fills up a batch of examples."""
         return None if self.examples is None else self.examples.pad
 
     @property
     def work(self) -> Path:
-        """Where checkpoints lie until the run is published."""
+        """The folder of checkpoints until the run is published."""
         return work_folder(self.target)
 
 
@@ -90,7 +90,21 @@ def opened_run(
     prepared: Prepared | None,
     imagined: Mapping[str, Corpus] | None = None,
 ) -> Run:
-    """A run whose texts are opened and read through; `imagined` are those that are not there. Raises BadInput."""
+    """Open a run: its texts are read through.
+
+    Args:
+        out: the output to train.
+        manifest: its manifest; None where there was no surgery.
+        loaded: the training config.
+        target: where the run will be published.
+        device: `auto`, or a device.
+        listener: hears of the progress.
+        prepared: what `prepare` returned; None: it is called here.
+        imagined: by source, texts that the model has yet to write.
+
+    Raises:
+        BadInput: the run cannot be made; every problem is a line.
+    """
     ranks = Ranks.of_environment()
     say = listener.say if ranks.leads else lambda _: None
     if prepared is None:

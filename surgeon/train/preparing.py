@@ -17,8 +17,8 @@ from surgeon.checkpoint.header import QUANTISED_DTYPES
 from surgeon.checkpoint.labels import is_classifier, label_names
 from surgeon.checkpoint.staging import check_destination
 from surgeon.common import devices
-from surgeon.data.sources import check_there
-from surgeon.data.specs import ORIGINAL
+from surgeon.common.schema import ORIGINAL
+from surgeon.data.sources import check_source
 from surgeon.errors import BadInput, Mistakes, bad_input, printable
 from surgeon.families.anatomy import Anatomy, native_config
 from surgeon.families.dissect import dissect
@@ -60,9 +60,18 @@ class Prepared:
 def prepare(
     out: CheckpointFolder, manifest: Manifest | None, loaded: LoadedConfig, target: Path, *, device: str, processes: int
 ) -> Prepared:
-    """Settle a run of `out` by the config; `manifest` is None where it had no surgery.
+    """Settle a run of `out` by the config.
 
-    Raises BadInput with all that is wrong, a line each.
+    Args:
+        out: the output to train.
+        manifest: its manifest; None where there was no surgery.
+        loaded: the training config.
+        target: where the run will be published.
+        device: `auto`, or a device.
+        processes: how many take part.
+
+    Raises:
+        BadInput: everything that is wrong, a line each.
     """
     if device.startswith("cuda:"):
         raise BadInput(f"--device {printable(device)}: training takes auto, cpu or cuda; CUDA_VISIBLE_DEVICES chooses")
@@ -90,7 +99,7 @@ def prepare(
     _tried(lambda: _check_template(out, loaded), wrong)
     wrong += _not_installed(loaded)
     for number, source in enumerate(loaded.config.sources):
-        wrong += [f"{loaded.where('sources', number, key)}{why}" for key, why in check_there(source, loaded)]
+        wrong += [f"{loaded.where('sources', number, key)}{why}" for key, why in check_source(source, loaded)]
     if wrong or wanted is None or settled is None or settled_for is None:
         raise bad_input(wrong)
     settings, about_settings = settled
@@ -114,7 +123,7 @@ def _settled_with(settled_for: Callable[..., tuple[Settings, list[str]]], steps:
 
 
 def _wanted(out: CheckpointFolder, manifest: Manifest | None, loaded: LoadedConfig, anatomy: Anatomy) -> TrainableSet:
-    """What the config lets train."""
+    """Return the tensors that the config lets train."""
     config = loaded.config
     if config.lora is not None:
         return with_head(lora_set(out, manifest, loaded, anatomy), out, manifest, loaded, anatomy)
@@ -136,10 +145,19 @@ def _wanted(out: CheckpointFolder, manifest: Manifest | None, loaded: LoadedConf
 def with_head(
     wanted: TrainableSet, out: CheckpointFolder, manifest: Manifest | None, loaded: LoadedConfig, anatomy: Anatomy
 ) -> TrainableSet:
-    """The same and the classification head of `out`, where texts with labels train it and it has one.
+    """Add the classification head of `out`, where texts with labels train it and it has one.
 
-    What of another head (masked words') the model does not run is left out. Raises BadInput where transformers cannot
-    build the model.
+    A part of another head (for masked words) that the model does not run is left out.
+
+    Args:
+        wanted: what trains without it.
+        out: the output to train.
+        manifest: its manifest; None where there was no surgery.
+        loaded: the training config.
+        anatomy: the output's parts.
+
+    Raises:
+        BadInput: transformers cannot build the model.
     """
     if not (loaded.config.classifies and anatomy.family.encoder and is_classifier(out.config)):
         return wanted
@@ -159,9 +177,16 @@ def with_head(
 
 
 def prepared_with_head(prepared: Prepared, out: CheckpointFolder, manifest: Manifest, loaded: LoadedConfig) -> Prepared:
-    """The same for `out`, which is what was prepared with a new classification head; what trained then trains with it.
+    """Settle the run again for `out`, which now has a new classification head; what trained then trains with it.
 
-    Raises BadInput as `prepare` does.
+    Args:
+        prepared: the run without the head.
+        out: the encoder with the head.
+        manifest: its manifest.
+        loaded: the training config.
+
+    Raises:
+        BadInput: as `prepare`.
     """
     anatomy = dissect(out.config, out.tensors, out.own)
     wanted = with_head(prepared.wanted, out, manifest, loaded, anatomy)
@@ -169,7 +194,7 @@ def prepared_with_head(prepared: Prepared, out: CheckpointFolder, manifest: Mani
 
 
 def _about_what(manifest: Manifest | None, loaded: LoadedConfig, wanted: TrainableSet) -> list[str]:
-    """What there is to say of what trains."""
+    """Return notes on what trains."""
     config = loaded.config
     notes = []
     if config.what == "all" and manifest is not None and manifest.operations:
@@ -200,7 +225,7 @@ def _about_what(manifest: Manifest | None, loaded: LoadedConfig, wanted: Trainab
 
 
 def _all_gated(manifest: Manifest | None, wanted: TrainableSet) -> bool:
-    """Whether a domain gate switches all that trains: what stands before it in the plan, but for new tokens."""
+    """Whether a domain gate switches all that trains: everything before it in the plan but new tokens."""
     if manifest is None or (gate := _gate(manifest)) is None or wanted.fixed:
         return False
     new = manifest.new_tensors
@@ -247,7 +272,7 @@ def _teacher(
 
 
 def _within(out: CheckpointFolder, manifest: Manifest, loaded: LoadedConfig, wanted: TrainableSet) -> Within:
-    """The first base, or the model that the last surgery began with, where that is asked for or the base is lost."""
+    """Return the first base; or the base of the last surgery, where the config says so or the first one is lost."""
     config, asked = loaded.config, loaded.config.preserve
     assert asked is not None
     # Under a LoRA nothing is changed before it is merged; of what trains in part the base's rows are fixed.
@@ -319,7 +344,7 @@ def _not_installed(loaded: LoadedConfig) -> list[str]:
 
 
 def _tried(check: Callable[[], _T], wrong: list[str]) -> _T | None:
-    """What the check returns; what is wrong instead goes to the list."""
+    """Return what the check returns; a problem that it raises goes to the list instead."""
     try:
         return check()
     except Mistakes as error:

@@ -58,7 +58,7 @@ ADAPTER_FILE = "adapter.safetensors"
 
 
 class Change(NamedTuple):
-    """What training made of a tensor: max |Δ|, and ‖Δ‖ / ‖before‖ (None where it was zero before)."""
+    """How training changed a tensor: max |Δ|, and ‖Δ‖ / ‖before‖ (None where it was zero before)."""
 
     max_change: float
     relative_change: float | None
@@ -68,11 +68,11 @@ class Change(NamedTuple):
 class Trained:
     """A finished training run of `out`, published at `path`.
 
-    `changes` are of every tensor that trained; `unchanged` are those that are what they were. `losses` maps sources to
-    their held-out losses in nats a token, before and after, which is after `published_step`; of a classification head
-    they are nats an example, and `scores` maps sources to their other figures then (`Judged`). `log` are the trainer's
-    entries. `seconds` and `tokens_per_second` are of the steps since `resumed_at`, without evaluations and
-    checkpoints; peak memory is in bytes, of the GPU where there is one.
+    `changes` has every tensor that trained; `unchanged` are those that stayed as they were. `losses` maps sources to
+    their held-out losses in nats a token, before training and after `published_step`. With a classification head they
+    are in nats an example, and `scores` maps sources to their other figures then (`Judged`). `log` has the trainer's
+    entries. `seconds` and `tokens_per_second` count the steps since `resumed_at`, without evaluations and checkpoints.
+    Peak memory is in bytes, on the GPU where there is one.
     """
 
     out: Path
@@ -113,7 +113,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Final:
-    """What training made, in FINAL_FILE; of a LoRA also the adapter, in ADAPTER_FILE, and its config.
+    """The trained values, in FINAL_FILE, and a LoRA's adapter, in ADAPTER_FILE, with its config.
 
     `changes` says how each tensor differs from what it was.
     """
@@ -132,11 +132,23 @@ def write_final(
     base: str = "",
     auto: str | None = None,
 ) -> Final:
-    """Write the trained values in the output's dtypes to `work`'s FINAL_FILE; how each differs from the output's.
+    """Write the trained values in the output's dtypes to `work`'s FINAL_FILE, and measure how each differs from before.
 
-    What is fixed of a tensor did not train: it is written as the output has it. A LoRA is merged, and written beside
-    it; `base` is what its config calls the model, `auto` is transformers' class of the model. Raises
-    PromiseBroken where what is fixed is another in what was trained.
+    A part of a tensor that is fixed did not train: it is written as the output has it. A LoRA is merged, and written
+    beside it.
+
+    Args:
+        out: the output that was trained.
+        trained: the checkpoint's file of trained values.
+        work: the folder to write to.
+        wanted: what was to train.
+        lora: the config's LoRA.
+        base: what the adapter's config calls the model.
+        auto: transformers' class of the model; None: a decoder's.
+
+    Raises:
+        PromiseBroken: a fixed part is another in what was trained.
+        BadInput: a trained value is not finite.
     """
     adapter = None
     if lora is not None:
@@ -199,7 +211,7 @@ def _with_fixed(name: str, value: Tensor, stored: Tensor, fixed: Fixed) -> Tenso
 def _kept_shards(
     out: CheckpointFolder, manifest: Manifest, of_base: Collection[str]
 ) -> tuple[tuple[Shard, ...], dict[str, Origin]]:
-    """Shards of what `of_base` held before all training, as those of the output are cut, and where that lies now.
+    """Lay out what the tensors `of_base` were before all training, in shards cut as the output's, and where that lies.
 
     What an earlier run kept is taken from there; what an earlier run changed and did not keep is gone.
     """
@@ -210,9 +222,44 @@ def _kept_shards(
     shards: list[Shard] = []
     for file, ordered in in_order(out).items():
         if names := [info.name for info in ordered if info.name in infos]:
-            outputs = tuple(Output(kept_name(n), Copy(n, infos[n].dtype, infos[n].shape), None) for n in names)
+            outputs = tuple(Output(kept_name(n), Copy.of(infos[n]), None) for n in names)
             shards.append(Shard(f"{KEPT_FOLDER}/{file}", outputs, None))
     return tuple(shards), {kept_name(name): Origin.of(out.source, info) for name, info in infos.items()}
+
+
+@dataclass(frozen=True)
+class _Beside:
+    """Files of weights beside the run's own: what the base's tensors were before training, and a LoRA's adapter.
+
+    `kept` names the former, `adapter` are the tensors of the latter in the order of their names.
+    """
+
+    shards: tuple[Shard, ...]
+    origins: Mapping[str, Origin]
+    kept: tuple[str, ...] = ()
+    adapter: tuple[TensorInfo, ...] = ()
+
+    @classmethod
+    def of(
+        cls, out: CheckpointFolder, manifest: Manifest, made: LocalSource, final: Final, before: Collection[str] | None
+    ) -> _Beside:
+        """Lay them out.
+
+        Args:
+            out: the output that was trained.
+            manifest: its manifest.
+            made: the work folder, with the adapter where a LoRA trained.
+            final: what training made.
+            before: the tensors of the base that trained, whose values of before are kept; None: none are.
+        """
+        shards, origins = ((), {}) if before is None else _kept_shards(out, manifest, before)
+        kept = tuple(name for name in out.tensors if kept_name(name) in origins)
+        if final.adapter is None:
+            return cls(shards, origins, kept)
+        ordered = made.headers([ADAPTER_FILE])[ADAPTER_FILE].tensors
+        adapter = Shard(ADAPTER_WEIGHTS_FILE, tuple(copied(info.name, info) for info in ordered), None)
+        origins = origins | {info.name: Origin.of(made, info) for info in ordered}
+        return cls((*shards, adapter), origins, kept, tuple(sorted(ordered, key=_named)))
 
 
 def publishing_job(
@@ -220,7 +267,7 @@ def publishing_job(
     manifest: Manifest,
     work: Path,
     *,
-    held: Mapping[str, str],
+    digests: Mapping[str, str],
     final: Final,
     entry: dict[str, Any],
     added: Mapping[str, bytes],
@@ -229,58 +276,44 @@ def publishing_job(
 ) -> Job:
     """The job that writes the run: every tensor in its shard of the output, trained ones from `work`'s FINAL_FILE.
 
-    `held` is what each tensor of the output holds, by digests; `entry` is what the manifest says of the run but for
-    its tensors, `added` are small files that the output has not. `of_base` trained and held something of the base's,
-    which goes beside the weights with `keep`.
+    Args:
+        out: the output that was trained.
+        manifest: its manifest.
+        work: the work folder, where `write_final` left what training made.
+        digests: the digest of every tensor of `out`.
+        final: what training made.
+        entry: what the manifest says of the run, but for its tensors.
+        added: small files that `out` has not.
+        of_base: tensors that trained and were the base's.
+        keep: write what those were before beside the weights.
     """
-    changes = final.changes
     made = LocalSource(work)
     trained = {info.name: Origin.of(made, info) for info in made.headers([FINAL_FILE])[FINAL_FILE].tensors}
     shards = tuple(
         Shard(file, tuple(copied(info.name, info) for info in infos), file) for file, infos in in_order(out).items()
     )
-    beside, beside_origins = _kept_shards(out, manifest, of_base) if keep or manifest.kept else ((), {})
-    kept = [name for name in out.tensors if kept_name(name) in beside_origins]
+    beside = _Beside.of(out, manifest, made, final, of_base if keep or manifest.kept else None)
     if final.adapter is not None:
-        ordered = made.headers([ADAPTER_FILE])[ADAPTER_FILE].tensors
-        outputs = tuple(copied(info.name, info) for info in ordered)
-        beside = (*beside, Shard(ADAPTER_WEIGHTS_FILE, outputs, None))
-        beside_origins |= {info.name: Origin.of(made, info) for info in ordered}
         added = {**added, ADAPTER_CONFIG_FILE: final.adapter}
     # What surgery put there, and no other file of code that the user trusts.
     ours = [name for name in manifest.code if CODE_NAME.fullmatch(name) and name not in out.side_files]
     code = {name: content for name in ours if (content := out.read_code(name)) is not None}
 
     def finish(proof: ReadBack) -> Mapping[str, bytes]:
-        """PromiseBroken where a tensor that did not train is not what it was."""
+        """Write manifest and card. Raises PromiseBroken where a tensor that did not train is not what it was."""
         for name, digest in proof.digests.items():
-            if name not in beside_origins and name not in changes and digest != held.get(name):
+            if name not in beside.origins and name not in final.changes and digest != digests.get(name):
                 raise PromiseBroken(
                     f"{printable(name)}: did not train, yet is not what surgery.json says; nothing was published"
                 )
-        tensors = {
-            name: TrainedTensor(
-                sha256=proof.digests[name],
-                max_change=change.max_change,
-                relative_change=change.relative_change,
-                **({"before": held[name]} if name in of_base else {}),
-            )
-            for name, change in changes.items()
-        }
-        more: dict[str, Any] = {"kept": kept} if kept else {}
-        if final.adapter is not None:
-            adapter = {
-                info.name: StoredTensor.of(info, proof.digests[info.name]) for info in sorted(ordered, key=_named)
-            }
-            more["adapter"] = AdapterEntry(config=hashlib.sha256(final.adapter).hexdigest(), tensors=adapter)
-        run = TrainingEntry(tool=Tool(name="surgeon", version=__version__), tensors=tensors, **entry, **more)
+        run = _training_entry(proof, digests, final, entry, beside, of_base)
         files = {name: digest for name, digest in proof.files.items() if not name.startswith(f"{ADAPTER_FOLDER}/")}
         after = manifest.changed(training=[*manifest.training, run], files=beside_weights(files))
         return manifest_and_card(after, out.config, shards, metadata_of(out))
 
     return Job(
-        shards=(*shards, *beside),
-        origins=origins_in(out, shards) | trained | beside_origins,
+        shards=(*shards, *beside.shards),
+        origins={**origins_in(out, shards), **trained, **beside.origins},
         twins=twins_in(out, shards),
         files=model_files(out.config, shards, code) | dict(added),
         carried=out,
@@ -289,12 +322,37 @@ def publishing_job(
         identity={
             "train": _digest(work / FINAL_FILE),
             "adapter": None if final.adapter is None else _digest(work / ADAPTER_FILE),
-            "kept": kept,
+            "kept": list(beside.kept),
             "entry": entry,
-            "held": dict(held),
+            "held": dict(digests),
             "out": out.identity(),
         },
     )
+
+
+def _training_entry(
+    proof: ReadBack,
+    digests: Mapping[str, str],
+    final: Final,
+    entry: dict[str, Any],
+    beside: _Beside,
+    of_base: Collection[str],
+) -> TrainingEntry:
+    """Return the run's entry in the manifest, once all of it was read back; arguments as `publishing_job` has them."""
+    tensors = {
+        name: TrainedTensor(
+            sha256=proof.digests[name],
+            max_change=change.max_change,
+            relative_change=change.relative_change,
+            **({"before": digests[name]} if name in of_base else {}),
+        )
+        for name, change in final.changes.items()
+    }
+    more: dict[str, Any] = {"kept": list(beside.kept)} if beside.kept else {}
+    if final.adapter is not None:
+        adapter = {info.name: StoredTensor.of(info, proof.digests[info.name]) for info in beside.adapter}
+        more["adapter"] = AdapterEntry(config=hashlib.sha256(final.adapter).hexdigest(), tensors=adapter)
+    return TrainingEntry(tool=Tool(name="surgeon", version=__version__), tensors=tensors, **entry, **more)
 
 
 def _named(info: TensorInfo) -> str:

@@ -19,27 +19,37 @@ from surgeon.common import devices
 from surgeon.common.disk_space import writing
 from surgeon.common.distributed import Ranks, waiting
 from surgeon.common.listener import Listener
+from surgeon.common.schema import BEGIN, TEMPLATE
 from surgeon.common.work_folders import WorkFolder
 from surgeon.data.documents import Corpus, Repeated
 from surgeon.data.recall import recalled, sampled
-from surgeon.data.specs import BEGIN, TEMPLATE, GenerateSpec, SourceSpec
+from surgeon.data.specs import GenerateSpec, SourceSpec
 from surgeon.train.config.loading import LoadedConfig
 from surgeon.train.training_data import written_source
 
 
 def memory_folder(target: Path) -> Path:
-    """Where texts that the model writes for its own training lie until the run is published: `.NAME.memory`."""
+    """Return the folder of texts that the model writes for training, until the run is published: `.NAME.memory`."""
     return target.with_name(f".{target.name}.memory")
 
 
 def write_sources(
     out: CheckpointFolder, loaded: LoadedConfig, target: Path, *, device: str, listener: Listener, take_over: bool
 ) -> None:
-    """Have `out` write the texts of sources with `generate` that are not there yet. Raises BadInput as `recall`.
+    """Have `out` write the texts of sources with `generate` that are not there yet.
 
-    With `take_over` texts that came from elsewhere are taken.
+    The first of several processes does it, and its error is raised in all.
 
-    Of several processes the first one does, and an error of its is raised in all.
+    Args:
+        out: the model.
+        loaded: the training config.
+        target: where the run will be published.
+        device: where the model runs.
+        listener: hears of the progress.
+        take_over: take texts that came from elsewhere.
+
+    Raises:
+        BadInput: as `recall`.
     """
     asked = list(_asked(loaded))
     ranks = Ranks.of_environment()
@@ -125,9 +135,19 @@ def imagined_sources(
     device: str,
     say: Callable[[str], None],
 ) -> Imagined:
-    """What `write_sources` would write, from one batch of documents of each source. Raises BadInput as it does.
+    """Estimate what `write_sources` would write, from one batch of documents of each source.
 
     Nothing is written to disk. A text that a run has written already is not imagined.
+
+    Args:
+        out: the model.
+        loaded: the training config.
+        target: where the run would be published.
+        device: where the model runs.
+        say: takes a line for the user.
+
+    Raises:
+        BadInput: as `recall`.
     """
     texts: dict[str, Corpus] = {}
     notes: list[str] = []

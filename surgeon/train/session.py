@@ -39,6 +39,7 @@ from surgeon.train.loading import (
     preserving_by,
     trained_numbers,
 )
+from surgeon.train.losses.cached_teacher import CachedTeacher
 from surgeon.train.losses.held_out import figures_by_source
 from surgeon.train.losses.preserving import NUMBERS
 from surgeon.train.opening import Run, as_it_is, check_as_left, opened_run
@@ -61,7 +62,7 @@ from surgeon.train.self_generated import memory_folder, write_sources
 from surgeon.train.steps.arguments import training_arguments
 from surgeon.train.steps.by_document import by_document
 from surgeon.train.steps.cadence import Cadence
-from surgeon.train.steps.trainer import DATA_FILE, TRAINED_FILE, SurgeonTrainer
+from surgeon.train.steps.trainer import DATA_FILE, TRAINED_FILE, Sequences, SurgeonTrainer
 
 # In the work folder: the published run, where what is asked for is only made of it.
 WHOLE_FOLDER = "whole"
@@ -82,21 +83,32 @@ def run_training(
 ) -> Trained | None:
     """Train `out` by the config and publish it as `target`; None on processes that do not lead.
 
-    `manifest` is None where `out` had no surgery.
+    Args:
+        out: the output to train.
+        manifest: its manifest; None where there was no surgery.
+        loaded: the training config.
+        target: where the run is published.
+        device: `auto`, or a device.
+        listener: hears of the progress.
+        prepared: what `prepare` returned; None: it is called here.
+        deliver: makes `target` of the run, which is published in the work folder then.
+        link: link shards in which nothing trained to `out`'s.
+        take_over: continue a work folder that came from elsewhere.
 
-    `prepared` is what `prepare` settled, where it was asked already. Raises BadInput, WrongSet, Diverged,
-    PromiseBroken. With `deliver` the run is published in the work folder
-    instead, and `deliver` makes `target` of that. With `link` shards in which nothing trained are linked to `out`'s.
-    With `take_over` a work folder that came from elsewhere is gone on with.
+    Raises:
+        BadInput: the run cannot be made.
+        WrongSet: something else would train.
+        Diverged: the loss is no number any more.
+        PromiseBroken: a tensor that did not train changed.
     """
     write_sources(out, loaded, target, device=device, listener=listener, take_over=take_over)
     run = opened_run(out, manifest, loaded, target, device=device, listener=listener, prepared=prepared)
     settings, data, ranks, say = run.settings, run.data, run.ranks, run.say
-    held = check_as_left(out, manifest, listener)
+    digests = check_as_left(out, manifest, listener)
     if manifest is None:
-        run = replace(run, manifest=as_it_is(run, held))
+        run = replace(run, manifest=as_it_is(run, digests))
     kept = f"checkpoints are kept in {printable(str(run.work))}: the same command continues"
-    fingerprint = fingerprint_of(loaded, settings, held, data)
+    fingerprint = fingerprint_of(loaded, settings, digests, data)
     with (
         writing(run.work, kept=kept),
         held_by_run(run.work, target, fingerprint, leads=ranks.leads, take_over=take_over, say=say) as work,
@@ -116,7 +128,7 @@ def run_training(
         if deliver and whole.exists():
             # Of a run that was cut off between the two.
             shutil.rmtree(whole)
-        trained = _publish(trained, run, whole, held, link=link)
+        trained = _publish(trained, run, whole, digests, link=link)
         if deliver:
             deliver(whole)
         work.remove(last=RUN_FILE)
@@ -138,29 +150,10 @@ def _train(run: Run) -> Trained:
     if ranks.leads:
         check_room_of(run, trainer, cached)
     if cached is not None:
-        assert trainer.preserving is not None
-        run.say(f"{cached.shown}, in {printable(str(run.work))} while the run lasts")
-        with by_document():
-            cached.record(
-                trainer.preserving,
-                micro_batch=settings.micro_batch,
-                device=trainer.args.device,
-                ranks=ranks,
-                listener=run.listener if ranks.leads else Quiet(),
-            )
+        _record_teacher(cached, trainer, run)
     first = _first_losses(trainer, run)
     begun = time.perf_counter()
-    if checkpoint is not None:
-        run.say(f"continuing from the checkpoint of step {done}")
-        trainer.batches.mixture.restore(json.loads((checkpoint / DATA_FILE).read_text(encoding="utf-8")))
-    if ranks.leads:
-        run.listener.begin("training", settings.steps, "steps")
-        run.listener.advance(done)
-    if done < settings.steps:
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        history = trainer.state.log_history
-    else:
-        history = json.loads((run.work / f"checkpoint-{done}" / STATE_FILE).read_text())["log_history"]
+    history = _steps(trainer, run, checkpoint, done)
     published = _published_step(run, history, first)
     last = {name: value for entry in history if entry["step"] <= published for name, value in entry.items()}
     seconds = time.perf_counter() - begun - trainer.aside
@@ -176,7 +169,7 @@ def _train(run: Run) -> Trained:
         manifest=run.manifest,
         operations=run.wanted.operations,
         settings=settings.to_json(),
-        parameters=trained_numbers(trainer.model, trainer.held),
+        parameters=trained_numbers(trainer.model, trainer.parameters.fixed),
         changes={},
         losses={name: [loss, float(last[f"eval_{name}_loss"])] for name, loss in first.items()},
         tokens=tokens,
@@ -190,8 +183,39 @@ def _train(run: Run) -> Trained:
     )
 
 
+def _record_teacher(cached: CachedTeacher, trainer: SurgeonTrainer, run: Run) -> None:
+    """Write down what the base says, before anything of it trains."""
+    assert trainer.preserving is not None
+    run.say(f"{cached.summary}, in {printable(str(run.work))} while the run lasts")
+    with by_document():
+        cached.record(
+            trainer.preserving,
+            micro_batch=run.settings.micro_batch,
+            device=trainer.args.device,
+            ranks=run.ranks,
+            listener=run.listener if run.ranks.leads else Quiet(),
+        )
+
+
+def _steps(trainer: SurgeonTrainer, run: Run, checkpoint: Path | None, done: int) -> list[dict[str, Any]]:
+    """Make the steps after step `done`, which `checkpoint` is of, and return the log of all steps."""
+    settings = run.settings
+    if checkpoint is not None:
+        run.say(f"continuing from the checkpoint of step {done}")
+        trainer.batches.mixture.restore(json.loads((checkpoint / DATA_FILE).read_text(encoding="utf-8")))
+    if run.ranks.leads:
+        run.listener.begin("training", settings.steps, "steps")
+        run.listener.advance(done)
+    if done < settings.steps:
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        history: list[dict[str, Any]] = trainer.state.log_history
+    else:
+        history = json.loads((run.work / f"checkpoint-{done}" / STATE_FILE).read_text())["log_history"]
+    return history
+
+
 def _scores(entry: Mapping[str, Any], source: str) -> dict[str, float]:
-    """What an evaluation says of a source beside its loss."""
+    """Return an evaluation's figures of a source beside its loss."""
     keys = ("accuracy", "f1", "matthews")
     return {key: float(entry[found]) for key in keys if (found := f"eval_{source}_{key}") in entry}
 
@@ -211,13 +235,13 @@ def _published_step(run: Run, log: Sequence[Mapping[str, Any]], first: Mapping[s
 
 
 def _trainer(run: Run, done: int) -> SurgeonTrainer:
-    """The model with exactly what is wanted set to train, and the trainer that goes on after step `done`."""
+    """Load the model, let exactly the run's parameters train, and make the trainer that continues after step `done`."""
     config, settings, ranks = run.loaded.config, run.settings, run.ranks
     args = training_arguments(
         run.target.name, run.work, settings, log_every=config.log_every, save_every=config.save_every, device=run.device
     )
-    model, names, held = loaded_model(run)
-    fitted = fit(run, model)
+    model, parameters = loaded_model(run)
+    parameters = replace(parameters, fitted=tuple(fit(run, model)))
     if run.sharding is None:
         # What is compared before the first step runs where training does: some attention runs on a GPU alone.
         model.to(args.device)
@@ -243,16 +267,12 @@ def _trainer(run: Run, done: int) -> SurgeonTrainer:
         model,
         args,
         settings=settings,
-        names=names,
-        batches=batches,
-        validation=run.data.validation,
+        parameters=parameters,
+        sequences=Sequences(batches, run.data.validation, run.pad),
         callbacks=[cadence, *run.trackers],
         fused=fused,
         preserving=preserving,
-        held=held,
         keep_best=config.keep_best,
-        fitted=fitted,
-        pad=run.pad,
         saving=_saving(run, model),
     )
     check_isolation(run, model)
@@ -263,8 +283,11 @@ def _trainer(run: Run, done: int) -> SurgeonTrainer:
     return trainer
 
 
-def _publish(trained: Trained, run: Run, target: Path, held: dict[str, str], *, link: bool) -> Trained:
-    """Write the run to `target`; the same with its manifest and with what changed."""
+def _publish(trained: Trained, run: Run, target: Path, digests: dict[str, str], *, link: bool) -> Trained:
+    """Write the run to `target`, and add its manifest and what changed to `trained`.
+
+    `digests` are those of all tensors of the output. Raises BadInput where the checkpoint is damaged.
+    """
     assert run.manifest is not None
     last = run.work / f"checkpoint-{trained.published_step}"
     record = RunRecord.read(run.work)
@@ -302,7 +325,7 @@ def _publish(trained: Trained, run: Run, target: Path, held: dict[str, str], *, 
         run.out,
         run.manifest,
         run.work,
-        held=held,
+        digests=digests,
         final=final,
         entry=entry,
         added=added,

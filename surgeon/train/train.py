@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 def train(
     out: str | Path,
-    config: str | Path,
+    config: str | Path | LoadedConfig,
     to: str | Path,
     *,
     overrides: Sequence[str] = (),
@@ -48,18 +48,34 @@ def train(
     trust_remote_code: bool = False,
     listener: Listener | None = None,
 ) -> Trained | None:
-    """Train what surgery added to `out` by the config file `config`, and publish the run as the new folder `to`.
+    """Train what surgery added to `out` by `config`, and publish the run as the new folder `to`.
+
+    `config` is a training config's file, or what `load_config` read.
 
     The config's `what` and `lora` train something else, of a plain base too, which then has a `surgery.json` as well.
-    `overrides` are values that replace the file's: `optimizer.lr=1e-4`, `sources.NAME.share=0.5`.
-
     `to` is absent or complete at any moment: every tensor that did not train is byte for byte that of `out`, which is
-    checked. With `delta_only` it is the run's delta (`make_delta`), which `apply_delta` applies to the base. With
-    `link` shards of `out` in which nothing trained are hard-linked and become read-only (`apply`). The
-    same call continues a run that was cut off, from its last checkpoint; one that this user did not begin in this
-    place (a copy, an archive) only with `take_over`. Under torchrun every process
-    makes this call; None on all but the first. Raises BadInput for what cannot be trained, WrongSet where anything else
-    would train, Diverged where the loss is no number any more.
+    checked. The same call continues a run that was cut off, from its last checkpoint. Under torchrun every process
+    makes this call.
+
+    Args:
+        out: an output of `apply`, or a plain model.
+        config: the training config.
+        to: the new folder.
+        overrides: values that replace the file's: `optimizer.lr=1e-4`, `sources.NAME.share=0.5`.
+        delta_only: publish the run's delta (`make_delta`), which `apply_delta` applies to the base.
+        link: hard-link shards of `out` in which nothing trained; they become read-only (`apply`).
+        take_over: continue a run that this user did not begin in this place (a copy, an archive).
+        device: `auto`, or a device.
+        trust_remote_code: run the code that the model brings.
+        listener: hears of the progress.
+
+    Returns:
+        The run; None on all processes but the first.
+
+    Raises:
+        BadInput: it cannot be trained.
+        WrongSet: anything else would train.
+        Diverged: the loss is no number any more.
     """
     asked = _asked(out, config, to, overrides, device, trust_remote_code)
     listener = listener or Quiet()
@@ -81,7 +97,7 @@ def train(
 
 def rehearse(
     out: str | Path,
-    config: str | Path,
+    config: str | Path | LoadedConfig,
     to: str | Path,
     *,
     overrides: Sequence[str] = (),
@@ -89,11 +105,22 @@ def rehearse(
     trust_remote_code: bool = False,
     listener: Listener | None = None,
 ) -> Rehearsal:
-    """What `train` of the same arguments would see, and about what it would cost; nothing is written.
+    """Estimate what `train` of the same arguments would see and cost; nothing is written.
 
-    The texts are read through and tokens counted, a few micro-batches are run and timed; of a text that the model has
-    yet to write, one batch of documents is. Raises BadInput as `train`, and where a micro-batch does not fit into
-    memory.
+    The texts are read through and tokens counted, a few micro-batches are run and timed. Of a text that the model has
+    yet to write, one batch of documents is written.
+
+    Args:
+        out: as `train` takes it.
+        config: as `train` takes it.
+        to: as `train` takes it.
+        overrides: as `train` takes them.
+        device: as `train` takes it.
+        trust_remote_code: as `train` takes it.
+        listener: as `train` takes it.
+
+    Raises:
+        BadInput: as `train`, and where a micro-batch does not fit into memory.
     """
     asked = _asked(out, config, to, overrides, device, trust_remote_code)
     if Ranks.of_environment().size > 1:
@@ -123,15 +150,25 @@ class _Asked(NamedTuple):
     prepared: Prepared
 
     def given_to(self, call: Callable[..., _T], **more: Any) -> _T:
-        """What a call makes of all of it, and of `more`."""
+        """Call `make` with all of it, and with `more`."""
         return call(self.out, self.manifest, self.loaded, self.target, prepared=self.prepared, **more)
 
 
 def _asked(
-    out: str | Path, config: str | Path, to: str | Path, overrides: Sequence[str], device: str, trust_remote_code: bool
+    out: str | Path,
+    config: str | Path | LoadedConfig,
+    to: str | Path,
+    overrides: Sequence[str],
+    device: str,
+    trust_remote_code: bool,
 ) -> _Asked:
     """Everything about a run that is checked without torch. Raises BadInput with all that is wrong."""
-    loaded = load_config(Path(config), overrides)
+    if isinstance(config, LoadedConfig):
+        if overrides:
+            raise BadInput("`overrides` are for a config file; change the loaded config instead")
+        loaded = config
+    else:
+        loaded = load_config(Path(config), overrides)
 
     from surgeon.train.preparing import prepare
 
@@ -170,7 +207,7 @@ def _with_head(
 
 
 def trained_view(trained: Trained) -> RenderableType:
-    """What was learned and forgotten, what changed by how much, and what it took."""
+    """Show what was learned and forgotten, what changed by how much, and what it took."""
     losses = FittedTable("source")
     for column in ("before", "after", "change"):
         losses.add_column(column)

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from surgeon.common.schema import ORIGINAL
 from surgeon.data.documents import Corpus
 from surgeon.data.encoding import Encoder
 from surgeon.data.examples import ExampleEncoder, ExampleStream, example_at, labels_of
 from surgeon.data.packing import Mixture, PackedSequence, Packer, SourceStream, held_out, split
 from surgeon.data.sources import OpenedSource, open_source
-from surgeon.data.specs import ORIGINAL, SourceSpec
+from surgeon.data.specs import SourceSpec
 from surgeon.errors import BadInput, printable
 from surgeon.models.templates import MARKS, unknown_marks
 from surgeon.train.config.loading import LoadedConfig
@@ -73,15 +74,15 @@ class _Drawn:
 
     @property
     def tokens_a_byte(self) -> float:
-        """Of the documents that were drawn."""
+        """The rate in the documents that were drawn."""
         return self.tokens / max(1, self.nbytes)
 
 
 @dataclass
 class TrainingData:
-    """What to train on, and by source the sequences that are held out. `commits` are of sources on the Hub, by name.
+    """The text to train on, and by source the held-out sequences. `commits` are of sources on the Hub, by name.
 
-    `held` gives, by source, as many sequences of what is held out as are asked for, and as long.
+    `held` has, by source, what returns so many held-out sequences of such a length.
     """
 
     mixture: Mixture[Any]
@@ -102,10 +103,18 @@ class TrainingData:
         memory: Path | None = None,
         imagined: Mapping[str, Corpus] | None = None,
     ) -> TrainingData:
-        """Open every source of the config; texts that the model wrote are in the folder `memory`, where there are any.
+        """Open every source of the config.
 
-        `imagined` are texts, by source, that the model has yet to write.
-        Raises BadInput for one that cannot be read or that holds out too little.
+        Args:
+            loaded: the training config.
+            settings: the run's numbers.
+            encoder: the output's tokenizer.
+            say: takes a line for the user.
+            memory: the folder of texts that the model wrote, where there are any.
+            imagined: by source, texts that the model has yet to write.
+
+        Raises:
+            BadInput: a source cannot be read, or holds out too little.
         """
         config = loaded.config
         if any(source.kind == "chat" for source in config.sources):
@@ -168,7 +177,7 @@ class TrainingData:
         return found
 
     def _parted(self, source: SourceSpec, opened: OpenedSource) -> tuple[NDArray[np.int64], Corpus, list[int]]:
-        """The documents of a source to train on; those held out, with their numbers."""
+        """Divide a source's documents into those to train on and those held out, with their numbers."""
         self._note(source, opened)
         share = source.validation if isinstance(source.validation, float) else 0.0
         kept, held = split(opened.text, share, name=source.name)
@@ -207,9 +216,9 @@ class TrainingData:
         return steps
 
     def _steps_of_bytes(self, wanted: int, counted: Collection[str], settings: Settings) -> int:
-        """The fewest steps whose sequences of the sources `counted` hold `wanted` bytes of text.
+        """Count the fewest steps whose sequences of the sources `counted` have `wanted` bytes of text.
 
-        Of a document that a step cuts, the part of its bytes is taken that its tokens are.
+        A document that a step cuts counts by the part of its tokens.
         """
         a_step = settings.batch * settings.length
         streams = {stream.name: stream for stream in self.mixture.streams}

@@ -44,7 +44,7 @@ def match_rows(source_ED: Tensor, target_ED: Tensor, *, groups: int = 1) -> Assi
 
 
 def _squared_distances(source_ED: Tensor, target_ED: Tensor) -> np.ndarray:
-    """In float64, from the differences themselves, so that near-equal rows keep their order."""
+    """Compute them in float64, from the differences themselves, so that near-equal rows keep their order."""
     x, y = (rows.detach().to("cpu", torch.float64) for rows in (source_ED, target_ED))
     return torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist").square().numpy()
 

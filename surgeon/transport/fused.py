@@ -80,9 +80,8 @@ def _exp_kernel(cost, g, f, shift, scale, n, m, ROWS: tl.constexpr, BLOCK: tl.co
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _finish_kernel(
-    kernel, v, u_out, row_mass, row_logs, partial, factor, n, m, tiles, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
+def _finish_kernel(kernel, v, of_rows, partial, factor, n, m, tiles, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    # `of_rows` is (3, n): u, the rows' masses and their Σ T log K.
     program = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < m
@@ -99,9 +98,9 @@ def _finish_kernel(
         # log 0, where there is no mass, must not become 0 · ∞.
         logs = tl.where(block > 0, tl.maximum(tl.log(tl.where(block > 0, block, 1.0)), -1e4), -1e4)
         block = block * u[:, None] * scaling[None, :]
-        tl.store(u_out + rows, u, mask=rows < n)
-        tl.store(row_mass + rows, tl.sum(block, axis=1), mask=rows < n)
-        tl.store(row_logs + rows, tl.sum(logs * block, axis=1), mask=rows < n)
+        tl.store(of_rows + rows, u, mask=rows < n)
+        tl.store(of_rows + n + rows, tl.sum(block, axis=1), mask=rows < n)
+        tl.store(of_rows + 2 * n + rows, tl.sum(logs * block, axis=1), mask=rows < n)
         summed += block
         tl.store(at, block * factor, mask=mask)
     tl.store(partial + program.to(tl.int64) * m + columns, tl.sum(summed, axis=0), mask=inside)
@@ -168,14 +167,12 @@ def _sweep(kernel_NM: Tensor, v_M: Tensor) -> Tensor:
 def _finish(kernel_NM: Tensor, v_M: Tensor, factor: float) -> Sums:
     n, m = kernel_NM.shape
     launch = _Launch(kernel_NM)
-    u_N, row_mass_N, row_logs_N = kernel_NM.new_empty(3, n).unbind()
+    of_rows_3N = kernel_NM.new_empty(3, n)
     with _on(kernel_NM):
         _finish_kernel[(launch.programs,)](
             kernel_NM,
             v_M,
-            u_N,
-            row_mass_N,
-            row_logs_N,
+            of_rows_3N,
             launch.partial_PM,
             factor,
             n,
@@ -185,6 +182,7 @@ def _finish(kernel_NM: Tensor, v_M: Tensor, factor: float) -> Sums:
             BLOCK=launch.block,
             **launch.options,
         )
+    u_N, row_mass_N, row_logs_N = of_rows_3N
     column_mass_M = launch.partial_PM.sum(0, dtype=torch.float64)
     return Sums(u_N.double(), row_mass_N.double(), column_mass_M, row_logs_N.sum(dtype=torch.float64))
 

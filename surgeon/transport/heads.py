@@ -44,7 +44,7 @@ class HeadMaps:
 
 
 class HeadMap(TransportMap):
-    """T = H ⊗ I/head_dim, held as s · H / head_dim."""
+    """T = H ⊗ I/head_dim, stored as s · H / head_dim."""
 
     def __init__(self, heads_NM: Tensor, *, head_dim: int, factor: float, solution: Solution) -> None:
         self.solution = solution
@@ -78,11 +78,22 @@ def head_maps(
     head_dim: int,
     device: str | torch.device | None = None,
 ) -> HeadMaps:
-    """Maps that send whole heads of `source` onto those of `target`.
+    """Return maps that send whole heads of `source` onto those of `target`.
 
     The cost of two heads is the root mean square of the distances between their rows, so `reg` has the same scale as
-    for single rows. With `solver="emd"` each group, and each head in it, maps to exactly one other. Raises ValueError
-    for shapes that do not fit the numbers of heads.
+    for single rows. With `solver="emd"` each group, and each head in it, maps to exactly one other.
+
+    Args:
+        source: the lower layer's projections.
+        target: the upper layer's.
+        settings: how maps are solved.
+        n_heads: query heads.
+        n_kv_heads: heads of keys and values.
+        head_dim: rows of a head.
+        device: where it is solved; None: where the source is.
+
+    Raises:
+        ValueError: shapes do not fit the numbers of heads.
     """
     _check_layout(n_heads, n_kv_heads, head_dim)
     for weights in (source, target):
@@ -139,7 +150,7 @@ def _map_within(squared_GAGA: Tensor, rows: int, settings: TransportSettings) ->
 def _head_map(
     heads_NM: Tensor, head_dim: int, settings: TransportSettings, solution: Solution, like: Tensor
 ) -> HeadMap:
-    """From a plan between heads (float64, summing to 1) to the map of their rows, its numbers those of that map."""
+    """Turn a plan between heads (float64, summing to 1) into the map of their rows, its numbers those of that map."""
     n, m = heads_NM.shape
     factor = settings.factor(m * head_dim)
     whole = dataclasses.replace(

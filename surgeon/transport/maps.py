@@ -55,7 +55,7 @@ class Solution:
     """The numbers of a solved problem, all measured on T as it is applied.
 
     `iterations`: passes over the kernel, every stage of ε counted. `row_error`, `column_error`: L1 distances of
-    T's marginals from uniform; `converged`: both are within the tolerance asked for. `entropy`: of T, in nats, at
+    T's marginals from uniform; `converged`: both are within the settings' tolerance. `entropy`: of T, in nats, at
     most log(n·m) (OpT-DeUS, Table 8). `cost`: ⟨T, C⟩ with C in its own unit, before `cost_scale`.
     """
 
@@ -69,7 +69,7 @@ class Solution:
     cost: float
 
     def to_report(self) -> dict[str, Any]:
-        """As JSON data, for the manifest."""
+        """Return it as JSON data, for the manifest."""
         return asdict(self)
 
 

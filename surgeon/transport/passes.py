@@ -17,7 +17,7 @@ _BLOCK = 1 << 22
 
 @dataclass(frozen=True)
 class Sums:
-    """What is summed while T is made: u, T's row and column sums and Σ T log K, all in float64."""
+    """Sums that are taken while T is made: u, T's row and column sums and Σ T log K, all in float64."""
 
     u_N: Tensor
     row_mass_N: Tensor

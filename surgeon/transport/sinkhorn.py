@@ -108,11 +108,18 @@ def sinkhorn(
     max_iterations: int,
     tolerance: float,
 ) -> DenseMap:
-    """Solve for the cost that `make_cost` returns (each call must compute it again: its buffer is overwritten).
+    """Solve for the cost that `make_cost` returns.
 
-    `make_cost` gives Cᵀ / unit, (m, n); `reg` is in that scaled unit, `Solution.cost` in C's own; the map is
-    applied times `factor`. Where `tolerance` is not reached within `max_iterations`, the solution says so; no error.
-    Raises ValueError in one line for a `reg` below the rounding of the costs.
+    Args:
+        make_cost: returns Cᵀ / unit, (m, n); each call must compute it again: its buffer is overwritten.
+        reg: ε, in the unit of the scaled cost.
+        unit: what C was divided by; `Solution.cost` is in C's own unit.
+        factor: what the map is applied times.
+        max_iterations: passes at most; where `tolerance` is not reached by then, the solution says so.
+        tolerance: L1 distance of both marginals from uniform.
+
+    Raises:
+        ValueError: `reg` is below the rounding of the costs.
     """
     cost_MN = make_cost()
     m, n = cost_MN.shape
@@ -175,7 +182,7 @@ def _fresh(state: _State, make_cost: Callable[[], Tensor]) -> Tensor:
 
 
 def _remake_kernel(state: _State, make_cost: Callable[[], Tensor], epsilon: float, following: float) -> None:
-    """What x has become moves into the reference g, and K is made anew for the next ε."""
+    """Move what x has become into the reference g, and make K anew for the next ε."""
     cost_MN = _recovered(state, make_cost, epsilon)
     state.g_N = (state.g_N + epsilon * state.x_N).to(state.g_N.dtype)
     state.x_N = torch.zeros_like(state.x_N)

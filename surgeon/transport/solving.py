@@ -18,9 +18,15 @@ _MOST_PIVOTS = 10_000_000
 
 
 def exact(cost_NM: Tensor, *, unit: float, factor: float, tolerance: float) -> AssignmentMap | DenseMap:
-    """The cheapest map for the cost C / unit; solved on the CPU in float64.
+    """Return the cheapest map for the cost C / unit, solved on the CPU in float64.
 
     With as many rows as columns some optimum is a permutation (Birkhoff); the solver finds one.
+
+    Args:
+        cost_NM: C / unit.
+        unit: what C was divided by; `Solution.cost` is in C's own unit.
+        factor: what the map is applied times.
+        tolerance: L1 distance of both marginals from uniform, beyond which the solution has not converged.
     """
     n, m = cost_NM.shape
     host = cost_NM.detach().to("cpu", torch.float64).numpy()
@@ -61,11 +67,19 @@ _SMALL_BLOCK = 1 << 18
 def solve(
     source_ND: Tensor, target_MD: Tensor, settings: TransportSettings, *, device: str | torch.device | None = None
 ) -> TransportMap:
-    """The transport map from the rows of `source_ND` onto those of `target_MD`, uniform marginals, Euclidean cost.
+    """Return the map from the rows of `source_ND` onto those of `target_MD`, uniform marginals, Euclidean cost.
 
-    Works in float32 (float64 where either is) on `device`, by default the source's; the largest thing held is one
-    (n, m) buffer, which becomes the map. Where memory runs out, it tries once more in small row blocks.
-    Raises ValueError in one line for inputs that are empty, not finite, or do not match, and for too little memory.
+    Works in float32 (float64 where either is); the largest buffer is one of (n, m), which becomes the map. Where memory
+    runs out, it tries once more in small row blocks.
+
+    Args:
+        source_ND: the rows that are aligned.
+        target_MD: the rows that they are aligned to.
+        settings: how the map is solved and applied.
+        device: where it is solved; None: where the source is.
+
+    Raises:
+        ValueError: inputs are empty, not finite or do not match, or memory is too small.
     """
     check_rows(source_ND, target_MD)
     source_ND, target_MD = source_ND.detach(), target_MD.detach()

@@ -16,9 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from surgeon._version import __version__
-from surgeon.apply.write import constant_bytes
 from surgeon.blueprint.draft import Blueprint, Output
-from surgeon.blueprint.recipes import Constant, Copy, Joined, Listed, fits_of, numel
 from surgeon.checkpoint.card_metadata import Metadata
 from surgeon.checkpoint.folder import (
     CARD_FILE,
@@ -28,9 +26,8 @@ from surgeon.checkpoint.folder import (
     RECORD_FILE,
     CheckpointFolder,
 )
-from surgeon.checkpoint.header import DTYPE_BITS
 from surgeon.checkpoint.own_code import has_own_code
-from surgeon.checkpoint.ranges import zeros_sha256
+from surgeon.checkpoint.pieces import Pieces
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, is_side_file
 from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, TokenizerJson, without
@@ -70,7 +67,8 @@ def manifest_differences(manifest: Manifest, loaded: LoadedPlan, blueprint: Blue
     plan_models = [name for operation in loaded.plan.operations for name in operation.models]
     adapters = adapters_of(manifest, file=MANIFEST_FILE)
     texts = [coupling.support.text for coupling in blueprint.couplings.values() if coupling.support is not None]
-    fits = dict.fromkeys(name for output in blueprint.outputs if output.new for name in fits_of(output.recipe))
+    made_of = (each for output in blueprint.outputs if output.new for each in output.recipe.walk())
+    fits = dict.fromkeys(each.own_fit for each in made_of if each.own_fit is not None)
     expected = compose(
         loaded,
         blueprint,
@@ -100,19 +98,15 @@ def manifest_differences(manifest: Manifest, loaded: LoadedPlan, blueprint: Blue
 
 def _at_birth(output: Output, manifest: Manifest, base: Base) -> str:
     """The digest of a new tensor at birth; of a computed one what the manifest says, which is compared elsewhere."""
-    recipe = output.recipe
-    if isinstance(recipe, Constant | Listed):
-        return constant_digest(recipe)
-    whole = recipe.whole if isinstance(recipe, Joined) else recipe
-    claimed = base.tensors.get(whole.source) if isinstance(whole, Copy) else manifest.new_tensors.get(output.name)
+    for sha256, lying in output.recipe.named_values:
+        if lying.nbytes == output.nbytes:
+            return sha256
+    source = next(iter(output.pieces.tensors), "")
+    original = base.tensors.get(source)
+    if original is not None and output.pieces == Pieces.whole(source, original.nbytes):
+        return original.sha256
+    claimed = manifest.new_tensors.get(output.name)
     return "0" * 64 if claimed is None else claimed.sha256
-
-
-def constant_digest(recipe: Constant | Listed) -> str:
-    """The digest of a tensor whose values the recipe names."""
-    if isinstance(recipe, Constant) and recipe.value == 0:
-        return zeros_sha256(numel(recipe) * DTYPE_BITS[recipe.dtype] // 8)
-    return hashlib.sha256(constant_bytes(recipe)).hexdigest()
 
 
 def _differences(expected: Any, found: Any, path: str) -> Iterator[str]:

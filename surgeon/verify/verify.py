@@ -22,7 +22,8 @@ from surgeon.families.dissect import dissect
 from surgeon.manifest.manifest import MANIFEST_FILE
 from surgeon.manifest.reading import manifest_of
 from surgeon.verify.check import Check
-from surgeon.verify.static import Drawn, bytes_to_read, check_earlier, check_static, earlier_state
+from surgeon.verify.earlier import check_earlier, earlier_state
+from surgeon.verify.static import Drawn, bytes_to_read, check_static
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -19,7 +19,7 @@ from surgeon.apply.apply import Applied, applied_view
 from surgeon.apply.preview import open_headers
 from surgeon.apply.twin_proof import prove_blueprint
 from surgeon.blueprint.draft import Blueprint
-from surgeon.blueprint.recipes import Constant, Copy
+from surgeon.blueprint.recipes import Constant, Copy, renamed
 from surgeon.common import cache
 from surgeon.errors import BadInput
 from surgeon.families import anatomy_cache, derived, silence
@@ -89,7 +89,7 @@ def with_another_source(blueprint: Blueprint) -> Blueprint:
         f"model.layers.{n}.self_attn.v_proj.weight": f"model.layers.{1 - n}.self_attn.v_proj.weight" for n in (0, 1)
     }
     outputs = [
-        replace(o, recipe=replace(o.recipe, source=sources[o.recipe.source]))
+        replace(o, recipe=renamed(o.recipe, sources[o.recipe.source]))
         if isinstance(o.recipe, Copy) and o.recipe.source in sources
         else o
         for o in blueprint.outputs

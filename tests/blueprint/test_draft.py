@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from surgeon.blueprint.draft import Blueprint
 from surgeon.blueprint.recipes import Copy
-from surgeon.blueprint.shards import lay_out, nbytes
+from surgeon.blueprint.shards import lay_out
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
 from surgeon.families.dissect import dissect
@@ -76,9 +76,18 @@ def test_new_shards_are_cut_between_layers(base: CheckpointFolder, limit: int) -
     layers = [{output.name.split(".")[2] for output in shard.outputs} for shard in new]
     assert sum(len(held) for held in layers) == 6, "a layer lies in two shards"
     for shard, held in zip(new, layers, strict=True):
-        assert len(held) == 1 or sum(nbytes(output) for output in shard.outputs) <= limit
+        assert len(held) == 1 or sum(output.nbytes for output in shard.outputs) <= limit
     assert [shard.file for shard in shards][-1].endswith(f"-of-{len(shards):05d}.safetensors")
     assert sorted(o.name for shard in shards for o in shard.outputs) == sorted(o.name for o in drawn.outputs)
+
+
+def test_new_shards_are_filled_before_another_begins(base: CheckpointFolder) -> None:
+    drawn = blueprint(base, insert(0, 1, 2, 3, 4, 5))
+    layer = sum(output.nbytes for output in drawn.outputs if output.new) // 6
+    for fits in (1, 2, 3, 6):
+        for limit in (fits * layer, (fits + 1) * layer - 1):
+            shards = lay_out(drawn.outputs, base.tensors, max_new_shard_bytes=limit)
+            assert [shard.nbytes for shard in shards if shard.twin is None] == [fits * layer] * (6 // fits)
 
 
 def test_growth_without_end_is_refused(base: CheckpointFolder) -> None:

@@ -14,7 +14,15 @@ import safetensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from surgeon.checkpoint.header import DTYPE_BITS, FLOAT_DTYPES, Header, build_header, parse_header, read_header
+from surgeon.checkpoint.header import (
+    DTYPE_BITS,
+    FLOAT_DTYPES,
+    Header,
+    build_header,
+    header_bytes,
+    parse_header,
+    read_header,
+)
 from surgeon.errors import BadInput
 from tests.checkpoint.files import raw_file, tensor_bytes
 
@@ -307,3 +315,17 @@ def test_hostile_headers_cost_bounded_time_and_memory(text: str, times: int, end
     assert length < 500
     assert seconds < 20
     assert peak < 700e6
+
+
+def test_a_header_that_changed_since_it_was_read_is_refused(tmp_path: Path) -> None:
+    """Another name of the same length: nothing but the bytes themselves shows it."""
+    first, second = (raw_file({name: entry("F32", [2], 0, 8)}, bytes(8)) for name in ("a", "b"))
+    assert len(first) == len(second)
+    path = tmp_path / "shard.safetensors"
+    found = read(first, path)
+    with path.open("rb+") as file:
+        assert header_bytes(file.fileno(), found, file="shard") == first[:-8]
+        file.write(second)
+        file.flush()
+        with pytest.raises(BadInput, match="shard: changed meanwhile; start again"):
+            header_bytes(file.fileno(), found, file="shard")

@@ -13,9 +13,9 @@ import surgeon
 from surgeon.apply.preview import preview_view
 from surgeon.common.json_results import by_number
 from surgeon.common.tables import FittedTable
-from surgeon.data.scoring import Ratio
+from surgeon.data.scores import Ratio
 from surgeon.evaluate.evaluate import evaluation_view
-from surgeon.evaluate.models import Evaluation, ModelScores, SourceScores
+from surgeon.evaluate.results import Evaluation, ModelScores, SourceScores
 from surgeon.models.compare import LogitComparison
 from surgeon.verify.check import Check
 from surgeon.verify.diff import difference_view

@@ -15,7 +15,6 @@ import pytest
 from typer.testing import CliRunner
 
 import surgeon
-from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.cli import app
 from surgeon.common.work_folders import parse_record, record_of
 from surgeon.compare import workers
@@ -26,7 +25,6 @@ from surgeon.compare.packed import RUNS_FILE, read_packed
 from surgeon.compare.records import Record, losses_of
 from surgeon.errors import BadInput
 from surgeon.train.config.loading import load_config
-from surgeon.train.preparing import check_base_trains
 from tests import tiny, vocabularies
 from tests.decoders import tiny_decoder
 from tests.report.test_page import Reader
@@ -337,7 +335,7 @@ def test_methods_that_say_no_more_are_as_the_base_allows(tmp_path: Path) -> None
         ("gpt2", None),
         ("qwen3_moe", [f"self_attn.{name}_proj" for name in "koqv"]),
     ):
-        base = CheckpointFolder.open(tiny_decoder(tmp_path / model_type, model_type, layers=3))
+        base = surgeon.open_checkpoint(tiny_decoder(tmp_path / model_type, model_type, layers=3))
         found = suited(loaded, base)
         _, lora, partial = found.config.all_methods
         assert lora.lora is not None and lora.lora.targets == (targets or "all")
@@ -348,8 +346,8 @@ def test_methods_that_say_no_more_are_as_the_base_allows(tmp_path: Path) -> None
             config = tmp_path / "train.yaml"
             asked = training_config(found, method, found.config.remedies[0], rate=1e-3, seed=0, memory="memory.jsonl")
             config.write_text(json.dumps(asked), encoding="utf-8")
-            check_base_trains(base, None, load_config(config))
-    assert suited(loaded, CheckpointFolder.open(tiny.checkpoint(tmp_path / "llama", "llama"))) is loaded
+            surgeon.check_training(base, load_config(config))
+    assert suited(loaded, surgeon.open_checkpoint(tiny.checkpoint(tmp_path / "llama", "llama"))) is loaded
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from surgeon.continual.config.loading import LoadedTasks, check_texts, json_schema, load_tasks
+from surgeon.continual.config.loading import LoadedTasks, json_schema, load_tasks
 from surgeon.continual.config.schema import ExpertSettings, TaskSource, TrainSettings
-from surgeon.continual.config.settings import plans_of, training_of
+from surgeon.continual.config.settings import check_texts, plans_of, training_of
 from surgeon.data.specs import SourceSpec
 from surgeon.errors import BadInput
 from surgeon.operations.pmoe_experts import PMoEExperts
@@ -133,7 +133,7 @@ def test_texts_that_are_not_there_are_named_by_line(tmp_path: Path) -> None:
     with pytest.raises(BadInput) as refused:
         check_texts(loaded)
     line = next(n for n, text in enumerate(SMALLEST.splitlines(), 1) if paths[0] in text)
-    told = f"{tmp_path}/tasks.yaml:{line}: {tmp_path}/{paths[0]}: no such file or folder; check `path`"
+    told = f"{tmp_path}/tasks.yaml:{line}: source law: {tmp_path}/{paths[0]}: no such file or folder; check `path`"
     assert str(refused.value) == told
     (tmp_path / paths[0]).write_text("a text\n", encoding="utf-8")
     check_texts(loaded)

@@ -30,7 +30,8 @@ from surgeon.data.encoding import Encoder
 from surgeon.data.packing import Packer, held_out, split
 from surgeon.errors import BadInput
 from surgeon.models.load import load_model
-from surgeon.share.push import hold_output, pack
+from surgeon.share.parcel import pack
+from surgeon.share.push import hold_output
 from surgeon.train.saved.work_folder import work_folder as training_folder
 from tests import tiny
 from tests.commands import killed_at

@@ -15,7 +15,7 @@ import pyarrow.parquet
 import pytest
 
 from surgeon.data.chats import Chat, Message
-from surgeon.data.documents import Documents, files_of
+from surgeon.data.documents import Documents, text_files
 from surgeon.data.row_sizes import row_sizes, rows_of
 from surgeon.data.saved_tables import check_saved
 from surgeon.data.sources import saved_table
@@ -61,10 +61,10 @@ def test_a_folder_of_texts_does_not_lead_out_of_itself(tmp_path: Path) -> None:
         assert words in refusal(lambda: opened(home))
         (home / "notes.txt").unlink()
     os.mkfifo(home / "waits.jsonl")
-    assert "a FIFO" in refusal(lambda: files_of(home))
+    assert "a FIFO" in refusal(lambda: text_files(home))
     (home / "waits.jsonl").unlink()
     (home / "more").symlink_to(tmp_path)
-    assert "more: a link to a folder, which is not followed" in refusal(lambda: files_of(home))
+    assert "more: a link to a folder, which is not followed" in refusal(lambda: text_files(home))
 
 
 def test_what_becomes_a_link_later_is_not_followed(tmp_path: Path) -> None:

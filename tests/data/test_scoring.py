@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from surgeon.data.documents import Documents
 from surgeon.data.encoding import Encoder
-from surgeon.data.packing import Packer, held_out
-from surgeon.data.scoring import Scores, difference, ratio, score
+from surgeon.data.packing import PackedSequence, Packer, held_out
+from surgeon.data.scores import Scores, difference, ratio
+from surgeon.data.scoring import score_sequences
 from surgeon.models.load import load_model
 from tests import tiny
 from tests.train.texts import add_tokenizer, corpus
@@ -35,7 +38,7 @@ def test_scores_are_those_of_documents_run_one_by_one(tmp_path: Path) -> None:
     units = [np.cumsum([position == 0 for position in each.positions]) - 1 for each in sequences]
     for number in range(1, len(units)):
         units[number] += units[number - 1][-1] + 1
-    found = score(model, sequences, micro_batch=4, units=units, unit_count=int(units[-1][-1]) + 1)
+    found = score_sequences(model, sequences, micro_batch=4, units=units, unit_count=int(units[-1][-1]) + 1)
     nats, tokens, right = [], [], []
     for sequence in sequences:
         begins = [n for n, position in enumerate(sequence.positions) if position == 0] + [len(sequence.ids)]
@@ -50,10 +53,35 @@ def test_scores_are_those_of_documents_run_one_by_one(tmp_path: Path) -> None:
     assert found.tokens.tolist() == tokens
     assert found.right.tolist() == right
     assert found.perplexity.value == pytest.approx(np.exp(sum(nats) / sum(tokens)), rel=1e-5)
-    whole = score(model, sequences, micro_batch=3)
+    whole = score_sequences(model, sequences, micro_batch=3)
     assert len(whole.nats) == len(sequences)
     assert whole.loss == pytest.approx(found.loss, rel=1e-6)
     assert not model.training
+
+
+class Table(nn.Module):
+    """A bigram model in bfloat16: each token's logits are a row of a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(vocab_size=50)
+        made = torch.randn(50, 50, generator=torch.Generator().manual_seed(0)) * 3
+        self.rows = nn.Parameter(made.to(torch.bfloat16))
+
+    def forward(self, input_ids: torch.Tensor, **_: object) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.rows[input_ids])
+
+
+def test_losses_of_a_model_in_bfloat16_are_computed_in_float32() -> None:
+    ids = torch.randint(50, (3, 20), generator=torch.Generator().manual_seed(1)).tolist()
+    sequences = [PackedSequence(each, each, list(range(20)), 0) for each in ids]
+    model = Table()
+    found = score_sequences(model, sequences, micro_batch=2)
+    rows = model.rows.detach().double()
+    expected = [
+        float(F.cross_entropy(rows[torch.tensor(each[:-1])], torch.tensor(each[1:]), reduction="sum")) for each in ids
+    ]
+    np.testing.assert_allclose(found.nats, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("units", [40, 400])

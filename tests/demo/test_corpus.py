@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from surgeon.demo import base
-from surgeon.demo.base import documentation
+from surgeon.demo.base import documentation, split
 from surgeon.errors import BadInput
 
 LONG = "This sentence is there to be longer than the least length of a documentation string: {}."
@@ -41,3 +41,10 @@ def test_a_python_without_sources_is_told(tmp_path: Path) -> None:
     write(tmp_path / "a.py", f'"""{LONG.format("a")}"""\n')
     with pytest.raises(BadInput, match="too little documentation"):
         documentation(tmp_path)
+
+
+def test_what_is_held_out_is_not_trained_on() -> None:
+    documents = [f"document {number}" for number in range(100)]
+    trained_on, held_out = split(documents)
+    assert len(held_out) == 5 and not set(held_out) & set(trained_on)
+    assert sorted([*trained_on, *held_out]) == sorted(documents)

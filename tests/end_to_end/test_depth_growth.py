@@ -14,18 +14,17 @@ import torch
 
 import surgeon
 from surgeon.families.decoders import USUAL_DECODERS
-from surgeon.plan import shipped
-from surgeon.plan.plan import load_plan
+from surgeon.plan.shipped import load_named
 from tests import tiny
 from tests.checkpoints import attaches_grafts, weights
 from tests.elsewhere import load_elsewhere
+from tests.shipped_plans import SHIPPED
 
 # Plans that attach nothing. Merging is another matter: branches that were never trained merge without a loss.
 DEPTH_PLANS = [
     name
-    for name in shipped.names()
-    if not attaches_grafts(name)
-    and not any(op.op == "merge_branches" for op in load_plan(shipped.find_plan(name)).plan.operations)
+    for name in SHIPPED
+    if not attaches_grafts(name) and not any(op.op == "merge_branches" for op in load_named(name).plan.operations)
 ]
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file, save_file
 from torch import nn
 from typer.testing import CliRunner
@@ -24,17 +23,18 @@ from surgeon.models.compare import compare_logits
 from surgeon.models.compare_streamed import compare_streamed
 from surgeon.plan import shipped
 from surgeon.runtime.adapters import GatedAdapter
-from surgeon.runtime.adapters_rules import AdapterSpec
+from surgeon.runtime.adapters_rules import GATES, VARIANCES, AdapterSpec
 from surgeon.runtime.bundle import CODE_FILE, bundle
 from surgeon.runtime.control_rules import InterpolatorSpec
 from tests import tiny
 from tests.checkpoints import attaches_grafts, train, weights
 from tests.elsewhere import WITHOUT_SURGEON, load_elsewhere, run_elsewhere
 from tests.runtime.test_interpolators import CLASSES
+from tests.shipped_plans import SHIPPED
 
 # The paper's own initialisation of a next slot changes what a trained base computes, and says so.
 NOT_EXACT = ("pmoe/next-task-paper",)
-GRAFT_PLANS = [name for name in shipped.names() if name not in NOT_EXACT and attaches_grafts(name)]
+GRAFT_PLANS = [name for name in SHIPPED if name not in NOT_EXACT and attaches_grafts(name)]
 CONTROL: dict[str, Any] = {"op": "control_llm", "layers": [1, 4]}
 ADAPTERS: dict[str, Any] = {"op": "gated_adapters", "layers": "all", "size": 12}
 EXPERTS: dict[str, Any] = {"op": "pmoe_experts", "slots": 2}
@@ -135,7 +135,7 @@ def written(value: Any) -> Any:
 # Plans that differ in a weight or a share alone (of a paper's row of ablations) are the same model at birth.
 OF_A_KIND: dict[str, list[str]] = {}
 for _name in GRAFT_PLANS:
-    _operations = yaml.safe_load(shipped.find_plan(_name).read_text(encoding="utf-8"))["operations"]
+    _operations = shipped.load_named(_name).data()["operations"]
     OF_A_KIND.setdefault(json.dumps(written(_operations)), []).append(_name)
 
 
@@ -236,7 +236,8 @@ def test_grafted_output_is_a_base_for_the_next_plan(base: Path, plan: Callable[.
                 "mlp.adapter.",
                 lambda gate=gate, init=init: GatedAdapter(AdapterSpec(1, 12, gate, init), 32, 6, "silu"),
             )
-            for gate, init in [("relu", "low_variance"), ("sigmoid", "he"), ("none", "he")]
+            for gate in GATES
+            for init in VARIANCES
         ),
     ],
 )

@@ -20,8 +20,8 @@ import surgeon
 from surgeon.cli import app
 from surgeon.data.encoding import Encoder
 from surgeon.errors import BadInput
-from surgeon.evaluate.models import Evaluation
-from surgeon.evaluate.sources import open_sources
+from surgeon.evaluate.open_texts import open_texts
+from surgeon.evaluate.results import Evaluation
 from surgeon.models.load import load_model
 from tests import tiny
 from tests.models.test_tokens import byte_tokenizer
@@ -177,10 +177,10 @@ def test_a_training_config_gives_what_training_held_out(folder: Path, tmp_path: 
         {"name": "rest", "path": "en.jsonl", "share": 0.0, "validation": 0.0},
     ]
     said: list[str] = []
-    held = {each.name: each for each in open_sources(config(tmp_path, sources=sources), say=said.append)}
+    held = {each.name: each for each in open_texts(config(tmp_path, sources=sources), say=said.append)}
     assert {name: len(each.numbers) for name, each in held.items()} == {"fr": 6, "en": 60}
     assert said == ["source rest: skipped, because the training config holds none of it out"]
-    (only,) = open_sources(config(tmp_path, sources=sources), only=["fr"], most=4, say=said.append)
+    (only,) = open_texts(config(tmp_path, sources=sources), only=["fr"], most=4, say=said.append)
     assert set(only.numbers) < set(held["fr"].numbers) and len(only.numbers) == 4
     assert said[-1] == "source fr: 4 of its 6 documents (--most)"
 

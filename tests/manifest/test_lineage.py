@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 import surgeon
+from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
 from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import Manifest, seal_of
-from surgeon.manifest.reading import parse
+from surgeon.manifest.reading import manifest_of, parse
 from tests import tiny
+from tests.checkpoints import train
 from tests.commands import refused
 from tests.manifest.edits import edited, resealed
 
@@ -133,3 +135,24 @@ def test_an_edited_ancestor_is_refused_wherever_the_manifest_is_read(tmp_path: P
     ):
         assert "surgery.json (surgery 1): not what its sha256 says" in refused(*arguments)
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.4.mlp.up_proj.weight"])
+def test_what_was_trained_between_two_surgeries_is_of_no_earlier_state(name: str, tmp_path: Path) -> None:
+    """A tensor of the base that stays where it is, and one whose layer moves (3, then 4): by the manifests alone."""
+    plan = surgeon.parse_plan("surgeon: 1\noperations: [{op: insert_layers, where: {after: [1]}, init: {kind: copy}}]")
+    surgeon.apply(plan, tiny.checkpoint(tmp_path / "base", "llama"), tmp_path / "one")
+    for between in ("kept", "trained"):
+        if between == "trained":
+            train(tmp_path / "one", name, seed=0)
+        out = surgeon.apply(plan, tmp_path / "one", tmp_path / between).path
+        folder = CheckpointFolder.open(out)
+        lineage = Lineage.of(manifest_of(folder))
+        assert lineage.state(1, folder).base.tensors[name] == lineage.surgeries[1].base.tensors[name]
+        if between == "kept":
+            assert set(lineage.state(0, folder).tensors) == set(CheckpointFolder.open(tmp_path / "base").tensors)
+            continue
+        with pytest.raises(
+            BadInput, match="trained or edited when surgery 2 began, so what surgery 1 found there is lost"
+        ):
+            lineage.state(0, folder)

@@ -22,7 +22,9 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import surgeon
-from surgeon.apply import compute
+from surgeon.apply.compute import Evaluator
+from surgeon.blueprint.draft import Output
+from surgeon.blueprint.recipes import extended
 from surgeon.cli import app
 from surgeon.errors import BadInput, PromiseBroken
 from surgeon.families.decoders import USUAL_DECODERS
@@ -126,12 +128,12 @@ def test_old_rows_are_read_back_and_compared(tmp_path: Path, monkeypatch: pytest
         held = weights(folder)["lm_head.weight"]
         assert values["lm_head.weight"].sha256 == hashlib.sha256(held.view(torch.uint8).numpy().tobytes()).hexdigest()
 
-    def with_another_bit(*arguments: Any) -> Iterator[Any]:
-        for nth, piece in enumerate(extended(*arguments)):
-            yield piece if nth else bytes([piece[0] ^ 1]) + bytes(piece[1:])
+    def with_another_bit(self: Evaluator, output: Output) -> Iterator[memoryview]:
+        for nth, piece in enumerate(made(self, output)):
+            yield piece if nth else memoryview(bytes([piece[0] ^ 1]) + bytes(piece[1:]))
 
-    extended = compute._extended
-    monkeypatch.setattr(compute, "_extended", with_another_bit)
+    made = Evaluator.make
+    monkeypatch.setattr(Evaluator, "make", with_another_bit)
     with pytest.raises(
         PromiseBroken, match=r"what was read back is not what (lm_head|model.embed_tokens).weight holds"
     ):
@@ -143,7 +145,7 @@ def test_rows_are_what_the_plan_says(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     However many rows are in memory at once, which are fewer than there are, and no divisor of them.
     """
-    monkeypatch.setattr(compute, "_ROW_BYTES_AT_ONCE", 7 * 32 * 2)
+    monkeypatch.setattr(extended, "_ROW_BYTES_AT_ONCE", 7 * 32 * 2)
     base = base_of(tmp_path)
     padded = GROW | {"pad_to_multiple_of": 64}
     applied = surgeon.apply(plan_of(tmp_path, padded), base, tmp_path / "out", device="cpu")
@@ -249,7 +251,7 @@ def test_what_was_edited_since_is_found(tmp_path: Path) -> None:
     tensors = load_file(holding)
     tensors["lm_head.weight"][5] += 1
     save_file(tensors, holding, metadata={"format": "pt"})
-    assert {"parts of tensors", "new tensors"} <= failing()
+    assert {"base tensors", "new tensors"} <= failing()
     file = tmp_path / "out" / "tokenizer.json"
     file.write_bytes(kept[file].replace(b'"the"', b'"eht"'))
     assert {"tokenizer", "files"} <= failing()

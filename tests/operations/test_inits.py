@@ -9,13 +9,13 @@ import pytest
 
 import surgeon
 from surgeon.blueprint.draft import Blueprint
-from surgeon.blueprint.recipes import Copy, describe, leaves
 from surgeon.errors import BadInput
 from surgeon.operations.inits import INITS
 from surgeon.operations.insert_layers import InsertLayers
-from surgeon.plan.plan import load_plan, parse_plan
-from surgeon.plan.shipped import find_plan, names
+from surgeon.plan.plan import parse_plan
+from surgeon.plan.shipped import load_named
 from tests import tiny
+from tests.shipped_plans import SHIPPED
 
 DEPTH = 4
 
@@ -33,8 +33,8 @@ def drawn(base: Path, init: str, where: str, **options: Any) -> Blueprint:
 
 def layers_read(blueprint: Blueprint) -> set[int]:
     """Numbers of the base's layers that new tensors are made from."""
-    ends = [end for output in blueprint.outputs if output.new for end in leaves(output.recipe)]
-    return {int(end.source.split(".")[2]) for end in ends if isinstance(end, Copy)}
+    sources = {name for output in blueprint.outputs if output.new for name in output.recipe.sources}
+    return {int(name.split(".")[2]) for name in sources}
 
 
 @pytest.mark.parametrize("kind", INITS)
@@ -43,7 +43,7 @@ def test_an_init_is_shipped_and_cited(kind: str) -> None:
     assert init.paper in InsertLayers.papers
     assert InsertLayers.papers_for([f"{kind}, zero-init"]) == (init.paper,)
     assert InsertLayers.origin_of(f"{kind}, zero-init") == init.origin
-    shipped = [operation for name in names() for operation in load_plan(find_plan(name)).plan.operations]
+    shipped = [operation for name in SHIPPED for operation in load_named(name).plan.operations]
     assert any(isinstance(operation, InsertLayers) and operation.init.kind == kind for operation in shipped)
 
 
@@ -79,7 +79,7 @@ def test_several_new_layers_in_a_gap_differ_or_are_refused(kind: str, base: Path
     made = drawn(base, kind, "{after: [1]}", per_gap=2)
     assert [layer.base for layer in made.layers] == [0, 1, None, None, 2, 3]
     first, second = (
-        {o.name.split(".", 3)[3]: describe(o.recipe) for o in made.outputs if f"layers.{number}." in o.name}
+        {o.name.split(".", 3)[3]: o.recipe.describe() for o in made.outputs if f"layers.{number}." in o.name}
         for number in (2, 3)
     )
     assert first.keys() == second.keys() and first != second

@@ -15,14 +15,15 @@ from surgeon.checkpoint.card_metadata import NOTHING_KNOWN
 from surgeon.manifest.card import card
 from surgeon.operations import OPERATIONS, legends, origin_of, papers_of
 from surgeon.operations.operation import Operation
-from surgeon.plan.plan import load_plan, parse_plan
-from surgeon.plan.shipped import find_plan, names
+from surgeon.plan.plan import parse_plan
+from surgeon.plan.shipped import load_named
 from surgeon.runtime.known import kinds
 from tests import tiny
 from tests.house import PACKAGE
 from tests.manifest.edits import edited
+from tests.shipped_plans import SHIPPED
 
-PLANS = {name: load_plan(find_plan(name)).plan for name in names()}
+PLANS = {name: load_named(name).plan for name in SHIPPED}
 
 
 def shipped_with(op: str) -> list[str]:
@@ -85,7 +86,7 @@ def _kinds(surgery: Mapping[str, Any]) -> set[str]:
     return {kind for kind in kinds() if surgery.get(kind)}
 
 
-@pytest.mark.parametrize("name", [name for name in names() if name.count("/") < 1])
+@pytest.mark.parametrize("name", [name for name in PLANS if name.count("/") < 1])
 def test_what_made_a_layer_knows_what_it_is(name: str, tmp_path: Path) -> None:
     """The first word of a new layer's `init` is one that its operation has in `origins`."""
     drawn = surgeon.preview(name, str(tiny.base_for(name, tmp_path))).blueprint

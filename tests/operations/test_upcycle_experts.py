@@ -267,9 +267,9 @@ def test_what_was_edited_since_is_found(tmp_path: Path) -> None:
         shard.write_bytes(kept[shard])
         return {check.name for check in checks if not check.holds}
 
-    assert failing("model.layers.1.self_attn.k_proj.weight") == {"parts of tensors"}
-    assert failing("model.layers.0.mlp.shared_experts.up_proj.weight") == {"parts of tensors"}
-    assert failing("model.layers.0.mlp.experts.3.gate_proj.weight") == {"parts of tensors"}
+    assert failing("model.layers.1.self_attn.k_proj.weight") == {"base tensors"}
+    assert failing("model.layers.0.mlp.shared_experts.up_proj.weight") == {"base tensors"}
+    assert failing("model.layers.0.mlp.experts.3.gate_proj.weight") == {"base tensors"}
     assert failing("model.layers.1.mlp.experts.0.down_proj.weight") == {"constants"}
     assert failing("model.layers.1.mlp.gate.weight") == {"new tensors"}
 

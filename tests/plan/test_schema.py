@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from surgeon.cli import app
 from surgeon.operations.inits import INITS
 from surgeon.plan import shipped
-from surgeon.plan.plan import json_schema, load_plan, parse_plan
+from surgeon.plan.plan import json_schema, parse_plan
 
 
 def test_every_field_is_described_or_says_itself_what_it_is() -> None:
@@ -42,12 +42,12 @@ def test_a_folder_called_like_a_shipped_plan_is_not_taken_for_it(
     """An output that has the name of its plan, say."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "llama-pro").mkdir()
-    assert shipped.find_plan("llama-pro").is_file()
+    assert shipped.find_plan("llama-pro").path.is_file()
 
 
 @pytest.mark.parametrize("name", shipped.names())
 def test_shipped_plans_are_found_by_name_and_load(name: str) -> None:
-    loaded = load_plan(shipped.find_plan(name))
+    loaded = shipped.load_named(name)
     assert loaded.text.startswith("# "), "a plan begins with a line that says what it is"
     printed = CliRunner().invoke(app, ["plans", name])
     assert printed.stdout == loaded.text

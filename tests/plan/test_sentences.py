@@ -16,7 +16,7 @@ import pytest
 
 from surgeon.continual.config.loading import load_tasks
 from surgeon.errors import BadInput
-from surgeon.evaluate.sources import open_sources
+from surgeon.evaluate.open_texts import open_texts
 from surgeon.plan.plan import load_plan
 from surgeon.train.config.loading import load_config
 from tests.house import PACKAGE
@@ -27,7 +27,7 @@ VALIDATING = [
     PACKAGE / "data" / "specs.py",
     PACKAGE / "train" / "config" / "schema.py",
     PACKAGE / "continual" / "config" / "schema.py",
-    PACKAGE / "evaluate" / "sources.py",
+    PACKAGE / "evaluate" / "open_texts.py",
 ]
 
 CONTROL = "op: control_llm, layers: all"
@@ -284,7 +284,7 @@ CONFIGS: list[tuple[Load, str, int, str, str]] = [
         "`cross_entropy` is for language models; leave it",
     ),
     (
-        open_sources,
+        open_texts,
         DATA + 2 * "  - {name: a, path: a.txt}\n",
         1,
         "",

@@ -70,6 +70,36 @@ def assert_same_state(found: Path, state: Path) -> None:
     assert small(found) == small(state)
 
 
+WIDER: dict[str, dict[str, Any]] = {
+    "ffn": {"op": "widen_ffn", "to": 96},
+    "attention": {"op": "widen_attention", "groups": 2},
+    "hidden": {"op": "widen_hidden", "times": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("ffn", "hidden"), ("attention", "hidden"), ("hidden", "ffn"), ("hidden", "attention")]
+)
+def test_what_was_widened_along_both_axes_comes_back(first: str, second: str, tmp_path: Path) -> None:
+    """Rows by one surgery and columns by the other: the first base lies in a corner of each matrix."""
+    base = tiny.checkpoint(tmp_path / "base", "llama")
+    for on, name, operation in ((base, "one", first), (tmp_path / "one", "two", second)):
+        surgeon.apply(write_plan(tmp_path / f"{name}.yaml", [WIDER[operation]]), str(on), tmp_path / name)
+    for number, state in enumerate((base, tmp_path / "one")):
+        surgeon.revert(tmp_path / "two", tmp_path / f"back-{number}", to=number)
+        assert weights(tmp_path / f"back-{number}").keys() == weights(state).keys()
+        for name, value in weights(state).items():
+            assert torch.equal(weights(tmp_path / f"back-{number}")[name], value), name
+    # A base's own byte that is another now is not given back.
+    shard = next(iter(sorted((tmp_path / "two").glob("*.safetensors"))))
+    held = load_file(shard)
+    matrix = next(value for name, value in held.items() if "proj" in name)
+    matrix[0, 0] += 1
+    save_file(held, shard, metadata={"format": "pt"})
+    with pytest.raises(BadInput, match="trained or edited"):
+        surgeon.revert(tmp_path / "two", tmp_path / "again", to=0)
+
+
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_every_state_of_a_chain_comes_back(number: int, llama: list[Path], tmp_path: Path) -> None:
     reverted = surgeon.revert(llama[3], tmp_path / "back", to=number)

@@ -183,7 +183,9 @@ def test_two_adapters_beside_each_other_and_taken_out_again(
     for slot, adapter in enumerate((first, second)):
         for number in (2, 3):
             close(logits(on_slot(load(states[number]), slot, 2)), told[slot])
-            assert_exports(states[number], slot, tmp_path / f"exported-{number}-{slot}", base32, adapter)
+            exported = tmp_path / f"exported-{number}-{slot}"
+            assert_exports(states[number], slot, exported, base32, adapter)
+            assert json.loads((exported / "adapter_config.json").read_text())["lora_dropout"] == (0.0, 0.2)[slot]
     digests = {name: entry.sha256 for name, entry in surgeon.inspect(states[2]).manifest.new_tensors.items()}
     shutil.rmtree(first)
     shutil.rmtree(second)

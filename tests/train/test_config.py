@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from surgeon.data.sources import check_there
+from surgeon.data.sources import check_source
 from surgeon.errors import BadInput, Mistakes
 from surgeon.operations import OPERATIONS
 from surgeon.train.backends import ATTENTION, TRACKERS, missing_for_attention, missing_for_tracker
@@ -183,7 +183,7 @@ def test_missing_texts_are_named_by_the_configs_line_and_the_path_looked_at(tmp_
     wrong = [
         (loaded.where("sources", n, key), why)
         for n in (0, 1)
-        for key, why in check_there(loaded.config.sources[n], loaded)
+        for key, why in check_source(loaded.config.sources[n], loaded)
     ]
     assert [where for where, _ in wrong] == [f"{tmp_path}/train.yaml:{line}: " for line in (4, 4, 5)]
     assert wrong[0][1] == f"source fr: {tmp_path}/fr.jsonl: no such file or folder; check `path`"

@@ -24,8 +24,6 @@ from tests import tiny
 from tests.train.test_train import config, digests, grown
 from tests.warm import warm
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo2", "phi3")
-
 
 def plain(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, cap: float | None) -> torch.Tensor:
     logits = (hidden @ weight.T).float()
@@ -65,7 +63,7 @@ def test_what_is_frozen_gets_no_gradient(frozen: int) -> None:
     torch.testing.assert_close(given[1 - frozen].grad, expected[1 - frozen].grad)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_every_familys_loss(family: str) -> None:
     """Gemma 2 caps its logits; its cap must show, or nothing is tested."""
     model = tiny.model(family)

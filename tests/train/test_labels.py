@@ -16,8 +16,8 @@ from rich.console import Console
 import surgeon
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common.listener import Quiet
-from surgeon.data.classification_metrics import Judged
 from surgeon.data.examples import batch_of_examples
+from surgeon.data.scores import Judged
 from surgeon.errors import BadInput
 from surgeon.manifest.reading import manifest_of
 from surgeon.plan.plan import head_plan
@@ -197,9 +197,9 @@ def test_a_step_is_that_of_a_plain_loop(tmp_path: Path) -> None:
         listener=Quiet(),
         prepared=None,
     )
-    model, names, _ = loaded_model(run)
+    model, training = loaded_model(run)
     model.train()
-    optimizer = torch.optim.AdamW([model.get_parameter(name) for name in names], lr=2e-2, weight_decay=0.0)
+    optimizer = torch.optim.AdamW([model.get_parameter(name) for name in training.names], lr=2e-2, weight_decay=0.0)
     kinds: set[int] = set()
     for _ in range(3):
         for _ in range(2):
@@ -215,7 +215,7 @@ def test_a_step_is_that_of_a_plain_loop(tmp_path: Path) -> None:
     from surgeon.models.encoders import load_encoder
 
     found = load_encoder(tmp_path / "run", auto="AutoModelForSequenceClassification")
-    for name in names:
+    for name in training.names:
         torch.testing.assert_close(found.get_parameter(name), model.get_parameter(name), atol=1e-6, rtol=1e-5)
 
 

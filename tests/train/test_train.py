@@ -31,7 +31,7 @@ from surgeon.common.work_folders import record_of
 from surgeon.data.documents import Documents
 from surgeon.data.encoding import Encoder
 from surgeon.data.packing import Packer, held_out, split
-from surgeon.errors import BadInput
+from surgeon.errors import BadInput, Diverged
 from surgeon.models.load import load_model
 from surgeon.models.templates import TEMPLATES
 from surgeon.train import publishing, session
@@ -39,7 +39,7 @@ from surgeon.train.losses.held_out import losses_by_source
 from surgeon.train.saved.checkpoints import RunRecord, drop_what_does_not_count, newest_checkpoint, step_of
 from surgeon.train.saved.work_folder import held_by_run, work_folder
 from surgeon.train.steps import trainer
-from surgeon.train.steps.trainer import TRAINED_FILE, Diverged
+from surgeon.train.steps.trainer import TRAINED_FILE
 from surgeon.train.train import rehearsal_view, trained_view
 from tests import tiny
 from tests.commands import killed_at

@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from surgeon.transport import fused
 
-POINTERS = {"kernel", "v", "partial", "cost", "g", "f", "shift", "u_out", "row_mass", "row_logs"}
+POINTERS = {"kernel", "v", "partial", "cost", "g", "f", "shift", "of_rows"}
 for m in (1024, 14336):
     way = fused._Launch(torch.empty(1, m))
     constants = {"ROWS": way.rows, "BLOCK": way.block, "STAGES": way.stages}

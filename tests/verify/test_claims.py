@@ -22,7 +22,7 @@ from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import Manifest
 from surgeon.manifest.reading import parse
 from surgeon.operations import OPERATIONS
-from surgeon.verify import static
+from surgeon.verify import earlier, static
 from surgeon.verify.verify import _static
 from tests.manifest.edits import resealed
 from tests.verify.outputs import Made
@@ -81,7 +81,8 @@ def _digests_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights and plans do not change here: each is read once."""
     monkeypatch.setattr(static, "recorded_plan", functools.cache(static.recorded_plan))
     known = functools.cache(lambda folder: digests_of(CheckpointFolder.open(folder), _names(folder), lambda _: None))
-    monkeypatch.setattr(static, "digests_of", lambda folder, _names, _advance: dict(known(folder.path)))
+    for module in (static, earlier):
+        monkeypatch.setattr(module, "digests_of", lambda folder, _names, advance: dict(known(folder.path)))
 
 
 def _names(folder: Path) -> list[str]:
@@ -235,8 +236,8 @@ def test_the_digest_of_a_state_covers_all_that_revert_writes(outputs: dict[str, 
                         assert lineage_of(changed).since(number)[0].base_digest != digest, path
                     except BadInput:
                         continue
-        for earlier in range(number):
-            changed = resealed(edited(manifest, ("lineage", earlier, "plan"), "surgeon: 1"))
+        for before in range(number):
+            changed = resealed(edited(manifest, ("lineage", before, "plan"), "surgeon: 1"))
             assert lineage_of(changed).since(number)[0].base_digest != digest
 
 

@@ -49,7 +49,7 @@ def drawing(title: str, summary: str, height: float, *parts: Markup, key: str, c
 
 
 def bars(title: str, entries: Sequence[Bar], *, full: float, key: str, cap: str = "") -> Markup:
-    """Horizontal bars on a scale to `full`, the right end of the frame; `cap` is its label."""
+    """Draw horizontal bars on a scale to `full`, the right end of the frame; `cap` is its label."""
     row, left, right = 22, 64, 92
     span = WIDTH - left - right
     parts = []
@@ -82,9 +82,19 @@ def lines(
     scattered: Sequence[Series] = (),
     level: float | None = None,
 ) -> Markup:
-    """Lines over a common pair of axes, with a legend beneath that names each.
+    """Draw lines over a common pair of axes, with a legend beneath that names each.
 
-    Of `scattered` series only the marks are drawn, without a legend; `level` is a thin horizontal line.
+    Args:
+        title: the picture's name
+        series: the lines
+        key: unique on the page
+        across: the horizontal axis, in words
+        up: the vertical axis, in words
+        summary: the description for screen readers; by default each line's first and last value
+        low: the vertical axis' lower end; by default the smallest value
+        high: its upper end; by default the largest
+        scattered: series of which only the marks are drawn, without a legend
+        level: a thin horizontal line
     """
     points = [point for one in (*series, *scattered) for point in one.points]
     xs, ys = [x for x, _ in points], [y for _, y in points]
@@ -120,7 +130,7 @@ def points(
     summary: str,
     links: Sequence[tuple[float, float, float, float]] = (),
 ) -> Markup:
-    """Points in a plane, one style a group; `links` are thin lines between pairs."""
+    """Draw points in a plane, one style a group; `links` are thin lines between pairs."""
     every = [point for _, group, _ in groups for point in group]
     xs, ys = [x for x, _ in every], [y for _, y in every]
     height, bottom = 240.0, 34.0
@@ -146,7 +156,7 @@ def grid(
     summary: str,
     full: float = 1.0,
 ) -> Markup:
-    """A matrix of shares from 0 to `full` as shaded cells; every few rows and columns have a label."""
+    """Draw a matrix of shares from 0 to `full` as shaded cells; every few rows and columns have a label."""
     left, top = 64.0, 58.0
     side = (WIDTH - left - _RIGHT) / max(1, len(columns))
     tall = min(side, 24.0)

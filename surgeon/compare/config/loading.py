@@ -9,6 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from surgeon import (
+    FoundPlan,
+    LoadedPlan,
+    SourceSpec,
+    check_source,
+    find_plan,
+    find_sweep,
+    load_plan,
+    overrides_of,
+    shipped_studies,
+    text_files,
+)
 from surgeon.common.yaml import Place, check_yaml, did_you_mean, editor_schema, keys_by_section, parse_yaml, read_text
 from surgeon.common.yaml import where as place_of
 from surgeon.compare.config.schema import (
@@ -18,17 +30,14 @@ from surgeon.compare.config.schema import (
     spelled_out,
     study_replays,
 )
-from surgeon.data.documents import files_of
-from surgeon.data.sources import absent
 from surgeon.errors import BadInput, Mistakes, bad_input, printable
-from surgeon.operations.domain_gate import DomainGate
-from surgeon.plan.plan import LoadedPlan, load_plan
-from surgeon.plan.shipped import find_plan, shipped_studies
 
 Group = Literal["new", "original", "replayed"]
 GROUPS = get_args(Group)
 
 _WHAT = "study"
+# The operation whose gate is fitted before the first step.
+_GATE = "domain_gate"
 _NEEDS = "`surgeon_study: 1` and `methods:`"
 _NAMED = re.compile(r"([A-Za-z0-9_-]{1,60})=(.+)", re.S)
 
@@ -51,7 +60,7 @@ class LoadedStudy:
     def gated(self) -> frozenset[str]:
         """Methods whose plan has a domain gate, which is fitted before the first step."""
         operations = {name: loaded.plan.operations for name, loaded in self.plans.items()}
-        return frozenset(name for name, each in operations.items() if any(isinstance(op, DomainGate) for op in each))
+        return frozenset(name for name, each in operations.items() if any(op.op == _GATE for op in each))
 
     def where(self, *place: str | int) -> str:
         """How an error about a key begins: the file and line, or the option that set it."""
@@ -78,7 +87,7 @@ class LoadedStudy:
         """Bytes of a text's files; 1 where they are not here."""
         if text.path.startswith("dataset:"):
             return 1
-        return sum(file.stat().st_size for file in files_of(self.resolve(text.path))) or 1
+        return sum(file.stat().st_size for file in text_files(self.resolve(text.path))) or 1
 
 
 def find_study(study: str | Path) -> Path:
@@ -104,6 +113,7 @@ def load_study(
     text = read_text(path, what=_WHAT)
     data, lines = parse_yaml(text, str(path), what=_WHAT, needs=_NEEDS)
     _spell_out(data)
+    lines = _points_of_sweeps(data, lines, path.parent)
     given: dict[Place, str] = {}
     for group, files in (("new", new), ("original", original), ("replayed", replayed)):
         if files:
@@ -135,6 +145,46 @@ def _spell_out(data: dict[str, Any]) -> None:
             data[key] = [entry_of(entry) if isinstance(entry, str) else entry for entry in data[key]]
 
 
+def _points_of_sweeps(data: dict[str, Any], lines: Mapping[Place, int], folder: Path) -> dict[Place, int]:
+    """Put methods of single points in the place of those whose plan is a sweep; return the lines of what is there now.
+
+    Raises BadInput for a sweep with mistakes in it.
+    """
+    if not isinstance(data.get("methods"), list):
+        return dict(lines)
+    methods: list[Any] = []
+    moved = {place: line for place, line in lines.items() if place[:1] != ("methods",) or len(place) < 2}
+    for number, entry in enumerate(data["methods"]):
+        swept = isinstance(entry, dict) and isinstance(entry.get("plan"), str)
+        own = {place[2:]: line for place, line in lines.items() if place[:2] == ("methods", number)}
+        for method in _points_of(entry, folder) if swept else [entry]:
+            moved |= {("methods", len(methods), *place): line for place, line in own.items()}
+            methods.append(method)
+    data["methods"] = methods
+    return moved
+
+
+def _points_of(method: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+    """The method of each point where a method's plan is a sweep; else the method alone."""
+    beside = folder / method["plan"]
+    loaded = find_sweep(beside if beside.is_file() else method["plan"])
+    if loaded is None:
+        return [method]
+    own = loaded.source.parent / loaded.sweep.plan
+    plan = str(own) if own.is_file() else loaded.sweep.plan
+    given = method.get("set")
+    found = []
+    for point in loaded.points:
+        settings = {**point.settings, **(given if isinstance(given, dict) else {})}
+        named = {key: f"{method[key]}{joined}{point.name}" for key, joined in _OF_POINT.items() if key in method}
+        found.append(method | {"name": point.name} | named | {"plan": plan} | ({"set": settings} if settings else {}))
+    return found
+
+
+# How a method's name and label go on in those of a sweep's points.
+_OF_POINT = {"name": "-", "label": ", "}
+
+
 def _entry_of_text(path: str) -> dict[str, Any]:
     return {"path": path}
 
@@ -159,16 +209,16 @@ def _absolute(path: str) -> str:
 
 def _absent(loaded: LoadedStudy) -> list[str]:
     """Every text that is not there, by its line or option."""
-    wrong = []
-    for group in GROUPS:
-        for number, text in enumerate(getattr(loaded.config, group)):
-            named = [("path", text.path)]
-            if isinstance(text.validation, str) and not text.validation.startswith("split:"):
-                named.append(("validation", text.validation))
-            for key, path in named:
-                if not path.startswith("dataset:") and (why := absent(loaded.resolve(path), key)):
-                    wrong.append(f"{loaded.where(group, number, key)}{why}")
-    return wrong
+    return [
+        f"{loaded.where(group, number, key)}{why}"
+        for group in GROUPS
+        for number, text in enumerate(getattr(loaded.config, group))
+        for key, why in check_source(_source(text), loaded)
+    ]
+
+
+def _source(text: StudyText) -> SourceSpec:
+    return SourceSpec(name=text.called, path=text.path, share=1.0, kind=text.kind, validation=text.validation)
 
 
 def _learned_and_kept(loaded: LoadedStudy) -> list[str]:
@@ -191,13 +241,13 @@ def _plans(loaded: LoadedStudy, wrong: list[str]) -> dict[str, LoadedPlan]:
             continue
         beside = loaded.resolve(method.plan)
         try:
-            path = beside if beside.is_file() else find_plan(method.plan)
+            plan = FoundPlan(beside) if beside.is_file() else find_plan(method.plan)
         except BadInput as error:
             peers = "" if "did you mean" in str(error) else f" (or {', '.join(PEERS)})"
             wrong.append(f"{loaded.where('methods', number, 'plan')}method {error}{peers}")
             continue
         try:
-            found[method.called] = load_plan(path)
+            found[method.called] = load_plan(plan.path, [*plan.overrides, *overrides_of(method.set or {})])
         except BadInput as error:
             wrong += error.lines if isinstance(error, Mistakes) else [str(error)]
     return found

@@ -13,10 +13,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from surgeon import GenerateSpec, LoraSpec, PreserveSpec, RunSettings
 from surgeon.common.schema import Entry, check_shares, first_doubled
 from surgeon.common.yaml import did_you_mean
-from surgeon.data.specs import GenerateSpec
-from surgeon.train.config.schema import LoraSpec, PreserveSpec, RunSettings
 
 _NAME = r"^[A-Za-z0-9_.-]{1,60}$"
 
@@ -141,7 +140,16 @@ class MethodSpec(Entry):
         str | None, Field(pattern=_NAME, description="name in results; default: the plan's, or what it is")
     ] = None
     label: Annotated[str | None, Field(min_length=1, max_length=80, description="words in results")] = None
-    plan: Annotated[str | None, Field(min_length=1, description="name of a shipped plan, or a plan's file")] = None
+    plan: Annotated[
+        str | None,
+        Field(
+            min_length=1, description="name of a shipped plan, or a plan's file; of a sweep: a method for each point"
+        ),
+    ] = None
+    set: Annotated[
+        dict[str, Any] | None,
+        Field(min_length=1, description="values in the place of the plan's, by dotted keys: {operations.0.alpha: 0.5}"),
+    ] = None
     full: Annotated[
         Literal[True] | None,
         Field(description="full fine-tuning: every tensor of the base trains; with a plan, every one of what it grew"),
@@ -161,6 +169,8 @@ class MethodSpec(Entry):
                 "a method is one of plan, full, lora and partial (or a plan with `full: true`, of which every tensor"
                 f" trains); {' and '.join(given) or 'none'} given"
             )
+        if self.set is not None and self.plan is None:
+            raise ValueError(f"`set` gives a plan other values, and the method is `{given[0]}`; leave it out")
         return self
 
     @property

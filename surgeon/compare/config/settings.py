@@ -10,7 +10,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon import Checkpoint, GenerateSpec, LoadedPlan, parse_plan
+from surgeon.common.schema import NEW, ORIGINAL, TEMPLATE
 from surgeon.compare.config.loading import LoadedStudy
 from surgeon.compare.config.schema import (
     MethodSpec,
@@ -20,12 +21,7 @@ from surgeon.compare.config.schema import (
     StudyText,
     study_replays,
 )
-from surgeon.data.specs import NEW, ORIGINAL, TEMPLATE, GenerateSpec
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy
-from surgeon.families.dissect import dissect
-from surgeon.plan.plan import LoadedPlan, parse_plan
-from surgeon.train.trainable.lora_targets import linear_modules
 
 RECALLED = "recalled"
 # Of what the base writes, held out where there is no original text to measure on.
@@ -190,16 +186,15 @@ def _given(settings: BaseModel | None) -> dict[str, Any]:
     return {} if settings is None else settings.model_dump(mode="json", exclude_none=True)
 
 
-def suited(loaded: LoadedStudy, base: CheckpointFolder) -> LoadedStudy:
+def suited(loaded: LoadedStudy, base: Checkpoint) -> LoadedStudy:
     """The study with LoRA and partial tuning as this base allows them, where the file says no targets and no layers.
 
     What differs from other bases is in its `notes`. A LoRA that nobody asked for is left out where nothing is linear.
     """
-    anatomy = dissect(base.config, base.tensors, base.own)
     asked = {method.called for method in loaded.config.methods}
     methods, notes = [], []
     for method in loaded.config.all_methods:
-        fitting, note = _fitting(method, anatomy)
+        fitting, note = _fitting(method, base)
         if fitting is None and method.called in asked:
             fitting, note = method, ""
         methods += [] if fitting is None else [fitting]
@@ -210,15 +205,15 @@ def suited(loaded: LoadedStudy, base: CheckpointFolder) -> LoadedStudy:
     return replace(loaded, config=config, notes=tuple(notes))
 
 
-def _fitting(method: MethodSpec, anatomy: Anatomy) -> tuple[MethodSpec | None, str]:
+def _fitting(method: MethodSpec, base: Checkpoint) -> tuple[MethodSpec | None, str]:
     """The method for this base, and what is to be said of it; None where it cannot be."""
     if method.partial is not None and "every" not in method.partial.model_fields_set:
-        layers = anatomy.sizes.layers
+        layers = base.layers
         if layers < method.partial.every:
             note = f"{method.words}: of the base's {layers} layers the last one trains (`partial: {{every: {layers}}}`)"
             return method.model_copy(update={"partial": Partial(every=layers)}), note
     if method.lora is not None and "targets" not in method.lora.model_fields_set:
-        names, other = linear_modules(anatomy)
+        names, other = base.linear_modules()
         if other and not names:
             return None, f"{method.words} is left out: {printable(other)} and other matrices are in no linear module"
         if other:

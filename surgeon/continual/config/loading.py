@@ -9,16 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from surgeon.common.yaml import Place, check_yaml, editor_schema, keys_by_section, parse_yaml, read_text, where
+from surgeon.common.yaml import Place, check_yaml, editor_schema, keys_by_section, parse_yaml, read_text
 from surgeon.continual.config.schema import TasksConfig
-from surgeon.data.sources import absent
-from surgeon.errors import BadInput, bad_input, printable
-from surgeon.operations.pmoe_experts import PMoEExperts
+from surgeon.errors import BadInput, printable
 
 _WHAT = "tasks file"
 
 # The operation whose settings a tasks file may give in a plan's place.
-SLOTS = PMoEExperts.key("op")
+SLOTS = "pmoe_experts"
 
 
 @dataclass(frozen=True)
@@ -71,18 +69,3 @@ def at_line(loaded: LoadedTasks, number: int) -> Iterator[None]:
             # Of the base or the disk, not of what was asked.
             raise
         raise BadInput(f"{printable(str(loaded.source))}:{loaded.line_of_surgery(number)}: {message}") from None
-
-
-def check_texts(loaded: LoadedTasks) -> None:
-    """Raise BadInput with every text of the tasks file that is not there, by its line."""
-    named: list[tuple[Place, str]] = []
-    for number, task in enumerate(loaded.config.tasks):
-        for nth, source in enumerate(task.sources):
-            place: Place = ("tasks", number, "sources", nth)
-            named.append(((*place, "path"), source.path))
-            if isinstance(source.validation, str):
-                named.append(((*place, "validation"), source.validation))
-    named += [(("general", nth, "path"), source.path) for nth, source in enumerate(loaded.config.general)]
-    found = ((place, absent(loaded.resolve(path), str(place[-1]))) for place, path in named)
-    if wrong := [where(place, loaded.lines, str(loaded.source)) + why for place, why in found if why]:
-        raise bad_input(wrong)

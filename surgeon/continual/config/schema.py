@@ -7,9 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from surgeon import RouterLoss, RunSettings
 from surgeon.common.schema import Entry, check_shares, first_doubled
-from surgeon.operations.pmoe_experts import RouterLoss
-from surgeon.train.config.schema import RunSettings
 
 _NAME = r"^[A-Za-z0-9_-]{1,40}$"
 

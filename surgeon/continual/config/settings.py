@@ -5,17 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.common.yaml import written_yaml
+from surgeon import (
+    Checkpoint,
+    LoadedConfig,
+    LoadedPlan,
+    OptimizerSpec,
+    SourceSpec,
+    TextSpec,
+    TrainConfig,
+    check_source,
+    load_named,
+    load_plan,
+    parse_plan,
+    settle,
+)
+from surgeon.common.schema import ORIGINAL
+from surgeon.common.yaml import Place, where, written_yaml
 from surgeon.continual.config.loading import SLOTS, LoadedTasks, at_line, surgery_name
 from surgeon.continual.config.schema import NOTHING, TasksConfig, TaskSource, TaskSpec
-from surgeon.data.specs import ORIGINAL, SourceSpec
-from surgeon.errors import BadInput, printable
-from surgeon.plan.plan import LoadedPlan, load_plan, parse_plan
-from surgeon.plan.shipped import find_plan
-from surgeon.train.config.loading import LoadedConfig
-from surgeon.train.config.schema import OptimizerSpec, TrainConfig
-from surgeon.train.config.settings import settle
+from surgeon.errors import BadInput, bad_input, printable
 
 
 def training_of(config: TasksConfig, number: int) -> TrainConfig:
@@ -60,6 +68,34 @@ def _source(name: str, source: TaskSource, share: float, task: str) -> SourceSpe
     )
 
 
+def own_sources(config: TasksConfig, number: int) -> list[SourceSpec]:
+    """Return the sources of task `number` (from 0), as a training config names them, without earlier tasks' ones."""
+    task = config.tasks[number]
+    return [_source(name, source, share, task.name) for name, source, share in task.named_sources()]
+
+
+def general_texts(config: TasksConfig) -> list[TextSpec]:
+    """Return the texts that no task trains on."""
+    return [TextSpec(name=text.name, path=text.path, kind=text.kind, field=text.field) for text in config.general]
+
+
+def check_texts(loaded: LoadedTasks) -> None:
+    """Raise BadInput with every text of the tasks file that is not there, by its line."""
+    named: list[tuple[Place, TextSpec]] = [
+        (("tasks", number, "sources", nth), source)
+        for number in range(len(loaded.config.tasks))
+        for nth, source in enumerate(own_sources(loaded.config, number))
+    ]
+    named += [(("general", nth), text) for nth, text in enumerate(general_texts(loaded.config))]
+    wrong = [
+        where((*place, key), loaded.lines, str(loaded.source)) + why
+        for place, text in named
+        for key, why in check_source(text, loaded)
+    ]
+    if wrong:
+        raise bad_input(wrong)
+
+
 def plans_of(loaded: LoadedTasks) -> list[LoadedPlan | None]:
     """The plan of each task; None where nothing is added. Raises BadInput."""
     return [_plan_of(loaded, number) for number in range(len(loaded.config.tasks))]
@@ -74,16 +110,16 @@ def _plan_of(loaded: LoadedTasks, number: int) -> LoadedPlan | None:
         if beside.is_file():
             return load_plan(beside)
         with at_line(loaded, number):
-            return load_plan(find_plan(asked))
+            return load_named(asked)
     # Seeds differ by the slot's number in tensors' names.
     plan = {"surgeon": 1, "seed": loaded.config.seed, "operations": [{"op": SLOTS, **asked}]}
     with at_line(loaded, number):
         return parse_plan(written_yaml(plan), source=surgery_name(loaded, number))
 
 
-def check_tasks(loaded: LoadedTasks, plans: Sequence[LoadedPlan | None], base: CheckpointFolder) -> None:
+def check_tasks(loaded: LoadedTasks, plans: Sequence[LoadedPlan | None], base: Checkpoint) -> None:
     """Raise BadInput for settings that a later task's training would refuse."""
-    context = base.config.get("max_position_embeddings")
+    context = base.context
     operations: list[str] = []
     for number, plan in enumerate(plans):
         if plan is not None:

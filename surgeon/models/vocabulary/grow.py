@@ -45,11 +45,18 @@ def grow(
     measure: Sequence[Path] = (),
     listed: Listed = _OF_THE_PLAN,
 ) -> Grown:
-    """The growth of the tokenizer in `base`, whose model has `rows` rows of embeddings, by the tokens `wanted`.
+    """Grow the tokenizer in `base` by the tokens of `wanted`.
 
-    `measure` are texts on which is measured what changes, beside those of `wanted`. `listed` says where words stand.
-    Raises BadInput for a base without a tokenizer.json, with more tokens than rows, of a kind that cannot grow, and for
-    tokens that cannot be added.
+    Args:
+        base: the checkpoint.
+        wanted: the tokens of the plan.
+        rows: the model's rows of embeddings.
+        measure: texts on which the change is measured, beside those of `wanted`.
+        listed: which file or plan lists the words.
+
+    Raises:
+        BadInput: the base has no tokenizer.json, more tokens than rows, or a kind that cannot grow; or a token cannot
+            be added.
     """
     if TOKENIZER_FILE not in base.side_files:
         raise BadInput(

@@ -41,7 +41,7 @@ class Old:
 
     @cached_property
     def lowest(self) -> float:
-        """Of a Unigram the lowest score: what a character costs at most that has a token of its own."""
+        """The lowest score of a Unigram: what a character costs at most that has a token of its own."""
         return min(self.read.scores.values(), default=0.0)
 
     @cached_property

@@ -25,7 +25,7 @@ _LEAST_CHARACTER = 10
 
 @dataclass(frozen=True)
 class LearnedTokens:
-    """What is asked for: `count` pieces learned from `learn`, of which `how` says which may go in; `keep` stays."""
+    """A plan's `learn`: `count` pieces learned from `learn`, of which `how` says which may go in; `keep` stays."""
 
     learn: tuple[Path, ...]
     count: int
@@ -76,7 +76,7 @@ def _allowed(
 
 
 def _beyond_ascii(content: str, *, byte_level: bool) -> bool:
-    """Whether the bytes that a piece stands for are not all ASCII."""
+    """Whether the bytes of a piece are not all ASCII."""
     if byte_level:
         return any(character in _HIGH_BYTES for character in content)
     return any(ord(character) > 127 and character != "▁" for character in content)
@@ -94,7 +94,7 @@ _HIGH_BYTES = _high_bytes()
 
 
 def _matched(old: Old, segmented: Mapping[str, Sequence[int]]) -> set[str]:
-    """Of a WordPiece, the pieces that would be taken in one of these words in the place of a shorter one."""
+    """Return the pieces of a WordPiece that would be taken in one of these words in the place of a shorter one."""
     found: set[str] = set()
     for word, ids in segmented.items():
         at = 0

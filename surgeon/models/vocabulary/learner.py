@@ -29,11 +29,16 @@ def learn_merges(
     joined: Callable[[int, int, int], bool],
     least: int = 2,
 ) -> list[Pair]:
-    """At most `count` pairs, in the order in which they are joined; the n-th makes the id `first` + n.
+    """Return at most `count` pairs, in the order in which they are joined; the n-th makes the id `first` + n.
 
-    `words` are segmented words and how often each occurs. `joined(a, b, new)` takes a pair for good, or returns False:
-    it is asked once for each pair, when its turn comes. Pairs that occur less than `least` times are left alone. Of
-    equally frequent pairs the one of the smaller ids is first.
+    The more frequent of two pairs is first, of equally frequent ones that of the smaller ids.
+
+    Args:
+        words: segmented words, and how often each occurs.
+        count: pairs at most.
+        first: the id that the first pair makes.
+        joined: `joined(a, b, new)` takes a pair for good, or returns False; called once for each pair, at its turn.
+        least: pairs that occur less often are left alone.
     """
     held = [list(ids) for ids, _ in words]
     often = [number for _, number in words]

@@ -21,24 +21,24 @@ _LONGEST = 1024
 
 @dataclass(frozen=True)
 class Listed:
-    """Where words that are asked for stand: in the plan, or in a `file`, one on each of its `lines`."""
+    """The source of requested words: the plan, or a `file`, one on each of its `lines`."""
 
     file: str = ""
     lines: tuple[int, ...] = ()
 
     def full(self, nth: int) -> str:
-        """Where a word stands."""
+        """The whole source of a word, for a message."""
         return f"{self.file}, line {self.lines[nth]}" if self.file else f"`tokens` {nth}"
 
     def short(self, nth: int) -> str:
-        """Where a word stands, behind one of which all is said."""
+        """The source of a word, for a message about one of which all is said."""
         return f"line {self.lines[nth]}" if self.file else str(nth)
 
 
 def marked_once(tokenizer: Tokenizer, wanted: Sequence[str]) -> list[str]:
-    """The words, less the space (or mark) before them where the tokenizer puts one before every text by itself.
+    """Return the words, less the space (or mark) before them where the tokenizer puts one before every text by itself.
 
-    With both, `▁▁word` would be made, which stands in no text but where there are two spaces.
+    With both, `▁▁word` would be made, which occurs in no text but where there are two spaces.
     """
     (bare, spaced) = (found[0] if found else "" for found in tokenizer.cut(["a", " a"]))
     if not (bare.startswith("▁") and spaced == f"▁{bare}"):
@@ -170,7 +170,14 @@ def _add_word(maker: Maker, word: str, ids: list[int], shown: str) -> None:
 
 
 def check_words(wanted: Sequence[str], after: Tokenizer, rows: int, listed: Listed) -> None:
-    """BadInput where a word that was asked for is not one token, of an id from `rows` on."""
+    """Raise BadInput where a requested word is not one token, of an id from `rows` on.
+
+    Args:
+        wanted: the words.
+        after: the grown tokenizer.
+        rows: the model's rows of embeddings.
+        listed: where the words are listed, for the message.
+    """
     for nth, (text, ids) in enumerate(zip(wanted, after.many(wanted), strict=True)):
         if len(ids) == 1 and ids[0] < rows:
             raise BadInput(

@@ -54,7 +54,14 @@ def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
 
 
 def measured_text(use: str, paths: Sequence[Path], before: Tokenizer, after: Tokenizer) -> MeasuredText:
-    """What the growth makes of the beginning of a text, `_MEASURED` characters of it."""
+    """Measure what the growth makes of the beginning of a text, `_MEASURED` characters of it.
+
+    Args:
+        use: what the text is for.
+        paths: its files.
+        before: the tokenizer of the base.
+        after: the grown one.
+    """
     left = _MEASURED
     documents = unchanged = words = old_tokens = new_tokens = 0
     for batch in _batches(_texts(paths)):

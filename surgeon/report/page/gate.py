@@ -12,7 +12,7 @@ _STYLES = {"new": 2, "original": 4}
 
 
 def gate_figures(runs: Sequence[TrainingRun]) -> list[Child]:
-    """For each run that fitted a gate, the shares of new and of original tokens on which it was open."""
+    """Draw the shares of new and of original tokens on which a gate was open, for each run that fitted one."""
     parts: list[Child] = []
     for nth, run in enumerate(runs, 1):
         if run.gate is None:
@@ -34,5 +34,5 @@ def _of_text(gate: GateActivity, role: str, nth: int) -> Child:
         for name, shares in (*gate.by_length.items(), ("all", gate.shares))
         if (share := shares.get(role)) is not None
     ]
-    wished = "The higher the more is learned." if role == "new" else "The lower the more is kept."
-    return figure(bars(f"Open on {role} text", entries, full=1.0, key=f"gate-{nth}-{role}", cap="100%"), wished)
+    better = "The higher the more is learned." if role == "new" else "The lower the more is kept."
+    return figure(bars(f"Open on {role} text", entries, full=1.0, key=f"gate-{nth}-{role}", cap="100%"), better)

@@ -69,13 +69,13 @@ def _map_bars(maps: Sequence[MapFact]) -> list[Markup]:
     by_module: dict[str, list[MapFact]] = {}
     for fact in maps:
         by_module.setdefault(fact.module or "map", []).append(fact)
-    means = {module: sum(m.entropy for m in held) / len(held) for module, held in by_module.items()}
+    means = {module: sum(m.entropy for m in facts) / len(facts) for module, facts in by_module.items()}
     share = {
-        module: sum(m.entropy / m.uniform if m.uniform else 1 for m in held) / len(held)
-        for module, held in by_module.items()
+        module: sum(m.entropy / m.uniform if m.uniform else 1 for m in facts) / len(facts)
+        for module, facts in by_module.items()
     }
     entropy = [Bar(module, share[module], f"{means[module]:.2f} · {share[module]:.1%}", 2) for module in by_module]
-    worst = {module: max(max(m.row_error, m.column_error) for m in held) for module, held in by_module.items()}
+    worst = {module: max(max(m.row_error, m.column_error) for m in facts) for module, facts in by_module.items()}
     # Errors span decades: the bar's length is log10 between 1e-12 and 1.
     error = [Bar(module, 12 + math.log10(max(value, 1e-12)), f"{value:.1e}", 4) for module, value in worst.items()]
     stuck = sum(not m.converged for m in maps)
@@ -93,7 +93,7 @@ def _map_bars(maps: Sequence[MapFact]) -> list[Markup]:
 
 
 def _each(by_module: Mapping[str, Sequence[MapFact]]) -> str:
-    counts = sorted({len(held) for held in by_module.values()})
+    counts = sorted({len(facts) for facts in by_module.values()})
     return f"{' to '.join(map(str, [*counts[:1], *counts[1:][-1:]]))} maps a module"
 
 
@@ -204,12 +204,12 @@ def _experts(report: RoutingReport) -> list[Markup]:
 
 def _gates(report: RoutingReport) -> list[Markup]:
     names = list(report.texts)
-    held = [text.gates for text in report.texts.values()]
-    adapters = [gate for gate in report.gates if any(g.get(gate) and g[gate].loudness is not None for g in held)]
+    by_text = [text.gates for text in report.texts.values()]
+    adapters = [gate for gate in report.gates if any(g.get(gate) and g[gate].loudness is not None for g in by_text)]
     shares = [gate for gate in report.gates if gate not in adapters]
 
     def matrix(caption: str, chosen: Sequence[str], field: str, full: float | None) -> Markup:
-        rows = [(gate, [getattr(gates_of.get(gate), field, None) for gates_of in held]) for gate in chosen]
+        rows = [(gate, [getattr(gates_of.get(gate), field, None) for gates_of in by_text]) for gate in chosen]
         largest = max((value for _, values in rows for value in values if value is not None), default=1.0)
         return shaded_table(caption, "gate", names, rows, full=full or largest)
 
@@ -227,8 +227,8 @@ def _gates(report: RoutingReport) -> list[Markup]:
 
 def spectra_section(findings: Findings) -> Markup | None:
     """Neutral Residues' Figure 3 for this output."""
-    held = [s for s in findings.spectra if s.adapter and s.backbone]
-    if not held:
+    spectra = [s for s in findings.spectra if s.adapter and s.backbone]
+    if not spectra:
         return None
 
     def mean(rows: Sequence[tuple[float, ...]]) -> list[tuple[float, float]]:
@@ -238,7 +238,7 @@ def spectra_section(findings: Findings) -> Markup | None:
         kept = sorted({*range(0, count, step), count - 1})
         return [(k / span, sum(row[k] for row in rows) / len(rows)) for k in kept]
 
-    adapters, backbone = mean([s.adapter for s in held]), mean([s.backbone for s in held])
+    adapters, backbone = mean([s.adapter for s in spectra]), mean([s.backbone for s in spectra])
     series = [Series("adapters' W_g", adapters, 0), Series("the backbone's W_g in the same layers", backbone, 1)]
     rows = [
         (
@@ -248,7 +248,7 @@ def spectra_section(findings: Findings) -> Markup | None:
             len(s.backbone),
             f"{_effective(s.backbone):.1f}",
         )
-        for s in held
+        for s in spectra
     ]
     head = ("layer", "adapter's values", "of them effective", "backbone's values", "of them effective")
     return section(
@@ -265,8 +265,8 @@ def spectra_section(findings: Findings) -> Markup | None:
                     low=0.0,
                     high=1.0,
                 ),
-                f"Mean over layers {', '.join(str(s.layer) for s in held)}. A spectrum that falls more steeply than the"
-                " backbone's has collapsed on few directions (Neutral Residues, Figure 3).",
+                f"Mean over layers {', '.join(str(s.layer) for s in spectra)}. A spectrum that falls more steeply than"
+                " the backbone's has collapsed on few directions (Neutral Residues, Figure 3).",
             ),
             table("Effective values: exp of the entropy of σ² as shares", head, rows, numbers=range(5)),
         ),
@@ -280,7 +280,7 @@ def _effective(values: tuple[float, ...]) -> float:
 
 
 def alignment_section(findings: Findings) -> Markup | None:
-    """How far the branches of control blocks are apart (Control LLM, Figures 3 and 8)."""
+    """Show how far the branches of control blocks are apart (Control LLM, Figures 3 and 8)."""
     probing = findings.probing
     if probing is None:
         return None
@@ -377,7 +377,7 @@ def curves_section(findings: Findings) -> Markup | None:
 
 
 def _changes(runs: Sequence[TrainingRun]) -> list[Child]:
-    """How much each run changed each tensor, and a line for trained tensors that did not change."""
+    """List each run's change of each tensor, and the trained tensors that did not change."""
     parts: list[Child] = []
     for nth, run in enumerate(runs, 1):
         if run.unchanged:

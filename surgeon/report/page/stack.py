@@ -128,10 +128,10 @@ def _grouped(marks: tuple[Mark, ...]) -> list[tuple[str, bool]]:
     for mark in sorted(marks, key=lambda mark: order.index(mark.sign[:1]) if mark.sign[:1] in order else len(order)):
         groups.setdefault(mark.sign[:1], []).append(mark)
     shown = []
-    for letter, held in groups.items():
-        first, last = held[0].sign[1:].partition("–")[0], held[-1].sign[1:].rpartition("–")[2]
-        sign = held[0].sign if len(held) == 1 or first == last else f"{letter}{first}–{last}"
-        shown.append((sign, any(mark.trains for mark in held)))
+    for letter, alike in groups.items():
+        first, last = alike[0].sign[1:].partition("–")[0], alike[-1].sign[1:].rpartition("–")[2]
+        sign = alike[0].sign if len(alike) == 1 or first == last else f"{letter}{first}–{last}"
+        shown.append((sign, any(mark.trains for mark in alike)))
     return shown
 
 

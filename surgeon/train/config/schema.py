@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from surgeon.common.schema import SHARE_TOLERANCE, Entry, first_doubled
-from surgeon.data.specs import NEW, ORIGINAL, SourceSpec
+from surgeon.common.schema import NEW, ORIGINAL, SHARE_TOLERANCE, Entry, first_doubled
+from surgeon.data.specs import SourceSpec
 from surgeon.manifest.trainable import LayersSpec
 from surgeon.models.templates import TemplateName
 from surgeon.train.backends import AttentionName, TrackerName

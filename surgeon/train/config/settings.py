@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from surgeon.common.json_results import plain_fields
-from surgeon.data.specs import NEW, ORIGINAL
+from surgeon.common.schema import NEW, ORIGINAL
 from surgeon.errors import bad_input, printable
 from surgeon.operations import OPERATIONS
 from surgeon.operations.operation import Schedule, TrainingDefaults

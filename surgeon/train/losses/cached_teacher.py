@@ -46,7 +46,7 @@ _SAVE_SECONDS = 30.0
 
 
 def bytes_a_token(k: int) -> int:
-    """On the disk: k ids in int32, their log-probabilities and that of the rest in float32."""
+    """Return a token's bytes on disk: k ids in int32, their log-probabilities and that of the rest in float32."""
     return _record_of(k).itemsize
 
 
@@ -56,9 +56,9 @@ def _record_of(k: int) -> np.dtype[Any]:
 
 @dataclass
 class CachedTeacher:
-    """What the base says at the tokens that count of a run's `sequences` sequences of `length`: its `k` likeliest.
+    """The base's `k` likeliest next tokens at the tokens that count, of a run's `sequences` sequences of `length`.
 
-    `on` are the sequences on which it teaches, as in configs: original, or all. The files are in `work`.
+    `on` names the sequences on which it teaches, as in configs: original, or all. The files are in `work`.
     """
 
     work: Path
@@ -79,7 +79,7 @@ class CachedTeacher:
 
     @property
     def most_sequences(self) -> int:
-        """As many sequences at most does the base teach on: a mixture gives a source less than two over its share."""
+        """The sequences on which the base teaches, at most: a mixture gives a source less than two over its share."""
         if self.on == "all":
             return self.sequences
         known = [
@@ -91,14 +91,14 @@ class CachedTeacher:
 
     @property
     def most_bytes(self) -> int:
-        """What the files take at most: not every token counts."""
+        """Return the bytes of the files, at most: not every token counts."""
         # The last token of a sequence has no next one.
         tokens = self.most_sequences * (self.length - 1)
         return tokens * self._record.itemsize + self.sequences * _ENTRY.itemsize
 
     @property
-    def shown(self) -> str:
-        """In words, what is kept and how much."""
+    def summary(self) -> str:
+        """Say in words what is kept and how much."""
         tokens = self.most_sequences * (self.length - 1)
         return (
             f"the base's {self.k} likeliest tokens at each of at most {tokens:,} tokens of text: at most"
@@ -106,7 +106,7 @@ class CachedTeacher:
         )
 
     def needed_bytes(self) -> int:
-        """What the files take: as they are where they are complete, else at most."""
+        """Return the bytes of the files: as they are where they are complete, else at most."""
         if not self._state().get("done"):
             return self.most_bytes
         return sum((self.work / name).lstat().st_size for name in (SAID_FILE, INDEX_FILE))
@@ -120,9 +120,19 @@ class CachedTeacher:
         ranks: Ranks,
         listener: Listener,
     ) -> None:
-        """Have the base within `preserving`'s model say what it says, unless that is there; the mixture stays.
+        """Record the base's predictions, unless they are there; the mixture stays where it is.
 
-        All processes call, before anything trains. Raises BadInput where a process does not see the folder.
+        All processes call, before anything trains.
+
+        Args:
+            preserving: the term, whose model has the base within.
+            micro_batch: sequences that run together.
+            device: where the model runs.
+            ranks: this process and the others.
+            listener: hears of the progress.
+
+        Raises:
+            BadInput: a process does not see the folder.
         """
         begun = copy.deepcopy(self.mixture.state())
         with waiting(ranks) if ranks.size > 1 else contextlib.nullcontext(ranks) as ranks:
@@ -143,9 +153,10 @@ class CachedTeacher:
         preserving.said = self.said
 
     def said(self, numbers: Tensor, ids: Tensor, counts: Tensor) -> TopK:
-        """Of the sequences `numbers` (B) of the run, with the tokens `ids` (B T), at the tokens that count (B T).
+        """Return the base's predictions for the sequences `numbers` (B), at the tokens that count.
 
-        Raises BadInput where the disk gives something else than was written.
+        `ids` are their tokens (B T), `counts` says which count (B T). Raises BadInput where the disk gives something
+        else than was written.
         """
         parts = []
         with (self.work / SAID_FILE).open("rb") as file:
@@ -290,7 +301,14 @@ class _Writer:
     def add(
         self, count: int, places: Sequence[int], sequences: Sequence[PackedSequence], found: Sequence[NDArray[Any]]
     ) -> None:
-        """`count` sequences more, of which `found` has the records of those at `places`."""
+        """Add `count` sequences.
+
+        Args:
+            count: how many sequences.
+            places: which of them have records.
+            sequences: those sequences.
+            found: their records.
+        """
         entries = np.zeros(count, _ENTRY)
         for place, sequence, records in zip(places, sequences, found, strict=True):
             content = records.tobytes()

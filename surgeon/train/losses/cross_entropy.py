@@ -44,7 +44,7 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, cap: float | None, rows: int) -> Tensor:
-        """Losses and gradients, `rows` tokens at a time."""
+        """Compute losses and gradients, `rows` tokens at a time."""
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         # A sum over chunks, which bfloat16 would round at each.
@@ -91,10 +91,14 @@ class _Chunked(torch.autograd.Function):
 def chunked_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, cap: float | None = None, rows: int | None = None
 ) -> Tensor:
-    """Summed cross-entropy in nats, float32, of `hidden` (N D) under the head `weight` (V D) at `labels` (N, int64).
+    """Sum the cross-entropy in nats, float32, without all logits in memory.
 
-    Rows whose label is −100 count for nothing and are not computed. `cap` is a final logit soft cap. At most `rows`
-    rows of logits are in memory (default: 128 MiB of them in float32).
+    Args:
+        hidden: N D, what the head is given.
+        weight: V D, the head.
+        labels: N, int64; rows of −100 count for nothing and are not computed.
+        cap: a final logit soft cap.
+        rows: rows of logits in memory at most (default: 128 MiB of them in float32).
     """
     counted = labels != IGNORED_LABEL
     rows = rows or max(1, CHUNK_BYTES // (_FLOAT32 * len(weight)))
@@ -103,7 +107,7 @@ def chunked_cross_entropy(
 
 
 def whole_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, cap: float | None = None) -> Tensor:
-    """The same with all logits at once, by torch."""
+    """Sum it with all logits at once, by torch; arguments as `chunked_cross_entropy` has them."""
     logits = (hidden @ weight.T).float()
     if cap is not None:
         logits = torch.tanh(logits / cap) * cap
@@ -111,7 +115,7 @@ def whole_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, cap: 
 
 
 def liger_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, cap: float | None = None) -> Tensor:
-    """The same by liger-kernel's fused kernel."""
+    """Sum it by liger-kernel's fused kernel; arguments as `chunked_cross_entropy` has them."""
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     total: Tensor = liger_fused_linear_cross_entropy(
@@ -187,7 +191,7 @@ class FusedHead:
         shift_labels: Tensor | None = None,
         **__: Any,
     ) -> Tensor:
-        """In the place of transformers' ForCausalLMLoss; `logits` are the hidden states (B T D)."""
+        """Compute the loss in the place of transformers' ForCausalLMLoss; `logits` are the hidden states (B T D)."""
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:]
         wanted = shift_labels.reshape(-1).to(logits.device)

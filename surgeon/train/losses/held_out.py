@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from surgeon.data.classification_metrics import judge
+from surgeon.data.classification_metrics import judge_examples
 from surgeon.data.packing import PackedSequence
-from surgeon.data.scoring import score
+from surgeon.data.scoring import score_sequences
 from surgeon.train.processes.sharding import let_go
 
 
@@ -21,9 +21,17 @@ def losses_by_source(
     process: int = 0,
     processes: int = 1,
 ) -> dict[str, float]:
-    """Mean cross-entropy in nats of the labels that count, for each source (`evaluation.scores`)."""
+    """Return the mean cross-entropy of each source's labels that count, in nats (`evaluation.scores`).
+
+    Args:
+        model: the model, on its device.
+        validation: held-out sequences by source.
+        micro_batch: sequences that run together.
+        process: the number of this process.
+        processes: how many share the work; all call.
+    """
     found = {
-        name: score(model, sequences, micro_batch=micro_batch, process=process, processes=processes).loss
+        name: score_sequences(model, sequences, micro_batch=micro_batch, process=process, processes=processes).loss
         for name, sequences in validation.items()
     }
     let_go(model)
@@ -39,15 +47,21 @@ def figures_by_source(
     processes: int = 1,
     pad: int | None,
 ) -> dict[str, dict[str, float]]:
-    """Of each source `loss`, in nats, and of a classification head its other figures (`Judged`).
+    """Return each source's `loss`, in nats, and with a classification head its other figures (`Judged`).
 
-    `pad` fills a batch of examples up; None: the sequences are text.
+    Args:
+        model: the model, on its device.
+        validation: held-out sequences or examples by source.
+        micro_batch: sequences that run together.
+        process: the number of this process.
+        processes: how many share the work; all call.
+        pad: fills up a batch of examples; None: the sequences are text.
     """
     if pad is None:
         losses = losses_by_source(model, validation, micro_batch=micro_batch, process=process, processes=processes)
         return {name: {"loss": loss} for name, loss in losses.items()}
     judged = {
-        name: judge(model, held, pad=pad, micro_batch=micro_batch, process=process, processes=processes)
+        name: judge_examples(model, held, pad=pad, micro_batch=micro_batch, process=process, processes=processes)
         for name, held in validation.items()
     }
     return {name: found.figures() for name, found in judged.items()}

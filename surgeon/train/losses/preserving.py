@@ -51,7 +51,7 @@ class _Divergence(torch.autograd.Function):
         old: int,
         rows: int,
     ) -> Tensor:
-        """The sum and its gradients, `rows` tokens at a time."""
+        """Compute the sum and its gradients, `rows` tokens at a time."""
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
@@ -119,12 +119,19 @@ def chunked_divergence(
     rows: int | None = None,
     teacher: Tensor | None = None,
 ) -> Tensor:
-    """Summed τ² KL(base ‖ model) in nats, float32, with `reverse` τ² KL(model ‖ base).
+    """Sum τ² KL(base ‖ model) in nats, float32, with `reverse` τ² KL(model ‖ base), without all logits in memory.
 
-    `hidden` and `taught` (N D) are what model and base give the head `weight` (V D), whose first `old` rows are the
-    base's (None: all); `teacher` is the base's own head (None: the same). Or `taught` is what was kept of the base's
-    distributions at this temperature, beside which the divergence is that of the coarsened ones (`TopK`). At most
-    `rows` rows of logits are in memory (default: 128 MiB of them).
+    Args:
+        hidden: N D, what the model gives its head.
+        weight: V D, the head.
+        taught: N D, what the base gives its head; or what was kept of its distributions at this temperature, beside
+            which the divergence is that of the coarsened ones (`TopK`).
+        cap: a final logit soft cap.
+        temperature: τ.
+        reverse: whether the model's distribution comes first.
+        old: rows of the head that are the base's; None: all.
+        rows: rows of logits in memory at most (default: 128 MiB of them).
+        teacher: the base's own head; None: the same.
     """
     rows = rows or _rows_at_once(weight)
     old = old or len(weight)
@@ -245,7 +252,7 @@ class Preserving:
         return TopK.joined([TopK.of(log_p, k) for log_p in logs])
 
     def _states(self, batch: Mapping[str, Tensor], rows: Tensor | slice) -> Tensor:
-        """What the base gives its head for some sequences of a batch, B T D."""
+        """Return the states that the base gives its head for some sequences of a batch, B T D."""
         with self.teacher.armed():
             return self.base.logits(**{name: batch[name][rows] for name in ("input_ids", "position_ids")})
 

@@ -38,7 +38,14 @@ class Share:
 def shares_of(
     batches: Sequence[Mapping[str, Tensor]], preserving: Preserving | None, *, device: torch.device, processes: int
 ) -> list[Share]:
-    """The shares of one process's micro-batches of one step; all processes call."""
+    """Return the shares of one process's micro-batches of one step; all processes call.
+
+    Args:
+        batches: the micro-batches.
+        preserving: the base that teaches, if one does.
+        device: where numbers of all processes are summed.
+        processes: how many there are.
+    """
     counts = torch.tensor([_counts(batch, preserving) for batch in batches], dtype=torch.int64, device=device)
     together = counts.clone()
     if processes > 1:
@@ -59,7 +66,7 @@ def shares_of(
 
 
 def _counts(batch: Mapping[str, Tensor], preserving: Preserving | None) -> tuple[int, int, int, int]:
-    """Of a micro-batch: labels, tokens of original text, tokens of tasks or new text, tokens to teach on."""
+    """Count a micro-batch's labels, tokens of original text, tokens of tasks or new text, and tokens to teach on."""
     labels = int((batch["labels"][..., 1:] != IGNORED_LABEL).sum())
     original = int((batch["domain_ids"] == 0).sum()) * batch["input_ids"].shape[1]
     taught = 0 if preserving is None else int(preserving.counted(batch).sum())

@@ -26,7 +26,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TopK:
-    """Of N tokens: `ids` (N k) of the likeliest next ones, int32, their `log_probs` (N k), and `rest` (N), log p_R.
+    """The likeliest next tokens of N tokens: `ids` (N k), int32, their `log_probs` (N k), and `rest` (N), log p_R.
 
     Float32, as computed; `rest` is −∞ where k is the whole vocabulary.
     """
@@ -37,7 +37,7 @@ class TopK:
 
     @classmethod
     def of(cls, log_p: Tensor, k: int) -> TopK:
-        """Of log-probabilities, N V, which are used up."""
+        """Take them from log-probabilities, N V, which are used up."""
         found = log_p.topk(k, dim=-1)
         # Summed over the others, as 1 − Σ p_i would be rounding alone where the teacher is sure.
         rest = log_p.scatter_(1, found.indices, -torch.inf).logsumexp(-1)

@@ -93,7 +93,7 @@ def newest_checkpoint(work: Path) -> Path | None:
 
 
 def best_step(log: Iterable[Mapping[str, Any]], source: str) -> int | None:
-    """The step of a trainer's log after which the held-out loss on a source was lowest, the first of equals."""
+    """Return the step of a trainer's log after which the held-out loss on a source was lowest, the first of equals."""
     key = f"eval_{source}_loss"
     found = [(float(entry[key]), int(entry["step"])) for entry in log if key in entry and math.isfinite(entry[key])]
     return min(found)[1] if found else None

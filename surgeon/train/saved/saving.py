@@ -21,7 +21,7 @@ def is_beside(asked: Literal["auto", "beside", "in_step"], *, copy_bytes: int, m
 
 
 class Saving:
-    """What a checkpoint's files are written by: at once, or beside the steps that follow.
+    """Writes a checkpoint's files: at once, or beside the steps that follow.
 
     At its end as a context nothing is being written any more, whatever ended it. What the writing raised is raised
     where the next step begins, or the next checkpoint, or at the end, unless another error ends it.

@@ -19,7 +19,7 @@ from surgeon.train.training_data import TrainingData
 
 
 def work_folder(target: Path) -> Path:
-    """Where checkpoints lie until the run is published: beside it, `.NAME.training`."""
+    """Return the folder of checkpoints until the run is published: beside it, `.NAME.training`."""
     return target.with_name(f".{target.name}.training")
 
 
@@ -70,7 +70,14 @@ def _begin_or_go_on(work: Path, fingerprint: str, *, take_over: bool, say: Calla
 
 
 def fingerprint_of(loaded: LoadedConfig, settings: Settings, held: dict[str, str], data: TrainingData) -> str:
-    """Digest of all that the run's numbers depend on, but for the number of processes."""
+    """Digest all that the run's numbers depend on, but for the number of processes.
+
+    Args:
+        loaded: the training config.
+        settings: the run's numbers.
+        digests: of all tensors of the output.
+        data: the texts.
+    """
     numbers = settings.to_json()
     for key in ("micro_batch", "accumulation"):
         numbers.pop(key)

@@ -13,7 +13,16 @@ from surgeon.train.config.settings import Settings
 def training_arguments(
     name: str, work: Path, settings: Settings, *, log_every: int, save_every: int, device: str
 ) -> TrainingArguments:
-    """What transformers' Trainer is asked to do: the settings, with checkpoints in `work`."""
+    """Return the arguments of transformers' Trainer for the run's settings.
+
+    Args:
+        name: the run's, for trackers.
+        work: the folder of checkpoints.
+        settings: the run's numbers.
+        log_every: steps between lines of the log.
+        save_every: steps between checkpoints.
+        device: where the model trains.
+    """
     transformers_logging.set_verbosity_error()
     args = TrainingArguments(
         run_name=name,

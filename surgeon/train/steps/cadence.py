@@ -50,7 +50,7 @@ class Cadence(TrainerCallback):  # type: ignore[misc]
         self._begun = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
-        """What is due after this step."""
+        """Set what is due after this step."""
         self._steps += 1
         self._seconds += time.perf_counter() - self._begun
         last = state.global_step >= state.max_steps

@@ -91,7 +91,7 @@ def _one_row(given: dict[str, Any], positions: Tensor) -> dict[str, Any]:
 
 
 def _boundaries(positions: Tensor) -> dict[str, Any]:
-    """What transformers' attention without padding is given of documents, which begin at position 0 or with a row."""
+    """Return the boundaries that attention without padding takes; a document begins at position 0 or with a row."""
     begins = positions == 0
     begins[:, 0] = True
     flat = begins.flatten()

@@ -6,6 +6,7 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from surgeon.common.distributed import is_sharded
 from surgeon.data.packing import Batches
-from surgeon.errors import SurgeonError
-from surgeon.manifest.trainable import Fixed
+from surgeon.errors import Diverged
 from surgeon.train.config.settings import Settings
 from surgeon.train.losses.cross_entropy import FusedHead
 from surgeon.train.losses.held_out import figures_by_source
@@ -31,7 +31,7 @@ from surgeon.train.saved.saving import Saving
 from surgeon.train.steps.by_document import by_document
 from surgeon.train.steps.cadence import PRESERVE
 from surgeon.train.steps.optimizer import make_optimizer, make_schedule
-from surgeon.train.trainable.trainable_set import check_set
+from surgeon.train.trainable.trainable_set import TrainedParameters, check_set
 
 TRAINED_FILE = "trained.safetensors"
 DATA_FILE = "data.json"
@@ -39,14 +39,17 @@ DATA_FILE = "data.json"
 _SHARE = "share"
 
 
-class Diverged(SurgeonError):
-    """The loss or the gradient is no number any more."""
+@dataclass(frozen=True)
+class Sequences:
+    """Sequences that a model trains on, and held-out ones by source; `pad` fills up a batch of examples with labels."""
 
-    exit_code = 2
+    batches: Batches[Any]
+    validation: Mapping[str, Sequence[Any]]
+    pad: int | None = None
 
 
 class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformers is not typed
-    """Trains `names` of a model whose requires_grad is set already."""
+    """Trains the parameters of a model whose requires_grad is set already."""
 
     def __init__(
         self,
@@ -54,18 +57,28 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         args: TrainingArguments,
         *,
         settings: Settings,
-        names: Sequence[str],
-        batches: Batches[Any],
-        validation: Mapping[str, Sequence[Any]],
+        parameters: TrainedParameters,
+        sequences: Sequences,
         callbacks: Sequence[TrainerCallback],
         fused: FusedHead | None = None,
         preserving: Preserving | None = None,
-        held: Mapping[str, Fixed] | None = None,
         keep_best: str | None = None,
-        fitted: Sequence[str] = (),
-        pad: int | None = None,
         saving: Saving | None = None,
     ) -> None:
+        """Take over what a run consists of.
+
+        Args:
+            model: the model, with requires_grad set.
+            args: what transformers' Trainer is to do.
+            settings: the run's numbers.
+            parameters: what trains, and what else is published.
+            sequences: what it trains on and is evaluated on.
+            callbacks: called by transformers' Trainer.
+            fused: computes the loss without logits.
+            preserving: the base that teaches.
+            keep_best: the source whose lowest held-out loss chooses the checkpoint that is published.
+            saving: writes checkpoints; None: within the steps.
+        """
         super().__init__(model=model, args=args, callbacks=list(callbacks))
         for callback in (transformers.PrinterCallback, transformers.trainer_callback.ProgressCallback):
             self.remove_callback(callback)
@@ -73,30 +86,24 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         self.lr_scheduler: Any
         self.control: Any
         self.settings = settings
-        self.names = tuple(names)
-        # Parameters that got their values before the first step, and are published with those that train.
-        self.fitted = tuple(fitted)
-        self.batches = batches
-        self.validation = validation
+        self.parameters = parameters
+        self.batches = sequences.batches
+        self.validation = sequences.validation
+        self.pad = sequences.pad
         self.fused = fused
         self.preserving = preserving
         # Steps in which `preserve` had something to teach on, since the last line of the log.
         self.taught = 0
         # Seconds in which no step was made: evaluations and checkpoints.
         self.aside = 0.0
-        # Parameters of which a part does not train: nothing decays of them either.
-        self.held = dict(held or {})
-        # The source whose lowest held-out loss says which checkpoint is published.
         self.keep_best = keep_best
-        # Of a classification head: what fills a batch up.
-        self.pad = pad
         self.saving = saving or Saving(beside=False)
-        if pad is not None:
+        if self.pad is not None:
             # Heads take the mean over a micro-batch, and these have all as many examples: Trainer takes their mean.
             self.model_accepts_loss_kwargs = False
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's; at its end, whatever ended it, no checkpoint is being written any more."""
+        """Train as Trainer does; at the end, whatever ended it, no checkpoint is being written any more."""
         with self.saving:
             return super().train(*args, **kwargs)
 
@@ -108,9 +115,10 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         """AdamW over exactly the parameters that train: the last check before the first step."""
         if self.optimizer is None:
             whole = self.model if model is None else model
-            decayed = set(self.get_decay_parameter_names(whole)) - self.held.keys()
+            # Of a parameter of which a part does not train nothing decays.
+            decayed = set(self.get_decay_parameter_names(whole)) - self.parameters.fixed.keys()
             self.optimizer = make_optimizer(whole, self.settings, decayed=decayed)
-            check_set(self.model, self.names, optimizer=self.optimizer)
+            check_set(self.model, self.parameters.names, optimizer=self.optimizer)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -121,7 +129,7 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         return self.lr_scheduler
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """As Trainer's; Diverged where the loss is no finite number, before anything is updated by it."""
+        """Make a step as Trainer does. Raises Diverged, before any update, where the loss is no finite number."""
         self.saving.check()
         with by_document():
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
@@ -134,7 +142,7 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         return loss
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's; every micro-batch gets its share of what counts in all of them, over all processes."""
+        """Fetch micro-batches as Trainer does; each gets its share of what counts in all of them and all processes."""
         samples, items = super().get_batch_samples(*args, **kwargs)
         if self.pad is not None:
             return samples, items
@@ -145,7 +153,7 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         return samples, items
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's, with the fused head and the base that teaches, where there are any."""
+        """Compute the loss as Trainer does, with the fused head and the base that teaches, where there are any."""
         if self.pad is not None:
             return super().compute_loss(model, inputs, *args, **kwargs)
         share: Share = inputs.pop(_SHARE)
@@ -162,7 +170,7 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
             return super().compute_loss(model, inputs, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As Trainer's, with the mean of what `preserve` adds."""
+        """Log as Trainer does, with the mean of what `preserve` adds."""
         if "loss" in logs and self.preserving is not None:
             found = self.preserving.take().to(self.args.device)
             if self.args.world_size > 1:
@@ -189,9 +197,9 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
 
     @torch.no_grad()
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        """Mean loss of every source's held-out sequences, in nats a token, logged as `eval_NAME_loss`.
+        """Return the mean loss of every source's held-out sequences, in nats a token, logged as `eval_NAME_loss`.
 
-        Of a classification head also its other figures, as `eval_NAME_accuracy`.
+        A classification head's other figures come with it, as `eval_NAME_accuracy`.
         """
         with self._aside():
             found = figures_by_source(
@@ -216,7 +224,7 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         held = _tensors_of(self.model) if state_dict is None else state_dict
         if is_sharded(self.model) or self.args.should_save:
             # A sharded tensor is gathered by all processes.
-            wanted = {name: held[name].detach() for name in (*self.names, *self.fitted)}
+            wanted = {name: held[name].detach() for name in self.parameters.published}
             tensors = {name: tensor.cpu().contiguous() for name, tensor in self._taken(wanted).items()}
             if self.args.should_save:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -240,7 +248,7 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         tensors = safetensors.torch.load_file(Path(resume_from_checkpoint) / TRAINED_FILE)
         held = _tensors_of(model or self.model)
         with torch.no_grad():
-            for name in (*self.names, *self.fitted):
+            for name in self.parameters.published:
                 held[name].copy_(dealt_out(tensors[name], held[name]))
 
     @contextlib.contextmanager

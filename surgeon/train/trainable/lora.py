@@ -40,12 +40,21 @@ def attach(
     base_names: Iterable[str],
     seed: int,
 ) -> list[str]:
-    """Freeze the model and put a LoRA at the matrices `wanted` (on disk); the names of what trains, in its order.
+    """Freeze the model, put a LoRA at some of its matrices, and return the names of what trains, in the model's order.
 
-    The tensors `beside` (on disk; a classification head's) train whole.
+    Each A is drawn by (seed, its module's name), U(−1/√in, 1/√in) as in PEFT; B is zero, so the model computes what it
+    did.
 
-    Each A is drawn by (seed, its module's name), U(−1/√in, 1/√in) as in PEFT; B is zero, so the model computes what
-    it did. Raises BadInput for what is no matrix of a linear module, or makes up a parameter with others.
+    Args:
+        model: the model.
+        spec: the config's LoRA.
+        wanted: the matrices, by their names on disk.
+        beside: tensors that train whole (a classification head's), by their names on disk.
+        base_names: all tensors of the checkpoint.
+        seed: of the config.
+
+    Raises:
+        BadInput: a tensor is no matrix of a linear module, or makes up a parameter with others.
     """
     import peft
 
@@ -132,7 +141,14 @@ class Merged:
 
 
 def merged(out: CheckpointFolder, trained: Path, spec: LoraSpec, model: Any) -> Merged:
-    """The stored weights plus s · B A in float32, rounded to their dtype; `model` is without weights, `out`'s own."""
+    """Return the stored weights plus s · B A in float32, rounded to their dtype.
+
+    Args:
+        out: the output that was trained.
+        trained: the checkpoint's file of trained values.
+        spec: the config's LoRA.
+        model: `out`'s own, without weights.
+    """
     values = load_file(trained)
     stored = StoredNames(model, out.tensors)
     on_disk = {parameter: name for name in out.tensors if (parameter := stored.alone(name)) is not None}
@@ -174,7 +190,15 @@ def write_adapter(adapter: Mapping[str, Tensor], file: Path) -> None:
 def adapter_config(
     spec: LoraSpec, adapter: Iterable[str], base: str, *, transposed: bool, whole: Sequence[str] = ()
 ) -> bytes:
-    """adapter_config.json for PeftModel.from_pretrained(base, RUN/adapter); `whole` are a classification head's."""
+    """Return the adapter_config.json for PeftModel.from_pretrained(base, RUN/adapter).
+
+    Args:
+        spec: the config's LoRA.
+        adapter: the adapter's tensors.
+        base: what the adapter's config calls the model.
+        transposed: whether matrices are stored inputs by outputs.
+        whole: a classification head's modules.
+    """
     modules = sorted({name.removeprefix(_PEFT).partition(".lora_")[0] for name in adapter if ".lora_" in name})
     alpha = spec.scale * spec.rank
     content = {

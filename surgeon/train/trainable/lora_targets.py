@@ -18,10 +18,17 @@ _BLOCKS = {"attention": (ATTENTION,), "ffn": (FFN,), "all": (ATTENTION, FFN)}
 
 
 def lora_set(out: CheckpointFolder, manifest: Manifest | None, loaded: LoadedConfig, anatomy: Anatomy) -> TrainableSet:
-    """The matrices that the config's LoRA adapts, all of whose values its product changes.
+    """Return the matrices that the config's LoRA adapts, all of whose values its product changes.
 
-    Raises BadInput where PEFT is not installed, for modules that are not there, and where a block has weights that no
-    linear module holds (experts), so that a part of it would stay as it is.
+    Args:
+        out: the output to train.
+        manifest: its manifest; None where there was no surgery.
+        loaded: the training config.
+        anatomy: the output's parts.
+
+    Raises:
+        BadInput: PEFT is not installed, a module is not there, or a block has weights that no linear module holds
+            (experts), so that a part of it would stay as it is.
     """
     spec = loaded.config.lora
     assert spec is not None
@@ -41,29 +48,6 @@ def lora_set(out: CheckpointFolder, manifest: Manifest | None, loaded: LoadedCon
         )
     title = f"a LoRA of rank {spec.rank} on {len(names)} matrices"
     return TrainableSet(names, (), {}, frozenset(names) & set(base.names), title)
-
-
-def linear_modules(anatomy: Anatomy) -> tuple[list[str], str]:
-    """What of a decoder's attention and FFN a LoRA can adapt, as names for `targets`; and a matrix that it cannot.
-
-    Names are paths within a layer, in the layers' order. The second is empty where `targets: all` would do. FFNs are
-    left out where one has experts, with which PEFT confuses the modules beside them.
-    """
-    linear: dict[str, dict[str, None]] = {role: {} for role in _BLOCKS["all"]}
-    others: dict[str, dict[str, str]] = {role: {} for role in _BLOCKS["all"]}
-    for index, tensors in enumerate(anatomy.layers):
-        modules = anatomy.linear(index)
-        for role, block in anatomy.blocks(index).items():
-            for suffix, info in tensors.items():
-                path = suffix.removesuffix(_WEIGHT)
-                if suffix.startswith(f"{block}.") and len(info.shape) > 1 and role in linear:
-                    if path in modules:
-                        linear[role][path] = None
-                    else:
-                        others[role].setdefault(path, info.name)
-    other = next((name for found in others.values() for name in found.values()), "")
-    whole = [role for role, found in others.items() if not any("experts" in path.split(".") for path in found)]
-    return [path for role in whole for path in linear[role]], other
 
 
 def _of_blocks(anatomy: Anatomy, targets: str, where: str) -> set[str]:

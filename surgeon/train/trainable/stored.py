@@ -16,11 +16,11 @@ from surgeon.families.names import Made, made_of
 
 
 class WrongSet(SurgeonError):
-    """What is to train is not what would train."""
+    """Other parameters would train than are to."""
 
 
 class StoredNames:
-    """How the tensors called `names` on disk stand in a loaded `model`."""
+    """Maps tensors on disk, called `names`, to those of a loaded `model`, and back."""
 
     def __init__(self, model: Any, names: Iterable[str]) -> None:
         self.model = model

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,8 +13,26 @@ from surgeon.manifest.trainable import Fixed, TrainableSet
 from surgeon.train.trainable.stored import StoredNames, WrongSet
 
 
+@dataclass(frozen=True)
+class TrainedParameters:
+    """Parameters of a loaded model that a run publishes.
+
+    `names` train, in the model's order; of some of them a part is `fixed`. `fitted` got their values before the first
+    step.
+    """
+
+    names: tuple[str, ...]
+    fixed: Mapping[str, Fixed] = field(default_factory=dict)
+    fitted: tuple[str, ...] = ()
+
+    @property
+    def published(self) -> tuple[str, ...]:
+        """All of them."""
+        return (*self.names, *self.fitted)
+
+
 def unfreeze(model: nn.Module, wanted: TrainableSet, *, base_names: Collection[str]) -> list[str]:
-    """Let exactly the wanted parameters train; returns their names in the model, in its order.
+    """Let exactly the parameters of `wanted` train, and return their names in the model, in its order.
 
     `wanted` are tensors on disk, `base_names` all that the checkpoint has. Raises WrongSet where the model has no such
     parameter, the checkpoint no such tensor, or a parameter is made of tensors that are not to train too.
@@ -69,7 +88,7 @@ def _without(fixed: Fixed) -> Callable[[Tensor], Tensor]:
 
 
 def check_set(model: nn.Module, wanted: Iterable[str], *, optimizer: Any = None) -> None:
-    """Raise WrongSet unless the parameters that train, and those an optimizer holds, are exactly the wanted ones."""
+    """Raise WrongSet unless the parameters that train, and those of an optimizer, are exactly those of `wanted`."""
     names = {name for name, _ in model.named_parameters()}
     expected = {name for name in wanted if name in names}
     training = {name for name, parameter in model.named_parameters() if parameter.requires_grad}

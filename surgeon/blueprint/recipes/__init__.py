@@ -1,0 +1,61 @@
+"""Recipes: how each output tensor is made. One class each: its inputs, its words in surgery.json, its computation.
+
+A new one is a class derived from `Recipe`, here or in a plugin; nothing else needs to know it.
+"""
+
+from surgeon.blueprint.recipes.alignment import IDENTITY, Block, MapRef
+from surgeon.blueprint.recipes.constants import Constant
+from surgeon.blueprint.recipes.copies import Copy, per_layer, renamed, rows, sliced
+from surgeon.blueprint.recipes.couplings import Coupling, TextSupport, WholeHeads
+from surgeon.blueprint.recipes.drawn import Noised, Random, Shuffled
+from surgeon.blueprint.recipes.elsewhere import Dequantised, Imported, Prompted
+from surgeon.blueprint.recipes.experts import Matched, OneExpert, one_expert
+from surgeon.blueprint.recipes.extended import HEAD_BLOCK, Extended
+from surgeon.blueprint.recipes.fused import Fused, Interpolated, Summed, average, columns
+from surgeon.blueprint.recipes.joined import Joined, piled, repeated, side_by_side, stacked_experts
+from surgeon.blueprint.recipes.layout import ExpertLayout
+from surgeon.blueprint.recipes.predicted import Predicted
+from surgeon.blueprint.recipes.recipe import Bench, Place, Predictor, Recipe, Words
+
+__all__ = [
+    "HEAD_BLOCK",
+    "IDENTITY",
+    "Bench",
+    "Block",
+    "Constant",
+    "Copy",
+    "Coupling",
+    "Dequantised",
+    "ExpertLayout",
+    "Extended",
+    "Fused",
+    "Imported",
+    "Interpolated",
+    "Joined",
+    "MapRef",
+    "Matched",
+    "Noised",
+    "OneExpert",
+    "Place",
+    "Predicted",
+    "Predictor",
+    "Prompted",
+    "Random",
+    "Recipe",
+    "Shuffled",
+    "Summed",
+    "TextSupport",
+    "WholeHeads",
+    "Words",
+    "average",
+    "columns",
+    "one_expert",
+    "per_layer",
+    "piled",
+    "renamed",
+    "repeated",
+    "rows",
+    "side_by_side",
+    "sliced",
+    "stacked_experts",
+]

@@ -1,0 +1,31 @@
+"""Which transport map aligns which rows and columns, by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class MapRef:
+    """A transport map by the name of its coupling (None: the identity), perhaps as ½ (T + I)."""
+
+    coupling: str | None = None
+    half_identity: bool = False
+
+    def __str__(self) -> str:
+        if self.coupling is None:
+            return "identity"
+        return f"½({self.coupling} + identity)" if self.half_identity else self.coupling
+
+
+IDENTITY = MapRef()
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Rows `start:stop` of a tensor, aligned by `t_in` from the right and `t_out` from the left."""
+
+    start: int
+    stop: int
+    t_in: MapRef
+    t_out: MapRef

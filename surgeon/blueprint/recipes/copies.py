@@ -1,0 +1,118 @@
+"""Bytes of the base at another place: whole tensors, rows of them, and their parts for each layer in another order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar
+
+from surgeon.blueprint.recipes.recipe import Bench, Recipe, Words
+from surgeon.checkpoint.header import DTYPE_BITS, TensorInfo
+from surgeon.checkpoint.pieces import Pieces, Span, indices, stacked
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Copy(Recipe):
+    """Bytes of the base, byte for byte, read as a tensor of `shape`: `spans` says which, in their order.
+
+    `source` is the tensor of the base that it is, all of it; None where it is another. `trains` says whether it trains
+    with what is new; None: a tensor of its own does, a part of a larger one does not.
+    """
+
+    computed: ClassVar[bool] = False
+
+    spans: tuple[Span, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    source: str | None = None
+    trains: bool | None = None
+
+    @classmethod
+    def of(cls, info: TensorInfo) -> Copy:
+        """A tensor of the base, whole."""
+        return cls(Pieces.whole(info.name, info.nbytes).spans, info.dtype, info.shape, info.name)
+
+    def own_words(self) -> Words:
+        """The tensor that it is, or those whose bytes it holds."""
+        return (("copy", self.source),) if self.source is not None else (("moved", self.pieces.tensors),)
+
+    def compute(self, bench: Bench) -> Tensor:
+        """Read the bytes."""
+        return bench.read(self)
+
+    def nth(self, number: int, bench: Bench) -> Tensor:
+        """Slice `number` along the first axis: nothing else is read."""
+        return bench.read(self._part(0, range(number, number + 1), self.shape[1:]))
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        """Its spans."""
+        return Pieces(self.nbytes, self.spans)
+
+    @property
+    def whole(self) -> str | None:
+        """Its source."""
+        return self.source
+
+    @property
+    def kept(self) -> Pieces:
+        """All of it where it does not train. A copy of its own does: it begins as what it was copied from."""
+        return self.pieces if self.trains is False else Pieces(self.nbytes, ())
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The tensor that it is."""
+        return () if self.source is None else (self.source,)
+
+    def columns(self, start: int, stop: int) -> Copy:
+        """Columns of a matrix."""
+        return self._part(1, range(start, stop), (self.shape[0], stop - start))
+
+    def _part(self, axis: int, order: Sequence[int], shape: tuple[int, ...]) -> Copy:
+        found = indices("", self.shape, DTYPE_BITS[self.dtype], axis, order).through({"": self.pieces})
+        return Copy(found.spans, self.dtype, shape)
+
+
+def per_layer(of: Copy, axis: int, count: int, order: Sequence[int]) -> Copy:
+    """The parts that `of` holds for each of `count` layers along `axis`: part `n` of the result is part `order[n]`."""
+    size = of.shape[axis] // count
+    slices = [part * size + nth for part in order for nth in range(size)]
+    shape = (*of.shape[:axis], len(slices), *of.shape[axis + 1 :])
+    spans = indices(_name(of), of.shape, DTYPE_BITS[of.dtype], axis, slices).spans
+    words: Words = (("per_layer", of.source), ("axis", axis), ("order", tuple(order)))
+    return Copy(spans, of.dtype, shape, trains=False, words=words)
+
+
+def rows(pieces: Sequence[tuple[Copy, int, int]], shape: tuple[int, ...], *, still: bool) -> Copy:
+    """Rows `start:stop` of tensors of the base, one piece below the other, read as a tensor of `shape`.
+
+    `still`: the base computes with them, under another name, so they do not train with what is new.
+    """
+    first, start, stop = pieces[0]
+    entire = len(pieces) == 1 and (start, stop) == (0, first.shape[0]) and first.shape == shape
+    bits = DTYPE_BITS[first.dtype]
+    found = stacked([indices(_name(of), of.shape, bits, 0, range(start, stop)) for of, start, stop in pieces], before=1)
+    words: Words = (("rows", tuple((of.source, start, stop) for of, start, stop in pieces)), ("still", still))
+    source = first.source if entire else None
+    return Copy(found.spans, first.dtype, shape, source, trains=not still, words=words)
+
+
+def sliced(of: Copy, start: int, stop: int, *, again: bool = False) -> Copy:
+    """Slices `start:stop` of a tensor along its first axis, a part of a larger one; `again`: they lie elsewhere too."""
+    spans = indices(_name(of), of.shape, DTYPE_BITS[of.dtype], 0, range(start, stop)).spans
+    words: Words = (("again" if again else "copy", of.source), ("rows", (start, stop)))
+    return Copy(spans, of.dtype, (stop - start, *of.shape[1:]), trains=True if again else None, words=words)
+
+
+def renamed(of: Copy, source: str) -> Copy:
+    """The same of another tensor of the same dtype and shape, whole."""
+    return replace(of, spans=Pieces.whole(source, of.nbytes).spans, source=source)
+
+
+def _name(of: Copy) -> str:
+    assert of.source is not None, of
+    return of.source

@@ -1,0 +1,114 @@
+"""What others than the base's full-precision weights give: adapters, models, prompts, quantised tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from surgeon.blueprint.recipes.copies import Copy
+from surgeon.blueprint.recipes.recipe import Bench, Place, Recipe, Words
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Quantised tensors: the sixteen values of four bits, and what an exponent of zero is stored as.
+_FOUR_BITS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_EXPONENT_BIAS = 127
+
+
+@dataclass(frozen=True)
+class Imported(Recipe):
+    """The tensor `tensor` of an adapter or another model, which the plan calls `name`, rounded to nearest in `dtype`.
+
+    `rows` are all, or those from the first number to before the second; `kept_columns` likewise.
+    """
+
+    place: Place
+    name: str
+    tensor: str
+    dtype: str
+    shape: tuple[int, ...]
+    rows: tuple[int, int] | None = None
+    kept_columns: tuple[int, int] | None = None
+
+    def own_words(self) -> Words:
+        """The tensor, whose it is, and which rows."""
+        if self.rows is None:
+            return (("imported", self.tensor), (self.place, self.name))
+        return (("taken", self.tensor), (self.place, self.name), ("from", self.rows[0]), ("to", self.rows[1]))
+
+    def compute(self, bench: Bench) -> Tensor:
+        """Read the tensor, and cut it."""
+        found = bench.imported(self.place, self.name, self.tensor)
+        found = found if self.rows is None else found[slice(*self.rows)]
+        return found if self.kept_columns is None else found[:, slice(*self.kept_columns)]
+
+    def columns(self, start: int, stop: int) -> Imported:
+        """Columns of a matrix."""
+        return replace(self, shape=(self.shape[0], stop - start), kept_columns=(start, stop))
+
+
+@dataclass(frozen=True)
+class Prompted(Recipe):
+    """A row for each list of `prompts`: what layer `layer`'s MLP reads of them on average, scaled to length `norm`.
+
+    Before that, what it reads on average of the list in `against` of the same number, if there are any, is taken away.
+    """
+
+    prompts: tuple[tuple[str, ...], ...]
+    layer: int
+    norm: float
+    dtype: str
+    shape: tuple[int, ...]
+    against: tuple[tuple[str, ...], ...] = ()
+
+    def own_words(self) -> Words:
+        """The layer, and how many prompts each row is of."""
+        counts = tuple(map(len, self.prompts)), tuple(map(len, self.against))
+        negative = (("against", counts[1]),) if self.against else ()
+        return (("prompted", self.layer), ("prompts", counts[0]), ("norm", self.norm), *negative)
+
+    def compute(self, bench: Bench) -> Tensor:
+        """Scale the rows of the layer."""
+        return bench.prompted(self.prompts, self.against)[self.layer].mul(self.norm)
+
+
+@dataclass(frozen=True)
+class Dequantised(Recipe):
+    """The numbers that a quantised tensor stands for: `weight` times its `scales`, rounded once to `dtype`.
+
+    `block` is rows by columns of FP8 numbers that share a scale. None: MXFP4, 32 numbers to an exponent, whose matrices
+    are stored the other way round than they are used.
+    """
+
+    weight: Copy
+    scales: Copy
+    block: tuple[int, int] | None
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def inputs(self) -> tuple[Recipe, ...]:
+        """Weight and scales, as they are stored."""
+        return self.weight, self.scales
+
+    def own_words(self) -> Words:
+        """What is multiplied."""
+        return (("dequantised", (self.weight, self.scales)),)
+
+    def compute(self, bench: Bench) -> Tensor:
+        """Multiply in float32, where the product of a quantised number and its scale is exact, or rounded as little."""
+        import torch
+
+        weight, scales = (bench.read(each, finite=False) for each in (self.weight, self.scales))
+        if self.block is None:
+            codes = torch.stack([weight & 15, weight >> 4], dim=-1).flatten(-2).int()
+            numbers = torch.tensor(_FOUR_BITS)[codes]
+            numbers = torch.ldexp(numbers, (scales.int() - _EXPONENT_BIAS)[..., None])
+            return numbers.flatten(-2).transpose(-1, -2).contiguous()
+        spread = torch.exp2(scales.float() - _EXPONENT_BIAS) if scales.dtype == torch.uint8 else scales.float()
+        if spread.numel() > 1:
+            height, width = weight.shape[-2:]
+            spread = spread.repeat_interleave(self.block[0], -2).repeat_interleave(self.block[1], -1)
+            spread = spread[..., :height, :width]
+        return weight.float() * spread

@@ -1,0 +1,158 @@
+"""What is made of one tensor of two layers: fused by optimal transport, averaged, interpolated; and sums of several."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from surgeon.blueprint.recipes.alignment import Block
+from surgeon.blueprint.recipes.copies import Copy
+from surgeon.blueprint.recipes.elsewhere import Imported
+from surgeon.blueprint.recipes.recipe import Bench, Recipe, Words
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class _OfTwo(Recipe):
+    """What is made of one tensor of two layers: `first` of the lower, `second` of the upper one."""
+
+    first: Recipe
+    second: Recipe
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the second source."""
+        return self.second.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of both sources."""
+        return self.second.shape
+
+    @property
+    def inputs(self) -> tuple[Recipe, ...]:
+        """Both tensors."""
+        return self.first, self.second
+
+
+@dataclass(frozen=True)
+class Fused(_OfTwo):
+    """½ (T_outᵀ · first · T_in + second), block of rows by block (OpT-DeUS, Algorithm 1, lines 6, 8, 9).
+
+    A vector (bias, norm scale) has no input side: ½ (T_outᵀ · first + second). Without blocks it is the plain average.
+    """
+
+    blocks: tuple[Block, ...] = ()
+
+    def own_words(self) -> Words:
+        """Both tensors, and which maps align which rows."""
+        if not self.blocks:
+            return (("average", (self.first, self.second)),)
+        blocks = tuple({"rows": (b.start, b.stop), "t_in": str(b.t_in), "t_out": str(b.t_out)} for b in self.blocks)
+        return (("fused", (self.first, self.second)), ("blocks", blocks))
+
+    @property
+    def own_maps(self) -> tuple[str, ...]:
+        """The maps of its blocks."""
+        refs = (ref.coupling for block in self.blocks for ref in (block.t_in, block.t_out))
+        return tuple(dict.fromkeys(name for name in refs if name is not None))
+
+    def compute(self, bench: Bench) -> Tensor:
+        """Align the lower tensor, add it to the upper one, and halve."""
+        upper, lower = bench.working(self.second), bench.working(self.first)
+        if not self.blocks:
+            return upper.add_(lower).mul_(0.5)
+        for block in self.blocks:
+            rows = slice(block.start, block.stop)
+            if lower.ndim == 2:
+                upper[rows] += self._aligned(lower[rows], block, bench)
+            else:
+                upper[rows] += bench.align_rows(lower[rows].unsqueeze(1), block.t_out).squeeze(1)
+        return upper.mul_(0.5)
+
+    @staticmethod
+    def _aligned(lower: Tensor, block: Block, bench: Bench) -> Tensor:
+        """Rows of a matrix along both maps; a map was solved for rows whose columns are aligned already."""
+        if block.t_out.coupling is None:
+            return bench.align_columns(lower, block.t_in)
+        solved = bench.map_of(block.t_out)
+        with bench.stage("align rows"):
+            return solved.align_rows(bench.aligned(block.t_out.coupling))
+
+
+def average(first: Recipe, second: Recipe) -> Fused:
+    """½ (first + second), element by element."""
+    return Fused(first, second)
+
+
+@dataclass(frozen=True)
+class Interpolated(_OfTwo):
+    """first + α (second - first), element by element, rounded once (Control LLM, Lerp8MSE0*M).
+
+    `first` is of the pretrained branch and `second` of the expanded one. `alpha` is the share of `second`; a recipe of
+    one number is its logit.
+    """
+
+    alpha: float | Recipe
+
+    @property
+    def inputs(self) -> tuple[Recipe, ...]:
+        """Both tensors, and α where it is one."""
+        both = (self.first, self.second)
+        return both if isinstance(self.alpha, float) else (*both, self.alpha)
+
+    def own_words(self) -> Words:
+        """Both tensors and α."""
+        share = self.alpha if isinstance(self.alpha, float) else {"sigmoid": self.alpha}
+        return (("interpolated", (self.first, self.second)), ("alpha", share))
+
+    def compute(self, bench: Bench) -> Tensor:
+        """Interpolate as `torch.lerp` does, which is exact where both are equal."""
+        import torch
+
+        share = self.alpha if isinstance(self.alpha, float) else float(torch.sigmoid(bench.working(self.alpha)))
+        return bench.working(self.first).lerp_(bench.working(self.second), share)
+
+
+@dataclass(frozen=True)
+class Summed(Recipe):
+    """Σ factor · term / divisor by element, in float32, rounded once: LaCo's θ_l + Σ (θ_{l+k} − θ_l), or a mean."""
+
+    terms: tuple[Recipe, ...]
+    factors: tuple[float, ...]
+    divisor: int = 1
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the first term."""
+        return self.terms[0].dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape that the terms share."""
+        return self.terms[0].shape
+
+    @property
+    def inputs(self) -> tuple[Recipe, ...]:
+        """The terms."""
+        return self.terms
+
+    def own_words(self) -> Words:
+        """The terms and their factors."""
+        divisor = (("divisor", self.divisor),) if self.divisor > 1 else ()
+        return (("summed", self.terms), ("factors", self.factors), *divisor)
+
+    def compute(self, bench: Bench) -> Tensor:
+        """Add up, from the first term on."""
+        total = bench.working(self.terms[0]).mul_(self.factors[0])
+        for term, factor in zip(self.terms[1:], self.factors[1:], strict=True):
+            total.add_(bench.working(term), alpha=factor)
+        return total.div_(self.divisor)
+
+
+def columns(of: Copy | Imported, start: int, stop: int, factor: float) -> Summed:
+    """Columns `start:stop` of a matrix, times `factor`."""
+    words: Words = (("columns", of), ("from", start), ("to", stop), ("times", factor))
+    return Summed((of.columns(start, stop),), (factor,), words=words)

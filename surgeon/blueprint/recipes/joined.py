@@ -1,0 +1,130 @@
+"""Tensors that are made of others, part after part: wider matrices, and experts in one tensor."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from surgeon.blueprint.recipes.copies import Copy
+from surgeon.blueprint.recipes.layout import ExpertLayout
+from surgeon.blueprint.recipes.recipe import Bench, Recipe, Words
+from surgeon.checkpoint.pieces import Pieces, stacked
+from surgeon.checkpoint.pieces import side_by_side as lying_side_by_side
+from surgeon.families.anatomy import of_graft
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Joined(Recipe):
+    """Parts side by side along `axis`, read as a tensor of `shape`; each is laid as `layout` says, if it is given."""
+
+    parts: tuple[Recipe, ...]
+    axis: int
+    shape: tuple[int, ...]
+    layout: ExpertLayout | None = None
+
+    @cached_property
+    def dtype(self) -> str:
+        """The dtype of the first part."""
+        return self.parts[0].dtype
+
+    @property
+    def inputs(self) -> tuple[Recipe, ...]:
+        """The parts."""
+        return self.parts
+
+    def own_words(self) -> Words:
+        """The parts, and how long each is along the axis."""
+        sizes = tuple(part.shape[self.axis] for part in self.parts)
+        return (("joined", self.parts), ("axis", self.axis), ("sizes", sizes))
+
+    def compute(self, bench: Bench) -> Tensor:
+        """Lay the parts into the whole, one after the other; maps that one alone needs are freed after it."""
+        import torch
+
+        whole = torch.empty(self.shape, dtype=bench.dtype(self.dtype))
+        runs = whole.view(self._before, -1)
+        users = Counter(name for part in self.parts for name in part.maps)
+        at = 0
+        for part in self.parts:
+            made = bench.compute(part).to("cpu")
+            made = (made if self.layout is None else self.layout.stored(made)).reshape(self._before, -1)
+            runs[:, at : at + made.shape[1]] = made
+            at += made.shape[1]
+            bench.forget([name for name in part.maps if len(self.parts) > 1 and users[name] == 1])
+        return whole
+
+    @property
+    def pieces(self) -> Pieces:
+        """Those of the parts, unless these are turned as they are laid."""
+        return self._stacked([part.pieces for part in self.parts])
+
+    @property
+    def kept(self) -> Pieces:
+        """The parts that are the base's own, in the one place that they have. What a graft held is new."""
+        own = [part.pieces if _is_own(part) else Pieces(part.nbytes, ()) for part in self.parts]
+        return self._stacked(own)
+
+    def _stacked(self, parts: Sequence[Pieces]) -> Pieces:
+        return stacked(parts, before=self._before) if self._as_they_are else Pieces(self.nbytes, ())
+
+    @property
+    def _as_they_are(self) -> bool:
+        """Whether the parts are laid as they are used."""
+        return self.layout is None or self.layout.plain
+
+    @property
+    def named_values(self) -> Iterator[tuple[str, Pieces]]:
+        """Those of the parts, where they lie in the whole."""
+        if not self._as_they_are:
+            return
+        sizes = [part.nbytes // self._before for part in self.parts]
+        for place in lying_side_by_side(sizes, before=self._before):
+            part = self.parts[int(place.tensor)]
+            for sha256, inner in part.named_values:
+                yield sha256, inner.through({"": Pieces(part.nbytes, (place.turned(""),))})
+
+    @property
+    def working_set(self) -> int:
+        """As of others; of experts only one is at work, beside the whole result."""
+        return super().working_set if self.layout is None else self.parts[0].working_set + 4 * self.numel
+
+    @property
+    def _before(self) -> int:
+        """How many runs of each part there are."""
+        return math.prod(self.parts[0].shape[: self.axis])
+
+
+def _is_own(part: Recipe) -> bool:
+    """Whether a part is the base's own, in the one place that it has, and no graft's."""
+    return isinstance(part, Copy) and not part.trains and not any(map(of_graft, part.pieces.tensors))
+
+
+def side_by_side(parts: Sequence[Recipe], axis: int) -> Joined:
+    """Tensors side by side along `axis`: a matrix with more rows, or more columns."""
+    first = parts[0].shape
+    width = sum(part.shape[axis] for part in parts)
+    return Joined(tuple(parts), axis, (*first[:axis], width, *first[axis + 1 :]))
+
+
+def piled(parts: Sequence[Recipe], shape: tuple[int, ...]) -> Joined:
+    """Matrices one below the other, read as a tensor of `shape`."""
+    return Joined(tuple(parts), 0, shape, words=(("piled", tuple(parts)),))
+
+
+def repeated(of: Recipe, times: int) -> Joined:
+    """Each row of a matrix so many `times`, one below the other: side by side, and read as rows again."""
+    rows, columns = of.shape
+    return Joined((of,) * times, 1, (rows * times, columns), words=(("repeated", of), ("times", times)))
+
+
+def stacked_experts(experts: Sequence[Recipe], layout: ExpertLayout) -> Joined:
+    """The matrices of all experts, as they are used, in one tensor, as it is stored."""
+    shape = (len(experts), *layout.stored_shape(experts[0].shape))
+    return Joined(tuple(experts), 0, shape, layout, words=(("stacked", tuple(experts)),))

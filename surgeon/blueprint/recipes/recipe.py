@@ -1,0 +1,249 @@
+"""What a recipe is: its inputs, its words in surgery.json, and its computation, in one class.
+
+A recipe may build on other recipes (an average of a layer that an earlier operation of the same plan fused), so a chain
+of operations is an expression, and a later operation sees exactly what the earlier one would have written: inner
+results are rounded to their dtype before they are used.
+
+Recipes are frozen data. Making one reads and computes nothing; `Recipe.compute` does, with what a `Bench` offers, and
+imports torch where it runs.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+
+from surgeon.blueprint.recipes.alignment import MapRef
+from surgeon.checkpoint.header import DTYPE_BITS
+from surgeon.checkpoint.pieces import Pieces
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from torch import Tensor
+
+    from surgeon.transport.maps import TransportMap
+
+# What surgery.json says of a recipe, by key; values are JSON data, recipes, or tuples of these.
+Words = tuple[tuple[str, Any], ...]
+
+# Where a tensor that is not the base's comes from.
+Place = Literal["adapter", "model"]
+
+
+@dataclass(frozen=True)
+class Recipe(ABC):
+    """How one tensor comes to be. A subclass is a frozen dataclass that has `dtype` and `shape`.
+
+    It names its `inputs`, says in `own_words` what surgery.json holds of it, and makes the tensor in `compute`. What
+    follows from these three is defined here once. `words` replace its own where an operation calls it something else.
+    """
+
+    # Whether weights are read into memory; without, the tensor is bytes of the base, or values that the recipe names.
+    computed: ClassVar[bool] = True
+
+    words: Words = field(default=(), kw_only=True)
+
+    if TYPE_CHECKING:
+
+        @property
+        def dtype(self) -> str:
+            """What a checkpoint's header calls the dtype of the tensor."""
+            raise NotImplementedError
+
+        @property
+        def shape(self) -> tuple[int, ...]:
+            """The shape of the tensor."""
+            raise NotImplementedError
+
+    @property
+    def inputs(self) -> tuple[Recipe, ...]:
+        """The recipes whose results it needs."""
+        return ()
+
+    @abstractmethod
+    def own_words(self) -> Words:
+        """What surgery.json holds of the recipe."""
+
+    @abstractmethod
+    def compute(self, bench: Bench) -> Tensor:
+        """Make the tensor, on any device; the bench rounds it to `dtype`.
+
+        Raises ValueError, or BadInput, for weights of which it cannot be made.
+        """
+
+    def compute_in_pieces(self, bench: Bench) -> Iterator[memoryview | Tensor]:
+        """Make the tensor one part after the other: bytes of the base as they are, and tensors that are new."""
+        yield self.compute(bench)
+
+    def nth(self, number: int, bench: Bench) -> Tensor:
+        """Slice `number` of the tensor along its first axis."""
+        return bench.kept(self)[number]
+
+    def describe(self) -> dict[str, Any]:
+        """The recipe as JSON data for surgery.json; nested recipes stay nested."""
+        return {key: _plain(value) for key, value in self.words or self.own_words()}
+
+    @cached_property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return self.numel * DTYPE_BITS[self.dtype] // 8
+
+    @property
+    def is_hole(self) -> bool:
+        """Whether the tensor is all zeros, which a file stores as a hole: no bytes are written to disk."""
+        return False
+
+    @property
+    def whole(self) -> str | None:
+        """The tensor of the base that it is, byte for byte, all of it; None where it is another."""
+        return None
+
+    @property
+    def pieces(self) -> Pieces:
+        """The bytes of the base that the tensor holds as they are, and where."""
+        return Pieces(self.nbytes, ())
+
+    @property
+    def kept(self) -> Pieces:
+        """Those bytes among `pieces` that stay as they are where what is new trains."""
+        return Pieces(self.nbytes, ())
+
+    @property
+    def named_values(self) -> Iterable[tuple[str, Pieces]]:
+        """Parts whose values the recipe itself names: the digest of each, and which bytes of the tensor it is.
+
+        Those are pieces of a tensor called "", the recipe's own.
+        """
+        return ()
+
+    @property
+    def sources(self) -> Iterable[str]:
+        """The tensors of the base that it is made of, each once."""
+        return dict.fromkeys(span.tensor for leaf in self.leaves for span in leaf.pieces.spans)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The tensors of the base that are read whole to compute it; others are read a part at a time."""
+        return tuple(name for each in self.inputs for name in each.reads)
+
+    @cached_property
+    def maps(self) -> tuple[str, ...]:
+        """Names of the couplings whose maps it and its inputs need, each once."""
+        return tuple(dict.fromkeys([*self.own_maps, *(name for each in self.inputs for name in each.maps)]))
+
+    @property
+    def own_fit(self) -> str | None:
+        """Under which name the fit of the network that predicts it is recorded; None where none does."""
+        return None
+
+    @property
+    def own_maps(self) -> tuple[str, ...]:
+        """Names of the couplings whose maps it needs itself."""
+        return ()
+
+    @property
+    def working_set(self) -> int:
+        """An estimate of the bytes of memory that computing it takes: two inputs, a sum and the result."""
+        return 4 * 4 * self.numel
+
+    @property
+    def leaves(self) -> Iterator[Recipe]:
+        """The recipes at the bottom of the expression, in order, repeats included."""
+        return (each for each in self.walk() if not each.inputs)
+
+    def walk(self) -> Iterator[Recipe]:
+        """The recipe and all that it is made of, depth first."""
+        yield self
+        for each in self.inputs:
+            yield from each.walk()
+
+
+def _plain(value: Any) -> Any:
+    """Words as JSON data."""
+    if isinstance(value, Recipe):
+        return value.describe()
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+class Predictor(Protocol):
+    """A network that predicts a matrix from its neighbours."""
+
+    def between(self, lower: Tensor, upper: Tensor) -> Tensor:
+        """The matrix between two, in their shape, float32."""
+
+
+class Bench(Protocol):
+    """What recipes compute with: results of other recipes, bytes of the base, transport maps, random numbers."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where arithmetic is done."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The torch dtype of what a header calls `name`."""
+
+    def compute(self, recipe: Recipe) -> Tensor:
+        """A recipe's result, rounded to its dtype."""
+
+    def working(self, recipe: Recipe) -> Tensor:
+        """A recipe's result in float32 (float64 stays) on the device, a copy of its own."""
+
+    def kept(self, recipe: Recipe) -> Tensor:
+        """A recipe's result, computed once for the output under way; nobody may change it."""
+
+    def read(self, recipe: Recipe, *, finite: bool = True) -> Tensor:
+        """The pieces of the base that a recipe is, as a tensor.
+
+        Raises BadInput where a number of it is not finite, unless that is allowed.
+        """
+
+    def read_rows(self, recipe: Recipe, begin: int, end: int) -> tuple[memoryview, Tensor]:
+        """Some rows of a tensor of the base: bytes, and numbers. Raises BadInput where one is not finite."""
+
+    def imported(self, place: Place, name: str, tensor: str) -> Tensor:
+        """A tensor of an adapter, or of another model. Raises BadInput where a number of it is not finite."""
+
+    def draws(self, key: str) -> np.random.Generator:
+        """Random numbers by the plan's seed and `key`: the same on every platform, in any order of tensors."""
+
+    def map_of(self, ref: MapRef) -> TransportMap:
+        """The map of a coupling, solved at its first use."""
+
+    def aligned(self, coupling: str) -> Tensor:
+        """The rows of the lower layer, after T_in, that the map of a coupling was solved for."""
+
+    def align_columns(self, matrix: Tensor, ref: MapRef) -> Tensor:
+        """The columns of a matrix along a map."""
+
+    def align_rows(self, matrix: Tensor, ref: MapRef) -> Tensor:
+        """The rows of a matrix along a map."""
+
+    def forget(self, couplings: Iterable[str]) -> None:
+        """Free maps that nothing needs soon; one that is needed again is solved again."""
+
+    def prompted(self, prompts: Sequence[Sequence[str]], against: Sequence[Sequence[str]]) -> Sequence[Tensor]:
+        """For every layer a row of length 1 for each list of prompts: what its MLP reads of them on average."""
+
+    def predictor(
+        self, stack: tuple[Recipe, ...], key: str, settings: tuple[tuple[str, Any], ...], *, fit: str, keep_poor: bool
+    ) -> Predictor:
+        """The network that predicts matrices of a stack, learned at its first use; draws are by `key`.
+
+        How well it fits is recorded as `fit`. Raises BadInput where it explains nothing, unless that is kept.
+        """
+
+    def stage(self, name: str) -> AbstractContextManager[object]:
+        """Time a stage of the work."""

@@ -1,0 +1,73 @@
+"""The documents of a source that losses are measured on: all of a text, or what training holds out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from surgeon.data.documents import Corpus
+from surgeon.data.packing import generator, split
+from surgeon.data.sources import Naming, open_source
+from surgeon.data.specs import SourceSpec, TextSpec
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The documents of one source that are scored, by their numbers."""
+
+    name: str
+    documents: Corpus
+    numbers: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def sample(self, most: int) -> HeldOut:
+        """Return a fixed random choice of at most `most` documents, in their order."""
+        drawn = generator(0, "evaluated", 0).permutation(len(self))[:most]
+        return HeldOut(self.name, self.documents, self.numbers[np.sort(drawn)])
+
+
+def held_out_text(
+    source: TextSpec, named_by: Naming, *, say: Callable[[str], None] = lambda _line: None
+) -> HeldOut | None:
+    """Open a source and return the documents that losses are measured on.
+
+    Args:
+        source: A text, which is measured whole, or a training source, of which `train` holds some documents out: they
+            are the same for every seed.
+        named_by: The file that names the source; relative paths start there.
+        say: Receives a line about blank documents, and one that says why there is nothing to measure.
+
+    Returns:
+        The documents, or None where a training source holds none out, or the model is to write its text.
+
+    Raises:
+        BadInput: The text cannot be read.
+    """
+    if not isinstance(source, SourceSpec):
+        documents = open_source(source, named_by).text
+        _note_blanks(source.name, documents, say)
+        return HeldOut(source.name, documents, np.arange(len(documents)))
+    if not source.validation:
+        say(f"source {source.name}: skipped, because the training config holds none of it out")
+        return None
+    if source.generate is not None:
+        say(f"source {source.name}: skipped, because the model writes it itself; `surgeon recall` makes a file of it")
+        return None
+    opened = open_source(source, named_by)
+    if opened.held_out is not None:
+        _note_blanks(source.name, opened.held_out, say)
+        return HeldOut(source.name, opened.held_out, np.arange(len(opened.held_out)))
+    assert isinstance(source.validation, float)
+    _note_blanks(source.name, opened.text, say)
+    _, held = split(opened.text, source.validation, name=source.name)
+    return HeldOut(source.name, opened.text, held)
+
+
+def _note_blanks(name: str, documents: Corpus, say: Callable[[str], None]) -> None:
+    if documents.blank:
+        say(f"source {name}: {documents.blank} blank documents are left out")

@@ -1,0 +1,135 @@
+"""Scoring in three calls: cut texts by a checkpoint's tokenizer, load the model, score it on them.
+
+Torch is imported where work begins, so that what a command refuses it refuses at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from surgeon.data.held_out import HeldOut
+from surgeon.data.scores import Judged, Scores, Windows
+
+if TYPE_CHECKING:
+    from surgeon.data.encoding import Encoder
+    from surgeon.models.checkpoint import Checkpoint
+
+
+def cut(texts: Sequence[HeldOut], checkpoint: Checkpoint, *, length: int) -> dict[str, Windows]:
+    """Cut texts into windows of at most `length` tokens, by the checkpoint's tokenizer; no window spans two documents.
+
+    Every token but a document's first is predicted once, from the tokens of its window. Returns the windows by the
+    name of the text. Raises BadInput where there is no tokenizer, and for a text of which no token counts.
+    """
+    from surgeon.data.scoring import windows_of
+
+    encoder = _encoder(checkpoint)
+    return {text.name: windows_of(text, encoder, length) for text in texts}
+
+
+def pack(
+    texts: Sequence[HeldOut],
+    checkpoint: Checkpoint,
+    *,
+    length: int,
+    packing: Literal["isolated", "joined"] = "isolated",
+    most: int = 64,
+) -> dict[str, Windows]:
+    """Pack texts into sequences of `length` tokens as training does for its held-out loss.
+
+    Args:
+        texts: Texts, of which documents are taken in order.
+        checkpoint: The checkpoint whose tokenizer and chat template are used.
+        length: Tokens of a sequence.
+        packing: Whether attention stays within documents, as in a training config.
+        most: How many sequences are taken of each text at most.
+
+    Returns:
+        The sequences by the name of the text; none of a text that has fewer than two tokens.
+
+    Raises:
+        BadInput: There is no tokenizer, or no chat template for chats.
+    """
+    from surgeon.data.packing import Packer, held_out
+
+    encoder, found = _encoder(checkpoint), {}
+    for text in texts:
+        sequences = held_out(text.documents, list(text.numbers), encoder, Packer(length, packing, 0), most=most)
+        units = [np.full(len(each.ids), number) for number, each in enumerate(sequences)]
+        found[text.name] = Windows(sequences, units, np.zeros(len(sequences), dtype=np.int64), 0)
+    return found
+
+
+def score(
+    model: Any, windows: Windows, *, batch: int = 8, advance: Callable[[int], None] = lambda _sequences: None
+) -> Scores:
+    """Score a loaded model on windows (`cut`, `pack`): cross-entropy and greedy accuracy of every token that counts.
+
+    `batch` of the longest sequences are run at a time, of shorter ones more; `advance` receives how many are done.
+    """
+    from surgeon.data.scoring import score_sequences
+
+    return score_sequences(
+        model,
+        windows.sequences,
+        micro_batch=batch,
+        units=windows.units,
+        unit_count=windows.documents,
+        advance=advance,
+    )
+
+
+def judge(
+    model: Any,
+    texts: Sequence[HeldOut],
+    checkpoint: Checkpoint,
+    *,
+    length: int,
+    batch: int = 8,
+    advance: Callable[[int], None] = lambda _examples: None,
+) -> dict[str, Judged]:
+    """Judge a loaded classification model on texts with labels: cross-entropy and the label that it gives each.
+
+    Args:
+        model: The model, as `checkpoint.load()` gives it.
+        texts: Texts of the kind `labels`.
+        checkpoint: The checkpoint whose tokenizer and labels are used.
+        length: Tokens of a text at most; fewer where the model has fewer positions.
+        batch: How many texts are run at a time.
+        advance: Receives how many texts are done.
+
+    Returns:
+        What was found, by the name of the text.
+
+    Raises:
+        BadInput: A text has a label that the model does not know.
+    """
+    from surgeon.data.classification_metrics import judge_examples
+    from surgeon.data.examples import ExampleEncoder, example_at
+    from surgeon.models.encoders import positions_of
+
+    own, room = _encoder(checkpoint), positions_of(model)
+    encoder = ExampleEncoder(
+        own.tokenizer,
+        checkpoint.config,
+        length=length if room is None else min(length, room),
+        vocabulary=own.vocabulary,
+    )
+    examples = {
+        text.name: [example_at(text.documents, int(number), encoder, text.name) for number in text.numbers]
+        for text in texts
+    }
+    return {
+        name: judge_examples(model, each, micro_batch=batch, pad=encoder.pad, advance=advance)
+        for name, each in examples.items()
+    }
+
+
+def _encoder(checkpoint: Checkpoint) -> Encoder:
+    from surgeon.data.encoding import Encoder
+
+    return Encoder(checkpoint.path, vocabulary=checkpoint.vocabulary or sys.maxsize)

@@ -1,0 +1,219 @@
+"""The scores of a text: sums of each unit, means with confidence intervals, and differences to another model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from surgeon.data.packing import PackedSequence
+
+# Confidence level of all intervals.
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A mean over tokens (or bytes) and its 95 % confidence interval; None where there is only one unit."""
+
+    value: float
+    interval: tuple[float, float] | None
+
+    def map(self, function: Callable[[float], float]) -> Ratio:
+        """Apply an increasing function to the value and to both ends of its interval."""
+        ends = None if self.interval is None else (function(self.interval[0]), function(self.interval[1]))
+        return Ratio(function(self.value), ends)
+
+
+def ratio(sums: NDArray[Any], counts: NDArray[Any]) -> Ratio:
+    """Return Σ sums / Σ counts over units, with the interval of the ratio estimator (Cochran, Sampling Techniques 6.3).
+
+    With R the ratio and rᵢ = sumᵢ − R · countᵢ, se² = n / (n − 1) · Σ rᵢ² / (Σ counts)², and the interval is R ± t · se
+    with Student's t of n − 1 degrees of freedom. Preferred to a bootstrap over units, whose first-order approximation
+    it is, because it needs no random draws, costs nothing, and for few units is less too narrow than percentiles.
+    """
+    value = _mean(sums, counts)
+    return Ratio(value, _interval(value, _influence(sums, counts)))
+
+
+def difference(sums: NDArray[Any], counts: NDArray[Any], others: NDArray[Any], other_counts: NDArray[Any]) -> Ratio:
+    """Return how much the ratio of `sums` to `counts` exceeds that of the others, on the same units, paired.
+
+    What makes a unit hard for both models cancels: the interval is that of the differences of the units' influences.
+    """
+    value = _mean(sums, counts) - _mean(others, other_counts)
+    return Ratio(value, _interval(value, _influence(sums, counts) - _influence(others, other_counts)))
+
+
+@dataclass(frozen=True)
+class Windows:
+    """A text as sequences of tokens, longest first, and for each token its unit: the document's number.
+
+    `nbytes` (documents,) are the UTF-8 bytes of the counted tokens of a document; `cut` counts documents
+    that are longer than a window. Of packed sequences (`pack`) each is a unit, and bytes are not counted.
+    """
+
+    sequences: list[PackedSequence]
+    units: list[NDArray[np.int64]]
+    nbytes: NDArray[np.int64]
+    cut: int
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    @property
+    def documents(self) -> int:
+        """The number of units."""
+        return len(self.nbytes)
+
+    def same_tokens(self, other: Windows) -> bool:
+        """Whether both are the same tokens of the same documents."""
+        return self.sequences == other.sequences
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Sums of each unit of one source: `nats` of the tokens counted, how many these are, how many were guessed right.
+
+    A token is guessed right where its logit is the largest (greedy decoding's choice). All of shape (units,).
+    """
+
+    nats: NDArray[np.float64]
+    tokens: NDArray[np.int64]
+    right: NDArray[np.int64]
+
+    @property
+    def loss(self) -> float:
+        """Mean cross-entropy, nats a token."""
+        return float(self.nats.sum() / self.tokens.sum())
+
+    @property
+    def loss_ratio(self) -> Ratio:
+        """The same with its interval."""
+        return ratio(self.nats, self.tokens)
+
+    @property
+    def perplexity(self) -> Ratio:
+        """exp of the mean loss (infinite where a float cannot hold it)."""
+        return self.loss_ratio.map(exp)
+
+    @property
+    def accuracy(self) -> Ratio:
+        """Share of the tokens that were guessed right."""
+        return ratio(self.right, self.tokens)
+
+    @property
+    def bits(self) -> NDArray[np.float64]:
+        """Cross-entropy of each unit in bits."""
+        return np.asarray(self.nats / math.log(2))
+
+    def bits_per_byte(self, windows: Windows) -> Ratio:
+        """Return the mean cross-entropy in bits per byte of text; `windows` are those that were scored."""
+        return ratio(self.bits, windows.nbytes)
+
+    def loss_difference(self, first: Scores) -> Ratio:
+        """Return how much the loss lies above that of `first`, on the same tokens, paired by unit."""
+        return difference(self.nats, self.tokens, first.nats, first.tokens)
+
+    def bits_difference(self, windows: Windows, first: Scores, first_windows: Windows) -> Ratio:
+        """Return how many bits per byte lie above those of `first`, on the same documents, whatever their tokens."""
+        return difference(self.bits, windows.nbytes, first.bits, first_windows.nbytes)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Each example's loss in nats, the label that was given (the largest logit's) and the expected one: (examples,).
+
+    `labels` is how many labels the model knows.
+    """
+
+    nats: NDArray[np.float64]
+    given: NDArray[np.int64]
+    expected: NDArray[np.int64]
+    labels: int
+
+    @property
+    def right(self) -> NDArray[np.bool_]:
+        """Which examples got their label."""
+        return np.asarray(self.given == self.expected)
+
+    @property
+    def loss(self) -> Ratio:
+        """Mean cross-entropy, nats an example."""
+        return ratio(self.nats, np.ones(len(self.nats)))
+
+    @property
+    def accuracy(self) -> Ratio:
+        """Share of the examples that got their label."""
+        return ratio(self.right, np.ones(len(self.nats)))
+
+    @property
+    def f1(self) -> float | None:
+        """F1 of the second of two labels: 2 TP / (2 TP + FP + FN), as GLUE has it; None of more, or where it is 0 / 0.
+
+        Wang et al. 2018, section 3.2 (MRPC, QQP).
+        """
+        if self.labels != 2:
+            return None
+        right = int(((self.given == 1) & (self.expected == 1)).sum())
+        named = int((self.given == 1).sum() + (self.expected == 1).sum())
+        return 2 * right / named if named else None
+
+    @property
+    def matthews(self) -> float | None:
+        """Matthews' correlation coefficient (Gorodkin's R_K for more than two labels); None where one label is alone.
+
+        (c s − Σ p_k t_k) / √((s² − Σ p_k²)(s² − Σ t_k²)), with s examples, c of them right, and p_k given and t_k
+        expected of label k (Gorodkin 2004).
+        """
+        count = len(self.given)
+        given, expected = (
+            np.bincount(each, minlength=self.labels).astype(float) for each in (self.given, self.expected)
+        )
+        right = float(self.right.sum())
+        spread = math.sqrt((count**2 - (given**2).sum()) * (count**2 - (expected**2).sum()))
+        return float(right * count - (given * expected).sum()) / spread if spread else None
+
+    def accuracy_difference(self, first: Judged) -> Ratio:
+        """Return how much the accuracy lies above that of `first`, on the same examples, paired."""
+        ones = np.ones(len(self.nats))
+        return difference(self.right, ones, first.right, ones)
+
+    def figures(self) -> dict[str, float]:
+        """The loss, accuracy, F1 and Matthews' correlation that there are, by name."""
+        found = {"loss": self.loss.value, "accuracy": self.accuracy.value, "f1": self.f1, "matthews": self.matthews}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+def _mean(sums: NDArray[Any], counts: NDArray[Any]) -> float:
+    return float(sums.sum()) / total if (total := float(counts.sum())) else math.nan
+
+
+def _influence(sums: NDArray[Any], counts: NDArray[Any]) -> NDArray[np.float64]:
+    # Losses may be infinite or NaN; then the intervals are too.
+    with np.errstate(invalid="ignore"):
+        found: NDArray[np.float64] = (sums - _mean(sums, counts) * counts) / max(counts.sum(), 1)
+    return found
+
+
+def _interval(value: float, influence: NDArray[np.float64]) -> tuple[float, float] | None:
+    units = len(influence)
+    if units < 2:
+        return None
+    from scipy.special import stdtrit
+
+    error = math.sqrt(units / (units - 1) * float((influence**2).sum()))
+    reach = float(stdtrit(units - 1, (1 + CONFIDENCE) / 2)) * error
+    return float(value - reach), float(value + reach)
+
+
+def exp(value: float) -> float:
+    """e to the power of `value`; infinite where a float cannot hold that."""
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf

@@ -1,0 +1,177 @@
+"""The texts to evaluate on: files named on the command line, a data file, or the held-out text of a training config.
+
+All sources are opened and read through once before any model is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from surgeon import HeldOut, TextSpec, check_source, held_out_text, load_config
+from surgeon.common.schema import Entry
+from surgeon.common.yaml import check_yaml, keys_by_section, parse_yaml, read_text, where
+from surgeon.errors import BadInput, bad_input, printable
+
+_NAMED = re.compile(r"([A-Za-z0-9_-]{1,60})=(.+)", re.S)
+_CONFIGS = (".yaml", ".yml")
+_WHAT = "data file"
+_NEEDS = "`surgeon_data: 1` and `sources:`"
+
+# What `evaluate` takes as texts.
+Texts = str | Path | HeldOut | Sequence[str | Path | HeldOut] | Mapping[str, str | Path]
+
+
+class DataConfig(Entry):
+    """Texts to evaluate on."""
+
+    surgeon_data: Annotated[Literal[1], Field(description="version of this format")]
+    sources: Annotated[list[TextSpec], Field(min_length=1, max_length=100)]
+
+    @model_validator(mode="after")
+    def _differ(self) -> DataConfig:
+        names = [source.name for source in self.sources]
+        if doubled := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"two sources are called {doubled!r}; names must differ")
+        return self
+
+
+@dataclass(frozen=True)
+class _Named:
+    """The file that names a source: a data file, or the text itself where the command line names it."""
+
+    source: Path
+
+    def resolve(self, path: str) -> Path:
+        """The path to open for one that the file names."""
+        return self.source.parent / path
+
+
+def open_texts(
+    data: Texts,
+    *,
+    only: Sequence[str] = (),
+    most: int = 0,
+    say: Callable[[str], None] = lambda _line: None,
+    labels: bool = False,
+) -> list[HeldOut]:
+    """Open texts for `evaluate`, each read through once.
+
+    Args:
+        data: One or more of: a text file or folder, `NAME=FILE`, a data file (.yaml with `surgeon_data: 1`), a training
+            config, for the text that `train` holds out; or files by their names; or texts that are open.
+        only: The sources to take, by name; empty: all.
+        most: How many documents are taken of each at most, a fixed random choice; 0: all.
+        say: Receives notes.
+        labels: Whether each text has a label.
+
+    Returns:
+        The texts, in the order of `data`.
+
+    Raises:
+        BadInput: A file cannot be read, two sources share a name, some have labels and are not to, or nothing is held
+            out.
+    """
+    found: dict[str, HeldOut] = {}
+    known: list[str] = []
+    for name, opener, shown in _openers(data, say, labels):
+        if name in known:
+            raise BadInput(f"{printable(shown)}: the name {name} is used twice; give this source another: NAME=FILE")
+        known.append(name)
+        if (not only or name in only) and (held := opener()) is not None:
+            found[name] = _sample(held, most, say)
+    for name in only:
+        if name not in known:
+            raise BadInput(f"--source {printable(name)}: no such source; the data has {', '.join(known)}")
+    if not found:
+        raise BadInput("nothing to evaluate on: the data has no held-out documents; set `validation:` of a source")
+    return list(found.values())
+
+
+def _sample(held: HeldOut, most: int, say: Callable[[str], None]) -> HeldOut:
+    if not most or len(held) <= most:
+        return held
+    say(f"source {held.name}: {most} of its {len(held)} documents (--most)")
+    return held.sample(most)
+
+
+_Opener = Callable[[], HeldOut | None]
+
+
+def _openers(data: Texts, say: Callable[[str], None], labels: bool) -> Iterator[tuple[str, _Opener, str]]:
+    """Every source of the data: its name, what opens it, and what names it in errors."""
+    if isinstance(data, HeldOut):
+        data = [data]
+    if not isinstance(data, str | Path | Mapping) and (opened := [each for each in data if isinstance(each, HeldOut)]):
+        for text in opened:
+            yield text.name, partial(_as_it_is, text), text.name
+        data = [each for each in data if not isinstance(each, HeldOut)]
+        if not data:
+            return
+    for name, path in _entries(data):
+        for source, opener in _sources(name, path, say, labels):
+            yield source, opener, str(path)
+
+
+def _as_it_is(text: HeldOut) -> HeldOut:
+    return text
+
+
+def _entries(
+    data: str | Path | Sequence[str | Path | HeldOut] | Mapping[str, str | Path],
+) -> list[tuple[str | None, Path]]:
+    if isinstance(data, Mapping):
+        return [(name, Path(path)) for name, path in data.items()]
+    entries: list[tuple[str | None, Path]] = []
+    for given in [data] if isinstance(data, str | Path) else data:
+        assert not isinstance(given, HeldOut), "those that are open come first"
+        match = _NAMED.fullmatch(str(given))
+        if match and not Path(given).exists():
+            entries.append((match[1], Path(match[2])))
+        else:
+            entries.append((None, Path(given)))
+    if not entries:
+        raise BadInput("no data: give a text file, NAME=FILE or a data file")
+    return entries
+
+
+def _sources(name: str | None, path: Path, say: Callable[[str], None], labels: bool) -> list[tuple[str, _Opener]]:
+    """The sources of one entry of the data: names, and how to open each."""
+    kind: Literal["text", "labels"] = "labels" if labels else "text"
+    if path.suffix not in _CONFIGS:
+        called = name or re.sub(r"[^A-Za-z0-9_-]", "_", Path(os.path.realpath(path)).stem)[:60]
+        spec = TextSpec(name=called, path=str(path), kind=kind)
+        return [(called, partial(held_out_text, spec, _Named(Path("--data")), say=say))]
+    content, lines = parse_yaml(read_text(path, what=_WHAT), str(path), what=_WHAT, needs=_NEEDS)
+    if name is not None:
+        raise BadInput(f"{name}={printable(str(path))}: a {_WHAT} names its sources itself; leave `{name}=` out")
+    if "surgeon_train" in content:
+        config = load_config(path)
+        _check_kinds(config.config.sources, path, labels)
+        return [(spec.name, partial(held_out_text, spec, config, say=say)) for spec in config.config.sources]
+    known_keys = keys_by_section(DataConfig)
+    texts = check_yaml(DataConfig, content, lines, str(path), what=_WHAT, known_keys=known_keys)
+    _check_kinds(texts.sources, path, labels)
+    wrong = [
+        where(("sources", number, key), lines, str(path)) + why
+        for number, spec in enumerate(texts.sources)
+        for key, why in check_source(spec, _Named(path))
+    ]
+    if wrong:
+        raise bad_input(wrong)
+    return [(spec.name, partial(held_out_text, spec, _Named(path), say=say)) for spec in texts.sources]
+
+
+def _check_kinds(specs: Sequence[TextSpec], path: Path, labels: bool) -> None:
+    """BadInput where labels are asked for and a source has none, or the other way round."""
+    for spec in specs:
+        if (spec.kind == "labels") is not labels:
+            there, do = ("labels", "give --labels") if spec.kind == "labels" else ("no labels", "leave --labels out")
+            raise BadInput(f"{printable(str(path))}: source {spec.name} has {there} (`kind: {spec.kind}`); {do}")

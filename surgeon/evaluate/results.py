@@ -1,0 +1,255 @@
+"""What an evaluation found: a row for each model, a cell for each source, whether of text or of texts with labels."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from rich.text import Text
+
+from surgeon import Ratio
+
+# A repr names so many models and sources.
+_MOST_SHOWN = 4
+
+
+class Cell(Protocol):
+    """One model on one source: what a table and the JSON say of it."""
+
+    # Headings of the figures' columns and of the difference's, and what a source and its length are in words.
+    columns: ClassVar[tuple[str, ...]]
+    difference: ClassVar[str]
+    reading: ClassVar[str]
+
+    @property
+    def source(self) -> str:
+        """The source's name."""
+
+    @property
+    def size(self) -> str:
+        """How much text the source has, in words."""
+
+    @property
+    def headline(self) -> str:
+        """The figure that stands for all."""
+
+    def figures(self) -> list[Text]:
+        """Return the figures of the columns."""
+
+    def difference_cell(self) -> Text:
+        """Return the difference to the first model; empty for the first."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain data."""
+
+
+CellT = TypeVar("CellT", bound=Cell)
+
+
+@dataclass(frozen=True)
+class SourceScores:
+    """One model on one source: loss in nats a token, bits per byte of UTF-8, accuracy of greedy decoding.
+
+    Each has its 95 % confidence interval, over documents. The differences are to the first model, paired by document
+    (None for the first model; the loss difference also where the tokens differ).
+    """
+
+    columns: ClassVar[tuple[str, ...]] = ("loss", "perplexity", "bits/byte", "right")
+    difference: ClassVar[str] = "Δ"
+    reading: ClassVar[str] = "windows of at most {length:,} tokens; [ ] 95 % confidence, over documents"
+
+    source: str
+    documents: int
+    tokens: int
+    nbytes: int
+    loss: Ratio
+    perplexity: Ratio
+    bits_per_byte: Ratio
+    accuracy: Ratio
+    loss_difference: Ratio | None
+    bits_difference: Ratio | None
+
+    @property
+    def size(self) -> str:
+        """How much text the source has, in words."""
+        return f"{self.source} {self.documents:,} documents, {self.tokens:,} tokens"
+
+    @property
+    def headline(self) -> str:
+        """The loss."""
+        return f"{self.loss.value:.4f}"
+
+    def figures(self) -> list[Text]:
+        """Return loss, perplexity, bits per byte and accuracy."""
+        return [
+            _ratio_cell(self.loss, ".4f"),
+            _ratio_cell(self.perplexity, ".4g"),
+            _ratio_cell(self.bits_per_byte, ".4f"),
+            Text(f"{self.accuracy.value:.1%}"),
+        ]
+
+    def difference_cell(self) -> Text:
+        """Return nats a token, or bits per byte where tokens differ; coloured where the interval does not contain 0."""
+        shown, unit = self.loss_difference, ""
+        if shown is None:
+            shown, unit = self.bits_difference, " bits/byte"
+        if shown is None:
+            return Text()
+        if shown.value == 0 and shown.interval in (None, (0, 0)):
+            return Text(f"0, exactly{unit}", style="dim")
+        style = ""
+        if shown.interval is not None and shown.interval[1] < 0:
+            style = "green"
+        elif shown.interval is not None and shown.interval[0] > 0:
+            style = "yellow"
+        text = Text(f"{shown.value:+.4f}", style=style)
+        if shown.interval is not None:
+            text.append(f" [{shown.interval[0]:+.4f}, {shown.interval[1]:+.4f}]", style="dim")
+        return text.append(unit)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        ratios = {
+            "loss": self.loss,
+            "perplexity": self.perplexity,
+            "bits_per_byte": self.bits_per_byte,
+            "accuracy": self.accuracy,
+            "loss_difference": self.loss_difference,
+            "bits_difference": self.bits_difference,
+        }
+        sizes = {"documents": self.documents, "tokens": self.tokens, "bytes": self.nbytes}
+        return {**sizes, **{name: _as_data(found) for name, found in ratios.items()}}
+
+
+@dataclass(frozen=True)
+class LabelScores:
+    """One model on one source: cross-entropy in nats an example and accuracy, with 95 % confidence intervals.
+
+    `f1` is that of the second of two labels, `matthews` Matthews' correlation (`Judged`); None where there is none.
+    `accuracy_difference` is to the first model, paired by text; None for the first.
+    """
+
+    columns: ClassVar[tuple[str, ...]] = ("loss", "right", "F1", "Matthews")
+    difference: ClassVar[str] = "Δ right"
+    reading: ClassVar[str] = "at most {length:,} tokens of each; [ ] 95 % confidence, over texts"
+
+    source: str
+    examples: int
+    loss: Ratio
+    accuracy: Ratio
+    f1: float | None
+    matthews: float | None
+    accuracy_difference: Ratio | None
+
+    @property
+    def size(self) -> str:
+        """How much text the source has, in words."""
+        return f"{self.source} {self.examples:,} texts"
+
+    @property
+    def headline(self) -> str:
+        """The accuracy."""
+        return f"{self.accuracy.value:.1%}"
+
+    def figures(self) -> list[Text]:
+        """Return loss, accuracy, F1 and Matthews' correlation."""
+        return [
+            _ratio_cell(self.loss, ".4f"),
+            _ratio_cell(self.accuracy, ".1%"),
+            Text("" if self.f1 is None else f"{self.f1:.3f}"),
+            Text("" if self.matthews is None else f"{self.matthews:.3f}"),
+        ]
+
+    def difference_cell(self) -> Text:
+        """Return the difference in accuracy."""
+        return Text() if self.accuracy_difference is None else _ratio_cell(self.accuracy_difference, "+.1%")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return {
+            "examples": self.examples,
+            "loss": _as_data(self.loss),
+            "accuracy": _as_data(self.accuracy),
+            "f1": _number(self.f1),
+            "matthews": _number(self.matthews),
+            "accuracy_difference": _as_data(self.accuracy_difference),
+        }
+
+
+@dataclass(frozen=True)
+class ModelScores(Generic[CellT]):
+    """One model on all sources; `same_tokens`: whether its tokens are the first model's (None: labels are compared)."""
+
+    model: str
+    same_tokens: bool | None
+    sources: tuple[CellT, ...]
+
+
+@dataclass(frozen=True)
+class Evaluation(Generic[CellT]):
+    """Several models on the same held-out text; the others are compared with the first.
+
+    Cells are `SourceScores`, of texts with labels `LabelScores`. `length` is the most tokens of a window, or of a text
+    with a label; `notes` are lines that explain the numbers.
+    """
+
+    models: tuple[ModelScores[CellT], ...]
+    length: int
+    dtype: str
+    device: str
+    notes: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        shown = "; ".join(
+            f"{row.model}: " + ", ".join(f"{found.source} {found.headline}" for found in row.sources[:_MOST_SHOWN])
+            for row in self.models[:_MOST_SHOWN]
+        )
+        return f"Evaluation({len(self.models)} models, {shown})"
+
+    def of(self, model: str, source: str) -> CellT:
+        """Return one cell. Raises KeyError where there is none."""
+        for row in self.models:
+            for found in row.sources:
+                if (row.model, found.source) == (model, source):
+                    return found
+        raise KeyError(f"{model}, {source}")
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data for `--json`; NaN and infinity are written as strings."""
+        return {
+            "length": self.length,
+            "dtype": self.dtype,
+            "device": self.device,
+            "confidence": 0.95,
+            "models": [
+                {
+                    "model": row.model,
+                    **({} if row.same_tokens is None else {"same_tokens": row.same_tokens}),
+                    "sources": {found.source: found.to_json() for found in row.sources},
+                }
+                for row in self.models
+            ],
+            "notes": list(self.notes),
+        }
+
+
+def _ratio_cell(found: Ratio, form: str) -> Text:
+    """`3.1416 [3.1, 3.2]`, each number by the format `form`; the interval, where there is one, dim."""
+    text = Text(f"{found.value:{form}}")
+    if found.interval is not None:
+        text.append(f" [{found.interval[0]:{form}}, {found.interval[1]:{form}}]", style="dim")
+    return text
+
+
+def _as_data(found: Ratio | None) -> dict[str, Any] | None:
+    """A mean and its interval as JSON data."""
+    if found is None:
+        return None
+    low, high = found.interval or (None, None)
+    return {"value": _number(found.value), "low": _number(low), "high": _number(high)}
+
+
+def _number(value: float | None) -> float | str | None:
+    """A number as JSON data; NaN and infinity as strings."""
+    return value if value is None or math.isfinite(value) else str(value)

@@ -1,0 +1,155 @@
+"""Score several models on the same held-out text and compare each with the first, document by document."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+from surgeon import Checkpoint, HeldOut, Scores, Windows, cut, score
+from surgeon.common.listener import Listener
+from surgeon.errors import BadInput, printable
+from surgeon.evaluate.results import Evaluation, ModelScores, SourceScores
+
+# The longest window by default: longer ones cost memory and change the numbers little.
+LONGEST = 2048
+
+# With fewer documents an interval is too rough to rely on.
+_FEW_DOCUMENTS = 10
+
+
+def check_predicts(model: Checkpoint) -> None:
+    """Raise BadInput for an encoder, and for a classification model."""
+    if model.is_encoder or model.is_classifier:
+        raise BadInput(
+            f"{printable(model.name)}: {'an encoder' if model.is_encoder else 'a classifier'}, which predicts no next"
+            " token; give causal language models, or classification models and texts with labels (--labels)"
+        )
+
+
+def evaluate_texts(
+    models: Sequence[Checkpoint],
+    texts: Sequence[HeldOut],
+    *,
+    length: int | None,
+    batch: int,
+    dtype: str,
+    device: str,
+    listener: Listener,
+) -> Evaluation[SourceScores]:
+    """Score every model on every text, one model in memory at a time. Raises BadInput where one cannot be loaded."""
+    notes: list[str] = []
+
+    def note(line: str) -> None:
+        notes.append(line)
+        listener.say(line)
+
+    for model in models:
+        check_predicts(model)
+    window = _window(models, length, note)
+    for model in models:
+        for line in model.notes:
+            note(f"{model.name}: {line}")
+        _ask_for_base(model, models, note)
+    first = models[0]
+    windows = [cut(texts, first, length=window)]
+    _note_documents(windows[0], window, note)
+    for model in models[1:]:
+        theirs = cut(texts, model, length=window)
+        if all(each.same_tokens(windows[0][name]) for name, each in theirs.items()):
+            windows.append(windows[0])
+            continue
+        windows.append(theirs)
+        note(
+            f"{model.name}: its tokens differ from {first.name}'s, so losses a token and perplexities"
+            " of the two cannot be compared; compare bits per byte"
+        )
+    rows: list[ModelScores[SourceScores]] = []
+    reference: dict[str, Scores] | None = None
+    for model, own in zip(models, windows, strict=True):
+        found = _run(model, own, batch, dtype, device, note, listener)
+        rows.append(ModelScores(model.name, own is windows[0], _summaries(own, found, windows[0], reference)))
+        reference = reference or found
+    return Evaluation(tuple(rows), window, dtype, device, tuple(notes))
+
+
+def narrowest_of(models: Sequence[Checkpoint]) -> Checkpoint:
+    """Return the model with the smallest context."""
+    return min(models, key=lambda model: model.context or sys.maxsize)
+
+
+def _window(models: Sequence[Checkpoint], length: int | None, note: Callable[[str], None]) -> int:
+    """Tokens in the longest sequence: the same for all models, so that all predict from the same context."""
+    narrowest = narrowest_of(models)
+    context = narrowest.context or sys.maxsize
+    if length is not None and length > context:
+        note(f"{narrowest.name} has a context of {context} tokens: windows of that many, not {length}")
+    return min(length or LONGEST, context)
+
+
+def _ask_for_base(model: Checkpoint, models: Sequence[Checkpoint], note: Callable[[str], None]) -> None:
+    if model.manifest is not None and not any(other.id in model.base_ids for other in models if other is not model):
+        note(
+            f"{model.name} was made of {model.manifest.base.id}, which is not among the models; --base DIR adds"
+            " it as the first row"
+        )
+
+
+def _note_documents(cut_texts: Mapping[str, Windows], window: int, note: Callable[[str], None]) -> None:
+    if long := sum(windows.cut for windows in cut_texts.values()):
+        note(
+            f"{long} documents are longer than {window} tokens: they are cut into windows, without the text before each"
+        )
+    for name, windows in cut_texts.items():
+        if (documents := windows.documents) < _FEW_DOCUMENTS:
+            result = "so its intervals are rough" if documents > 1 else "so there are no intervals"
+            note(f"source {name} has {documents} document{'s' if documents > 1 else ''}, {result}")
+
+
+def _run(
+    checkpoint: Checkpoint,
+    cut_texts: Mapping[str, Windows],
+    batch: int,
+    dtype: str,
+    device: str,
+    note: Callable[[str], None],
+    listener: Listener,
+) -> dict[str, Scores]:
+    listener.say(f"loading {checkpoint.name}")
+    model = checkpoint.load(dtype=dtype, device=device, say=note)
+    listener.begin(f"scoring {checkpoint.name}", sum(map(len, cut_texts.values())), "windows")
+    found = {name: score(model, windows, batch=batch, advance=listener.advance) for name, windows in cut_texts.items()}
+    # Free the memory for the next model.
+    del model
+    gc.collect()
+    return found
+
+
+def _summaries(
+    cut_texts: Mapping[str, Windows],
+    found: Mapping[str, Scores],
+    cut_of_first: Mapping[str, Windows],
+    reference: Mapping[str, Scores] | None,
+) -> tuple[SourceScores, ...]:
+    summaries: list[SourceScores] = []
+    for name, scores in found.items():
+        windows, by_token, by_byte = cut_texts[name], None, None
+        if reference is not None:
+            by_byte = scores.bits_difference(windows, reference[name], cut_of_first[name])
+            if windows is cut_of_first[name]:
+                by_token = scores.loss_difference(reference[name])
+        summaries.append(
+            SourceScores(
+                source=name,
+                documents=windows.documents,
+                tokens=int(scores.tokens.sum()),
+                nbytes=int(windows.nbytes.sum()),
+                loss=scores.loss_ratio,
+                perplexity=scores.perplexity,
+                bits_per_byte=scores.bits_per_byte(windows),
+                accuracy=scores.accuracy,
+                loss_difference=by_token,
+                bits_difference=by_byte,
+            )
+        )
+    return tuple(summaries)

@@ -1,0 +1,224 @@
+"""A checkpoint as a researcher opens it: what its files say of it, its weights once they are asked for."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from surgeon.checkpoint.folder import RECORD_FILE, CheckpointFolder, digests_of
+from surgeon.checkpoint.header import check_dtype
+from surgeon.checkpoint.hub import check_id, locate
+from surgeon.checkpoint.labels import is_classifier, label_names
+from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
+from surgeon.errors import BadInput, printable
+from surgeon.families.anatomy import Anatomy, is_encoder
+from surgeon.families.dissect import dissect
+from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, StoredTensor
+from surgeon.manifest.moves import held_by
+from surgeon.manifest.reading import manifest_of
+from surgeon.models.linear_modules import linear_modules
+from surgeon.models.templates import no_template, template_of
+
+if TYPE_CHECKING:
+    from surgeon.models.load import Attention
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Checkpoint:
+    """An opened checkpoint: config, tensor headers and surgery.json were read and checked, no weights.
+
+    `name` is what it was opened by; `repo_id` and `revision` are the Hub's, None for a local folder.
+    """
+
+    name: str
+    folder: CheckpointFolder
+    repo_id: str | None = None
+    revision: str | None = None
+
+    def __repr__(self) -> str:
+        kind = self.config.get("model_type", "unknown type")
+        return f"Checkpoint({self.name!r}, {kind}, {len(self.folder.tensors)} tensors)"
+
+    @property
+    def path(self) -> Path:
+        """The local folder; of a checkpoint from the Hub its snapshot."""
+        return self.folder.path
+
+    @property
+    def id(self) -> str:
+        """The id by which surgery.json of an output names it: the repository's, or the folder's name."""
+        return self.repo_id or self.path.resolve().name
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """What config.json says."""
+        return self.folder.config
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines for the user about the folder."""
+        return self.folder.notes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(info.nbytes for info in self.folder.tensors.values())
+
+    @cached_property
+    def manifest(self) -> Manifest | None:
+        """What surgery.json says; None for a checkpoint that surgeon did not make. Raises BadInput for a wrong one."""
+        return None if self.folder.manifest is None else manifest_of(self.folder)
+
+    @property
+    def base_ids(self) -> set[str]:
+        """The ids of the checkpoints that it was made from, by surgery.json."""
+        if self.manifest is None:
+            return set()
+        return {self.manifest.base.id, *(ancestor.base.id for ancestor in self.manifest.lineage)}
+
+    @cached_property
+    def anatomy(self) -> Anatomy:
+        """What its tensors are: layers, blocks, sizes. Raises BadInput where its type cannot be taken apart."""
+        return dissect(self.folder.config, self.folder.tensors, self.folder.own)
+
+    @property
+    def layers(self) -> int:
+        """How many layers the model has."""
+        return self.anatomy.sizes.layers
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether it reads whole sequences and predicts no next token."""
+        return is_encoder(self.folder.config)
+
+    @property
+    def is_classifier(self) -> bool:
+        """Whether it has a head for labels."""
+        return is_classifier(self.config)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The labels of its head, by their numbers; empty where there are none."""
+        return label_names(self.config)
+
+    @property
+    def context(self) -> int | None:
+        """How many positions the model was made for; None where config.json does not say."""
+        return _number(self.config.get("max_position_embeddings"), least=2)
+
+    @property
+    def vocabulary(self) -> int | None:
+        """How many tokens the model knows; None where config.json does not say."""
+        return _number(self.config.get("vocab_size"), least=1)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The chat template; None where there is none."""
+        return template_of(self.folder)
+
+    def check_chats(self) -> None:
+        """Raise BadInput where there is no chat template, by which chats are written."""
+        if self.chat_template is None:
+            raise BadInput(no_template(self.path))
+
+    def linear_modules(self) -> tuple[list[str], str]:
+        """Return what a LoRA can adapt, as names for `targets`, and a matrix that it cannot (empty: there is none)."""
+        return linear_modules(self.anatomy)
+
+    def digests(self, advance: Callable[[int], None] = lambda _bytes: None) -> dict[str, str]:
+        """Return the hex sha256 of every tensor's bytes; `advance` receives the bytes read."""
+        return digests_of(self.folder, self.folder.tensors, advance)
+
+    def side_digests(self) -> dict[str, str]:
+        """Return the hex sha256 of every file beside the shards, by its name, but for a record (`add_record`)."""
+        source = self.folder.source
+        others = (*self.folder.shards, RECORD_FILE, f".{RECORD_FILE}.new")
+        names = [name for name in source.listing() if not name.endswith("/") and name not in others]
+        return {name: hashlib.sha256(source.small(name, max_bytes=MAX_SIDE_FILE_BYTES)).hexdigest() for name in names}
+
+    def changed_tensors(self) -> list[str]:
+        """Return the tensors that are not what surgery.json says of them. Raises BadInput where there is none."""
+        held = held_by(manifest_of(self.folder), file=str(self.path / MANIFEST_FILE))
+        found = self.digests()
+        return [
+            name for name, info in self.folder.tensors.items() if held.get(name) != StoredTensor.of(info, found[name])
+        ]
+
+    @staticmethod
+    def check_dtype(name: str) -> None:
+        """Raise BadInput for a name that is neither auto nor a floating dtype."""
+        check_dtype(name)
+
+    def load(
+        self,
+        *,
+        dtype: str = "auto",
+        device: str = "cpu",
+        attention: Attention | None = None,
+        say: Callable[[str], None] | None = None,
+    ) -> Any:
+        """Load the model as it was saved, with its head, in eval mode.
+
+        Args:
+            dtype: auto (the checkpoint's), float32, bfloat16 or float16.
+            device: A torch device, such as cpu or cuda:0.
+            attention: The attention implementation; None: the one that transformers chooses.
+            say: Receives a line about what the model has no place for.
+
+        Raises:
+            BadInput: The model cannot be loaded, or tensors are missing.
+        """
+        from surgeon.models.encoders import auto_class, load_encoder
+        from surgeon.models.load import CLASSIFIER, load_model
+
+        options: dict[str, Any] = {"dtype": dtype, "device": device, "attention": attention, "say": say}
+        if self.is_classifier:
+            return load_encoder(self.folder, auto=CLASSIFIER, **options)
+        if self.is_encoder:
+            return load_encoder(self.folder, auto=auto_class(self.config), **options)
+        return load_model(self.folder, **options)
+
+    def tokenizer(self) -> Any:
+        """Return the tokenizer in the folder, as transformers loads it. Raises BadInput where there is none."""
+        from surgeon.models.load import find_tokenizer
+
+        found, why_not = find_tokenizer(self.path)
+        if found is None:
+            raise BadInput(f"{printable(str(self.path))}: {why_not}; add its tokenizer files")
+        return found
+
+
+def open_checkpoint(model: str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> Checkpoint:
+    """Open a checkpoint: a folder, or `user/name` (`user/name@revision`) on the Hub, which is downloaded at need.
+
+    Headers, config and surgery.json are read and checked, weights are not; code in the folder is refused but with
+    `trust_remote_code`. Raises BadInput, one line, for the first thing that is missing or wrong.
+    """
+    name = str(model)
+    repo_id, branch = name, revision
+    if revision is None and not Path(name).exists():
+        repo_id, _, named = name.partition("@")
+        branch = named or None
+    located = locate(repo_id, revision=branch, code=trust_remote_code)
+    folder = CheckpointFolder.open(located.path, trust_remote_code=trust_remote_code)
+    return Checkpoint(name, folder, located.repo_id, located.revision)
+
+
+def check_model(model: str | Path, *, trust_remote_code: bool = False) -> None:
+    """Raise BadInput for what cannot be a checkpoint: a folder that cannot be opened, or no id of the Hub.
+
+    The Hub itself is not asked, so that what is wrong is said before anything is downloaded.
+    """
+    if Path(model).exists():
+        open_checkpoint(model, trust_remote_code=trust_remote_code)
+    else:
+        check_id(str(model).partition("@")[0])
+
+
+def _number(found: object, *, least: int) -> int | None:
+    """A number of a config, which may be of any family; None where it is none, or too small to be meant."""
+    return found if type(found) is int and found >= least else None

@@ -1,0 +1,78 @@
+"""The files of a push: what the repository will hold, what of it is missing there, and what has to go."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from surgeon.checkpoint.folder import CARD_FILE, DELTA_FILE, CheckpointFolder
+from surgeon.checkpoint.open_files import HeldFolder
+from surgeon.checkpoint.uploading import Repository
+from surgeon.checkpoint.weights import INDEX_FILE
+from surgeon.runtime.bundle import CODE_FILE
+
+
+@dataclass(frozen=True)
+class Upload:
+    """A file of a push: its size in bytes, and whether the repository lacks it, holds another, or holds just this."""
+
+    name: str
+    nbytes: int
+    state: Literal["new", "changed", "there"]
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """The files that the repository will hold: contents (paths, or bytes made here) by name, and their sizes.
+
+    `left_behind` are files of the folder that are not uploaded.
+    """
+
+    files: Mapping[str, Path | bytes]
+    sizes: Mapping[str, int]
+    left_behind: tuple[str, ...]
+
+    def missing_in(self, there: Repository) -> tuple[str, ...]:
+        """The names that the repository lacks, or holds with other content."""
+        return tuple(name for name, content in self.files.items() if not there.holds(name, content))
+
+    def uploads(self, there: Repository, missing: Collection[str]) -> tuple[Upload, ...]:
+        """Each file with its size, and whether the repository holds it; `missing` are the names that it lacks so."""
+        return tuple(
+            Upload(name, size, "there" if name not in missing else "changed" if name in there.files else "new")
+            for name, size in self.sizes.items()
+        )
+
+    def stale_in(self, there: Repository) -> tuple[str, ...]:
+        """Files of the repository that transformers would load instead of these, or beside them."""
+        loaded = (name for name in there.files if name not in self.files and "/" not in name and _is_loaded(name))
+        return tuple(sorted(loaded))
+
+
+def pack(folder: CheckpointFolder, held: HeldFolder, text: bytes) -> Parcel:
+    """An output's files by the allow-list, all of them held, and the card `text`."""
+    files = _contents(held, folder.shards) | {CARD_FILE: text}
+    sizes = {**held.sizes, CARD_FILE: len(text)}
+    left = {name for name in folder.source.listing() if name not in files and not name.endswith("/")}
+    return Parcel(files, sizes, tuple(sorted(left | {n for n in folder.left_behind if n not in files})))
+
+
+def pack_delta(held: HeldFolder) -> Parcel:
+    """A delta's files; surgeon has just written all of them."""
+    for path in sorted(held.path.rglob("*")):
+        if not path.is_dir() or path.is_symlink():
+            held.hold(path.relative_to(held.path).as_posix())
+    return Parcel(_contents(held, [name for name in held.sizes if name.endswith(".safetensors")]), held.sizes, ())
+
+
+def _contents(held: HeldFolder, shards: Collection[str]) -> dict[str, Path | bytes]:
+    """Return the files that are held, by name: shards as paths, everything else as the bytes that were checked."""
+    return {name: held.place(name) if name in shards else held.content(name) for name in held.sizes}
+
+
+def _is_loaded(name: str) -> bool:
+    """Return whether transformers may load a file of this name, at the top of a repository, as weights or code."""
+    # With a delta's mark beside it, surgeon would not open the checkpoint.
+    return name in (INDEX_FILE, DELTA_FILE, CODE_FILE) or name.endswith(".safetensors")

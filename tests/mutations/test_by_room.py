@@ -1,0 +1,23 @@
+"""Mistakes by room: each room has one, and each can still be made (`python -m tests.mutations` makes them)."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.house import PACKAGE
+from tests.mutations.by_room import MISTAKES
+
+
+def test_every_room_has_a_mistake() -> None:
+    rooms = {path.name for path in PACKAGE.iterdir() if any(path.glob("*.py"))}
+    assert {mistake.room for mistake in MISTAKES} == rooms
+    assert len({mistake.words for mistake in MISTAKES}) == len(MISTAKES)
+
+
+@pytest.mark.parametrize("words", [mistake.words for mistake in MISTAKES])
+def test_a_mistake_can_still_be_made(words: str) -> None:
+    (mistake,) = (each for each in MISTAKES if each.words == words)
+    for file, old, new in mistake.edits:
+        text = (PACKAGE / file).read_text(encoding="utf-8")
+        assert text.count(old) == 1, f"{file} no longer has {old!r} once: make this mistake where it stands now"
+        compile(text.replace(old, new), file, "exec")

@@ -1,0 +1,66 @@
+"""A package of somebody else makes tensors by a recipe of its own: written, proven, verified and taken back."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from tests import tiny
+from tests.checkpoints import weights
+from tests.plugin.test_plugin import COMMAND, HERE, install, run
+
+APPLY = """
+import sys, surgeon
+plan, base, out, back = sys.argv[1:]
+applied = surgeon.apply(plan, base, out, device="cpu")
+assert applied.manifest.promise == "exact" and applied.preview.proof.how == "proven"
+checked = surgeon.verify(base, out, window=24, windows=2, device="cpu")
+assert checked.holds and checked.identical, checked
+surgeon.revert(out, back)
+"""
+
+
+@pytest.fixture(scope="module")
+def clipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`base`, `out` with a layer of clipped matrices, and `back`, which is `out` without it."""
+    folder = tmp_path_factory.mktemp("recipe")
+    install(folder / "site")
+    base = tiny.checkpoint(folder / "base", "llama")
+    plan = folder / "plan.yaml"
+    plan.write_text(yaml.safe_dump({"surgeon": 1, "operations": [{"op": "insert_clipped", "after": 1}]}))
+    run(APPLY, plan, base, folder / "out", folder / "back", site=folder / "site")
+    return folder
+
+
+def test_it_computes_what_its_formula_says(clipped: Path) -> None:
+    before, after = weights(clipped / "base"), weights(clipped / "out")
+    for suffix in ("self_attn.q_proj.weight", "mlp.up_proj.weight"):
+        old, new = before[f"model.layers.1.{suffix}"], after[f"model.layers.2.{suffix}"]
+        assert torch.equal(new, (old.float() / 0.01).tanh().mul(0.01).bfloat16()) and not torch.equal(new, old)
+    assert torch.equal(after["model.layers.2.input_layernorm.weight"], before["model.layers.1.input_layernorm.weight"])
+
+
+def test_its_words_are_in_the_manifest(clipped: Path) -> None:
+    made = json.loads((clipped / "out" / "surgery.json").read_text())["new_tensors"]
+    recipe = made["model.layers.2.mlp.up_proj.weight"]["recipe"]
+    assert recipe == {"clipped": {"copy": "model.layers.1.mlp.up_proj.weight"}, "limit": 0.01}
+
+
+def test_it_is_taken_back_byte_for_byte(clipped: Path) -> None:
+    before, after = weights(clipped / "base"), weights(clipped / "back")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_recipe_that_makes_another_shape_ends_in_one_line(clipped: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    shutil.copytree(clipped / "site", site)
+    code = site / "surgeon_scale" / "recipe.py"
+    code.write_text(code.read_text().replace(".mul_(self.limit)", ".mul_(self.limit)[1:]"), encoding="utf-8")
+    told = run(COMMAND, "apply", clipped / "plan.yaml", clipped / "base", tmp_path / "out", site=site, expect=2)
+    assert len(told.strip().splitlines()) == 1 and "model.layers.2." in told and "were made by Clipped" in told
+    assert not (tmp_path / "out").exists() and HERE.exists()
