@@ -71,7 +71,7 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 BROKEN_BASES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "missing config": (lambda b: (b / "config.json").unlink(), ["config.json"]),
     "config not JSON": (lambda b: (b / "config.json").write_text("{"), ["config.json"]),
-    "unknown model_type": (lambda b: edit_config(b, model_type="mumba"), ["mumba", "llama"]),
+    "unknown model_type": (lambda b: edit_config(b, model_type="mumba"), ["mumba", "no text decoder or encoder"]),
     "missing shard": (lambda b: first_shard(b).unlink(), ["model-00001-of-"]),
     "extra shard": (
         lambda b: (b / "model-00009-of-00009.safetensors").write_bytes(first_shard(b).read_bytes()),
