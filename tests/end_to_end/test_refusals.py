@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from surgeon._version import __version__
 from surgeon.cli import app
+from surgeon.families.skeleton import build
 from surgeon.models.compare import LogitComparison
 from surgeon.verify.verify import Verification
 from tests.checkpoints import INDEX, edit_config, edit_tensor
@@ -229,16 +230,8 @@ def test_preview_of_405b_shape_from_sparse_shards(tmp_path: Path) -> None:
     }
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False, **sizes}
     (folder / "config.json").write_text(json.dumps(config))
-    from surgeon.families import FAMILIES
-
-    family = FAMILIES["llama"]
-    entries = [
-        (f"model.layers.{i}.{part.suffix}", "BF16", part.shape)
-        for i in range(126)
-        for part in family.layer_parts(config, family.sizes(config))
-    ]
-    entries += [("model.embed_tokens.weight", "BF16", (128256, 16384)), ("lm_head.weight", "BF16", (128256, 16384))]
-    entries += [("model.norm.weight", "BF16", (16384,))]
+    held_in_memory = build(config).model.state_dict(keep_vars=True)
+    entries = [(name, "BF16", tuple(value.shape)) for name, value in held_in_memory.items()]
     weight_map = {}
     for number in range(191):
         file = f"model-{number + 1:05d}-of-00191.safetensors"
