@@ -26,9 +26,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import surgeon
 from surgeon.errors import BadInput
-from surgeon.families.decoders import USUAL_DECODERS
-from surgeon.runtime.adapters_rules import GATES, VARIANCES
-from surgeon.runtime.known import INTERPOLATORS
 from tests import tiny, vocabularies
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -40,17 +37,23 @@ def control(kind: str, **more: Any) -> list[dict[str, Any]]:
     return [{"op": "control_llm", "layers": [1, 4], "interpolator": {"kind": kind, "alpha": 0.3} | more}]
 
 
+def kinds(section: str, key: str) -> list[str]:
+    """Every value that the schema of plans lists for a key."""
+    values: list[str] = surgeon.json_schema()["$defs"][section]["properties"][key]["enum"]
+    return values
+
+
 def grafts() -> dict[str, list[dict[str, Any]]]:
     """Operations by the name of their row."""
     rows: dict[str, list[dict[str, Any]]] = {}
-    for kind in INTERPOLATORS:
+    for kind in kinds("Interpolator", "kind"):
         rows[f"concat, {kind}"] = control(kind)
         rows[f"concat, {kind}, learnable"] = control(kind, learnable=True)
     rows["concat, lerp α 1 → 0.5"] = control("lerp", alpha=1.0, inference_alpha=0.5)
     rows["stack"] = [{"op": "control_llm", "layers": [1, 4], "expansion": "stack"}]
     rows["hybrid"] = [{"op": "control_llm", "layers": [1, 3, 4, 5], "expansion": "hybrid"}]
-    for gate in GATES:
-        for init in VARIANCES:
+    for gate in kinds("GatedAdapters", "gate"):
+        for init in kinds("GatedAdapters", "init"):
             rows[f"adapters, {gate}, {init}"] = [{"op": "gated_adapters", "size": 12, "gate": gate, "init": init}]
     rows["inserted + control + adapters"] = [
         {"op": "insert_layers", "where": {"after": [2]}, "init": {"kind": "ot_fusion"}},
@@ -232,7 +235,7 @@ def joined(old: list[str], new: list[str], names: list[str]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--families", nargs="*", default=list(USUAL_DECODERS), choices=list(USUAL_DECODERS))
+    parser.add_argument("--families", nargs="*", default=list(tiny.FAMILIES), choices=list(tiny.FAMILIES))
     parser.add_argument("--table", nargs="*", default=list(TITLES), choices=list(TITLES))
     parser.add_argument("--rows", nargs="*", help="of the tables asked for; default: all")
     asked = parser.parse_args()
@@ -255,7 +258,7 @@ def main() -> int:
         lines, holds = table(asked_rows, families)
         found[name] = joined(found.get(name, []), lines, list(rows[name]))
         all_hold = all_hold and holds
-    if asked.families == list(USUAL_DECODERS):
+    if asked.families == list(tiny.FAMILIES):
         RESULTS.mkdir(exist_ok=True)
         lines = ["# Born identical: prefill and cached decode, bfloat16 and float32, bit by bit", ""]
         lines += [line for name, title in TITLES.items() if name in found for line in (title, "", *found[name], "")]

@@ -44,9 +44,9 @@ DECODED = 32
 
 def load(folder: Path, kind: str, numbers: int, device: str) -> Any:
     """The model with exactly the trained tensors unfrozen."""
-    from surgeon.models.load import load_model
+    import surgeon
 
-    model = load_model(folder, device=device)
+    model = surgeon.open_checkpoint(folder).load(device=device)
     if kind == "full":
         return model.requires_grad_(True)
     if not kind.startswith("lora"):
@@ -153,9 +153,9 @@ def main() -> None:
 
 
 def _numbers(folder: Path, names: set[str]) -> int:
-    from surgeon.checkpoint.folder import CheckpointFolder
+    import surgeon
 
-    return sum(info.numel for name, info in CheckpointFolder.open(folder).tensors.items() if name in names)
+    return sum(info.numel for name, info in surgeon.open_checkpoint(folder).tensors.items() if name in names)
 
 
 def _table(

@@ -33,9 +33,6 @@ from torch.nn import functional as F
 
 import surgeon
 from benchmarks.measuring import machine
-from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.data.encoding import Encoder
-from surgeon.models.load import load_model
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SURGERIES: dict[str, dict[str, Any]] = {
@@ -90,7 +87,7 @@ def _source(file: Path) -> dict[str, Any]:
 
 
 def windows_of(
-    corpora: Path, english: str, encoder: Encoder, tokens: int, window: int
+    corpora: Path, english: str, tokenizer: Any, tokens: int, window: int
 ) -> dict[str, dict[str, list[Tensor]]]:
     """For each language and val file windows of its documents, in all about `tokens` tokens, as many of each file."""
     found: dict[str, dict[str, list[Tensor]]] = {}
@@ -101,7 +98,7 @@ def windows_of(
         found[language] = {}
         for file in files:
             count, of_file = 0, found[language].setdefault(file.name.removesuffix(".val.jsonl"), [])
-            for piece in _pieces(file, encoder, window):
+            for piece in _pieces(file, tokenizer, window):
                 of_file.append(piece)
                 count += len(piece)
                 if count >= tokens // len(files):
@@ -109,9 +106,12 @@ def windows_of(
     return found
 
 
-def _pieces(file: Path, encoder: Encoder, window: int) -> Iterator[Tensor]:
+def _pieces(file: Path, tokenizer: Any, window: int) -> Iterator[Tensor]:
     for line in file.read_text(encoding="utf-8").splitlines():
-        ids, _ = encoder.encode(json.loads(line)["text"])
+        ids = tokenizer(json.loads(line)["text"])["input_ids"]
+        # As training encodes a document, whose end is a token too.
+        if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
+            ids.append(tokenizer.eos_token_id)
         for begin in range(0, len(ids) - 1, window):
             yield torch.tensor(ids[begin : begin + window])
 
@@ -229,7 +229,7 @@ def measure(folder: Path, base: Path, windows: dict[str, list[Tensor]]) -> dict[
     """All measurements of one run."""
     found: dict[str, Any] = {}
     for dtype in ("float32", "bfloat16"):
-        model, grown = (load_model(CheckpointFolder.open(each), dtype=dtype) for each in (base, folder))
+        model, grown = (surgeon.open_checkpoint(each).load(dtype=dtype) for each in (base, folder))
         for language in LANGUAGES if dtype == "float32" else LANGUAGES[:1]:
             found[f"{language} {dtype}"] = by_length(model, grown, windows[language])
         if dtype == "float32":
@@ -347,7 +347,7 @@ def write(asked: argparse.Namespace, rows: dict[tuple[str, bool], dict[str, Any]
 @torch.no_grad()
 def shares(run: Path, windows: dict[str, dict[str, list[Tensor]]]) -> dict[str, dict[str, tuple[int, int]]]:
     """For each val file, by the length of prefixes, for how many of its tokens the gate is open, and of how many."""
-    model = load_model(CheckpointFolder.open(run), dtype="float32")
+    model = surgeon.open_checkpoint(run).load(dtype="float32")
     found: dict[str, dict[str, tuple[int, int]]] = {}
     for name, pieces in itertools.chain.from_iterable(files.items() for files in windows.values()):
         counts = dict.fromkeys(map(str, LENGTHS), (0, 0))
@@ -406,10 +406,9 @@ def main() -> None:
     torch.set_num_threads(1)
     asked.work.mkdir(exist_ok=True)
     texts = sources_of(asked.corpora, asked.english)
-    folder = CheckpointFolder.open(asked.base)
-    encoder = Encoder(asked.base, vocabulary=folder.config["vocab_size"])
-    asked.window = folder.config["max_position_embeddings"]
-    of_files = windows_of(asked.corpora, asked.english, encoder, asked.tokens, asked.window)
+    base = surgeon.open_checkpoint(asked.base)
+    asked.window = base.context
+    of_files = windows_of(asked.corpora, asked.english, base.tokenizer(), asked.tokens, asked.window)
     if asked.shares:
         asked.steps = 1
         run, recorded = train("adapters", True, asked, texts)

@@ -38,9 +38,9 @@ BATCH, LENGTH, DECODED = 4, 512, 16
 
 
 def load(folder: Path) -> Any:
-    from surgeon.models.load import load_model
+    import surgeon
 
-    return load_model(folder)
+    return surgeon.open_checkpoint(folder).load()
 
 
 def speed(folder: Path, rounds: int) -> dict[str, float]:

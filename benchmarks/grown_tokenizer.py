@@ -80,11 +80,11 @@ def kinds(size: int, texts: list[str], room: Path) -> Iterator[tuple[str, Path, 
 
 def grown(base: Path, rows: int, out: Path, how: str, asked: argparse.Namespace) -> int:
     """The tokenizer of `base` with more pieces, in `out`; how many."""
-    from surgeon.checkpoint.folder import CheckpointFolder
+    import surgeon
     from surgeon.models.vocabulary.grow import grow
     from surgeon.models.vocabulary.learned import LearnedTokens
 
-    folder = CheckpointFolder.open(base)
+    folder = surgeon.open_checkpoint(base).folder
     keep = tuple(asked.keep) if how == "unseen" else ()
     found = grow(folder, LearnedTokens(tuple(asked.learn), asked.count, keep, how), rows=rows)
     copy(folder, out, found.files)
@@ -222,9 +222,9 @@ def main() -> None:
     ]
     with tempfile.TemporaryDirectory(prefix="surgeon-tokenizers-") as folder:
         room = Path(folder)
-        from surgeon.checkpoint.folder import CheckpointFolder
+        import surgeon
 
-        rows = CheckpointFolder.open(asked.base).config["vocab_size"]
+        rows = surgeon.open_checkpoint(asked.base).vocabulary
         lines += table(f"{asked.base.name}, {rows} tokens", asked.base, rows, asked, room)
         for each in asked.kinds:
             for shown, base, count in kinds(each, documents(asked.keep), room):

@@ -49,14 +49,15 @@ _SHARD = 5_000_000_000
 
 def sparse_checkpoint(folder: Path, config: dict[str, Any]) -> int:
     """A checkpoint of this config whose weights are holes; returns the number of its parameters."""
-    from transformers import CONFIG_MAPPING
+    import torch
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
     from transformers.core_model_loading import revert_weight_conversion
 
-    from surgeon.families.skeleton import build
-
     folder.mkdir()
-    full = CONFIG_MAPPING[config["model_type"]](**{k: v for k, v in config.items() if k != "model_type"}).to_dict()
-    model = build(full).model
+    made = CONFIG_MAPPING[config["model_type"]](**{k: v for k, v in config.items() if k != "model_type"})
+    full = made.to_dict()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(made)
     full |= {"architectures": [type(model).__name__], "dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(full))
     tensors = revert_weight_conversion(model, dict(model.state_dict()))

@@ -69,14 +69,13 @@ TOKENS = {False: 4096, True: 96}
 def make(work: Path, small: bool) -> None:
     """The base in bfloat16, its text, and the base with what surgery adds."""
     import surgeon
-    from surgeon.models.load import load_model
 
     make_base(work / "float32", tied=False, documents=2, length=8, **SIZES[small])
     settings = json.loads((work / "float32/config.json").read_text())
     settings["max_position_embeddings"] = TOKENS[small]
     (work / "float32/config.json").write_text(json.dumps(settings))
     # As trained ones are: attention of matrices this large sees its context.
-    model = load_model(work / "float32", dtype="float32")
+    model = surgeon.open_checkpoint(work / "float32").load(dtype="float32")
     import torch
 
     torch.manual_seed(0)
@@ -190,10 +189,10 @@ def register() -> None:
 
 def loaded(work: Path, name: str, dtype: str, device: str) -> Any:
     """The output as training loads it."""
-    from surgeon.models.load import load_model
+    import surgeon
     from surgeon.train.steps.one_row import builds_no_mask, run_in_one_row
 
-    model = load_model(work / "out", dtype=dtype, attention=name).to(device).train()
+    model = surgeon.open_checkpoint(work / "out").load(dtype=dtype, attention=name).to(device).train()
     model.config.use_cache = False
     if builds_no_mask(model):
         run_in_one_row(model)

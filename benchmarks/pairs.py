@@ -25,14 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import surgeon
-from surgeon.apply.models import models_of_plan
-from surgeon.apply.preview import adapters_of_plan, open_headers, preview_of
+from surgeon.apply.preview import open_headers, opened_for, preview_of
 from surgeon.blueprint.draft import Blueprint
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
 from surgeon.manifest.recipe_words import held_of
-from surgeon.operations import OPERATIONS
-from surgeon.plan.plan import LoadedPlan, parse_plan
 from tests import tiny, vocabularies
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "combining.md"
@@ -118,7 +115,7 @@ class Bases:
 def pair(first: str, second: str) -> tuple[Entry, Entry]:
     """The entries of both operations, as they stand in a plan."""
     one, other = (
-        {"op": op, **(ENTRIES[op] if op in ENTRIES else OPERATIONS[op].examples[0])} for op in (first, second)
+        {"op": op, **(ENTRIES[op] if op in ENTRIES else surgeon.OPERATIONS[op].examples[0])} for op in (first, second)
     )
     if first == second:
         other |= AGAIN.get(second, {})
@@ -127,14 +124,14 @@ def pair(first: str, second: str) -> tuple[Entry, Entry]:
     return one, other
 
 
-def plan_of(*entries: Mapping[str, Any]) -> LoadedPlan:
+def plan_of(*entries: Mapping[str, Any]) -> surgeon.LoadedPlan:
     """A plan of these operations."""
     return _parsed(json.dumps({"surgeon": 1, "operations": entries}))
 
 
 @functools.cache  # the same one for every family, in both tables
-def _parsed(text: str) -> LoadedPlan:
-    return parse_plan(text, source="plan.yaml")
+def _parsed(text: str) -> surgeon.LoadedPlan:
+    return surgeon.parse_plan(text, source="plan.yaml")
 
 
 @functools.cache  # a base of many cells, none of which changes it
@@ -142,11 +139,11 @@ def _opened(base: Path) -> CheckpointFolder:
     return open_headers(base, revision=None, trust_remote_code=False)
 
 
-def foreseen(plan: LoadedPlan, base: Path) -> Outcome:
+def foreseen(plan: surgeon.LoadedPlan, base: Path) -> Outcome:
     """The outcome as headers alone say it."""
     try:
-        models = models_of_plan(plan, weights=False)
-        drawn = preview_of(plan, _opened(base), adapters_of_plan(plan), models, recall=True).blueprint
+        opened = opened_for(plan, _opened(base), weights=False, recall=True)
+        drawn = preview_of(plan, opened, recall=True).blueprint
         return Outcome(drawn.promise, drawn=drawn)
     except BadInput as error:
         return refused(error)
@@ -283,7 +280,7 @@ Cells = dict[tuple[str, str], dict[str, Outcome]]
 
 def tables(families: Mapping[str, Bases]) -> tuple[Cells, Cells]:
     """The outcomes of all pairs, in one plan and in two, by family."""
-    every = [(first, second) for first in OPERATIONS for second in OPERATIONS]
+    every = [(first, second) for first in surgeon.OPERATIONS for second in surgeon.OPERATIONS]
     one = {both: {name: in_one_plan(bases, *both) for name, bases in families.items()} for both in every}
     two = {both: {name: in_two_plans(bases, *both) for name, bases in families.items()} for both in every}
     return one, two
@@ -301,7 +298,7 @@ def section(one: Cells, two: Cells) -> str:
 
 
 def _table(cells: Cells, reasons: dict[str, int]) -> list[str]:
-    names = list(OPERATIONS)
+    names = list(surgeon.OPERATIONS)
     lines = [f"| first ↓, then → | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
     for first in names:
         row = [_cell(cells[first, second], reasons) for second in names]
@@ -328,7 +325,7 @@ def with_section(page: str, written: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="*", default=list(FAMILIES), choices=list(tiny.FAMILIES))
-    parser.add_argument("--of", nargs="*", default=list(OPERATIONS), choices=list(OPERATIONS))
+    parser.add_argument("--of", nargs="*", default=list(surgeon.OPERATIONS), choices=list(surgeon.OPERATIONS))
     asked = parser.parse_args()
     chosen = asked.families
     broken = 0

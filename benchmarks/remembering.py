@@ -38,25 +38,23 @@ def steps(out: Path, share: float, batch: int, length: int, count: int) -> dict[
     """Best seconds of a step without and with the teacher, in turns, and bytes at the peak of the first of each."""
     import torch
 
-    from surgeon.checkpoint.folder import CheckpointFolder
-    from surgeon.manifest.reading import manifest_of
+    import surgeon
     from surgeon.manifest.trainable import trainable_set
     from surgeon.manifest.within import base_within
-    from surgeon.models.load import load_model
-    from surgeon.train.config.schema import PreserveSpec
     from surgeon.train.losses.cross_entropy import FusedHead
     from surgeon.train.losses.preserving import Preserving
     from surgeon.train.trainable.trainable_set import unfreeze
 
-    folder = CheckpointFolder.open(out)
-    manifest = manifest_of(folder)
+    opened = surgeon.open_checkpoint(out)
+    folder, manifest = opened.folder, opened.manifest
+    assert manifest is not None
     wanted = trainable_set(folder, manifest, "last")
-    model = load_model(folder, dtype="float32")
+    model = opened.load(dtype="float32")
     for name in unfreeze(model, wanted, base_names=folder.tensors):
         model.get_parameter(name).data = model.get_parameter(name).data.clone()
     head = FusedHead(model, "chunked")
     within = base_within(folder, manifest, training=wanted.names)
-    preserving = Preserving(model, PreserveSpec(), within, head)
+    preserving = Preserving(model, surgeon.PreserveSpec(), within, head)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
     ids = torch.randint(3, model.config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(0))
     inputs = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(length).expand(batch, length)}
@@ -112,33 +110,29 @@ def whole(base: Path, work: Path, teacher: str, share: float, batch: int, length
     """
     import torch
 
-    from surgeon.checkpoint.folder import CheckpointFolder
+    import surgeon
     from surgeon.common.distributed import Ranks
     from surgeon.common.listener import Quiet
     from surgeon.data.packing import Batches, Mixture, batch_of
-    from surgeon.families.dissect import dissect
     from surgeon.manifest.within import Within
-    from surgeon.models.load import load_model
-    from surgeon.train.config.schema import CachedSpec, PreserveSpec
     from surgeon.train.losses.cached_teacher import CachedTeacher
     from surgeon.train.losses.cross_entropy import FusedHead
     from surgeon.train.losses.preserving import NUMBERS, Preserving
 
-    folder = CheckpointFolder.open(base)
-    model = load_model(folder, dtype="float32")
+    opened = surgeon.open_checkpoint(base)
+    model = opened.load(dtype="float32")
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     vocabulary = model.config.vocab_size
     streams = [Drawn(domain, length, vocabulary) for domain in (0, 1)]
     mixture: Any = Mixture(streams, [share, 1 - share], seed=0)
     head = FusedHead(model, "chunked")
-    layers = dissect(folder.config, folder.tensors, folder.own).sizes.layers
-    within = Within(layers, (), None, newborn=False, apart=True)
+    within = Within(opened.layers, (), None, newborn=False, apart=True)
     kept = int(teacher) if teacher.isdigit() else None
     copy = None
     if teacher == "base":
-        copy = FusedHead(load_model(folder, dtype="float32").requires_grad_(False), "torch")
-    spec = PreserveSpec(teacher="base" if kept is None else CachedSpec(cached=kept))
+        copy = FusedHead(opened.load(dtype="float32").requires_grad_(False), "torch")
+    spec = surgeon.PreserveSpec(teacher="base" if kept is None else surgeon.TeacherSpec(cached=kept))
     preserving = Preserving(model, spec, within, head, copy=copy)
     told: dict[str, Any] = {}
     if kept is not None:
@@ -199,7 +193,6 @@ def writes(base: Path, work: Path, dtype: str, batch: int, length: int) -> dict[
     from transformers import GenerationConfig
 
     import surgeon
-    from surgeon.models.load import load_model
 
     to = work / f"memory-{dtype}.jsonl"
     to.unlink(missing_ok=True)
@@ -212,7 +205,7 @@ def writes(base: Path, work: Path, dtype: str, batch: int, length: int) -> dict[
     )
     counts = made.counts
     recalled = (batch * (length - 1)) * counts.batches / (time.process_time() - begun)
-    model = load_model(base, dtype=dtype)
+    model = surgeon.open_checkpoint(base).load(dtype=dtype)
     ids = torch.full((batch, 1), model.config.bos_token_id)
     how = GenerationConfig(
         do_sample=True, top_k=0, max_new_tokens=length - 1, min_new_tokens=length - 1, pad_token_id=0

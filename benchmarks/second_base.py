@@ -21,7 +21,6 @@ sys.path.insert(0, str(ROOT))
 import yaml  # noqa: E402
 
 import surgeon  # noqa: E402
-from surgeon.data.documents import Documents  # noqa: E402
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 VOCABULARY = 4096
@@ -111,7 +110,7 @@ def tokenizer_of(texts: list[Path]) -> Any:
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY, special_tokens=[BOS, EOS, PAD], initial_alphabet=alphabet, show_progress=False
     )
-    corpora = [Documents(file, key=None, chat=False) for file in texts]
+    corpora = [text.documents for text in surgeon.open_texts({f"text-{n}": file for n, file in enumerate(texts)})]
     made.train_from_iterator((str(corpus.read(n)) for corpus in corpora for n in range(len(corpus))), trainer)
     begins = [(BOS, made.token_to_id(BOS))]
     made.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=begins)

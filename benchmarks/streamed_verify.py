@@ -42,15 +42,16 @@ def inner(what: str, base: str, out: str, windows: str, window: str) -> None:
     else:
         import torch
 
-        from surgeon.checkpoint.folder import CheckpointFolder
-        from surgeon.manifest.reading import manifest_of
+        import surgeon
         from surgeon.models.compare_streamed import compare_streamed
 
-        folders = [CheckpointFolder.open(Path(folder)) for folder in (base, out)]
-        images = tuple(n for n, layer in enumerate(manifest_of(folders[1]).layers) if layer.base is not None)
+        opened = [surgeon.open_checkpoint(folder) for folder in (base, out)]
+        manifest = opened[1].manifest
+        assert manifest is not None
+        images = tuple(n for n, layer in enumerate(manifest.layers) if layer.base is not None)
         ids = torch.randint(0, 128256, (int(windows), int(window)), generator=torch.Generator().manual_seed(0))
         began, spent = time.perf_counter(), time.process_time()
-        found = compare_streamed(*folders, ids, dtypes=what.split("+"), layer_of_base=images)
+        found = compare_streamed(*(each.folder for each in opened), ids, dtypes=what.split("+"), layer_of_base=images)
         assert all(each.identical for each in found)
     print(
         json.dumps(
@@ -67,9 +68,9 @@ def spend_as_the_forwards(dtype: str, folders: list[str], tokens: int) -> None:
     """As many operations as the products of all forwards of both models take, a matrix in memory."""
     import torch
 
-    from surgeon.checkpoint.folder import CheckpointFolder
+    import surgeon
 
-    infos = [info for folder in folders for info in CheckpointFolder.open(Path(folder)).tensors.values()]
+    infos = [info for folder in folders for info in surgeon.open_checkpoint(folder).tensors.values()]
     # The embeddings are the head too.
     numbers = 2 * tokens * sum(info.shape[0] * info.shape[1] for info in infos if len(info.shape) == 2)
     matrix, inputs = (torch.randn(rows, 2048).to(getattr(torch, dtype)) for rows in (8192, tokens))

@@ -52,13 +52,12 @@ LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 def load(folder: Path, kind: str, device: str) -> Any:
     """The model with exactly the trained tensors unfrozen, copied out of mapped files."""
-    from surgeon.checkpoint.folder import CheckpointFolder
-    from surgeon.manifest.reading import parse
+    import surgeon
     from surgeon.manifest.trainable import trainable_set
-    from surgeon.models.load import load_model
     from surgeon.train.trainable.trainable_set import unfreeze
 
-    model = load_model(folder, device=device)
+    opened = surgeon.open_checkpoint(folder)
+    model = opened.load(device=device)
     model.config.use_cache = False
     if kind == "lora":
         import peft
@@ -68,9 +67,9 @@ def load(folder: Path, kind: str, device: str) -> Any:
     elif kind in ON_THE_BASE:
         model.requires_grad_(True)
     else:
-        out = CheckpointFolder.open(folder)
+        out = opened.folder
         assert out.manifest is not None
-        unfreeze(model, trainable_set(out, parse(out.manifest, file=str(folder)), "last"), base_names=out.tensors)
+        unfreeze(model, trainable_set(out, opened.manifest, "last"), base_names=out.tensors)
     for parameter in model.parameters():
         if parameter.requires_grad:
             # Loaded weights may be mapped from the file.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from surgeon.apply.apply import Applied as Applied
     from surgeon.apply.apply import apply as apply
     from surgeon.apply.preview import preview as preview
-    from surgeon.apply.preview import preview_view as preview_view
+    from surgeon.apply.preview_view import preview_view as preview_view
     from surgeon.checkpoint.staging import check_destination as check_destination
     from surgeon.common.listener import ProgressListener as ProgressListener
     from surgeon.compare.compare import compare as compare
@@ -57,10 +57,11 @@ if TYPE_CHECKING:
     from surgeon.evaluate.results import LabelScores as LabelScores
     from surgeon.evaluate.results import SourceScores as SourceScores
     from surgeon.manifest.added_record import add_record as add_record
+    from surgeon.manifest.checkpoint import Checkpoint as Checkpoint
+    from surgeon.manifest.checkpoint import check_model as check_model
+    from surgeon.manifest.checkpoint import open_checkpoint as open_checkpoint
     from surgeon.manifest.manifest import Manifest as Manifest
-    from surgeon.models.checkpoint import Checkpoint as Checkpoint
-    from surgeon.models.checkpoint import check_model as check_model
-    from surgeon.models.checkpoint import open_checkpoint as open_checkpoint
+    from surgeon.operations import OPERATIONS as OPERATIONS
     from surgeon.operations.pmoe_experts import RouterLoss as RouterLoss
     from surgeon.plan.plan import LoadedPlan as LoadedPlan
     from surgeon.plan.plan import json_schema as json_schema
@@ -93,6 +94,7 @@ if TYPE_CHECKING:
     from surgeon.train.config.schema import OptimizerSpec as OptimizerSpec
     from surgeon.train.config.schema import PreserveSpec as PreserveSpec
     from surgeon.train.config.schema import RunSettings as RunSettings
+    from surgeon.train.config.schema import TeacherSpec as TeacherSpec
     from surgeon.train.config.schema import TrainConfig as TrainConfig
     from surgeon.train.config.settings import settle as settle
     from surgeon.train.publishing import Trained as Trained
@@ -108,7 +110,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Applied": "apply.apply",
     "BadInput": "errors",
-    "Checkpoint": "models.checkpoint",
+    "Checkpoint": "manifest.checkpoint",
     "Diverged": "errors",
     "Evaluation": "evaluate.results",
     "FoundPlan": "plan.shipped",
@@ -120,6 +122,7 @@ _HOMES = {
     "LoadedPlan": "plan.plan",
     "LoraSpec": "train.config.schema",
     "Manifest": "manifest.manifest",
+    "OPERATIONS": "operations",
     "OptimizerSpec": "train.config.schema",
     "PreserveSpec": "train.config.schema",
     "ProgressListener": "common.listener",
@@ -131,6 +134,7 @@ _HOMES = {
     "SourceScores": "evaluate.results",
     "SourceSpec": "data.specs",
     "SurgeonError": "errors",
+    "TeacherSpec": "train.config.schema",
     "TextSpec": "data.specs",
     "TrainConfig": "train.config.schema",
     "Trained": "train.publishing",
@@ -140,7 +144,7 @@ _HOMES = {
     "apply": "apply.apply",
     "apply_delta": "rework.apply_delta",
     "check_destination": "checkpoint.staging",
-    "check_model": "models.checkpoint",
+    "check_model": "manifest.checkpoint",
     "check_source": "data.sources",
     "check_training": "train.checking",
     "compare": "compare.compare",
@@ -163,14 +167,14 @@ _HOMES = {
     "load_plan": "plan.plan",
     "make_delta": "rework.make_delta",
     "merge": "rework.merge",
-    "open_checkpoint": "models.checkpoint",
+    "open_checkpoint": "manifest.checkpoint",
     "open_source": "data.sources",
     "open_texts": "evaluate.open_texts",
     "overrides_of": "plan.sweep",
     "pack": "data.scored",
     "parse_plan": "plan.plan",
     "preview": "apply.preview",
-    "preview_view": "apply.preview",
+    "preview_view": "apply.preview_view",
     "push": "share.push",
     "recall": "data.recall",
     "rehearse": "train.train",

@@ -31,7 +31,7 @@ from surgeon.common.disk_space import no_room
 from surgeon.common.distributed import Ranks, joined
 from surgeon.common.interrupting import interrupt
 from surgeon.common.json_results import Result
-from surgeon.common.signatures import COMPUTED, Parameter, parameters_of
+from surgeon.common.options import Spelling, as_option, parameters_given
 from surgeon.errors import BadInput, Mistakes, SurgeonError, printable
 
 if TYPE_CHECKING:
@@ -215,28 +215,7 @@ def _complete_study(incomplete: str) -> list[str]:
     return [name for name in shipped.shipped_studies() if name.startswith(incomplete)]
 
 
-@dataclass(frozen=True)
-class _Spelling:
-    """The part of an option that its function's signature does not have.
-
-    `option` is its name where that differs, or where the function has it by place; `kind` its type where a path may be
-    a name too; `convert` makes the function's value of the words; `default` is one that the signature computes; `off`
-    marks a flag that turns off what the function does by default.
-    """
-
-    help: str
-    metavar: str | None = None
-    option: str = ""
-    kind: type | None = None
-    least: float | None = None
-    most: float | None = None
-    complete: Callable[[str], list[str]] | None = None
-    convert: Callable[[Any], Any] | None = None
-    default: str | None = None
-    off: bool = False
-
-
-_S = _Spelling
+_S = Spelling
 _DTYPES = "in auto (the checkpoint's), float32, bfloat16 or float16"
 # By parameter, or by command and parameter where a command means something else by it.
 _SPELLINGS = {
@@ -361,10 +340,6 @@ _SPELLINGS = {
     "inspect.folder": _S("a checkpoint's folder", "DIR"),
     "families.base": _S("base checkpoint: a folder or a Hub id; default: none", "BASE", kind=str),
 }
-_TYPES = {"bool": bool, "int": int, "float": float, "str": str, "str | Path": Path, "Path": Path}
-# What a program gives to a function, and a command line cannot.
-_FOR_PROGRAMS = ("Listener", "Ranks", "Callable[")
-
 AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output on stdout")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="no progress, no notes")]
 # A parameter of a command that its function declares.
@@ -387,9 +362,9 @@ class _Entry:
     def command(self) -> Any:
         """The command as typer has it. The function's module is read for it, not imported."""
         own = [p for p in inspect.signature(self.run, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
-        declared = _declared(self.function) if self.function else []
+        declared = parameters_given(surgeon._HOMES[self.function], self.function) if self.function else []
         spelt = {parameter.name: self._spelling(parameter.name) for parameter in declared}
-        parameters = [_as_option(parameter, spelt[parameter.name]) for parameter in declared]
+        parameters = [as_option(parameter, spelt[parameter.name]) for parameter in declared]
         # The command's own come before --trust-remote-code, which is the last one everywhere.
         before = len(parameters) - any(parameter.name == "trust_remote_code" for parameter in parameters)
         parameters[before:before] = [
@@ -401,12 +376,7 @@ class _Entry:
         def called(**words: Any) -> None:
             # What is not given has the function's default.
             given = {name: value for name, value in words.items() if value is not None or name not in spelt}
-            for name, spelling in spelt.items():
-                if name in given and spelling.off:
-                    given[name] = not given[name]
-                elif name in given and spelling.convert is not None:
-                    given[name] = spelling.convert(given[name])
-            self.run(**given)
+            self.run(**{name: spelt[name].value(value) if name in spelt else value for name, value in given.items()})
 
         called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -414,7 +384,7 @@ class _Entry:
         alone.command(self.name, cls=_Command, help=self.help)(called)
         return typer.main.get_command(alone)
 
-    def _spelling(self, parameter: str) -> _Spelling:
+    def _spelling(self, parameter: str) -> Spelling:
         return _SPELLINGS.get(f"{self.name}.{parameter}") or _SPELLINGS[parameter]
 
 
@@ -428,43 +398,6 @@ class _Commands(UserDict[str, Any]):
         if isinstance(found := self.data[name], _Entry):
             found = self.data[name] = found.command()
         return found
-
-
-def _declared(function: str) -> list[Parameter]:
-    """The parameters of a public function that a command line can give."""
-    found = parameters_of(surgeon._HOMES[function], function)
-    return [parameter for parameter in found if not parameter.annotation.startswith(_FOR_PROGRAMS)]
-
-
-def _as_option(parameter: Parameter, spelling: _Spelling) -> inspect.Parameter:
-    """A parameter as typer reads it from a signature: an argument where it has its place, else an option."""
-    plain = parameter.annotation.removesuffix(" | None")
-    repeated = "Sequence[" in plain or "Mapping[" in plain
-    kind: Any = list[str] if repeated else spelling.kind or _TYPES[plain]
-    default = spelling.default if repeated or parameter.default is COMPUTED else parameter.default
-    if spelling.off:
-        default = not default
-    details: dict[str, Any] = {
-        "help": spelling.help,
-        "metavar": spelling.metavar,
-        "min": spelling.least,
-        "max": spelling.most,
-        "autocompletion": spelling.complete,
-    }
-    if parameter.keyword or spelling.option:
-        # Without a name typer gives a flag its opposite: --no-link.
-        name = spelling.option or f"--{parameter.name.replace('_', '-')}"
-        info = typer.Option(name, **details)
-    else:
-        info = typer.Argument(**details)
-    if not parameter.required and default is None:
-        kind = kind | None
-    return inspect.Parameter(
-        parameter.name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=inspect.Parameter.empty if parameter.required else default,
-        annotation=Annotated[kind, info],
-    )
 
 
 def _command(function: str = "", *, name: str = "") -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -535,7 +468,7 @@ def preview(
 ) -> None:
     """Show what a plan does to a base, from headers and config alone."""
     _short()
-    from surgeon.apply.preview import preview_view
+    from surgeon.apply.preview_view import preview_view
 
     with _listening(quiet) as listener:
         listener.wait("reading headers")

@@ -6,10 +6,12 @@ Imports inside functions and for types alone count: they are dependencies all th
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
+from pathlib import Path
 
 import pytest
 
@@ -36,10 +38,10 @@ ORDER = (
     "data",
     "verify",
     "apply",
-    "models",
     "manifest",
     "plan",
     "operations",
+    "models",
     "blueprint",
     "families",
     "transport",
@@ -66,7 +68,7 @@ WITHOUT = {
     # What describes families; what finds out about others builds their models.
     **{
         f"families/{name}.py": ("torch", "numpy", "transformers")
-        for name in ("__init__", "family", "decoders", "encoders", "settings", "anatomy", "dissect")
+        for name in ("__init__", "family", "decoders", "settings", "anatomy", "dissect")
     },
     "checkpoint": ("torch", "numpy", "transformers"),
     "transport": ("surgeon.checkpoint", "surgeon.runtime", "transformers"),
@@ -159,6 +161,45 @@ def not_public(tree: ast.Module, *, own: str = "") -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.level:
             found.add(f"a relative import, line {node.lineno}")
     return found
+
+
+BENCHMARKS = sorted((PACKAGE.parent / "benchmarks").glob("*.py"))
+# Benchmarks that time or patch a part of surgeon by itself, and the rooms that it lies in. All others measure what
+# `surgeon` offers.
+INSTRUMENTS = {
+    "beside_trl": {"train"},
+    "grown_tokenizer": {"models"},
+    "moving": {"apply", "rework"},
+    "packed_isolation": {"data", "train"},
+    "pairs": {"apply", "blueprint", "checkpoint", "manifest", "models"},
+    "remembering": {"data", "manifest", "train"},
+    "scale": {"apply", "models"},
+    "streamed_verify": {"models"},
+    "training_cost": {"manifest", "train"},
+    "training_waste": {"train"},
+    "transport_bf16": {"transport"},
+    "transport_cpu": {"transport"},
+    "transport_gpu": {"transport"},
+    "vocabulary": {"models"},
+}
+
+
+@pytest.mark.parametrize("file", BENCHMARKS, ids=lambda file: file.stem)
+def test_benchmarks_stand_on_the_public_api(file: Path) -> None:
+    """Those that measure a part by itself import just the rooms that are listed for them."""
+    below = not_public(ast.parse(file.read_text(encoding="utf-8")))
+    assert {name.split(".")[1] for name in below} == INSTRUMENTS.get(file.stem, set()), sorted(below)
+
+
+@pytest.mark.parametrize("name", INSTRUMENTS)
+def test_what_an_instrument_imports_is_there(name: str) -> None:
+    tree = ast.parse((PACKAGE.parent / "benchmarks" / f"{name}.py").read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("surgeon."):
+            module = importlib.import_module(str(node.module))
+            for alias in node.names:
+                found = hasattr(module, alias.name) or importlib.util.find_spec(f"{node.module}.{alias.name}")
+                assert found, f"{name}:{node.lineno} imports {node.module}.{alias.name}, which is not there"
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from surgeon.cli import app
 from surgeon.common.yaml import parse_yaml
 from surgeon.compare.config.loading import load_study
 from surgeon.operations import OPERATIONS
+from surgeon.plan.shipped import find_sweep, swept
 from tests import reference_pages, tiny
 from tests.house import PACKAGE
 from tests.models.test_tokens import byte_tokenizer
@@ -141,8 +142,18 @@ def _plan(block: Block, where: str, folder: Path, number: int) -> None:
         return
     if "surgeon_data" in asked:
         return
+    if "surgeon_sweep" in asked:
+        assert surgeon.find_sweep(path) is not None, where
+        return
     if "surgeon_study" in asked:
         load_study(path)
+        return
+    if "surgeon_sweep" in asked:
+        loaded = find_sweep(path)
+        assert loaded is not None
+        for point in loaded.points:
+            found = swept(loaded, point)
+            surgeon.preview(found.path, str(folder / "base-model"), overrides=found.overrides)
         return
     if "surgeon_train" in asked:
         # As it stands, but for a moment: two steps of two short sequences, or of epochs next to nothing.
@@ -173,7 +184,9 @@ def _commands(block: Block, where: str) -> None:
 def test_pages_say_what_they_do_not_run() -> None:
     for page in PAGES:
         for block in blocks(page):
-            assert block.kind in ("yaml", "sh", "python", "text"), f"{name_of(page)}:{block.line}: {block.kind}"
+            assert block.kind in ("yaml", "sh", "python", "text", "bibtex"), (
+                f"{name_of(page)}:{block.line}: {block.kind}"
+            )
             if block.said.startswith("not run"):
                 assert len(block.said) > len("not run: why"), f"{name_of(page)}:{block.line}"
 

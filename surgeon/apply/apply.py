@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +15,16 @@ from rich.text import Text
 
 from surgeon.apply.job import Computing, Job, beside_weights, manifest_and_card, model_files, origins_in, twins_in
 from surgeon.apply.linked_shards import Moved
-from surgeon.apply.models import entries_of, models_of_plan
-from surgeon.apply.preview import Preview, adapters_of_plan, loaded_plan, preview_of, proved, texts_of
+from surgeon.apply.preview import Preview, loaded_plan, opened_for, preview_of, proved, texts_of
 from surgeon.apply.readback import ReadBack
 from surgeon.apply.write import assist, check_output, execute
+from surgeon.blueprint.draft import Blueprint
 from surgeon.blueprint.shards import MAX_NEW_SHARD_BYTES
-from surgeon.checkpoint.card_metadata import metadata_of
-from surgeon.checkpoint.folder import CARD_FILE, CheckpointFolder
+from surgeon.checkpoint.card_metadata import Metadata, metadata_of
+from surgeon.checkpoint.folder import CARD_FILE, CheckpointFolder, digests_of
 from surgeon.checkpoint.hub import locate, remote_folder
 from surgeon.checkpoint.peft_folder import AdapterFolder
+from surgeon.checkpoint.tokenizer_files import without
 from surgeon.common import devices
 from surgeon.common.distributed import Ranks
 from surgeon.common.formatting import listed
@@ -29,9 +32,11 @@ from surgeon.common.json_results import plain_fields
 from surgeon.common.listener import Listener, Quiet, Stopwatch
 from surgeon.common.promises import PROMISE_STYLES
 from surgeon.errors import BadInput, printable
-from surgeon.manifest.compose import BaseId, base_entry, compose, surgeries_of
-from surgeon.manifest.manifest import Manifest
+from surgeon.manifest.compose import BaseId, Written, base_entry, compose, surgeries_of
+from surgeon.manifest.manifest import Manifest, ModelEntry
 from surgeon.manifest.reading import written_manifest
+from surgeon.operations.grow_vocabulary import VocabularyFacts
+from surgeon.operations.prepare import Facts, OpenedBase, WeightsNeeded, digest_of_file
 from surgeon.plan.plan import LoadedPlan
 from surgeon.runtime.bundle import bundle
 
@@ -93,28 +98,20 @@ def apply(
     ranks = ranks or Ranks()
     target, base = Path(out), str(base)
     loaded = loaded_plan(plan, overrides)
-    adapters = adapters_of_plan(loaded)
-    if not Path(base).exists() and not any(operation.layers_out for operation in loaded.plan.operations):
+    adapters: dict[str, AdapterFolder] = {}
+    if not Path(base).exists():
         # Everything that can be refused is refused before the first weight is downloaded.
-        headers = models_of_plan(loaded, weights=False)
         remote = remote_folder(base, revision, trust_remote_code=trust_remote_code)
-        proved(preview_of(loaded, remote, adapters, headers), remote)
+        headers = opened_for(loaded, remote, weights=False)
+        with contextlib.suppress(WeightsNeeded):
+            proved(preview_of(loaded, headers), remote)
+        adapters = headers.adapters
     located = locate(base, revision=revision, code=trust_remote_code)
     folder = CheckpointFolder.open(located.path, trust_remote_code=trust_remote_code)
-    models = models_of_plan(loaded, weights=True)
-    shown = preview_of(loaded, folder, adapters, models, max_shard_bytes=max_shard_bytes, link=link)
+    opened = replace(opened_for(loaded, folder, listener=listener), adapters=adapters)
+    shown = preview_of(loaded, opened, max_shard_bytes=max_shard_bytes, link=link)
     base_id = BaseId(located.repo_id or located.path.resolve().name, located.revision)
-    job = surgery_job(
-        loaded,
-        shown,
-        folder,
-        base_id,
-        adapters,
-        models,
-        device=lambda: _device(device, ranks),
-        read_back=read_back,
-        link=link,
-    )
+    job = surgery_job(shown, opened, base_id, device=lambda: _device(device, ranks), read_back=read_back, link=link)
     stopwatch, moved = Stopwatch(), Moved()
     if ranks.leads:
         with ranks.leading():
@@ -134,50 +131,20 @@ def apply(
 
 
 def surgery_job(
-    loaded: LoadedPlan,
     shown: Preview,
-    base: CheckpointFolder,
+    opened: OpenedBase,
     base_id: BaseId,
-    adapters: Mapping[str, AdapterFolder],
-    models: Mapping[str, CheckpointFolder],
     *,
     device: Callable[[], str],
     read_back: bool,
     link: bool = False,
 ) -> Job:
     """The job that carries out a plan; `device` is asked only where a tensor must be computed: that needs torch."""
-    blueprint, shards = shown.blueprint, shown.shards
+    blueprint, shards, base, grown = shown.blueprint, shown.shards, opened.folder, opened.side_files
     code = {name: bundle(blueprint.config) for name in blueprint.code_files}
-    texts = {name: _digest(path) for name, path in texts_of(blueprint, loaded).items()}
-    metadata = metadata_of(base)
-    grown = shown.vocabularies.files
-
-    def finish(proof: ReadBack) -> Mapping[str, bytes]:
-        layers = len(blueprint.layer_of_base)
-        # Files that grew were the base's before.
-        files = {**proof.files, **{name: _digest_of(base.read_side_file(name)) for name in grown}}
-        found = base_entry(base, base_id, layers=layers, digests=proof.digests_of(base), files=files)
-        for adapter in adapters.values():
-            adapter.check_unchanged()
-        _check_code(base, proof.files)
-        manifest = compose(
-            loaded,
-            blueprint,
-            found,
-            surgeries_of(base),
-            digests=proof.digests,
-            maps={name: report for name, report in proof.maps.items() if name in blueprint.couplings},
-            texts=texts,
-            adapters={name: adapter.facts for name, adapter in adapters.items()},
-            files=beside_weights(proof.files),
-            vocabularies=shown.vocabularies.facts,
-            models=entries_of(blueprint, models),
-            measured=shown.layers,
-            fits={name: report for name, report in proof.maps.items() if name not in blueprint.couplings},
-            proven=shown.proof.libraries,
-        )
-        return manifest_and_card(manifest, blueprint.config, shards, metadata)
-
+    texts = {name: digest_of_file(path) for name, path in texts_of(blueprint, opened.plan_folder).items()}
+    finish = _Finish(shown, opened, base_id, texts, metadata_of(base))
+    _check_side_files(shown.facts, opened)
     return Job(
         shards=shards,
         origins=origins_in(base, shards),
@@ -187,22 +154,83 @@ def surgery_job(
         carried_names=tuple(name for name in base.side_files if name not in grown),
         finish=finish,
         identity={
-            "plan": loaded.data(),
+            "plan": shown.plan.data(),
             "base": base.identity(),
             "base_id": [base_id.name, base_id.revision],
             "base_config": base.config,
             "texts": texts,
-            "metadata": asdict(metadata),
-            "adapters": {name: adapter.facts.identity() for name, adapter in adapters.items()},
-            **({"models": {name: model.identity() for name, model in models.items()}} if models else {}),
+            "metadata": asdict(finish.metadata),
+            "facts": {str(number): facts.model_dump(mode="json") for number, facts in shown.facts.items()},
+            "models": {name: model.identity() for name, model in opened.models.items()},
         },
-        computing=Computing(blueprint, base, loaded.source, adapters, models, device())
+        computing=Computing(blueprint, base, shown.plan.source, opened.adapters, opened.models, device())
         if any(output.computed for output in blueprint.outputs)
         else None,
         read_back=read_back,
         link=link,
         recall=True,
     )
+
+
+@dataclass(frozen=True)
+class _Finish:
+    """The end of a surgery, once its tensors are written: the manifest, and the card."""
+
+    shown: Preview
+    opened: OpenedBase
+    base_id: BaseId
+    texts: Mapping[str, str]
+    metadata: Metadata
+
+    def __call__(self, proof: ReadBack) -> Mapping[str, bytes]:
+        """Raise BadInput where something that was read is not what it was; else return the last files."""
+        shown, base = self.shown, self.opened.folder
+        blueprint = shown.blueprint
+        # Files that grew were the base's before.
+        files = {**proof.files, **{n: _digest_of(base.read_side_file(n)) for n in self.opened.side_files}}
+        digests = proof.digests_of(base)
+        found = base_entry(base, self.base_id, layers=len(blueprint.layer_of_base), digests=digests, files=files)
+        for adapter in self.opened.adapters.values():
+            adapter.check_unchanged()
+        _check_code(base, proof.files)
+        written = Written(
+            digests=proof.digests,
+            files=beside_weights(proof.files),
+            reports=proof.maps,
+            texts=self.texts,
+            models=_model_entries(blueprint, self.opened.models),
+            proven=shown.proof.libraries,
+        )
+        manifest = compose(shown.plan, blueprint, found, surgeries_of(base), shown.facts, written)
+        return manifest_and_card(manifest, blueprint.config, shown.shards, self.metadata)
+
+
+def _model_entries(blueprint: Blueprint, models: Mapping[str, CheckpointFolder]) -> dict[str, ModelEntry]:
+    """What the manifest says of other models: how they are called, and one digest of the tensors that were taken."""
+    found: dict[str, ModelEntry] = {}
+    for name, tensors in blueprint.taken.items():
+        models[name].check_unchanged()
+        digests = digests_of(models[name], tensors, lambda _: None)
+        digest = _digest_of(json.dumps(digests, sort_keys=True).encode())
+        found[name] = ModelEntry(id=models[name].path.resolve().name, sha256=digest)
+    return found
+
+
+def _check_side_files(facts: Mapping[int, Facts], opened: OpenedBase) -> None:
+    """Raise BadInput where a side file is to get other bytes than the base's with those inserted that facts name.
+
+    Those alone `verify` and `revert` can take out again.
+    """
+    grown = [each for each in facts.values() if isinstance(each, VocabularyFacts)]
+    inserted = {name: places for each in grown for name, places in each.inserted.items()}
+    for name in {**opened.side_files, **inserted}:
+        content, base = opened.side_files.get(name), opened.folder
+        known = name in base.side_files and name in inserted and content is not None
+        if not known or without(content or b"", inserted[name]) != base.read_side_file(name):
+            raise BadInput(
+                f"{printable(name)}: an operation changes it otherwise than by inserting the bytes that its facts name,"
+                " which `verify` and `revert` could not take out again; report this to whoever wrote the operation"
+            )
 
 
 def _check_code(base: CheckpointFolder, files: Mapping[str, str]) -> None:
@@ -214,11 +242,6 @@ def _check_code(base: CheckpointFolder, files: Mapping[str, str]) -> None:
 
 def _digest_of(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
-
-
-def _digest(text: Path) -> str:
-    with text.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _device(device: str, ranks: Ranks) -> str:

@@ -21,23 +21,28 @@ from surgeon.blueprint.grafts import (
     settings_of,
     twins_of,
 )
-from surgeon.blueprint.measured import MeasuredLayers
 from surgeon.blueprint.recipes import (
     Constant,
     Copy,
     Coupling,
     Dequantised,
     Extended,
-    Joined,
+    Imported,
     Recipe,
     per_layer,
 )
 from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
-from surgeon.checkpoint.peft_folder import Adapter
 from surgeon.checkpoint.pieces import Pieces
-from surgeon.checkpoint.tokenizer_files import GrownVocabulary
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy, Derivation, LayerKind, native_config, with_sizes, with_vocabulary
+from surgeon.families.anatomy import (
+    VOCABULARY_KEY,
+    Anatomy,
+    Derivation,
+    LayerKind,
+    native_config,
+    with_sizes,
+    with_vocabulary,
+)
 from surgeon.families.family import MOST_LAYERS
 from surgeon.runtime.bundle import CODE_FILE
 from surgeon.runtime.rules import BRANCH
@@ -236,6 +241,15 @@ class Blueprint:
         return max((len(o.recipe.made_of) for o in self.outputs if isinstance(o.recipe, Extended)), default=0)
 
     @property
+    def taken(self) -> dict[str, dict[str, Imported]]:
+        """The tensors that are taken from other models, by the plan's names for these, each with one recipe."""
+        found: dict[str, dict[str, Imported]] = {}
+        for recipe in self.recipes():
+            if isinstance(recipe, Imported) and recipe.place == "model":
+                found.setdefault(recipe.name, {})[recipe.tensor] = recipe
+        return found
+
+    @property
     def layer_of_base(self) -> tuple[int, ...]:
         """For every base layer, its number in the output; of one taken out, that of the layer below it (-1: none)."""
         kept = {layer.base: layer.index for layer in self.layers if layer.base is not None}
@@ -245,41 +259,26 @@ class Blueprint:
         return tuple(places)
 
 
+@dataclass(frozen=True, slots=True)
+class Outer:
+    """A tensor outside the layers; `operation` made it, or gave it another value; None where it is the base's."""
+
+    recipe: Recipe
+    operation: int | None
+
+
 class Draft:
     """The model while operations edit it, one after the other."""
 
-    def __init__(
-        self,
-        anatomy: Anatomy,
-        config: Mapping[str, Any],
-        *,
-        seed: int,
-        adapters: Mapping[str, Adapter] | None = None,
-        vocabularies: Mapping[int, GrownVocabulary] | None = None,
-        measured: Mapping[int, MeasuredLayers] | None = None,
-    ) -> None:
+    def __init__(self, anatomy: Anatomy, config: Mapping[str, Any], *, seed: int) -> None:
         self.anatomy = anatomy
         self.seed = seed
-        # What is known of the PEFT adapters that the plan names, by the plan's names.
-        self.adapters = adapters or {}
-        # What is known of the tokens that the plan's operations add, by their numbers.
-        self.vocabularies = vocabularies or {}
-        # What was measured of the base's layers, by the number of the operation that takes some out.
-        self.measured = measured or {}
-        # Sizes of the config that operations changed, by their key.
+        # Sizes of the config that operations changed, by their key: widths, and the rows of the vocabulary.
         self.sizes: dict[str, int] = {}
-        # How many operations changed widths.
-        self.widenings = 0
         # The layers of the base that operations took out, by their numbers.
         self.dropped: dict[int, tuple[int, ...]] = {}
-        # Tensors outside the layers that have more rows than the base's, and the operation that gave them those.
-        self.extended: dict[str, tuple[Extended, int]] = {}
-        # The same of those that became wider.
-        self.widened: dict[str, tuple[Joined, int]] = {}
-        # Tensors outside the layers that the base does not have, and the operation that made them.
-        self.added: dict[str, tuple[Recipe, int]] = {}
-        # Rows of the embeddings as they will be.
-        self.rows = anatomy.sizes.vocabulary
+        # The tensors outside the layers, by name: the base's in their order, then those that operations added.
+        self.outer = {name: Outer(Copy.of(info), None) for name, info in anatomy.outer.items()}
         # Of the trunk alone; `finish` writes back what grafts need.
         self.config = native_config(config)
         self.couplings: dict[str, Coupling] = {}
@@ -304,6 +303,20 @@ class Draft:
         ]
         # Layers of the base that its own surgeries inserted, as far as they left grafts too.
         self.inserted_before = inserted_before(config)
+
+    @property
+    def number(self) -> int:
+        """The place in the plan of the operation that is at work."""
+        return len(self.records)
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """The sizes that operations changed, but for the vocabulary's."""
+        return {key: size for key, size in self.sizes.items() if key != VOCABULARY_KEY}
+
+    def set_outer(self, name: str, recipe: Recipe) -> None:
+        """Give a tensor outside the layers another value, or add it, in the name of the operation that is at work."""
+        self.outer[name] = Outer(recipe, self.number)
 
     def add_coupling(self, coupling: Coupling) -> None:
         """Keep a transport map for recipes to share; its name must be new, what it needs must be there."""
@@ -412,24 +425,18 @@ class Draft:
         held = [recipe for layer in self.layers for recipe in layer.tensors.values()]
         grafts = [graft for layer in self.layers for graft in layer.grafts] + ([self.bank] if self.bank else [])
         held += [recipe for graft in grafts for recipe in graft.tensors.values()]
-        outer = sum(recipe.numel for recipe, _ in (*self._outer(), *self.added.values()))
-        return sum(recipe.numel for recipe in held) + outer
-
-    def _outer(self) -> list[tuple[Recipe, int | None]]:
-        """The tensors outside the layers, in their order, and the operation that gave one more rows or columns."""
-        changed: dict[str, tuple[Recipe, int]] = {**self.extended, **self.widened}
-        return [changed.get(name, (Copy.of(info), None)) for name, info in self.anatomy.outer.items()]
+        held += [each.recipe for each in self.outer.values()]
+        return sum(recipe.numel for recipe in held)
 
     def finish(self) -> Blueprint:
         """Number the layers, name the tensors and extend the config."""
         grafted = any(layer.grafts for layer in self.layers)
-        config = with_sizes(self._finished_config(grafted=grafted), self.anatomy, self.sizes)
-        named = zip(self.anatomy.outer.values(), self._outer(), strict=True)
-        outputs = [Output(info.name, recipe, operation) for info, (recipe, operation) in named]
-        outputs = self._with_parts(outputs, config)
-        outputs += [Output(name, recipe, operation) for name, (recipe, operation) in self.added.items()]
-        if self.extended:
-            config = with_vocabulary(config, self.anatomy, self.rows)
+        config = with_sizes(self._finished_config(grafted=grafted), self.anatomy, self.widths)
+        outer = [Output(name, each.recipe, each.operation) for name, each in self.outer.items()]
+        known = len(self.anatomy.outer)
+        outputs = [*self._with_parts(outer[:known], config), *outer[known:]]
+        if VOCABULARY_KEY in self.sizes:
+            config = with_vocabulary(config, self.anatomy, self.sizes[VOCABULARY_KEY])
         for index, layer in enumerate(self.layers):
             stem = self.anatomy.layer_name(index, "")
             for suffix, recipe in layer.tensors.items():
@@ -458,7 +465,7 @@ class Draft:
             config=config,
             code_files=(CODE_FILE,) if grafted else (),
             dropped=dict(self.dropped),
-            resized=bool(self.sizes),
+            resized=bool(self.widths),
         )
 
     def _with_parts(self, outputs: list[Output], config: Mapping[str, Any]) -> list[Output]:

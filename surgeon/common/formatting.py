@@ -1,4 +1,4 @@
-"""Numbers and names as tables of the terminal have them."""
+"""Numbers, names and layers as messages and tables of the terminal have them."""
 
 from __future__ import annotations
 
@@ -38,3 +38,19 @@ def listed(names: Iterable[str]) -> str:
     names = list(names)
     shown = ", ".join(printable(name) for name in names[:6])
     return shown if len(names) <= 6 else f"{shown} and {len(names) - 6} more"
+
+
+def show(indices: list[int]) -> str:
+    """Indices as text, runs joined: `0-3, 7, 9-11`."""
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and index == runs[-1][-1] + 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def show_layers(indices: list[int]) -> str:
+    """Indices as text after their noun: `layer 3`, `layers 0-3, 7`."""
+    return f"{'layer' if len(indices) == 1 else 'layers'} {show(indices)}"

@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -29,6 +29,9 @@ from surgeon.compare.packed import RUNS_FILE
 from surgeon.compare.page import render
 from surgeon.compare.records import STUDY_FILE
 from surgeon.errors import BadInput, bad_input, printable
+
+if TYPE_CHECKING:
+    from surgeon.compare.study import Request
 
 PAGE_FILE, RESULTS_FILE, WORK_FOLDER, KEPT_FOLDER = "comparison.html", "results.json", "work", "runs"
 
@@ -85,16 +88,33 @@ def compare(
     trust_remote_code: bool = False,
     listener: Listener | None = None,
 ) -> Compared:
-    """Compare the methods of a study (a file, or the name of a shipped one) on `base`; results go to folder `results`.
+    """Compare the methods of a study on `base`, each by finished runs, and write what was found into a folder.
 
-    Every run is `train`'s, finished, and measured by `evaluate` on held-out text; rates extend by themselves. `new`,
-    `original` and `replayed` are texts (files, or `NAME=FILE`) in place of the study's. With `minutes` no run begins
-    that would end later, and one rate of every method comes after the other. `jobs` runs are made at a time (None: as
-    cores, memory and GPUs allow). The same call goes on where it was cut off, and one with more methods, rates or seeds
-    keeps what is there; what this user did not write in this place counts only with `take_over`. All runs lie in
-    runs.jsonl.gz too, from which alone the call goes on. Trained models are removed once they are measured, unless
-    `keep`. Raises BadInput where the study, its texts or the base are not as
-    they must be, and what `train` raises.
+    Every run is `train`'s, and measured by `evaluate` on held-out text; rates extend by themselves. The same call goes
+    on where it was cut off, and one with more methods, rates or seeds keeps what is there. All runs lie in
+    runs.jsonl.gz too, from which alone the call goes on.
+
+    Args:
+        study: The study's file, or the name of a shipped one.
+        base: The base checkpoint: a folder or a Hub id.
+        results: The folder of the page and the records.
+        new: Texts to learn (files, or `NAME=FILE`), in place of the study's.
+        original: Texts of what must not be forgotten, in place of the study's.
+        replayed: Texts to replay, in place of the study's.
+        minutes: Begin no run that would end later; one rate of every method then comes after the other.
+        jobs: Runs at a time; None: as cores, memory and GPUs allow.
+        keep: Whether trained models are kept once they are measured.
+        take_over: Whether what this user did not write in this place counts.
+        revision: Branch, tag or commit of a Hub id.
+        device: auto, cpu or cuda.
+        trust_remote_code: Whether the base's own code may run.
+        listener: Receives progress and notes.
+
+    Returns:
+        What was found, how many runs this call made, and in how many seconds each.
+
+    Raises:
+        BadInput: The study, its texts or the base are not as they must be; also what `train` raises.
     """
     listener = listener or Quiet()
     devices.check(device)
@@ -114,37 +134,42 @@ def compare(
     # Every run is of the commit that was read here, whatever becomes of a branch.
     _check_plans(loaded, base, opened.revision, trust_remote_code=trust_remote_code)
 
-    from surgeon.compare.study import Asked, Course
-    from surgeon.compare.workers import Here, Processes
+    from surgeon.compare.study import Request
 
     device = devices.resolve(device)
     gpus = _gpus() if device == "cuda" else 0
-    jobs = jobs or _jobs(opened, gpus)
-    kept = "what is finished is kept: the same command goes on"
-    with writing(target, kept=kept):
+    request = Request(
+        loaded,
+        opened,
+        str(base),
+        opened.revision,
+        target / WORK_FOLDER,
+        target / KEPT_FOLDER if keep else None,
+        device,
+        trust_remote_code,
+        minutes,
+        listener,
+        take_over,
+    )
+    return _carried_out(request, target, jobs or _jobs(opened, gpus), gpus)
+
+
+def _carried_out(request: Request, target: Path, jobs: int, gpus: int) -> Compared:
+    """Make the runs that are left, `jobs` at a time, and write what all of them say."""
+    from surgeon.compare.study import Course
+    from surgeon.compare.workers import Here, Processes
+
+    with writing(target, kept="what is finished is kept: the same command goes on"):
         target.mkdir(exist_ok=True)
-        if keep:
-            _make_kept(target / KEPT_FOLDER)
-        with working_in(target / WORK_FOLDER, target=target, marker=STUDY_FILE):
-            asked = Asked(
-                loaded,
-                opened,
-                str(base),
-                opened.revision,
-                target / WORK_FOLDER,
-                target / KEPT_FOLDER if keep else None,
-                device,
-                trust_remote_code,
-                minutes,
-                listener,
-                take_over,
-            )
-            course = Course.open(asked)
+        if request.kept is not None:
+            _make_kept(request.kept)
+        with working_in(request.work, target=target, marker=STUDY_FILE):
+            course = Course.open(request)
 
             def findings() -> Findings:
-                return find(loaded, opened.id, course.start, course.found, course.names)
+                return find(request.loaded, request.base.id, course.start, course.found, course.names)
 
-            workers = Here() if jobs == 1 else Processes(jobs, logs=asked.work, gpus=gpus)
+            workers = Here() if jobs == 1 else Processes(jobs, logs=request.work, gpus=gpus)
             try:
                 with workers:
                     course.carry_out(workers)
@@ -292,15 +317,15 @@ def _interval_cell(found: Interval | None, *, signed: bool = True) -> Text:
 
 def _remedied(each: Remedied) -> Text:
     """How much of what one remedy forgets is forgotten with another."""
-    told = Text(printable(f"{each.label}: {each.with_} ", 200))
+    line = Text(printable(f"{each.label}: {each.with_} ", 200))
     if each.apart is None:
-        return told.append(f"and {each.beside}: ").append(_interval_words(None), style="dim")
+        return line.append(f"and {each.beside}: ").append(_interval_words(None), style="dim")
     mine, theirs = (_interval_cell(one, signed=False) for one in each.forgets)
-    told.append("forgets ").append(mine).append(" at equal new loss, ").append(printable(each.beside)).append(" ")
-    told.append(theirs).append("; ")
+    line.append("forgets ").append(mine).append(" at equal new loss, ").append(printable(each.beside)).append(" ")
+    line.append(theirs).append("; ")
     if each.share is not None:
-        told.append("that is ").append(_interval_cell(each.share, signed=False)).append(" of it; ")
-    return told.append("lowest new loss ").append(_interval_cell(each.reach))
+        line.append("that is ").append(_interval_cell(each.share, signed=False)).append(" of it; ")
+    return line.append("lowest new loss ").append(_interval_cell(each.reach))
 
 
 def _interval_words(found: Interval | None) -> str:

@@ -25,7 +25,7 @@ from surgeon.compare.frontier import (
     verdict,
 )
 from surgeon.compare.records import Record, losses_of
-from surgeon.compare.schedule import Run, rates_of, wanted
+from surgeon.compare.schedule import Run, rates_of, runs_left
 
 # A row that learns less than this share of what the best one does has no area: the others' would be of hardly any loss.
 _LEARNED = 0.1
@@ -71,7 +71,7 @@ class Row:
         return sorted({point.seed for point in self.points if math.isfinite(point.new)})
 
     def frontier(self, seed: int) -> list[Pair]:
-        """That of one seed."""
+        """Return the frontier of one seed."""
         return envelope([(point.new, point.original) for point in self.points if point.seed == seed])
 
     def means(self) -> list[Point]:
@@ -258,7 +258,7 @@ def _level(rows: Sequence[Row], corner: Pair) -> float | None:
 
 
 def _frontiers(row: Row) -> list[list[Pair]]:
-    """Of each seed that has a point."""
+    """Return the frontier of each seed that has a point."""
     return [frontier for seed in row.seeds() if (frontier := row.frontier(seed))]
 
 
@@ -394,11 +394,11 @@ def _advice(study: Study, rows: Sequence[Row], corner: Pair) -> str:
             f"At {study.budget_words} a run nothing is worth it here: every run forgets more than it learns"
             f" (nearest: {row.label}, rate {point.rate:g}). More text, or a gentler remedy, may help."
         )
-    told = (
+    words = (
         f"For this data at this budget ({study.budget_words} a run): {row.label}, rate {point.rate:g}: new loss"
         f" {corner[0]:.3f} → {point.new:.3f}, original {corner[1]:.3f} → {point.original:.3f}"
     )
-    return f"{told}; {_beside(row, point, ranked)}{_sureness(row, rows)}."
+    return f"{words}; {_beside(row, point, ranked)}{_sureness(row, rows)}."
 
 
 def _sum(point: Point | None) -> float:
@@ -450,9 +450,9 @@ def _seeds(count: int) -> str:
 
 
 def _missing(study: Study, losses: Mapping[Run, Pair]) -> list[str]:
-    """Runs that are wanted and not made, a line for each row and seed; seeds whose rates are not known yet."""
+    """Runs that are left, a line for each row and seed; seeds whose rates are not known yet."""
     by_row: dict[tuple[str, str, int], list[float]] = {}
-    for run in wanted(study, losses):
+    for run in runs_left(study, losses):
         by_row.setdefault((run.method, run.remedy, run.seed), []).append(run.rate)
     lines = [
         f"{method}, {remedy}, seed {seed}: {'rates' if len(rates) > 1 else 'rate'}"

@@ -284,5 +284,5 @@ def _how(found: Findings) -> Markup:
 def _words(found: Interval | None, *, signed: bool = False) -> str:
     if found is None:
         return ""
-    told = f"{found.mean:+.4f}" if signed else f"{found.mean:.4f}"
-    return told if found.half is None else f"{told} ± {found.half:.4f}"
+    words = f"{found.mean:+.4f}" if signed else f"{found.mean:.4f}"
+    return words if found.half is None else f"{words} ± {found.half:.4f}"

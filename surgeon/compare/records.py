@@ -209,7 +209,7 @@ def _damaged(file: Path, why: str) -> BadInput:
 
 
 def digest(content: Any) -> str:
-    """Of plain data."""
+    """Return the digest of plain data."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

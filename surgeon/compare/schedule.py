@@ -88,8 +88,8 @@ def _beyond(end: float, second: float, third: float) -> float:
     return float(f"{second * end / third:.3g}")
 
 
-def wanted(study: Study, losses: Losses, *, broad: bool = False) -> Iterator[Run]:
-    """Runs that are not finished, in the order in which they are wanted; it may grow as runs finish.
+def runs_left(study: Study, losses: Losses, *, broad: bool = False) -> Iterator[Run]:
+    """Yield the runs that are not finished, in the order in which they are made; there may be more as runs finish.
 
     Method by method, first with one seed, so that few grown models are there at a time; `broad`: one rate of every
     entry after the other, so that what is there at any time covers all alike.

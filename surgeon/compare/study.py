@@ -30,7 +30,7 @@ from surgeon.compare.config.settings import (
     training_config,
 )
 from surgeon.compare.records import BASE, Record, Records, digest, losses_of
-from surgeon.compare.schedule import Run, wanted
+from surgeon.compare.schedule import Run, runs_left
 from surgeon.compare.workers import Answer, Task, Workers
 from surgeon.errors import BadInput, bad_input, printable
 
@@ -41,8 +41,8 @@ _MEMORY = f"../{RECALLED}.jsonl"
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a study is asked to do: `base` is the opened base, `source` and `revision` what it was called.
+class Request:
+    """What a study is to do: `base` is the opened base, `source` and `revision` what it was called.
 
     With `take_over` what lies in `work` is gone on with although it came from elsewhere.
     """
@@ -64,7 +64,7 @@ class Asked:
 class Course:
     """A study under way, and what it has found; `made` counts the runs of this call, `seconds` are theirs."""
 
-    asked: Asked
+    request: Request
     records: Records
     common: str
     found: dict[Run, Record] = field(default_factory=dict)
@@ -75,16 +75,16 @@ class Course:
     out_of_time: bool = False
 
     @classmethod
-    def open(cls, asked: Asked) -> Course:
+    def open(cls, request: Request) -> Course:
         """Read what is there. Raises BadInput where it is another study's, or what a run asks for is refused."""
-        common = _fingerprint(asked)
-        course = cls(asked, Records(asked.work, asked.take_over, asked.listener.say), common)
+        common = _fingerprint(request)
+        course = cls(request, Records(request.work, request.take_over, request.listener.say), common)
         course.records.check_study(common)
         # What a killed call left: whole or not, it is made again.
         for name in ("runs", "grown"):
-            shutil.rmtree(asked.work / name, ignore_errors=True)
-            (asked.work / name).mkdir()
-        (asked.work / "configs").mkdir(exist_ok=True)
+            shutil.rmtree(request.work / name, ignore_errors=True)
+            (request.work / name).mkdir()
+        (request.work / "configs").mkdir(exist_ok=True)
         course._check_configs()
         course._read()
         return course
@@ -92,12 +92,12 @@ class Course:
     @property
     def memory(self) -> Path:
         """The file of what the base wrote."""
-        return self.asked.work / f"{RECALLED}.jsonl"
+        return self.request.work / f"{RECALLED}.jsonl"
 
     def _check_configs(self) -> None:
         """Raise BadInput for training configs that `surgeon train` would refuse, of whatever method."""
         wrong: list[str] = []
-        study, base = self.asked.loaded.config, self.asked.base
+        study, base = self.request.loaded.config, self.request.base
         for method, remedy in study.entries:
             run = Run(method.called, remedy.name, study.rates_of(method, remedy)[0], 0)
             try:
@@ -105,14 +105,14 @@ class Course:
                 if method.plan is None:
                     check_training(base, config)
             except BadInput as error:
-                wrong.append(f"{printable(str(self.asked.loaded.source))}: method {method.called}: {error}")
+                wrong.append(f"{printable(str(self.request.loaded.source))}: method {method.called}: {error}")
         if wrong:
             raise bad_input(wrong)
 
     def _read(self) -> None:
-        """Take in the records that are there, as far as they are wanted."""
+        """Take in the records that are there, as far as they are of this study."""
         while True:
-            new = {run: record for run in self._wanted() if (record := self._get(run)) is not None}
+            new = {run: record for run in self._runs_left() if (record := self._get(run)) is not None}
             if not new:
                 return
             self.found |= new
@@ -120,15 +120,15 @@ class Course:
     def _get(self, run: Run) -> Record | None:
         return self.records.get(run.key, self._print(run))
 
-    def _wanted(self) -> list[Run]:
+    def _runs_left(self) -> list[Run]:
         losses = {run: losses_of(record, self.names, by_byte=False) for run, record in self.found.items()}
-        broad = self.asked.minutes is not None
-        return [run for run in wanted(self.asked.loaded.config, losses, broad=broad) if run not in self.found]
+        broad = self.request.minutes is not None
+        return [run for run in runs_left(self.request.loaded.config, losses, broad=broad) if run not in self.found]
 
     @property
     def names(self) -> tuple[list[str], list[str]]:
-        """Those of the texts that losses are measured on."""
-        return measured_names(self.asked.loaded)
+        """The names of the texts that losses are measured on."""
+        return measured_names(self.request.loaded)
 
     @property
     def begun(self) -> bool:
@@ -141,14 +141,14 @@ class Course:
         return self.records.found[BASE]
 
     def carry_out(self, workers: Workers) -> None:
-        """Every run that is wanted, or as many as there is time for. Raises BadInput, and what `train` raises."""
+        """Make every run that is left, or as many as there is time for. Raises BadInput, and what `train` raises."""
         begun = time.monotonic()
         self._begin(workers)
-        say = self.asked.listener.say
+        say = self.request.listener.say
         if self.found:
             say(f"continuing after {len(self.found)} finished runs")
-        self.asked.listener.begin("runs", len(self.found) + len(self._wanted()), "runs")
-        self.asked.listener.advance(len(self.found))
+        self.request.listener.begin("runs", len(self.found) + len(self._runs_left()), "runs")
+        self.request.listener.advance(len(self.found))
         while True:
             while workers.free and (task := self._next(begun)) is not None:
                 workers.begin(task)
@@ -156,11 +156,11 @@ class Course:
                 break
             self._done(*workers.wait())
         if self.out_of_time:
-            say(f"--minutes {self.asked.minutes:g}: no run began after that; the same command without it goes on")
+            say(f"--minutes {self.request.minutes:g}: no run began after that; the same command without it goes on")
 
     def _begin(self, workers: Workers) -> None:
         """Have the base write what it must, and measure it."""
-        study, asked = self.asked.loaded.config, self.asked
+        study, request = self.request.loaded.config, self.request
         fingerprint = digest([self.common, BASE])
         measured = self.records.get(BASE, fingerprint) is not None
         if not measured:
@@ -169,48 +169,48 @@ class Course:
         if study.recalls:
             spec = recalled_by(study)
             if spec.prompts is None:
-                spec = spec.model_copy(update={"prompts": TEMPLATE if asked.base.chat_template else BEGIN})
+                spec = spec.model_copy(update={"prompts": TEMPLATE if request.base.chat_template else BEGIN})
             elif spec.prompts not in (BEGIN, TEMPLATE):
-                spec = spec.model_copy(update={"prompts": str(asked.loaded.resolve(spec.prompts).absolute())})
-            asked.listener.say(f"the base writes {spec.tokens:,} tokens")
+                spec = spec.model_copy(update={"prompts": str(request.loaded.resolve(spec.prompts).absolute())})
+            request.listener.say(f"the base writes {spec.tokens:,} tokens")
             self._alone(
                 workers,
                 {
                     "do": "recall",
                     "asked": spec.model_dump(),
                     "to": str(self.memory),
-                    "revision": asked.revision,
-                    "take_over": asked.take_over,
+                    "revision": request.revision,
+                    "take_over": request.take_over,
                 },
-                base=asked.source,
+                base=request.source,
             )
         if not measured:
-            asked.listener.say("measuring the base")
+            request.listener.say("measuring the base")
             answer = self._alone(workers, {"do": "base", **self._measuring()})
             self.records.add(BASE, fingerprint, Record.parse({"trained": 0, "diverged": "", **answer}))
 
     def _each_remedys(self) -> list[str]:
         """A training config of each remedy: together they have all texts that runs are trained on."""
-        study = self.asked.loaded.config
+        study = self.request.loaded.config
         first = {remedy.name: (method, remedy) for method, remedy in reversed(study.entries)}
         runs = [Run(m.called, r.name, study.rates_of(m, r)[0], 0) for m, r in first.values()]
         return [str(self._config(run)) for run in runs]
 
     def _alone(self, workers: Workers, task: Task, *, base: str | None = None) -> Answer:
-        asked = self.asked
+        request = self.request
         task |= {
-            "base": base or str(asked.base.path),
-            "device": asked.device,
-            "trust_remote_code": asked.trust_remote_code,
+            "base": base or str(request.base.path),
+            "device": request.device,
+            "trust_remote_code": request.trust_remote_code,
         }
         workers.begin(task)
         return _checked(workers.wait()[1], "")
 
     def _measuring(self) -> Task:
-        """What a worker is told of measuring."""
-        config = self.asked.work / "configs" / "measured.yaml"
-        asked, study = self.asked, self.asked.loaded.config
-        every = sources(asked.loaded, Remedy(name="none"), _MEMORY)
+        """What a worker gets for measuring."""
+        config = self.request.work / "configs" / "measured.yaml"
+        request, study = self.request, self.request.loaded.config
+        every = sources(request.loaded, Remedy(name="none"), _MEMORY)
         total = sum(source["share"] for source in every)
         data = {"surgeon_train": 1, "steps": 1, "sources": [s | {"share": s["share"] / total} for s in every]}
         write_durably(config, yaml.safe_dump(data, sort_keys=False))
@@ -225,14 +225,14 @@ class Course:
     def _next(self, begun: float) -> Task | None:
         """The next task that can begin now; None where none can, or time is up."""
         if self._late(begun):
-            self.out_of_time = bool(self._wanted())
+            self.out_of_time = bool(self._runs_left())
             return None
-        for run in self._wanted():
+        for run in self._runs_left():
             if run in self.busy:
                 continue
             method = self._method(run)
             if method.plan is None:
-                return self._run_task(run, self.asked.base.path)
+                return self._run_task(run, self.request.base.path)
             grown = (run.method, run.seed)
             if grown in self.grown:
                 return self._run_task(run, self._grown(*grown))
@@ -243,10 +243,10 @@ class Course:
 
     def _late(self, begun: float) -> bool:
         """Whether a run that began now would end after the budget, as far as runs so far say."""
-        if self.asked.minutes is None:
+        if self.request.minutes is None:
             return False
         each = sum(self.seconds) / len(self.seconds) if self.seconds else 0.0
-        return time.monotonic() - begun + each > 60 * self.asked.minutes
+        return time.monotonic() - begun + each > 60 * self.request.minutes
 
     def _done(self, task: Task, answer: Answer) -> None:
         """Keep what a task found."""
@@ -262,13 +262,13 @@ class Course:
         self.records.add(run.key, self._print(run), record)
         self.found[run] = record
         self.seconds.append(answer["seconds"])
-        with (self.asked.work / SECONDS_FILE).open("a", encoding="utf-8") as file:
+        with (self.request.work / SECONDS_FILE).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"run": run.key, **{name: answer[name] for name in _TIMES}}) + "\n")
-        self._tell(run, record, answer["seconds"])
+        self._report(run, record, answer["seconds"])
         self._drop(task)
 
-    def _tell(self, run: Run, record: Record, seconds: float) -> None:
-        listener = self.asked.listener
+    def _report(self, run: Run, record: Record, seconds: float) -> None:
+        listener = self.request.listener
         if record.measured is None:
             listener.say(f"{run.words}: diverged ({record.diverged})")
         else:
@@ -279,66 +279,66 @@ class Course:
     def _drop(self, task: Task) -> None:
         """Remove what no run needs any more; with `keep` the run goes where it is seen."""
         run, target = Run(*task["run"]), Path(task["to"])
-        if self.asked.kept is not None and target.exists():
-            place = self.asked.kept / run.key
+        if self.request.kept is not None and target.exists():
+            place = self.request.kept / run.key
             if place.exists():
                 shutil.rmtree(place)
             target.rename(place)
         shutil.rmtree(target, ignore_errors=True)
-        needed = {(each.method, each.seed) for each in [*self._wanted(), *self.busy]}
+        needed = {(each.method, each.seed) for each in [*self._runs_left(), *self.busy]}
         for grown in sorted(self.grown - needed):
             shutil.rmtree(self._grown(*grown), ignore_errors=True)
             self.grown.remove(grown)
 
     def _grown(self, method: str, seed: int) -> Path:
-        return self.asked.work / "grown" / f"{method}+{seed}"
+        return self.request.work / "grown" / f"{method}+{seed}"
 
     def _grow_task(self, run: Run) -> Task:
-        asked = self.asked
-        plan = asked.loaded.plans[run.method]
+        request = self.request
+        plan = request.loaded.plans[run.method]
         return {
             "do": "grow",
             "method": run.method,
             "seed": run.seed,
             "plan": plan.text,
             "source": plan.source,
-            "base": asked.source,
-            "revision": asked.revision,
+            "base": request.source,
+            "revision": request.revision,
             "to": str(self._grown(run.method, run.seed)),
-            "device": asked.device,
-            "trust_remote_code": asked.trust_remote_code,
+            "device": request.device,
+            "trust_remote_code": request.trust_remote_code,
         }
 
     def _run_task(self, run: Run, out: Path) -> Task:
         self.busy.add(run)
-        asked = self.asked
+        request = self.request
         return {
             "do": "run",
             "run": [run.method, run.remedy, run.rate, run.seed],
             "out": str(out),
             "config": str(self._config(run)),
-            "to": str(asked.work / "runs" / run.key),
-            "keep": asked.kept is not None,
-            "device": asked.device,
-            "trust_remote_code": asked.trust_remote_code,
+            "to": str(request.work / "runs" / run.key),
+            "keep": request.kept is not None,
+            "device": request.device,
+            "trust_remote_code": request.trust_remote_code,
             **self._measuring(),
         }
 
     def _config(self, run: Run) -> Path:
         """The training config of a run, written: what `surgeon train` takes."""
-        path = self.asked.work / "configs" / f"{run.key}.yaml"
+        path = self.request.work / "configs" / f"{run.key}.yaml"
         write_durably(path, yaml.safe_dump(self._training(run), sort_keys=False))
         return path
 
     def _training(self, run: Run) -> dict[str, Any]:
         method, remedy = self._method(run), self._remedy(run)
-        return training_config(self.asked.loaded, method, remedy, rate=run.rate, seed=run.seed, memory=_MEMORY)
+        return training_config(self.request.loaded, method, remedy, rate=run.rate, seed=run.seed, memory=_MEMORY)
 
     def _method(self, run: Run) -> MethodSpec:
-        return next(method for method in self.asked.loaded.config.all_methods if method.called == run.method)
+        return next(method for method in self.request.loaded.config.all_methods if method.called == run.method)
 
     def _remedy(self, run: Run) -> Remedy:
-        return next(remedy for remedy in self.asked.loaded.config.remedies if remedy.name == run.remedy)
+        return next(remedy for remedy in self.request.loaded.config.remedies if remedy.name == run.remedy)
 
     def _print(self, run: Run) -> str:
         """Digest of all that a run's numbers depend on, beside what is common to all."""
@@ -348,7 +348,7 @@ class Course:
             source.pop("path")
         for key in ("micro_batch", "checkpointing", "log_every"):
             training.pop(key, None)
-        plan = self.asked.loaded.plans.get(run.method)
+        plan = self.request.loaded.plans.get(run.method)
         return digest([self.common, None if plan is None else plan.data(), training])
 
 
@@ -359,11 +359,11 @@ def _checked(answer: Answer, what: str) -> Answer:
     return {key: value for key, value in answer.items() if key not in _TIMES}
 
 
-def _fingerprint(asked: Asked) -> str:
+def _fingerprint(request: Request) -> str:
     """Digest of what every number of the study depends on: base, texts, and how losses are measured."""
-    loaded, study = asked.loaded, asked.loaded.config
-    asked.listener.begin("reading", asked.base.nbytes)
-    held = asked.base.digests(asked.listener.advance)
+    loaded, study = request.loaded, request.loaded.config
+    request.listener.begin("reading", request.base.nbytes)
+    held = request.base.digests(request.listener.advance)
     texts = []
     for group in GROUPS:
         for text in loaded.texts(group):
@@ -375,7 +375,7 @@ def _fingerprint(asked: Asked) -> str:
         {
             "version": __version__,
             "base": held,
-            "base_config": asked.base.config,
+            "base_config": request.base.config,
             "texts": texts,
             "validation": [
                 text.validation
@@ -391,7 +391,7 @@ def _fingerprint(asked: Asked) -> str:
 
 
 def _digest_of(loaded: LoadedStudy, path: str) -> Any:
-    """Of a text's content; of a dataset on the Hub, its name."""
+    """Return the digests of a text's files; of a dataset on the Hub its name."""
     if path.startswith(("dataset:", "split:")):
         return path
     found = []

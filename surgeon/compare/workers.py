@@ -23,7 +23,7 @@ PYTHON = [sys.executable]
 
 
 class Workers(Protocol):
-    """Some that do tasks; a context manager."""
+    """Workers that do tasks; a context manager."""
 
     def __enter__(self) -> Self:
         """Ready for tasks."""

@@ -114,14 +114,30 @@ def continual(
     trust_remote_code: bool = False,
     listener: Listener | None = None,
 ) -> Continued:
-    """Learn the tasks of the file `tasks` one by one, and publish the model after the last as the folder `run`.
+    """Learn tasks one by one, and publish the model after the last as the folder `run`.
 
     For each task: a surgery (PMoE: a slot), a training of what is new on the task's text and a little of the earlier
     ones', and a measurement of all tasks so far. `run` is a complete checkpoint with the measurements in
     `continual.json`, absent or complete at any moment; the same call continues what was cut off, between tasks and
-    within one; what this user did not begin in this place, only with `take_over`. With `keep` the earlier tasks' runs
-    are kept in `run`-tasks. Raises what `apply` and `train` raise;
-    BadInput too where the tasks file, its texts or the base changed since.
+    within one.
+
+    Args:
+        tasks: The tasks file.
+        base: The base checkpoint: a folder or a Hub id.
+        run: The folder of the model after the last task.
+        revision: Branch, tag or commit of a Hub id.
+        keep: Whether the earlier tasks' runs are kept, in `run`-tasks.
+        take_over: Whether to continue what this user did not begin in this place.
+        device: auto, cpu or cuda.
+        trust_remote_code: Whether the base's own code may run.
+        listener: Receives progress and notes.
+
+    Returns:
+        Performance on every task after every task, and what the paper makes of it.
+
+    Raises:
+        BadInput: The tasks file, its texts or the base are not as they must be, or changed since the run began; also
+            what `apply` and `train` raise.
     """
     listener = listener or Quiet()
     devices.check(device)
@@ -136,11 +152,11 @@ def continual(
     opened = open_checkpoint(base, revision=revision, trust_remote_code=trust_remote_code)
     check_tasks(loaded, plans, opened)
 
-    from surgeon.continual.course import Asked, Course, run_course
+    from surgeon.continual.course import Course, Request, run_course
 
     device = devices.resolve(device)
     # A course of many hours is of the commit that was read here, whatever becomes of a branch.
-    asked = Asked(
+    request = Request(
         loaded,
         plans,
         opened,
@@ -170,7 +186,7 @@ def continual(
 
     with writing(Path(run), kept="what is complete is kept: the same command continues"):
         course = run_course(
-            asked, lambda course: json.dumps(result(course).record(), indent=1, ensure_ascii=False) + "\n"
+            request, lambda course: json.dumps(result(course).record(), indent=1, ensure_ascii=False) + "\n"
         )
     return result(course)
 

@@ -44,8 +44,8 @@ _IRRELEVANT = ("micro_batch", "log_every", "checkpointing")
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a course is asked to do, with everything checked that can be checked before.
+class Request:
+    """What a course is to do, with everything checked that can be checked before.
 
     `plans` are the tasks' surgeries (None: a task has none), `base` is the opened base, `source` and `revision` what it
     was called, for the manifest; `target` is RUN. With `keep` the runs of earlier tasks are kept; with `take_over` a
@@ -122,22 +122,22 @@ def kept_folder(target: Path) -> Path:
     return target.with_name(f"{target.name}-tasks")
 
 
-def run_course(asked: Asked, record: Callable[[Course], str]) -> Course:
+def run_course(request: Request, record: Callable[[Course], str]) -> Course:
     """Carry out what is left of a course and publish the last run, with what `record` says of it in continual.json.
 
     Raises BadInput for what cannot be done, and what `apply` and `train` raise; everything that is complete stays for
     the same call. With `keep` the earlier runs end up in `kept_folder`.
     """
-    base, target, listener = asked.base, asked.target, asked.listener
-    _check_places(target, base.path, keep=asked.keep)
-    measure = Measure(asked.loaded, base)
+    base, target, listener = request.base, request.target, request.listener
+    _check_places(target, base.path, keep=request.keep)
+    measure = Measure(request.loaded, base)
     listener.begin("reading", base.nbytes)
     digests = base.digests(listener.advance)
-    fingerprint = _fingerprint(asked.loaded, base, digests, measure)
+    fingerprint = _fingerprint(request.loaded, base, digests, measure)
     work = work_folder(target)
     with working_in(work, target=target, marker=STATE_FILE) as folder:
-        state = _begun_or_new(asked, fingerprint, work)
-        course = _Course(asked, measure, state)
+        state = _begun_or_new(request, fingerprint, work)
+        course = _Course(request, measure, state)
         done = Course(state.rows, state.trainings, fingerprint, resumed_after=max(0, len(state.rows) - 1))
         if course.is_published():
             listener.say(f"{printable(str(target))} was already complete; nothing to do")
@@ -156,12 +156,12 @@ def run_course(asked: Asked, record: Callable[[Course], str]) -> Course:
 class _Course:
     """A course under way."""
 
-    def __init__(self, asked: Asked, measure: Measure, state: _State) -> None:
-        self.asked = asked
+    def __init__(self, request: Request, measure: Measure, state: _State) -> None:
+        self.request = request
         self.measure = measure
         self.state = state
-        self.config = asked.loaded.config
-        self.work = work_folder(asked.target)
+        self.config = request.loaded.config
+        self.work = work_folder(request.target)
 
     def run_of(self, number: int) -> Path:
         """The run of task `number` (from 0)."""
@@ -170,17 +170,17 @@ class _Course:
     def go_back(self) -> None:
         """Forget what can no longer be trusted: rows of runs that are gone or changed, and their folders."""
         done = len(self.state.rows) - 1
-        # What the next task begins with, or RUN is made of; with `keep` every run is wanted.
-        wanted = range(done) if self.asked.keep else range(max(0, done - 1), done)
-        while wrong := next(((n, why) for n in wanted if (why := self._damage(self.run_of(n)))), None):
+        # What the next task begins with, or RUN is made of; with `keep` every run is needed.
+        needed = range(done) if self.request.keep else range(max(0, done - 1), done)
+        while wrong := next(((n, why) for n in needed if (why := self._damage(self.run_of(n)))), None):
             number, why = wrong
-            self.asked.listener.say(f"{why}, so task {number + 1} is learnt again")
+            self.request.listener.say(f"{why}, so task {number + 1} is learnt again")
             del self.state.rows[number + 1 :]
-            wanted = range(number) if self.asked.keep else range(max(0, number - 1), number)
+            needed = range(number) if self.request.keep else range(max(0, number - 1), number)
         for number in range(max(0, len(self.state.rows) - 1), len(self.config.tasks)):
             for folder in (self.run_of(number), self._grown_of(number)):
                 if folder.exists() and (why := self._damage(folder)):
-                    self.asked.listener.say(f"{why}, so it is made again")
+                    self.request.listener.say(f"{why}, so it is made again")
                     shutil.rmtree(folder)
 
     def _damage(self, folder: Path) -> str | None:
@@ -189,7 +189,7 @@ class _Course:
         if not folder.exists():
             return f"{shown} is gone"
         try:
-            opened = open_checkpoint(folder, trust_remote_code=self.asked.trust_remote_code)
+            opened = open_checkpoint(folder, trust_remote_code=self.request.trust_remote_code)
             found = opened.side_digests()
             if (listed := self.state.made.get(folder.name)) is None:
                 # Its own manifest alone would speak for it.
@@ -204,16 +204,16 @@ class _Course:
         return None
 
     def _note_made(self, folder: Path) -> None:
-        opened = open_checkpoint(folder, trust_remote_code=self.asked.trust_remote_code)
+        opened = open_checkpoint(folder, trust_remote_code=self.request.trust_remote_code)
         self.state.made[folder.name] = opened.side_digests()
         self.state.write(self.work / STATE_FILE)
 
     def carry_out(self) -> None:
         """Every step whose row is not written yet."""
-        tasks, say = self.config.tasks, self.asked.listener.say
+        tasks, say = self.config.tasks, self.request.listener.say
         general = [source.name for source in self.config.general]
         if not self.state.rows:
-            self._measure(self.asked.base.path, [*(task.name for task in tasks), *general], "the base")
+            self._measure(self.request.base.path, [*(task.name for task in tasks), *general], "the base")
         else:
             say(f"continuing after {len(self.state.rows) - 1} of {len(tasks)} tasks")
         for number in range(len(self.state.rows) - 1):
@@ -221,7 +221,7 @@ class _Course:
         for number in range(len(self.state.rows) - 1, len(tasks)):
             task = tasks[number]
             say(f"task {number + 1} of {len(tasks)}: {task.name}")
-            before = self.run_of(number - 1) if number else self.asked.base.path
+            before = self.run_of(number - 1) if number else self.request.base.path
             run = self.run_of(number)
             if not run.exists():
                 self._train(number, self._grown(number, before), run)
@@ -233,22 +233,22 @@ class _Course:
 
     def _grown(self, number: int, before: Path) -> Path:
         """What task `number` trains: its surgery's output, made of `before`, or `before` itself."""
-        asked, plan = self.asked, self.asked.plans[number]
+        request, plan = self.request, self.request.plans[number]
         if plan is None:
             return before
         grown = self._grown_of(number)
         if not grown.exists():
             # The base by the name it was given: what the manifest calls it.
-            source, revision = (asked.source, asked.revision) if number == 0 else (str(before), None)
-            with at_line(asked.loaded, number):
+            source, revision = (request.source, request.revision) if number == 0 else (str(before), None)
+            with at_line(request.loaded, number):
                 apply(
                     plan,
                     source,
                     grown,
                     revision=revision,
-                    device=asked.device,
-                    trust_remote_code=asked.trust_remote_code,
-                    listener=asked.listener,
+                    device=request.device,
+                    trust_remote_code=request.trust_remote_code,
+                    listener=request.listener,
                 )
             self._note_made(grown)
         return grown
@@ -258,26 +258,26 @@ class _Course:
         return self.run_of(number).with_name(f"{self.run_of(number).name}.grown")
 
     def _train(self, number: int, grown: Path, run: Path) -> None:
-        asked = self.asked
+        request = self.request
         train(
             grown,
-            LoadedConfig(training_of(self.config, number), asked.loaded.source),
+            LoadedConfig(training_of(self.config, number), request.loaded.source),
             run,
-            device=asked.device,
-            trust_remote_code=asked.trust_remote_code,
-            listener=asked.listener,
-            take_over=asked.take_over,
+            device=request.device,
+            trust_remote_code=request.trust_remote_code,
+            listener=request.listener,
+            take_over=request.take_over,
         )
 
     def _measure(self, folder: Path, names: list[str], what: str) -> None:
-        listener = self.asked.listener
+        listener = self.request.listener
         listener.begin(f"measuring {what}", self.measure.sequences(names), "sequences")
         row: Measurement = self.measure.of(
             folder,
             names,
-            device=self.asked.device,
+            device=self.request.device,
             attention=self.config.train.attention,
-            trust_remote_code=self.asked.trust_remote_code,
+            trust_remote_code=self.request.trust_remote_code,
             advance=listener.advance,
         )
         self.state.rows.append(dict(row))
@@ -288,7 +288,7 @@ class _Course:
         """Remove what task `number`, which is done, was made of."""
         run = self.run_of(number)
         made_of = [self._grown_of(number)]
-        if number and not self.asked.keep:
+        if number and not self.request.keep:
             made_of.append(self.run_of(number - 1))
         for folder in (*made_of, *self.work.glob(f".{run.name}*")):
             if folder.is_dir():
@@ -296,9 +296,9 @@ class _Course:
 
     def is_published(self) -> bool:
         """Whether an earlier call was cut off after RUN stood complete."""
-        if self.state.published is None or not self.asked.target.is_dir():
+        if self.state.published is None or not self.request.target.is_dir():
             return False
-        found = self.asked.target.stat()
+        found = self.request.target.stat()
         return [found.st_ino, found.st_dev] == self.state.published
 
     def publish(self, result: str) -> None:
@@ -308,19 +308,19 @@ class _Course:
         found = last.stat()
         self.state.published = [found.st_ino, found.st_dev]
         self.state.write(self.work / STATE_FILE)
-        if os.path.lexists(self.asked.target):
+        if os.path.lexists(self.request.target):
             raise BadInput(
-                f"{printable(str(self.asked.target))}: exists now; it was not there when the run began. Nothing lost:"
+                f"{printable(str(self.request.target))}: exists now; it was not there when the run began. Nothing lost:"
                 " move it away and run the same command again"
             )
-        last.rename(self.asked.target)
-        sync(self.asked.target.parent)
+        last.rename(self.request.target)
+        sync(self.request.target.parent)
 
     def clean_up(self, folder: WorkFolder) -> Path | None:
         """Remove the work folder; what of it is kept goes where it is seen."""
         runs = [self.run_of(number) for number in range(len(self.config.tasks) - 1)]
-        kept = kept_folder(self.asked.target)
-        if self.asked.keep and any(run.exists() for run in runs):
+        kept = kept_folder(self.request.target)
+        if self.request.keep and any(run.exists() for run in runs):
             kept.mkdir(exist_ok=True)
             if kept.is_symlink():
                 raise BadInput(f"{printable(str(kept))}: a link; --keep puts the tasks' runs there, remove it")
@@ -329,7 +329,7 @@ class _Course:
                     run.rename(kept / run.name)
         # The state goes last: while it is there, the same command knows that RUN is its own.
         folder.remove(last=STATE_FILE)
-        return kept if self.asked.keep and kept.is_dir() else None
+        return kept if self.request.keep and kept.is_dir() else None
 
 
 def _check_places(target: Path, base: Path, *, keep: bool) -> None:
@@ -374,7 +374,7 @@ def _fingerprint(loaded: LoadedTasks, base: Checkpoint, digests: dict[str, str],
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _begun_or_new(asked: Asked, fingerprint: str, work: Path) -> _State:
+def _begun_or_new(request: Request, fingerprint: str, work: Path) -> _State:
     """The state to go on from. Raises BadInput where it is of another run, or came from elsewhere."""
     found = _State.read(work / STATE_FILE)
     state, origin = (_State(fingerprint), None) if found is None else found
@@ -384,7 +384,7 @@ def _begun_or_new(asked: Asked, fingerprint: str, work: Path) -> _State:
             " the change, or remove it, or choose another RUN"
         )
     holds = f"this run after {max(0, len(state.rows) - 1)} of its tasks"
-    check_own(origin, work, holds, take_over=asked.take_over, say=asked.listener.say)
+    check_own(origin, work, holds, take_over=request.take_over, say=request.listener.say)
     if origin is not None and not origin.here:
         state.write(work / STATE_FILE)
     return state

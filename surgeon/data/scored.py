@@ -16,7 +16,7 @@ from surgeon.data.scores import Judged, Scores, Windows
 
 if TYPE_CHECKING:
     from surgeon.data.encoding import Encoder
-    from surgeon.models.checkpoint import Checkpoint
+    from surgeon.manifest.checkpoint import Checkpoint
 
 
 def cut(texts: Sequence[HeldOut], checkpoint: Checkpoint, *, length: int) -> dict[str, Windows]:

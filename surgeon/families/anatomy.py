@@ -345,10 +345,10 @@ def with_vocabulary(config: Mapping[str, Any], anatomy: Anatomy, rows: int) -> d
     before = anatomy.sizes.vocabulary
     part = made
     for key in anatomy.derivation.path:
-        if part.get(_WORDS) == before:
-            part[_WORDS] = rows
+        if part.get(VOCABULARY_KEY) == before:
+            part[VOCABULARY_KEY] = rows
         part = part.setdefault(key, {})
-    part[_WORDS] = rows
+    part[VOCABULARY_KEY] = rows
     return made
 
 
@@ -362,7 +362,7 @@ def with_sizes(config: Mapping[str, Any], anatomy: Anatomy, sizes: Mapping[str, 
     return made
 
 
-_WORDS = "vocab_size"
+VOCABULARY_KEY = "vocab_size"
 
 
 def layer_of(name: str) -> tuple[str, int, str] | None:

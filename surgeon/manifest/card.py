@@ -18,10 +18,11 @@ from surgeon.common.promises import PROMISE_STYLES
 from surgeon.errors import printable
 from surgeon.families.format_depth import other_scale
 from surgeon.families.periods import broken_pattern
-from surgeon.manifest.manifest import MANIFEST_FILE, LayerEntry, Manifest, NewTensor, VocabularyEntry
+from surgeon.manifest.manifest import MANIFEST_FILE, LayerEntry, Manifest, NewTensor
 from surgeon.manifest.moves import has_other_names
 from surgeon.manifest.recipe_words import held_of
 from surgeon.operations import papers_of
+from surgeon.operations.grow_vocabulary import VocabularyFacts
 
 LayerT = TypeVar("LayerT", LayerEntry, Layer)
 
@@ -180,14 +181,14 @@ def _done(manifest: Manifest) -> str:
     return "\n".join([*lines, _fenced(shown, "yaml"), ""])
 
 
-def _vocabulary(grown: VocabularyEntry) -> list[str]:
+def _vocabulary(grown: VocabularyFacts) -> list[str]:
     """What a growth of the vocabulary makes of texts."""
     head = f"{len(grown.made_of):,} tokens more, ids from {grown.rows}: {_code(grown.kind)}, {_code(grown.how)}."
     if not grown.measured:
         return [head]
     rows = [
-        f"| {_code(text.use)} | {_code(text.text)} | {text.before / max(1, text.words):.3f} |"
-        f" {text.after / max(1, text.words):.3f} | {text.unchanged:,} of {text.documents:,} |"
+        f"| {_code(text.use)} | {_code(text.text)} | {text.fertility[0]:.3f} |"
+        f" {text.fertility[1]:.3f} | {text.unchanged:,} of {text.documents:,} |"
         for text in grown.measured[:_MOST_NAMED]
     ]
     columns = "| use | text | tokens a word before | after | documents that tokenise as before |"

@@ -4,39 +4,32 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from surgeon._version import __version__
 from surgeon.blueprint.draft import Blueprint
-from surgeon.blueprint.measured import MeasuredLayers
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.checkpoint.peft_folder import Adapter
-from surgeon.checkpoint.tokenizer_files import GrownVocabulary
-from surgeon.common.json_results import plain_fields
 from surgeon.families.anatomy import Anatomy, is_grafted, native_config
 from surgeon.families.decoders import HINTS
+from surgeon.manifest.facts import sections_of
 from surgeon.manifest.manifest import (
     Base,
-    DroppedEntry,
     FitEntry,
     GraftEntry,
-    ImportedAdapter,
     LayerEntry,
     Manifest,
-    MeasuredEntry,
     ModelEntry,
     NewTensor,
     OperationEntry,
     StoredTensor,
     Surgery,
-    TextLossEntry,
     Tool,
-    VocabularyEntry,
     sealed,
 )
 from surgeon.manifest.reading import manifest_of
 from surgeon.operations import OPERATIONS
+from surgeon.operations.prepare import Facts
 from surgeon.plan.plan import NO_OPERATIONS, LoadedPlan, draw, recorded_plan
 from surgeon.runtime.bundle import CODE_FILE
 from surgeon.runtime.known import plugins_in
@@ -74,34 +67,49 @@ def base_entry(
     )
 
 
+@dataclass(frozen=True)
+class Written:
+    """What an execution wrote, and what it found out on the way.
+
+    `digests` are of output tensors, `files` of the files beside them, `texts` of those that the base was run on;
+    `reports` are what solvers and networks report of themselves, by the names of transport maps and of networks;
+    `models` are other models that tensors were taken from; `proven` are the versions of the libraries by which the
+    promise was proven on a twin.
+    """
+
+    digests: Mapping[str, str]
+    files: Mapping[str, str]
+    reports: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    texts: Mapping[str, str] = field(default_factory=dict)
+    models: Mapping[str, ModelEntry] = field(default_factory=dict)
+    proven: Mapping[str, str] = field(default_factory=dict)
+
+
 def compose(
     loaded: LoadedPlan,
     blueprint: Blueprint,
     base: Base,
     lineage: list[Surgery],
-    *,
-    digests: Mapping[str, str],
-    maps: Mapping[str, dict[str, Any]],
-    texts: Mapping[str, str],
-    adapters: Mapping[str, Adapter],
-    files: Mapping[str, str],
-    vocabularies: Mapping[int, GrownVocabulary],
-    models: Mapping[str, ModelEntry],
-    measured: Mapping[int, MeasuredLayers],
-    fits: Mapping[str, Mapping[str, Any]],
-    proven: Mapping[str, str] | None = None,
+    facts: Mapping[int, Facts],
+    written: Written,
 ) -> Manifest:
-    """The manifest of a finished execution. `digests` are of output tensors, `files` of the files beside them.
+    """The manifest of a finished execution.
 
-    `proven` are the versions of the libraries by which its promise was proven on a twin.
+    Args:
+        loaded: the plan.
+        blueprint: what it makes of the base.
+        base: what the manifest says of the base.
+        lineage: the base's own surgeries, oldest first.
+        facts: what operations found out of the base, by their numbers.
+        written: digests, and what was found out on the way.
     """
-    # Fields that only plans which grow a vocabulary, take tensors of other models, predict some, or take layers out,
-    # have.
-    grown: dict[str, Any] = {"vocabularies": _vocabulary_entries(vocabularies)} if vocabularies else {}
-    grown |= {"models": dict(models)} if models else {}
-    grown |= {"fits": {name: FitEntry(**fit) for name, fit in sorted(fits.items())}} if fits else {}
-    grown |= {"dropped": _dropped_entries(blueprint, measured)} if blueprint.dropped else {}
-    grown |= {"proven": dict(proven)} if proven else {}
+    maps = {name: dict(report) for name, report in sorted(written.reports.items()) if name in blueprint.couplings}
+    fits = {name: FitEntry(**fit) for name, fit in sorted(written.reports.items()) if name not in maps}
+    # Fields that only some plans have.
+    more: dict[str, Any] = {"models": dict(written.models)} if written.models else {}
+    more |= {"fits": fits} if fits else {}
+    more |= {"proven": dict(written.proven)} if written.proven else {}
+    more |= sections_of(facts, loaded.plan, blueprint)
     return sealed(
         {
             "surgeon_manifest": 1,
@@ -134,22 +142,22 @@ def compose(
                 output.name: NewTensor(
                     dtype=output.recipe.dtype,
                     shape=list(output.recipe.shape),
-                    sha256=digests[output.name],
+                    sha256=written.digests[output.name],
                     operation=output.operation or 0,
                     recipe=blueprint.words[output.name],
                 )
                 for output in blueprint.outputs
                 if output.new
             },
-            "transport_maps": dict(sorted(maps.items())),
-            "files": dict(sorted(files.items())),
-            "texts": dict(texts),
-            "adapters": {name: ImportedAdapter(**plain_fields(adapter)) for name, adapter in adapters.items()},
+            "transport_maps": maps,
+            "files": dict(sorted(written.files.items())),
+            "texts": dict(written.texts),
+            "adapters": {},
             "plugins": plugins_of(blueprint),
             "training": [],
             "lineage": lineage,
         }
-        | grown
+        | more
     )
 
 
@@ -163,45 +171,9 @@ def without_surgery(
         draw(loaded, anatomy, base.config),
         base_entry(base, base_id, layers=anatomy.sizes.layers, digests=digests, files=files),
         [],
-        digests={},
-        maps={},
-        texts={},
-        adapters={},
-        files=files,
-        vocabularies={},
-        models={},
-        measured={},
-        fits={},
+        {},
+        Written(digests={}, files=files),
     )
-
-
-def _dropped_entries(blueprint: Blueprint, measured: Mapping[int, MeasuredLayers]) -> dict[str, DroppedEntry]:
-    found: dict[str, DroppedEntry] = {}
-    for number, layers in blueprint.dropped.items():
-        facts = measured.get(number, MeasuredLayers())
-        merged = facts.merged or {}
-        found[str(number)] = DroppedEntry(
-            layers=list(layers),
-            chosen=bool(facts.layers),
-            merged={str(layer): {str(of): by for of, by in made.items()} for layer, made in merged.items()},
-            silent=[layer for layer in layers if layer in facts.silent],
-            text=None if facts.text is None else TextLossEntry(**plain_fields(facts.text)),
-        )
-    return found
-
-
-def _vocabulary_entries(vocabularies: Mapping[int, GrownVocabulary]) -> dict[str, VocabularyEntry]:
-    return {
-        str(number): VocabularyEntry(
-            kind=grown.kind,
-            how=grown.how,
-            rows=grown.rows,
-            made_of=[" ".join(map(str, named)) for named in grown.made_of],
-            inserted={name: [list(place) for place in where] for name, where in grown.inserted.items()},
-            measured=[MeasuredEntry(**plain_fields(text)) for text in grown.measured],
-        )
-        for number, grown in vocabularies.items()
-    }
 
 
 def plugins_of(blueprint: Blueprint) -> dict[str, str]:

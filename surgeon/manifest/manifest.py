@@ -16,16 +16,18 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from surgeon.blueprint.draft import Promise, Trains
-from surgeon.blueprint.measured import MeasuredLayers, TextLoss
 from surgeon.checkpoint.folder import MANIFEST_FILE as MANIFEST_FILE
 from surgeon.checkpoint.header import DTYPE_BITS, TensorInfo
-from surgeon.checkpoint.peft_folder import Adapter, AdapterTensor, check_pattern
-from surgeon.checkpoint.tokenizer_files import GrownVocabulary, MeasuredText
-from surgeon.errors import BadInput, printable
+from surgeon.errors import printable
+from surgeon.operations.drop_layers import LayerFacts
+from surgeon.operations.grow_vocabulary import VocabularyFacts
+from surgeon.operations.imported_lora import AdapterFacts
 
 FORMAT = 1
 # The share of variance below which a network's fit is called poor.
 LITTLE_EXPLAINED = 0.1
+# An operation's place in its plan.
+_Number = Annotated[str, Field(pattern=r"^[0-9]{1,2}$")]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -167,79 +169,11 @@ class TrainingEntry(Entry):
     scores: dict[str, dict[str, float]] = {}
 
 
-class ImportedAdapter(Entry):
-    """A PEFT adapter that the plan imported: everything that drawing the plan again needs."""
-
-    id: str
-    revision: str | None
-    alpha: Annotated[float, Field(allow_inf_nan=False)]
-    rslora: bool
-    dropout: Annotated[float, Field(ge=0, lt=1)]
-    alpha_pattern: dict[str, Annotated[float, Field(allow_inf_nan=False)]]
-    tensors: dict[str, StoredTensor]
-
-
 class ModelEntry(Entry):
     """Another model that the plan took tensors from: what it is called, and one digest of those tensors' digests."""
 
     id: str
     sha256: Sha256
-
-
-class MeasuredEntry(Entry):
-    """What a growth of the vocabulary makes of a text (`MeasuredText`)."""
-
-    use: str
-    text: str
-    sha256: Sha256
-    documents: Annotated[int, Field(ge=0)]
-    unchanged: Annotated[int, Field(ge=0)]
-    words: Annotated[int, Field(ge=0)]
-    before: Annotated[int, Field(ge=0)]
-    after: Annotated[int, Field(ge=0)]
-
-
-class VocabularyEntry(Entry):
-    """A growth of the vocabulary: everything that drawing the plan again needs (`GrownVocabulary`).
-
-    `made_of` has a line for each new token: the old ids that the old tokenizer made of it (none: it knew none).
-    """
-
-    kind: str
-    how: str
-    rows: Annotated[int, Field(ge=1)]
-    made_of: list[Annotated[str, Field(pattern=r"^([0-9]{1,9}( [0-9]{1,9}){0,255})?$")]]
-    inserted: dict[str, list[Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=2, max_length=2)]]]
-    measured: list[MeasuredEntry]
-
-
-class TextLossEntry(Entry):
-    """What the base and what is left of it do on a text (`TextLoss`)."""
-
-    text: str
-    sha256: Sha256
-    tokens: Annotated[int, Field(ge=1)]
-    before: Annotated[float, Field(allow_inf_nan=False)]
-    after: Annotated[float, Field(allow_inf_nan=False)]
-    scores: list[Annotated[float, Field(allow_inf_nan=False)]]
-
-
-_Layer = Annotated[int, Field(ge=0)]
-_Number = Annotated[str, Field(pattern=r"^[0-9]{1,4}$")]
-
-
-class DroppedEntry(Entry):
-    """The layers of the base that an operation took out: everything that drawing the plan again needs.
-
-    `layers` are these; `chosen` says that a measurement chose them, `merged` what became of layers that took others in
-    (by layer the factor), `silent` which of these layers add exactly nothing in the base (`MeasuredLayers`).
-    """
-
-    layers: list[_Layer]
-    chosen: bool
-    merged: dict[_Number, dict[_Number, int]]
-    silent: list[_Layer]
-    text: TextLossEntry | None
 
 
 class FitEntry(Entry):
@@ -257,6 +191,8 @@ class Surgery(Entry):
     `files` are digests of every file beside the weights but the card and the manifest itself. `sha256` is over all of
     this and the `sha256` of the surgery before (`seal_of`), so that no field can be edited alone. `proven`: the
     libraries, with versions, by which a promise of exactness was proven on a twin before anything was written.
+    What operations found out of the base before the plan was drawn (`surgeon/operations/prepare.py`) stands by their
+    numbers in `vocabularies`, `dropped` and `facts`, and in `adapters` by the plan's names.
     """
 
     surgeon_manifest: Literal[1]
@@ -272,13 +208,14 @@ class Surgery(Entry):
     transport_maps: dict[str, dict[str, Any]]
     files: dict[str, Sha256]
     texts: dict[str, Sha256]
-    adapters: dict[str, ImportedAdapter]
+    adapters: dict[str, AdapterFacts]
     plugins: dict[str, str]
     training: list[TrainingEntry]
-    vocabularies: dict[Annotated[str, Field(pattern=r"^[0-9]{1,2}$")], VocabularyEntry] = {}
+    vocabularies: dict[_Number, VocabularyFacts] = {}
     models: dict[str, ModelEntry] = {}
-    dropped: dict[Annotated[str, Field(pattern=r"^[0-9]{1,2}$")], DroppedEntry] = {}
+    dropped: dict[_Number, LayerFacts] = {}
     fits: dict[str, FitEntry] = {}
+    facts: dict[_Number, dict[str, Any]] = {}
     proven: dict[str, str] = {}
 
     @property
@@ -391,55 +328,3 @@ def _sha256(data: Mapping[str, Any]) -> str:
 def sealed(data: dict[str, Any]) -> Manifest:
     """The manifest of these fields, all but its seal."""
     return Manifest(**data, sha256="0" * 64).changed()
-
-
-def adapters_of(manifest: Manifest, *, file: str) -> dict[str, Adapter]:
-    """What is known of the adapters that the manifest's plan imported; BadInput where that is no adapter's."""
-    for entry in manifest.adapters.values():
-        for pattern in entry.alpha_pattern:
-            check_pattern(pattern, printable(file))
-    adapters: dict[str, Adapter] = {}
-    for name, entry in manifest.adapters.items():
-        tensors = {
-            tensor: AdapterTensor(known.dtype, tuple(known.shape), known.sha256)
-            for tensor, known in entry.tensors.items()
-        }
-        adapters[name] = Adapter(**entry.model_dump(exclude={"tensors"}), tensors=tensors)
-    return adapters
-
-
-def vocabularies_of(manifest: Surgery, *, file: str) -> dict[int, GrownVocabulary]:
-    """What the manifest's plan added to the vocabulary, by operation; BadInput where that is no base's."""
-    found: dict[int, GrownVocabulary] = {}
-    for number, entry in manifest.vocabularies.items():
-        made_of = tuple(tuple(map(int, line.split())) for line in entry.made_of)
-        if any(token >= entry.rows for named in made_of for token in named):
-            raise BadInput(f"{printable(file)}: `vocabularies` names a token beyond the base's; was it edited by hand?")
-        found[int(number)] = GrownVocabulary(
-            kind=entry.kind,
-            how=entry.how,
-            rows=entry.rows,
-            made_of=made_of,
-            inserted={
-                name: tuple((begin, length) for begin, length in where) for name, where in entry.inserted.items()
-            },
-            measured=tuple(MeasuredText(**text.model_dump()) for text in entry.measured),
-        )
-    return found
-
-
-def measured_of(manifest: Surgery) -> dict[int, MeasuredLayers]:
-    """What was measured of the base's layers for the operations of the manifest's plan that took some out."""
-    return {
-        int(number): MeasuredLayers(
-            layers=tuple(entry.layers) if entry.chosen else (),
-            merged={int(layer): {int(of): by for of, by in made.items()} for layer, made in entry.merged.items()},
-            silent=frozenset(entry.silent),
-            text=None if entry.text is None else _text_loss(entry.text),
-        )
-        for number, entry in manifest.dropped.items()
-    }
-
-
-def _text_loss(entry: TextLossEntry) -> TextLoss:
-    return TextLoss(**entry.model_dump(exclude={"scores"}), scores=tuple(entry.scores))

@@ -14,6 +14,7 @@ from pydantic import Field
 
 from surgeon.checkpoint.folder import MANIFEST_FILE, CheckpointFolder
 from surgeon.checkpoint.header import DTYPE_BITS
+from surgeon.common.formatting import show_layers
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
 from surgeon.families.dissect import dissect
@@ -22,7 +23,7 @@ from surgeon.manifest.manifest import Manifest
 from surgeon.manifest.moves import slices_of
 from surgeon.manifest.recipe_words import held_of
 from surgeon.operations.operation import Spec
-from surgeon.operations.selectors import LayerSelector, select_layers, show_layers
+from surgeon.operations.selectors import LayerSelector, select_layers
 
 
 class LayersSpec(Spec):

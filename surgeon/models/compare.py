@@ -256,11 +256,11 @@ def cached(model: Any, ids_BT: Tensor, cache: dict[str, Any]) -> Tensor:
     keeps = "logits_to_keep" in inspect.signature(getattr(model, "forward", model)).parameters
     fewer = {"logits_to_keep": 1} if keeps else {}
     with running(model):
-        told = model(input_ids=ids_BT, use_cache=True, **cache, **fewer)
+        output = model(input_ids=ids_BT, use_cache=True, **cache, **fewer)
     for name in list(cache) or _CACHES:
-        if (kept := getattr(told, name, None)) is not None:
+        if (kept := getattr(output, name, None)) is not None:
             cache[name] = kept
-    logits_BTV: Tensor = told.logits
+    logits_BTV: Tensor = output.logits
     # A copy where there are more, so that those of the whole prefix are freed before the first step.
     return logits_BTV if logits_BTV.shape[1] == 1 else logits_BTV[:, -1:].clone()
 

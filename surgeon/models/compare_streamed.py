@@ -237,7 +237,7 @@ def _caches(model: StreamedModel, prefix: int, steps: int) -> list[Any]:
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
     class Handed(DynamicCache):  # type: ignore[misc]
-        """Of one token: it has the lengths from the beginning, and takes what is in a layer when that layer runs."""
+        """The cache of one token, with all lengths from the beginning; a layer's content is taken when it runs."""
 
         def __init__(self, before: Any, seen: int) -> None:
             super().__init__(config=model.module.config)

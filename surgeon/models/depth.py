@@ -18,17 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from surgeon.blueprint.measured import Stack, collapsed, runs_above
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common import devices
+from surgeon.common.formatting import show_layers
 from surgeon.common.library import first_line
 from surgeon.errors import BadInput, printable
 from surgeon.families.twin import stored_buffers
+from surgeon.models.layer_choice import LayersOut, Stack, collapsed, runs_above
 from surgeon.models.load import running
 from surgeon.models.stream import StreamedModel
 from surgeon.models.tokens import token_batches
-from surgeon.operations.operation import LayersOut
-from surgeon.operations.selectors import show_layers
 
 # Logits of one batch of windows, in numbers.
 _MOST_LOGITS = 2**26
@@ -97,39 +96,39 @@ class Depth:
             )
         return cls(base, tokens.ids, kinds)
 
-    def choose(self, wanted: LayersOut) -> Choice:
-        """Return the layers that the operation's measure chooses. Raises BadInput where there are none."""
-        if wanted.layers:
-            if not all(layer < self.count for layer in wanted.layers) or len(set(wanted.layers)) >= self.count:
+    def choose(self, out: LayersOut) -> Choice:
+        """Choose the layers that go, as `out` asks. Raises BadInput where there are none."""
+        if out.layers:
+            if not all(layer < self.count for layer in out.layers) or len(set(out.layers)) >= self.count:
                 # Which of them is not there, the draft says.
                 return Choice((), {}, self.before, ())
-            return self._listed(wanted)
-        if wanted.count >= self.count:
-            raise BadInput(f"`count` {wanted.count} of {self.count} layers: at least one must stay")
-        match wanted.by:
+            return self._listed(out)
+        if out.count >= self.count:
+            raise BadInput(f"`count` {out.count} of {self.count} layers: at least one must stay")
+        match out.by:
             case "block_influence":
-                return self._by_influence(wanted.count)
+                return self._by_influence(out.count)
             case "angular":
-                return self._by_angle(wanted.count)
+                return self._by_angle(out.count)
             case "loss":
-                return self._by_loss(wanted.count, wanted.candidates)
+                return self._by_loss(out.count, out.candidates)
             case "laco":
-                return self._by_merging(wanted)
+                return self._by_merging(out)
 
     def without(self, layers: Sequence[int]) -> Stack:
         """The stack without these layers."""
         return {layer: made for layer, made in self.whole.items() if layer not in layers}
 
-    def _listed(self, wanted: LayersOut) -> Choice:
-        if wanted.by != "laco":
-            return Choice(wanted.layers, {}, self.run(self.without(wanted.layers)).loss, ())
+    def _listed(self, out: LayersOut) -> Choice:
+        if out.by != "laco":
+            return Choice(out.layers, {}, self.run(self.without(out.layers)).loss, ())
         stack = self.whole
-        for below, above in runs_above(wanted.layers):
+        for below, above in runs_above(out.layers):
             if below < 0 or any(self.kinds[layer] != self.kinds[below] for layer in above):
                 # Why not, the draft says.
                 return Choice((), {}, self.before, ())
             stack = collapsed(stack, below, len(above))
-        return Choice(wanted.layers, _merged(stack), self.run(stack).loss, ())
+        return Choice(out.layers, _merged(stack), self.run(stack).loss, ())
 
     def _by_influence(self, count: int) -> Choice:
         scores = self.first.influence
@@ -160,36 +159,36 @@ class Depth:
         gone = tuple(layer for layer in self.whole if layer not in stack)
         return Choice(gone, {}, now.loss, tuple(self.first.influence))
 
-    def _by_merging(self, wanted: LayersOut) -> Choice:
+    def _by_merging(self, out: LayersOut) -> Choice:
         """LaCo, Algorithm 1: from the top down, each merge that keeps the last states near the base's is taken."""
-        lowest, highest = wanted.range or (0, self.count - 1)
+        lowest, highest = out.range or (0, self.count - 1)
         if highest >= self.count:
             raise BadInput(f"`range` goes up to layer {highest}; there are {self.count}, 0 to {self.count - 1}")
-        if wanted.merge > highest - lowest:
+        if out.merge > highest - lowest:
             above = highest - lowest
-            raise BadInput(f"`merge` {wanted.merge}: above layer {lowest} there are only {above} layers; give fewer")
+            raise BadInput(f"`merge` {out.merge}: above layer {lowest} there are only {above} layers; give fewer")
         stack, loss = self.whole, self.before
-        place = highest - wanted.merge
+        place = highest - out.merge
         found: list[float] = []
-        while place >= lowest and len(stack) > self.count - wanted.count:
+        while place >= lowest and len(stack) > self.count - out.count:
             numbers = list(stack)
             above = sum(layer <= highest for layer in numbers) - 1 - place
-            merge = min(wanted.merge, above, len(stack) - (self.count - wanted.count))
+            merge = min(out.merge, above, len(stack) - (self.count - out.count))
             group = numbers[place : place + merge + 1]
             if merge > 0 and len({self.kinds[layer] for layer in group}) == 1:
                 tried = collapsed(stack, numbers[place], merge)
                 run = self.run(tried)
                 near = self._likeness(run)
-                if near > wanted.threshold:
+                if near > out.threshold:
                     stack, loss = tried, run.loss
                     found.append(near)
-                    place = min(place - wanted.interval, len(stack) - 1 - wanted.merge)
+                    place = min(place - out.interval, len(stack) - 1 - out.merge)
                     continue
             place -= 1
-        if len(stack) > self.count - wanted.count:
+        if len(stack) > self.count - out.count:
             raise BadInput(
-                f"laco: only {self.count - len(stack)} of {wanted.count} layers merge with a likeness above"
-                f" {wanted.threshold:g} (layers of one kind side by side); lower `threshold` or `interval`, or ask for"
+                f"laco: only {self.count - len(stack)} of {out.count} layers merge with a likeness above"
+                f" {out.threshold:g} (layers of one kind side by side); lower `threshold` or `interval`, or ask for"
                 " fewer"
             )
         gone = tuple(layer for layer in self.whole if layer not in stack)

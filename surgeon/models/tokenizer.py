@@ -8,6 +8,7 @@ makes pixels of a picture, as its settings ask for any size.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -304,7 +305,7 @@ def _forked(load: Callable[[], tuple[Any, str]]) -> tuple[int, int, int]:
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid == 0:
-            _serve(load, requests, answers, (ours, theirs))
+            _serve(load, requests, answers)
     finally:
         if before is None:
             del os.environ["TOKENIZERS_PARALLELISM"]
@@ -312,12 +313,7 @@ def _forked(load: Callable[[], tuple[Any, str]]) -> tuple[int, int, int]:
             os.environ["TOKENIZERS_PARALLELISM"] = before
     os.close(requests)
     os.close(answers)
-    _PARENTS_ENDS.update((ours, theirs))
     return pid, ours, theirs
-
-
-# Ends of the pipes to every child; a child that kept those of another would keep it alive.
-_PARENTS_ENDS: set[int] = set()
 
 
 def _end(owner: int, pid: int, *descriptors: int) -> int:
@@ -325,20 +321,15 @@ def _end(owner: int, pid: int, *descriptors: int) -> int:
     if os.getpid() != owner:
         return 0
     for descriptor in descriptors:
-        _PARENTS_ENDS.discard(descriptor)
         os.close(descriptor)
     os.kill(pid, signal.SIGKILL)
     return os.waitpid(pid, 0)[1]
 
 
-def _serve(load: Callable[[], tuple[Any, str]], requests: int, answers: int, others: tuple[int, int]) -> Never:
+def _serve(load: Callable[[], tuple[Any, str]], requests: int, answers: int) -> Never:
     """Answer, in the child, until the parent is gone. Nothing is printed, nothing of the parent's is touched."""
     try:
-        for descriptor in (*others, *_PARENTS_ENDS):
-            os.close(descriptor)
-        nowhere = os.open(os.devnull, os.O_RDWR)
-        for descriptor in (0, 1, 2):
-            os.dup2(nowhere, descriptor)
+        _let_go_of_all_but(requests, answers)
         # Ctrl-C reaches both; the parent decides. The timer's signal ends a process even within a library's loop.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -370,6 +361,18 @@ def _serve(load: Callable[[], tuple[Any, str]], requests: int, answers: int, oth
             _write(answers, _HEAD.pack(kind, len(answer)) + answer)
     finally:
         os._exit(0)
+
+
+def _let_go_of_all_but(*kept: int) -> None:
+    """Point every other descriptor that the parent has open to nowhere.
+
+    A pipe to another process, a lock or a socket would stay open as long as this child. Their numbers stay in use:
+    objects of the parent that are collected here close them.
+    """
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in {0, 1, 2, *(int(path.name) for path in Path("/dev/fd").iterdir())} - {nowhere, *kept}:
+        with contextlib.suppress(OSError):
+            os.dup2(nowhere, descriptor, inheritable=descriptor < 3)
 
 
 def _address_space() -> int | None:

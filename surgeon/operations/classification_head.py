@@ -24,7 +24,7 @@ class ClassificationHead(Operation):
 
     on_encoders = True
 
-    def edit(self, draft: Draft, number: int) -> OperationRecord:
+    def edit(self, draft: Draft, facts: None) -> OperationRecord:
         """Add the tensors that the checkpoint lacks, and name class and labels in the config."""
         if not draft.anatomy.family.encoder:
             raise BadInput(f"the base is a decoder ({draft.anatomy.family.model_type}); heads are made for encoders")
@@ -35,7 +35,7 @@ class ClassificationHead(Operation):
         births = head_of(draft.config, names).births
         for name, birth in births.items():
             if name not in outer:
-                draft.added[name] = recipe_of(birth, f"operations[{number}].{name}", dtype), number
+                draft.set_outer(name, recipe_of(birth, f"operations[{draft.number}].{name}", dtype))
             elif tuple(outer[name].shape) != birth.shape:
                 raise BadInput(
                     f"{printable(name)}: {list(outer[name].shape)}, and a head for {len(self.labels)} labels has it as"
@@ -43,7 +43,7 @@ class ClassificationHead(Operation):
                 )
         return OperationRecord(
             op=self.op,
-            matched=f"a head for {len(self.labels)} labels, {len(draft.added)} new tensors",
+            matched=f"a head for {len(self.labels)} labels, {len(births.keys() - outer.keys())} new tensors",
             claim=Claim("exact", "the base's own tensors stay, and no class but the new head's reads what is new"),
             trains="new",
         )

@@ -15,9 +15,10 @@ from pydantic import BeforeValidator, Field, model_validator
 from surgeon.blueprint.draft import Claim, Draft, LayerDraft, OperationRecord, silence
 from surgeon.blueprint.grafts import Graft, recipes_of
 from surgeon.blueprint.recipes import Recipe
+from surgeon.common.formatting import show_layers
 from surgeon.errors import BadInput
 from surgeon.operations.operation import Legend, OneOf, Operation, Paper, Spec, TrainingDefaults
-from surgeon.operations.selectors import LayerSelector, select_layers, show_layers
+from surgeon.operations.selectors import LayerSelector, select_layers
 from surgeon.runtime.control_rules import DIVERGENCES, INTERPOLATOR, NO_ATTENTION, InterpolatorRule, InterpolatorSpec
 from surgeon.runtime.known import INTERPOLATORS
 from surgeon.runtime.rules import BRANCH
@@ -135,8 +136,9 @@ class ControlLLM(Operation):
         """Copies on top are layers like any other."""
         return self.expansion != "stack"
 
-    def edit(self, draft: Draft, number: int) -> OperationRecord:
+    def edit(self, draft: Draft, facts: None) -> OperationRecord:
         """Attach the branches, insert the copies, and say what was matched and what is promised."""
+        number = draft.number
         layers = select_layers(self.layers, len(draft.layers))
         stacked, beside = self._split(layers)
         claim = self._claim(beside, stacked, quantised=any(draft.kind_of(layer).packed for layer in beside))

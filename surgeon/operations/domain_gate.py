@@ -14,9 +14,9 @@ from pydantic import Field
 
 from surgeon.blueprint.draft import Claim, Draft, OperationRecord
 from surgeon.blueprint.grafts import Graft, recipes_of
+from surgeon.common.formatting import show_layers
 from surgeon.errors import BadInput, printable
 from surgeon.operations.operation import Legend, OneOf, Operation, Paper, TrainingDefaults
-from surgeon.operations.selectors import show_layers
 from surgeon.runtime.gate_rules import FORMS, GATE, READS, GateSpec
 from surgeon.runtime.known import GRAFTS
 
@@ -83,8 +83,9 @@ class DomainGate(Operation):
         ),
     ] = "latch"
 
-    def edit(self, draft: Draft, number: int) -> OperationRecord:
+    def edit(self, draft: Draft, facts: None) -> OperationRecord:
         """Put the gate into the layer whose input it reads, and marks at all that it switches."""
+        number = draft.number
         self._check(draft)
         added = _added(draft)
         if not added:
@@ -138,7 +139,7 @@ class DomainGate(Operation):
                 " earlier one back (`surgeon revert`)"
             )
         changed = [index for index, layer in enumerate(draft.layers) if layer.rewritten]
-        if changed or draft.dropped or draft.widenings or draft.converted is not None:
+        if changed or draft.dropped or draft.widths or draft.converted is not None:
             where = f" ({show_layers(changed)})" if changed else ""
             raise BadInput(
                 f"an operation before it changes the base's own layers{where}, which no gate switches back; gate a plan"

@@ -14,17 +14,63 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from surgeon.blueprint.draft import Claim, Draft, OperationRecord
-from surgeon.blueprint.measured import MeasuredLayers, Stack, TextLoss, collapsed, runs_above
 from surgeon.blueprint.recipes import Constant, Recipe, Summed
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.header import DTYPE_BITS
+from surgeon.common.formatting import show_layers
 from surgeon.errors import BadInput, printable
-from surgeon.operations.operation import LayersOut, Operation, Paper, TrainingDefaults
-from surgeon.operations.selectors import Index, select_layers, show_layers
+from surgeon.families.anatomy import Anatomy
+from surgeon.models.layer_choice import By, LayersOut, Stack, collapsed, runs_above
+from surgeon.operations.operation import Operation, Paper, Spec, TrainingDefaults
+from surgeon.operations.prepare import Facts, OpenedBase, digest_of_file
+from surgeon.operations.selectors import Index, select_layers
 
+# Bytes of a tensor that are looked at at once.
+_BYTES = 1 << 20
+_Layer = Annotated[int, Field(ge=0)]
+_Number = Annotated[str, Field(pattern=r"^[0-9]{1,4}$")]
+_Finite = Annotated[float, Field(allow_inf_nan=False)]
 _WORDS = {
     "block_influence": "least block influence",
     "angular": "least angular distance",
     "loss": "least loss",
 }
+
+
+class TextLoss(Spec):
+    """Losses on a text, in nats a token over `tokens` predictions: of the base, and of what is left of it.
+
+    `scores` are what layers (of `angular` blocks, of `laco` places where layers were merged) were chosen by, in order.
+    """
+
+    text: str
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    tokens: Annotated[int, Field(ge=1)]
+    before: _Finite
+    after: _Finite
+    scores: list[_Finite]
+
+
+class LayerFacts(Facts):
+    """The layers of the base that an operation takes out, as far as weights and text say.
+
+    `layers` are those that go, where they were `chosen` by a measurement; where the plan lists them, surgery.json names
+    them here once the blueprint is drawn. `merged` gives of each layer that takes others in what it becomes, by layer
+    the factor; `silent` are layers of the base that add exactly nothing (in surgery.json: of those that go).
+    """
+
+    section: ClassVar[str] = "dropped"
+
+    layers: list[_Layer] = []  # noqa: RUF012  # pydantic copies them
+    chosen: bool = False
+    merged: dict[_Number, dict[_Number, int]] = {}  # noqa: RUF012
+    silent: list[_Layer] = []  # noqa: RUF012
+    text: TextLoss | None = None
+
+    @property
+    def becomes(self) -> dict[int, dict[int, int]]:
+        """Of each layer that takes others in, by layer the factor."""
+        return {int(layer): {int(of): by for of, by in made.items()} for layer, made in self.merged.items()}
 
 
 class DropLayers(Operation):
@@ -55,6 +101,7 @@ class DropLayers(Operation):
     )
     training: ClassVar[TrainingDefaults] = TrainingDefaults("ours, no paper's: every weight of what is left", lr=5e-5)
     examples: ClassVar[tuple[Mapping[str, object], ...]] = ({"layers": [1]},)
+    facts: ClassVar[type[Facts] | None] = LayerFacts
 
     op: Literal["drop_layers"]
     layers: Annotated[list[Index] | None, Field(min_length=1, description="the layers that go, instead of `count`")] = (
@@ -62,7 +109,7 @@ class DropLayers(Operation):
     )
     count: Annotated[int | None, Field(ge=1, description="how many go, chosen `by` what `text` shows")] = None
     by: Annotated[
-        Literal["block_influence", "angular", "loss", "laco"] | None,
+        By | None,
         Field(
             description="block_influence (default): the layers that turn the stream least; angular: the block"
             " of `count` layers that turns it least; loss: greedily, the least loss; laco: merged into the layer"
@@ -115,16 +162,51 @@ class DropLayers(Operation):
             raise ValueError(f"`range: {self.range}`: give [lowest, highest], two layers at least")
         return self
 
-    @property
-    def layers_out(self) -> LayersOut:
-        """What is asked."""
+    def prepare(self, base: OpenedBase) -> LayerFacts:
+        """Find the base's silent layers, and on a text those that go, or what it costs to lose those that are listed.
+
+        Raises BadInput where the weights are not at hand, or another operation comes first.
+        """
+        base.need_weights("which layers are silent, and what a loss is without some")
+        silent = silent_layers(base.folder, base.anatomy)
+        if self.text is None:
+            return LayerFacts(silent=silent)
+        if base.number:
+            raise BadInput(
+                "layers are measured on a text with the base itself: make it the plan's first operation, or apply two"
+                " plans"
+            )
+        # Imports torch and transformers.
+        from surgeon.models.depth import Depth
+
+        path, anatomy = base.text(self.text), base.anatomy
+        kinds = [anatomy.pattern[layer] for layer in range(anatomy.sizes.layers)]
+        depth = Depth.of(
+            base.folder, path, kinds, vocabulary=anatomy.sizes.vocabulary, window=self.window, windows=self.windows
+        )
+        out = self._layers_out()
+        choice = depth.choose(out)
+        return LayerFacts(
+            layers=[] if out.layers else list(choice.layers),
+            chosen=not out.layers,
+            merged={str(layer): {str(of): by for of, by in made.items()} for layer, made in choice.merged.items()},
+            silent=silent,
+            text=TextLoss(
+                text=self.text,
+                sha256=digest_of_file(path),
+                tokens=depth.predictions,
+                before=depth.before,
+                after=choice.loss,
+                scores=list(choice.scores),
+            ),
+        )
+
+    def _layers_out(self) -> LayersOut:
+        """What is to be measured, with defaults in the place of what the plan leaves out."""
         return LayersOut(
             layers=tuple(sorted(set(self.layers or ()))),
             count=self.count or 0,
             by=self.by or "block_influence",
-            text=self.text,
-            window=self.window,
-            windows=self.windows,
             candidates=self.candidates or 4,
             # As the authors' notebook merges Baichuan-13B: three layers become one.
             merge=self.merge or 2,
@@ -133,9 +215,20 @@ class DropLayers(Operation):
             range=None if self.range is None else (self.range[0], self.range[1]),
         )
 
-    def edit(self, draft: Draft, number: int) -> OperationRecord:
+    def settled(self, facts: LayerFacts | None, dropped: Sequence[int]) -> LayerFacts:
+        """The facts with the layers that went, and of the silent ones those alone."""
+        found = facts or LayerFacts()
+        return LayerFacts(
+            layers=list(dropped),
+            chosen=found.chosen,
+            merged=found.merged,
+            silent=[layer for layer in dropped if layer in found.silent],
+            text=found.text,
+        )
+
+    def edit(self, draft: Draft, facts: LayerFacts | None) -> OperationRecord:
         """Take the layers out, or merge them into those below."""
-        facts = draft.measured.get(number, MeasuredLayers())
+        number, facts = draft.number, facts or LayerFacts()
         total = len(draft.layers)
         gone = self._gone(facts, total)
         merged = self._merged(draft, facts, gone)
@@ -153,9 +246,9 @@ class DropLayers(Operation):
             trains="new" if silent else "all",
         )
 
-    def _gone(self, facts: MeasuredLayers, total: int) -> list[int]:
+    def _gone(self, facts: LayerFacts, total: int) -> list[int]:
         if self.layers is None:
-            if not facts.layers:
+            if not facts.chosen or not facts.layers:
                 raise BadInput("which layers go is not known: it is measured on the base's own weights")
             gone = select_layers(list(facts.layers), total)
         else:
@@ -164,12 +257,12 @@ class DropLayers(Operation):
             raise BadInput(f"all {total} layers would go; at least one must stay")
         return gone
 
-    def _merged(self, draft: Draft, facts: MeasuredLayers, gone: Sequence[int]) -> Mapping[int, Mapping[int, int]]:
+    def _merged(self, draft: Draft, facts: LayerFacts, gone: Sequence[int]) -> Mapping[int, Mapping[int, int]]:
         """Of each layer that takes others in, the factors of the layers that it becomes."""
         if self.by != "laco":
             return {}
         if self.layers is None:
-            found = facts.merged or {}
+            found = facts.becomes
             named = {layer for made in found.values() for layer in made} | found.keys()
             if not found or max(named) >= len(draft.layers) or found.keys() & set(gone):
                 raise BadInput("what was merged does not fit this model; was the manifest edited?")
@@ -229,7 +322,7 @@ def _check_grafts(draft: Draft, layers: Sequence[int]) -> None:
         raise BadInput(f"{held} grafts, which cannot go with a layer: take layers out before grafting, or revert first")
 
 
-def _is_silent(draft: Draft, layer: int, silent: frozenset[int]) -> bool:
+def _is_silent(draft: Draft, layer: int, silent: Sequence[int]) -> bool:
     """Whether a layer of the draft adds exactly nothing: by its weights in the base, or as the plan made it."""
     home, values = draft.layers[layer], draft.kind_of(layer).silence
     if home.base is not None and not home.rewritten:
@@ -262,3 +355,30 @@ def _claim(silent: bool, merged: bool, text: TextLoss | None) -> Claim:
         return Claim("none", f"{what}; what that costs was not measured (`text`), and every layer is to be trained on")
     cost = f"{text.after - text.before:+.4f} nats a token on {printable(text.text)} ({text.tokens:,} tokens)"
     return Claim("none", f"{what}: {cost}; every layer is to be trained on")
+
+
+def silent_layers(base: CheckpointFolder, anatomy: Anatomy) -> list[int]:
+    """The layers that add exactly nothing, by the bytes of what writes to the residual stream. Raises BadInput."""
+    found: list[int] = []
+    for index, tensors in enumerate(anatomy.layers):
+        kind = anatomy.kinds[anatomy.kind_of[index]]
+        plain = not kind.packed and not anatomy.grafted[index]
+        if kind.silence and plain and all(_holds(base, tensors[s].name, value) for s, value in kind.silence.items()):
+            found.append(index)
+    return found
+
+
+def _holds(base: CheckpointFolder, name: str, value: float) -> bool:
+    """Whether every element of a tensor is this value, by its bytes."""
+    info = base.tensors[name]
+    width = DTYPE_BITS[info.dtype] // 8
+    pattern = Constant(value, info.dtype, (_BYTES // width,)).data
+    # First a few: of a layer that is not silent, these say so.
+    ends = [64, *range(_BYTES, info.nbytes, _BYTES), info.nbytes]
+    begin = 0
+    for end in ends:
+        end = min(end, info.nbytes)
+        if bytes(base.read_part(name, slice(begin, end))) != pattern[: end - begin]:
+            return False
+        begin = end
+    return True

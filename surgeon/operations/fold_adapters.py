@@ -12,11 +12,11 @@ from typing import ClassVar, Literal
 from surgeon.blueprint.draft import Claim, Draft, OperationRecord
 from surgeon.blueprint.grafts import Graft
 from surgeon.blueprint.recipes import Constant, Recipe
+from surgeon.common.formatting import show_layers
 from surgeon.errors import BadInput
 from surgeon.families.family import Role
 from surgeon.operations.gated_adapters import GatedAdapters
 from surgeon.operations.operation import Operation, Paper, TrainingDefaults
-from surgeon.operations.selectors import show_layers
 from surgeon.operations.widths import ROUNDING, check_alone, check_free, widen
 from surgeon.runtime.adapters_rules import ADAPTER
 
@@ -31,7 +31,7 @@ class FoldAdapters(Operation):
 
     op: Literal["fold_adapters"]
 
-    def edit(self, draft: Draft, number: int) -> OperationRecord:
+    def edit(self, draft: Draft, facts: None) -> OperationRecord:
         """Put the adapters' matrices beside the FFNs' own; FFNs without one get zeros, as all have one width."""
         check_alone(draft, "intermediate_size")
         folded = {index: graft for index, layer in enumerate(draft.layers) if (graft := layer.graft("adapters"))}
@@ -43,7 +43,7 @@ class FoldAdapters(Operation):
                 role: _pieces(folded.get(index), role, size, hidden, draft.dtype_of(index)) for role in _PROJECTIONS
             }
             changed = widen(draft, index, ("gate", "up"), "down", more)
-            layer.rewritten |= dict.fromkeys(changed, number)
+            layer.rewritten |= dict.fromkeys(changed, draft.number)
             layer.grafts = [graft for graft in layer.grafts if graft.kind != "adapters"]
         draft.settings.pop("local_loss", None)
         draft.sizes["intermediate_size"] = before + size

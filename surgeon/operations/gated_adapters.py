@@ -14,9 +14,10 @@ from pydantic import Field, model_validator
 from surgeon.blueprint.draft import Claim, Draft, OperationRecord
 from surgeon.blueprint.grafts import Graft, recipes_of
 from surgeon.blueprint.recipes import Recipe
+from surgeon.common.formatting import show_layers
 from surgeon.errors import BadInput, printable
 from surgeon.operations.operation import Legend, OneOf, Operation, Paper, Spec, TrainingDefaults
-from surgeon.operations.selectors import LayerSelector, show_layers
+from surgeon.operations.selectors import LayerSelector
 from surgeon.operations.sites import select_sites
 from surgeon.runtime.adapters_rules import ACTIVATIONS, ADAPTER, GATES, LOCAL_LOSSES, VARIANCES, AdapterSpec
 from surgeon.runtime.composition import FFN
@@ -128,8 +129,9 @@ class GatedAdapters(Operation):
             case _:
                 return {loss.kind: loss.weight for loss in self.local_loss}
 
-    def edit(self, draft: Draft, number: int) -> OperationRecord:
+    def edit(self, draft: Draft, facts: None) -> OperationRecord:
         """Attach the adapters and say what was matched and what is promised."""
+        number = draft.number
         layers = select_sites(draft, self.layers, FFN)
         self._check_activation(draft)
         before = draft.parameters()

@@ -11,19 +11,83 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from surgeon.blueprint.draft import Claim, Draft, OperationRecord
 from surgeon.blueprint.recipes import HEAD_BLOCK, Copy, Extended
-from surgeon.checkpoint.tokenizer_files import GrownVocabulary
-from surgeon.errors import BadInput
-from surgeon.families.anatomy import vocabulary_tensors
+from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
+from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, GrownVocabulary
+from surgeon.common.json_results import plain_fields
+from surgeon.errors import BadInput, printable
+from surgeon.families.anatomy import VOCABULARY_KEY, vocabulary_tensors
 from surgeon.families.family import LARGEST_SIZE
-from surgeon.operations.operation import NewTokens, Operation, Paper, Spec, TrainingDefaults
+from surgeon.operations.operation import Operation, Paper, Spec, TrainingDefaults
+from surgeon.operations.prepare import Facts, OpenedBase
 
 Paths = str | Annotated[list[str], Field(min_length=1)]
+# Tokenizer files of other programs, which hold a vocabulary of their own.
+_OTHER_VOCABULARIES = (".model", ".tiktoken", "tekken.json")
+
+
+class TextCounts(Spec):
+    """What a growth of the vocabulary makes of a text (`surgeon.checkpoint.tokenizer_files.MeasuredText`)."""
+
+    use: str
+    text: str
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    documents: Annotated[int, Field(ge=0)]
+    unchanged: Annotated[int, Field(ge=0)]
+    words: Annotated[int, Field(ge=0)]
+    before: Annotated[int, Field(ge=0)]
+    after: Annotated[int, Field(ge=0)]
+
+    @property
+    def fertility(self) -> tuple[float, float]:
+        """Tokens a word, before and after."""
+        return self.before / max(1, self.words), self.after / max(1, self.words)
+
+
+class VocabularyFacts(Facts):
+    """A growth of the vocabulary, of whatever operation: what surgery.json keeps of the new tokens.
+
+    `rows` are the base's rows of embeddings, so the first new id. `made_of` has a line for each new token: the old ids
+    that the old tokenizer made of it (none: it knew none). `inserted` are the bytes that side files of the base got, as
+    begin and length; `verify` and `revert` take them out again.
+    """
+
+    section: ClassVar[str] = "vocabularies"
+
+    kind: str
+    how: str
+    rows: Annotated[int, Field(ge=1)]
+    made_of: list[Annotated[str, Field(pattern=r"^([0-9]{1,9}( [0-9]{1,9}){0,255})?$")]]
+    inserted: dict[str, list[Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=2, max_length=2)]]]
+    measured: list[TextCounts]
+
+    @classmethod
+    def of(cls, grown: GrownVocabulary) -> VocabularyFacts:
+        """The facts of a tokenizer that has grown."""
+        return cls(
+            kind=grown.kind,
+            how=grown.how,
+            rows=grown.rows,
+            made_of=[" ".join(map(str, named)) for named in grown.made_of],
+            inserted={name: [list(place) for place in where] for name, where in grown.inserted.items()},
+            measured=[TextCounts(**plain_fields(text)) for text in grown.measured],
+        )
+
+    @property
+    def pieces(self) -> tuple[tuple[int, ...], ...]:
+        """For each new token the old ids that the old tokenizer made of it."""
+        return tuple(tuple(map(int, line.split())) for line in self.made_of)
+
+    def check(self, file: str) -> None:
+        """Raise BadInput where a new token is made of ids that the base does not have."""
+        if any(token >= self.rows for named in self.pieces for token in named):
+            raise BadInput(f"{printable(file)}: `vocabularies` names a token beyond the base's; was it edited by hand?")
 
 
 class Learn(Spec):
@@ -56,6 +120,8 @@ class GrowVocabulary(Operation):
     training: ClassVar[TrainingDefaults] = TrainingDefaults("ours, no paper's: rows of embeddings alone", lr=1e-3)
     examples: ClassVar[tuple[Mapping[str, object], ...]] = ({"tokens": ["surgeonvocabulary"]},)
 
+    facts: ClassVar[type[Facts] | None] = VocabularyFacts
+
     op: Literal["grow_vocabulary"]
     tokens: Annotated[
         list[str] | str | Learn,
@@ -86,39 +152,53 @@ class GrowVocabulary(Operation):
             )
         return self
 
-    @property
-    def new_tokens(self) -> NewTokens:
-        """The words, or the file of them, or what to learn them from."""
-        measure = _listed(self.measure)
+    def prepare(self, base: OpenedBase) -> VocabularyFacts | None:
+        """Grow the tokenizer: what the old one makes of the new tokens, and the files that have them."""
+        if TOKENIZER_FILE in base.side_files:
+            # Why a second growth is refused, `edit` says.
+            return None
+        # Imports torch and transformers.
+        from surgeon.models.vocabulary.grow import grow
+        from surgeon.models.vocabulary.learned import LearnedTokens
+        from surgeon.models.vocabulary.requested_words import Listed
+
+        rows, measure = base.anatomy.sizes.vocabulary, _paths(base, self.measure)
         if isinstance(self.tokens, Learn):
             asked = self.tokens
-            return NewTokens(
-                learn=_listed(asked.learn),
-                count=asked.count,
-                keep=_listed(asked.keep),
-                how=asked.how,
-                measure=measure,
-            )
-        if isinstance(self.tokens, str):
-            return NewTokens(file=self.tokens, measure=measure)
-        return NewTokens(words=tuple(self.tokens), measure=measure)
+            learned = LearnedTokens(_paths(base, asked.learn), asked.count, _paths(base, asked.keep), asked.how)
+            grown = grow(base.folder, learned, rows=rows, measure=measure)
+        elif isinstance(self.tokens, str):
+            path = base.text(self.tokens)
+            lines = _lines(path)
+            listed = Listed(printable(str(path)), tuple(lines))
+            grown = grow(base.folder, tuple(lines.values()), rows=rows, measure=measure, listed=listed)
+        else:
+            if not self.tokens:
+                raise BadInput("`tokens`: empty, so there is nothing to add; name at least one word")
+            grown = grow(base.folder, tuple(self.tokens), rows=rows, measure=measure)
+        base.side_files.update(grown.files)
+        base.notes.extend(
+            f"{printable(name)} is carried along as it is: what reads it in place of tokenizer.json knows no new token"
+            for name in base.folder.side_files
+            if name.endswith(_OTHER_VOCABULARIES)
+        )
+        return VocabularyFacts.of(grown.facts)
 
-    def edit(self, draft: Draft, number: int) -> OperationRecord:
+    def edit(self, draft: Draft, facts: VocabularyFacts | None) -> OperationRecord:
         """Extend embeddings and output head."""
-        grown = draft.vocabularies.get(number)
-        if draft.extended:
+        if VOCABULARY_KEY in draft.sizes:
             raise BadInput("an earlier operation of this plan grows the vocabulary; join the two, or apply two plans")
-        if grown is None:
+        if facts is None:
             raise BadInput("the tokens to add are not known: give a base with its tokenizer.json")
         rows, tied = draft.anatomy.sizes.vocabulary, draft.anatomy.tied
-        if grown.rows != rows:
-            raise BadInput(f"the tokens begin at id {grown.rows}, the model has {rows} rows; was the plan edited?")
+        if facts.rows != rows:
+            raise BadInput(f"the tokens begin at id {facts.rows}, the model has {rows} rows; was the plan edited?")
         if tied and self.input_init == "pieces":
             raise BadInput(
                 "`input_init: pieces`: input and output embeddings are tied, so each new row is both, and the mean of"
                 " all rows keeps the promise; leave `input_init` out"
             )
-        tokens = len(grown.made_of)
+        tokens = len(facts.made_of)
         added = math.ceil((rows + tokens) / self.pad_to_multiple_of) * self.pad_to_multiple_of - rows
         if rows + added > LARGEST_SIZE:
             raise BadInput(f"the vocabulary would have {rows + added} ids; beyond 2^31 is refused")
@@ -126,12 +206,12 @@ class GrowVocabulary(Operation):
         means: tuple[tuple[int, ...], ...] = ((),) * added
         for name, reads in vocabulary_tensors(draft.anatomy).items():
             info = draft.anatomy.outer[name]
-            made_of = (*grown.made_of, *means[tokens:]) if reads and pieces else means
-            draft.extended[name] = Extended(Copy.of(info), made_of), number
-        draft.rows = rows + added
+            made_of = (*facts.pieces, *means[tokens:]) if reads and pieces else means
+            draft.set_outer(name, Extended(Copy.of(info), made_of))
+        draft.sizes[VOCABULARY_KEY] = rows + added
         return OperationRecord(
             op=self.op,
-            matched=_matched(grown, rows, added),
+            matched=_matched(facts, rows, added),
             claim=_claim(rows, added),
             trains="new",
         )
@@ -156,11 +236,28 @@ def _claim(rows: int, added: int) -> Claim:
     )
 
 
-def _listed(paths: Paths | None) -> tuple[str, ...]:
-    return () if paths is None else (paths,) if isinstance(paths, str) else tuple(paths)
+def _paths(base: OpenedBase, names: Paths | None) -> tuple[Path, ...]:
+    listed = [names] if isinstance(names, str) else names or []
+    return tuple(base.text(name) for name in listed)
 
 
-def _matched(grown: GrownVocabulary, rows: int, added: int) -> str:
+def _lines(path: Path) -> dict[int, str]:
+    """The words of a file that has one a line, by the numbers of their lines. Raises BadInput."""
+    shown = printable(str(path))
+    if path.stat().st_size > MAX_SIDE_FILE_BYTES:
+        raise BadInput(f"{shown}: more than {MAX_SIDE_FILE_BYTES:,} bytes of tokens; is this the right file?")
+    try:
+        # Some editors put a byte order mark before the first word.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{shown}: not UTF-8 (byte {error.start}: {error.reason}); save it as UTF-8") from None
+    words = {number: line for number, line in enumerate(lines, start=1) if line.strip()}
+    if not words:
+        raise BadInput(f"{shown}: empty, so there is nothing to add; write at least one word, one a line")
+    return words
+
+
+def _matched(grown: VocabularyFacts, rows: int, added: int) -> str:
     tokens = len(grown.made_of)
     padding = f" and {added - tokens} rows of padding" if added > tokens else ""
     return f"{tokens} tokens{padding}, ids {rows} to {rows + tokens - 1}, {grown.kind}: {grown.how}"

@@ -5,13 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
 
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Imported, Recipe
-from surgeon.checkpoint.peft_folder import Adapter, AdapterTensor
+from surgeon.checkpoint.header import FLOAT_DTYPES
+from surgeon.checkpoint.peft_folder import Adapter, AdapterTensor, check_pattern
+from surgeon.common.json_results import plain_fields
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import layer_of
+from surgeon.operations.operation import OneOf, Spec
+from surgeon.operations.prepare import Facts
 from surgeon.runtime.experts_rules import slot_name
 
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<matrix>[AB])\.weight", re.DOTALL)
@@ -30,23 +36,52 @@ class ImportedModule:
     up: str
 
 
-def adapter_of(draft: Draft, name: str) -> Adapter:
-    """What is known of the adapter that the plan calls `name`; BadInput where nothing is."""
-    adapter = draft.adapters.get(name)
-    if adapter is None:
-        raise BadInput(
-            f"nothing is known of the adapter {printable(name)}: it was not opened, and surgery.json does not record it"
-        )
-    return adapter
+class TensorEntry(Spec):
+    """One tensor of an adapter: its dtype, its shape and the digest of its bytes."""
+
+    dtype: Annotated[str, OneOf(lambda: FLOAT_DTYPES)]
+    shape: list[Annotated[int, Field(ge=0)]]
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-def imported_modules(draft: Draft, name: str) -> dict[int, tuple[ImportedModule, ...]]:
-    """The modules that an adapter adapts, by the draft's layers, in the layer's order.
+class AdapterFacts(Facts):
+    """A PEFT adapter that the plan imports, without its weights: everything that drawing the plan again needs."""
+
+    section: ClassVar[str] = "adapters"
+
+    id: str
+    revision: str | None
+    alpha: float
+    rslora: bool
+    dropout: Annotated[float, Field(ge=0, lt=1)]
+    alpha_pattern: dict[str, float]
+    tensors: dict[str, TensorEntry]
+
+    @classmethod
+    def of(cls, adapter: Adapter) -> AdapterFacts:
+        """The facts of an opened adapter."""
+        return cls(**plain_fields(adapter))
+
+    def check(self, file: str) -> None:
+        """Raise BadInput for a pattern that is more than a module's name with a few wildcards."""
+        for pattern in self.alpha_pattern:
+            check_pattern(pattern, printable(file))
+
+    @property
+    def adapter(self) -> Adapter:
+        """The adapter that they describe."""
+        tensors = {
+            name: AdapterTensor(known.dtype, tuple(known.shape), known.sha256) for name, known in self.tensors.items()
+        }
+        return Adapter(**self.model_dump(exclude={"tensors"}), tensors=tensors)
+
+
+def imported_modules(draft: Draft, name: str, adapter: Adapter) -> dict[int, tuple[ImportedModule, ...]]:
+    """The modules that the adapter that the plan calls `name` adapts, by the draft's layers, in the layer's order.
 
     The adapter's layer numbers are those of the base: layers that the plan inserted before have none. Raises BadInput
     where a tensor fits no module of the base.
     """
-    adapter = adapter_of(draft, name)
     homes = {layer.base: index for index, layer in enumerate(draft.layers) if layer.base is not None}
     pairs: dict[tuple[int, str], dict[str, str]] = {}
     paths: dict[tuple[int, str], str] = {}
@@ -89,10 +124,10 @@ def slot_entry(modules: Sequence[ImportedModule], *, slot: int, group: int, drop
 
 
 def slot_tensors(
-    draft: Draft, name: str, modules: Sequence[ImportedModule], *, slot: int, dtype: str
+    adapter: Adapter, name: str, modules: Sequence[ImportedModule], *, slot: int, dtype: str
 ) -> dict[str, Recipe]:
-    """The recipes of the slot's tensors in one layer, by suffix."""
-    tensors = adapter_of(draft, name).tensors
+    """The recipes of the slot's tensors in one layer, by suffix; `name` is what the plan calls the adapter."""
+    tensors = adapter.tensors
     return {
         f"{slot_name(module.target, slot)}.lora_{matrix}": Imported(
             "adapter", name, source, dtype, tensors[source].shape

@@ -12,19 +12,13 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from surgeon.blueprint.draft import Claim, Draft, LayerDraft, OperationRecord, silence
+from surgeon.common.formatting import show_layers
 from surgeon.errors import BadInput
 from surgeon.families.anatomy import LayerKind
 from surgeon.operations.expert_fusion import of_experts
 from surgeon.operations.inits import INITS, AnyInit, Gap
 from surgeon.operations.operation import Operation, Origin, Paper, TrainingDefaults, word_of
-from surgeon.operations.selectors import (
-    EveryPeriod,
-    GapSelector,
-    select_gaps,
-    select_periods,
-    show_layers,
-    spread,
-)
+from surgeon.operations.selectors import EveryPeriod, GapSelector, select_gaps, select_periods, spread
 
 
 class InsertLayers(Operation):
@@ -80,11 +74,11 @@ class InsertLayers(Operation):
         """Those of the init."""
         return self.init.transport_settings
 
-    def edit(self, draft: Draft, number: int) -> OperationRecord:
+    def edit(self, draft: Draft, facts: None) -> OperationRecord:
         """Insert the layers and say what was matched and what is promised."""
         each, gaps = self._gaps(draft)
         self._check_gaps(gaps, top=len(draft.layers) - 1)
-        inserted = {gap: [self._layer(draft, number, gap, nth, each) for nth in range(each)] for gap in gaps}
+        inserted = {gap: [self._layer(draft, draft.number, gap, nth, each) for nth in range(each)] for gap in gaps}
         anatomy, new = draft.anatomy, [made for layers in inserted.values() for made in layers]
         kinds = [anatomy.kinds[anatomy.kind_of[made.like]].opened for made in new]
         ways = dict.fromkeys(self.init.ways(kind, self._zeroed(kind)) for kind in kinds)

@@ -13,10 +13,10 @@ from pydantic import Field
 from surgeon.blueprint.draft import Claim, Draft, OperationRecord
 from surgeon.blueprint.grafts import Graft
 from surgeon.blueprint.recipes import Interpolated, Recipe
+from surgeon.common.formatting import show
 from surgeon.errors import BadInput
 from surgeon.operations.control_llm import CONTROL_LLM
 from surgeon.operations.operation import Operation, Paper, TrainingDefaults
-from surgeon.operations.selectors import show
 from surgeon.runtime.control_rules import INTERPOLATOR
 from surgeon.runtime.known import INTERPOLATORS
 from surgeon.runtime.rules import BRANCH
@@ -36,7 +36,7 @@ class MergeBranches(Operation):
         Field(ge=0, le=1, description="share of the expanded branch; default: the one used at inference"),
     ] = None
 
-    def edit(self, draft: Draft, number: int) -> OperationRecord:
+    def edit(self, draft: Draft, facts: None) -> OperationRecord:
         """Put interpolated weights in the place of both branches."""
         merged = [index for index, layer in enumerate(draft.layers) if layer.graft("control") is not None]
         if not merged:
@@ -51,7 +51,7 @@ class MergeBranches(Operation):
                     f"the control block of layer {index} holds more than a layer ({held.text}), which cannot be folded"
                     " into one"
                 )
-            self._merge(draft, control, index, number)
+            self._merge(draft, control, index, draft.number)
         share = "α at inference" if self.alpha is None else f"α {self.alpha:g}"
         return OperationRecord(
             op=self.op,

@@ -13,9 +13,10 @@ from pydantic import Field, field_validator
 
 from surgeon.blueprint.draft import Claim, Draft, OperationRecord
 from surgeon.blueprint.grafts import Graft, recipes_of
+from surgeon.common.formatting import show
 from surgeon.errors import BadInput
 from surgeon.operations.operation import Legend, OneOf, Operation, Paper, Spec, TrainingDefaults
-from surgeon.operations.selectors import LayerSelector, show
+from surgeon.operations.selectors import LayerSelector
 from surgeon.operations.sites import select_sites
 from surgeon.runtime.composition import ATTENTION, FFN
 from surgeon.runtime.states_rules import (
@@ -136,8 +137,9 @@ class MixtureOfControl(Operation):
             raise ValueError("`sites` names a site twice")
         return sites
 
-    def edit(self, draft: Draft, number: int) -> OperationRecord:
+    def edit(self, draft: Draft, facts: None) -> OperationRecord:
         """Attach the control states and their gates, and say what was matched and what is promised."""
+        number = draft.number
         if draft.bank is not None:
             raise BadInput(
                 "the model has control states already, and a gate's size is fixed at birth; name all `layers` in one"

@@ -7,7 +7,7 @@ it attaches. Nothing outside this folder asks which operation it has before it.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
@@ -16,6 +16,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from surgeon.blueprint.draft import Draft, OperationRecord
+from surgeon.operations.prepare import Facts, OpenedBase
 
 Schedule = Literal["cosine", "linear", "constant"]
 
@@ -112,44 +113,6 @@ class Spec(BaseModel):
         return str(value)
 
 
-@dataclass(frozen=True)
-class NewTokens:
-    """Tokens that an operation asks for: `words`, or those in `file`, or `count` that are learned; paths as in plans.
-
-    `measure` are texts on which is measured what tokenises otherwise.
-    """
-
-    words: tuple[str, ...] = ()
-    file: str | None = None
-    learn: tuple[str, ...] = ()
-    count: int = 0
-    keep: tuple[str, ...] = ()
-    how: Literal["unseen", "appended", "non_ascii"] = "unseen"
-    measure: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class LayersOut:
-    """Layers that an operation takes out: those listed, or `count` that are chosen `by` what a text shows.
-
-    `text` is seen from the plan, and None where nothing is measured; `window` tokens are read at once, `windows` times.
-    `candidates` are tried at each step of `loss`; `merge`, `threshold` and `interval` are LaCo's K, T and I,
-    `range` the lowest and highest layer that take part in merges (None: all).
-    """
-
-    layers: tuple[int, ...]
-    count: int
-    by: Literal["block_influence", "angular", "loss", "laco"]
-    text: str | None
-    window: int
-    windows: int
-    candidates: int
-    merge: int
-    threshold: float
-    interval: int
-    range: tuple[int, int] | None = None
-
-
 class Operation(Spec):
     """One entry of a plan's `operations`. A subclass gives `op` its one value, describes every field, and edits."""
 
@@ -168,15 +131,45 @@ class Operation(Spec):
     # Entries of a plan, without `op`, that any base may be asked to take: `surgeon families BASE` tries them.
     examples: ClassVar[tuple[Mapping[str, object], ...]] = ({},)
 
+    # What `prepare` returns, for an operation that needs more than headers and config.
+    facts: ClassVar[type[Facts] | None] = None
+
     op: str
 
+    def prepare(self, base: OpenedBase) -> Facts | None:
+        """Find out what `edit` needs beside headers and config, as an instance of `facts`.
+
+        Called once, before any operation edits the draft, so the facts are about the base itself. Notes and side files
+        go to `base`. Raises BadInput; the caller adds file, line and operation.
+        """
+        return None
+
     @abstractmethod
-    def edit(self, draft: Draft, number: int) -> OperationRecord:
-        """Change the draft; `number` is the operation's place in the plan.
+    def edit(self, draft: Draft, facts: Any) -> OperationRecord:
+        """Change the draft; `draft.number` is the operation's place in the plan.
+
+        Args:
+            draft: the model as the operations before this one left it.
+            facts: what `prepare` returned, or what surgery.json keeps of it; None where neither is there.
 
         Returns what the selectors matched, what is promised and what trains. Raises BadInput for what this model
         does not allow; the caller adds file, line and operation.
         """
+
+    def facts_key(self, number: int) -> str | None:
+        """The key under which surgery.json keeps the facts of the plan's operation `number`, in their section.
+
+        None where it has no facts, as the plan writes it.
+        """
+        return str(number)
+
+    def settled(self, facts: Any, dropped: Sequence[int]) -> Facts | None:
+        """The facts as surgery.json keeps them, once the blueprint is drawn and `dropped` of the base's layers are out.
+
+        `edit` must make the same of them as of those that `prepare` returned.
+        """
+        found: Facts | None = facts
+        return found
 
     @classmethod
     def papers_for(cls, inits: Iterable[str]) -> tuple[Paper, ...]:
@@ -187,26 +180,6 @@ class Operation(Spec):
     def origin_of(cls, init: str) -> Origin:
         """What a new layer with this `init` (as the manifest calls it) is to who looks at a picture of the stack."""
         return cls.origins.get(word_of(init), "made")
-
-    @property
-    def adapters(self) -> tuple[str, ...]:
-        """Names of the PEFT adapters that it imports: folders, seen from the plan's, or Hub ids."""
-        return ()
-
-    @property
-    def models(self) -> tuple[str, ...]:
-        """Names of other models that it takes tensors from: folders, seen from the plan's, or Hub ids."""
-        return ()
-
-    @property
-    def new_tokens(self) -> NewTokens | None:
-        """What it adds to the tokenizer; None where that stays as it is."""
-        return None
-
-    @property
-    def layers_out(self) -> LayersOut | None:
-        """The layers that it takes out; None where all of them stay."""
-        return None
 
     @property
     def transport_settings(self) -> Mapping[str, object] | None:

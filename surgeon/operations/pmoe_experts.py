@@ -18,17 +18,18 @@ from pydantic import Field
 from surgeon.blueprint.draft import Claim, Draft, OperationRecord
 from surgeon.blueprint.grafts import Graft, recipes_of
 from surgeon.blueprint.recipes import Recipe
+from surgeon.common.formatting import show
 from surgeon.errors import BadInput, printable
 from surgeon.operations.imported_lora import (
+    AdapterFacts,
     ImportedModule,
-    adapter_of,
     imported_modules,
     rounding,
     slot_entry,
     slot_tensors,
 )
 from surgeon.operations.operation import Legend, Operation, Paper, Spec, TrainingDefaults
-from surgeon.operations.selectors import show
+from surgeon.operations.prepare import Facts, OpenedBase
 from surgeon.operations.sites import check_adapted
 from surgeon.runtime.composition import ATTENTION
 from surgeon.runtime.experts_rules import ROUTER, RouterSlotSpec, RouterSpec, SlotSpec
@@ -93,6 +94,8 @@ class PMoEExperts(Operation):
         "R": Legend("PMoE's router", 4),
     }
 
+    facts: ClassVar[type[Facts] | None] = AdapterFacts
+
     op: Literal["pmoe_experts"]
     threshold: Annotated[
         Annotated[int, Field(ge=0)] | Annotated[float, Field(gt=0, lt=1)] | None,
@@ -142,17 +145,21 @@ class PMoEExperts(Operation):
     ] = []  # noqa: RUF012  # pydantic copies it
 
     @property
-    def adapters(self) -> tuple[str, ...]:
-        """The one that becomes the slot."""
-        return () if self.from_peft is None else (self.from_peft,)
-
-    @property
     def needs_task_ids(self) -> bool:
         """Where the router is trained to name the task."""
         return isinstance(self.router_loss, RouterLoss)
 
-    def edit(self, draft: Draft, number: int) -> OperationRecord:
+    def prepare(self, base: OpenedBase) -> AdapterFacts | None:
+        """Open the adapter that becomes the slot."""
+        return None if self.from_peft is None else AdapterFacts.of(base.adapter(self.from_peft).facts)
+
+    def facts_key(self, number: int) -> str | None:
+        """The plan's name for the adapter: operations that import the same one share its entry."""
+        return self.from_peft
+
+    def edit(self, draft: Draft, facts: AdapterFacts | None) -> OperationRecord:
         """Attach the slots and say what was matched and what is promised."""
+        number = draft.number
         present = _present(draft)
         if present is None and self.trains_also:
             raise BadInput("`trains_also` is about experts that a model has; this one has none yet")
@@ -160,8 +167,10 @@ class PMoEExperts(Operation):
         first, group = (0, 0) if present is None else (present.slots, present.group + (self.new_slot_mass == "exact"))
         before = draft.parameters()
         place = _Place(number, layer, first, group)
-        attach = self._attach if self.from_peft is None else self._import
-        matched, claim = attach(draft, place, present)
+        if self.from_peft is None:
+            matched, claim = self._attach(draft, place, present)
+        else:
+            matched, claim = self._import(draft, self.from_peft, facts, place, present)
         self._settle(draft, number, present)
         share = (draft.parameters() - before) / before
         return OperationRecord(self.op, f"{matched}, {share:+.3%}", claim, trains="new")
@@ -181,27 +190,32 @@ class PMoEExperts(Operation):
                 grafts.append(self._graft(draft, place.number, index, [self._slot(0, 0, here)], routed=False))
         return self._matched(place, targets), self._claim(present)
 
-    def _import(self, draft: Draft, place: _Place, present: _Present | None) -> tuple[str, Claim]:
+    def _import(
+        self, draft: Draft, name: str, facts: AdapterFacts | None, place: _Place, present: _Present | None
+    ) -> tuple[str, Claim]:
         """Attach an adapter as one slot; below the router, at a first import, as the shared LoRA."""
-        name = self.from_peft
-        assert name is not None
         if given := sorted(self.model_fields_set & {"rank", "alpha", "targets", "dropout"}):
             raise BadInput(f"`{given[0]}` is the adapter's own; leave it out beside `from_peft`")
         if self.slots != 1:
             raise BadInput(
                 f"`slots` is {self.slots}, yet an adapter is one slot; give each adapter an operation of its own"
             )
-        modules = imported_modules(draft, name)
+        if facts is None:
+            raise BadInput(
+                f"nothing is known of the adapter {printable(name)}: it was not opened, and surgery.json does not"
+                " record it"
+            )
+        adapter = facts.adapter
+        modules = imported_modules(draft, name, adapter)
         for index, adapted in modules.items():
             check_adapted(draft, index, [module.target for module in adapted])
         _check_depth(draft, name, modules, place.layer, present)
-        adapter = adapter_of(draft, name)
         self._attach_router(draft, place)
         for index, here in modules.items():
             routed = index >= place.layer
             slot, group = (place.first, place.group) if routed else (0, 0)
             entry = slot_entry(here, slot=slot, group=group, dropout=adapter.dropout)
-            tensors = slot_tensors(draft, name, here, slot=slot, dtype=draft.dtype_of(index))
+            tensors = slot_tensors(adapter, name, here, slot=slot, dtype=draft.dtype_of(index))
             graft = Graft("experts", {"routed": routed, "slots": [entry]}, tensors, place.number)
             draft.layers[index].grafts.append(graft)
         lost = rounding(adapter, [draft.dtype_of(index) for index in modules])

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
+from surgeon.common.formatting import show
 from surgeon.errors import BadInput, printable
 from surgeon.families.periods import period_of
 from surgeon.operations.operation import Spec
@@ -105,22 +106,6 @@ def spread(gaps: list[int], count: int) -> list[int]:
             " `where`, or insert several per gap with `per_gap`"
         )
     return [gaps[(k + 1) * len(gaps) // count - 1] for k in range(count)]
-
-
-def show(indices: list[int]) -> str:
-    """Indices as text, runs joined: `0-3, 7, 9-11`."""
-    runs: list[list[int]] = []
-    for index in indices:
-        if runs and index == runs[-1][-1] + 1:
-            runs[-1].append(index)
-        else:
-            runs.append([index])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
-def show_layers(indices: list[int]) -> str:
-    """Indices as text after their noun: `layer 3`, `layers 0-3, 7`."""
-    return f"{'layer' if len(indices) == 1 else 'layers'} {show(indices)}"
 
 
 def _named_gaps(name: Position, n: int) -> list[int]:

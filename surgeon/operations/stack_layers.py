@@ -14,10 +14,10 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from surgeon.blueprint.draft import Claim, Draft, OperationRecord
+from surgeon.common.formatting import show
 from surgeon.errors import BadInput
 from surgeon.operations.insert_layers import InsertLayers
 from surgeon.operations.operation import Operation, Paper, TrainingDefaults
-from surgeon.operations.selectors import show
 
 Share = Annotated[float, Field(gt=0, le=1)] | Annotated[int, Field(ge=1)]
 
@@ -46,8 +46,9 @@ class StackLayers(Operation):
     bottom: Annotated[Share, Field(description="layers of the lower copy: a number, or a share of all below 1.0")]
     top: Annotated[Share, Field(description="layers of the upper copy: a number, or a share of all below 1.0")]
 
-    def edit(self, draft: Draft, number: int) -> OperationRecord:
+    def edit(self, draft: Draft, facts: None) -> OperationRecord:
         """Insert copies of the shared layers above the lower copy."""
+        number = draft.number
         total = len(draft.layers)
         bottom, top = _layers(self.bottom, total, "bottom"), _layers(self.top, total, "top")
         if bottom + top <= total:

@@ -34,13 +34,16 @@ from surgeon.blueprint.recipes import (
     rows,
 )
 from surgeon.checkpoint.header import FLOAT_DTYPES
+from surgeon.common.formatting import show_layers
 from surgeon.errors import BadInput, printable
 from surgeon.families.sparse.dense import Dense, Mixture, Take, check_no_experts
 from surgeon.families.sparse.fit import NoTarget, dense_of, target_for
 from surgeon.families.sparse.target import Made, Target
 from surgeon.families.sparse.targets import TARGETS
+from surgeon.operations.fine_tunes import check_fine_tune
 from surgeon.operations.operation import Legend, OneOf, Operation, Paper, Spec, TrainingDefaults
-from surgeon.operations.selectors import LayerSelector, select_layers, show_layers
+from surgeon.operations.prepare import OpenedBase
+from surgeon.operations.selectors import LayerSelector, select_layers
 from surgeon.operations.sites import select_sites
 from surgeon.runtime.composition import FFN
 from surgeon.runtime.routed_rules import ROUTED
@@ -211,13 +214,25 @@ class UpcycleExperts(Operation):
         return self.experts if isinstance(self.experts, int) else len(self.experts)
 
     @property
-    def models(self) -> tuple[str, ...]:
-        """As `Operation` says."""
+    def _models(self) -> tuple[str, ...]:
+        """The plan's names for the other models that experts are."""
         named = () if isinstance(self.experts, int) else self.experts
         return tuple(dict.fromkeys(name for name in named if name != BASE))
 
-    def edit(self, draft: Draft, number: int) -> OperationRecord:
+    def prepare(self, base: OpenedBase) -> None:
+        """Open the other models that are experts, and see to it that routers made of prompts have a tokenizer."""
+        for name in self._models:
+            check_fine_tune(name, base.model(name), base.folder)
+        if isinstance(self.router, Prompts):
+            base.notes.append("the base is run on the prompts of the routers")
+            if not any(name.startswith("tokenizer") for name in base.folder.side_files):
+                raise BadInput(
+                    f"{base.folder.source.shown}: no tokenizer, and routers are made of prompts; add its files"
+                )
+
+    def edit(self, draft: Draft, facts: None) -> OperationRecord:
         """Turn every layer's MLP into experts, and the config into that of the class that has them."""
+        number = draft.number
         shapes = _layer_shapes(draft)
         sparse = select_layers(self.layers, len(draft.layers))
         plain = tuple(index for index in range(len(draft.layers)) if index not in set(sparse))
@@ -317,9 +332,9 @@ class UpcycleExperts(Operation):
                 f" alone, and activations of half a matrix of {dense.width} neurons, no multiple of 32, are rounded"
                 " otherwise",
             )
-        if self.models:
+        if self._models:
             return Claim(
-                "none", f"experts are the MLPs of {len(self.models)} other models, so what they compute differs"
+                "none", f"experts are the MLPs of {len(self._models)} other models, so what they compute differs"
             )
         if self.init != "copy":
             return Claim("none", f"experts differ from the base's MLP (init: {self.init}), so what they compute does")
@@ -352,7 +367,7 @@ class UpcycleExperts(Operation):
         joined = _joined(made.takes, layer, made.shape, still=still)
         if still and self.attention == "average" and made.suffix.startswith("self_attn."):
             return self._mean(made.takes[0], layer)
-        if still or (self.init == "copy" and not cut and not self.models):
+        if still or (self.init == "copy" and not cut and not self._models):
             return joined
         # Of experts in one tensor each matrix comes for itself: gate and up of one after the other, or outputs.
         each = len(made.takes) // (self._count * self.fine_grained) or 1

@@ -49,8 +49,9 @@ class WidenAttention(Operation):
         ),
     ] = "low_variance"
 
-    def edit(self, draft: Draft, number: int) -> OperationRecord:
+    def edit(self, draft: Draft, facts: None) -> OperationRecord:
         """Widen the attention of every layer."""
+        number = draft.number
         check_alone(draft, "num_attention_heads")
         check_free(draft, beside=("adapters",))
         sizes = draft.anatomy.sizes

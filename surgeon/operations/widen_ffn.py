@@ -63,8 +63,9 @@ class WidenFFN(Operation):
             raise ValueError("give either `to` (the new intermediate_size) or `by` (how many neurons more)")
         return self
 
-    def edit(self, draft: Draft, number: int) -> OperationRecord:
+    def edit(self, draft: Draft, facts: None) -> OperationRecord:
         """Widen the FFN of every layer."""
+        number = draft.number
         check_alone(draft, "intermediate_size")
         check_free(draft, beside=("adapters",))
         before = draft.anatomy.sizes.intermediate

@@ -69,8 +69,9 @@ class WidenHidden(Operation):
             raise ValueError("give either `to` (the new hidden_size) or `times` (how many times as wide)")
         return self
 
-    def edit(self, draft: Draft, number: int) -> OperationRecord:
+    def edit(self, draft: Draft, facts: None) -> OperationRecord:
         """Widen what reads, writes and scales the stream, in every layer and outside of them."""
+        number = draft.number
         check_alone(draft, "hidden_size")
         _check(draft)
         before = draft.anatomy.sizes.hidden
@@ -82,7 +83,7 @@ class WidenHidden(Operation):
                     layer.tensors[part.suffix] = wider
                     layer.rewritten[part.suffix] = number
         for name, recipe in _outside(draft, times).items():
-            draft.widened[name] = recipe, number
+            draft.set_outer(name, recipe)
         # Without `head_dim` a class would divide the hidden size by the heads.
         draft.sizes |= {"hidden_size": before * times, "head_dim": draft.anatomy.sizes.head_dim}
         return OperationRecord(

@@ -20,13 +20,12 @@ ROUNDING = "sums over more of them are taken in another order, so logits differ 
 
 def check_alone(draft: Draft, size: str) -> None:
     """Raise BadInput where an earlier operation of the plan changed something else than widths, or this `size` too."""
-    if len(draft.records) > draft.widenings:
+    if draft.records and not draft.widths:
         raise BadInput("widths change in a plan of their own: apply the operations before it first, then this one")
-    if draft.sizes and "hidden_size" in (size, *draft.sizes):
+    if draft.widths and "hidden_size" in (size, *draft.widths):
         raise BadInput("a wider residual stream stands in a plan of its own: apply two plans")
     if size in draft.sizes:
         raise BadInput(f"an earlier operation of this plan changes `{size}` too: join the two, or apply two plans")
-    draft.widenings += 1
 
 
 def parts_with(draft: Draft, layer: int, roles: Sequence[Role]) -> dict[str, Part]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,9 +13,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import ErrorDetails
 
 from surgeon.blueprint.draft import Blueprint, Draft
-from surgeon.blueprint.measured import MeasuredLayers
-from surgeon.checkpoint.peft_folder import Adapter
-from surgeon.checkpoint.tokenizer_files import GrownVocabulary
 from surgeon.common.yaml import (
     Place,
     check_yaml,
@@ -29,6 +27,7 @@ from surgeon.families.anatomy import Anatomy
 from surgeon.operations import OPERATIONS, AnyOperation
 from surgeon.operations.classification_head import ClassificationHead
 from surgeon.operations.operation import Operation
+from surgeon.operations.prepare import Facts, OpenedBase, WeightsNeeded
 
 
 class Plan(BaseModel):
@@ -123,41 +122,59 @@ def recorded_plan(text: str, *, source: str) -> LoadedPlan:
     return parse_plan(text, source=source)
 
 
+def prepare(loaded: LoadedPlan, base: OpenedBase) -> dict[int, Facts]:
+    """Let the operations of a plan find out what they need of a base; their facts, by the operations' numbers.
+
+    Raises BadInput, with file, line and operation, and WeightsNeeded for a base whose headers alone are at hand.
+    """
+    found: dict[int, Facts] = {}
+    for number, operation in enumerate(loaded.plan.operations):
+        if base.anatomy.family.encoder and not operation.on_encoders:
+            # `draw` says why it is refused.
+            continue
+        with _placed(loaded, number):
+            facts = operation.prepare(replace(base, number=number))
+        if facts is not None:
+            found[number] = facts
+    return found
+
+
 def draw(
-    loaded: LoadedPlan,
-    anatomy: Anatomy,
-    config: Mapping[str, Any],
-    adapters: Mapping[str, Adapter] | None = None,
-    vocabularies: Mapping[int, GrownVocabulary] | None = None,
-    measured: Mapping[int, MeasuredLayers] | None = None,
+    loaded: LoadedPlan, anatomy: Anatomy, config: Mapping[str, Any], facts: Mapping[int, Facts] | None = None
 ) -> Blueprint:
     """Draw the blueprint of a plan on a base. BadInput names file, line and operation of what cannot be done.
 
-    `adapters` are those that the plan imports, by its names for them, `vocabularies` what its operations add to the
-    tokenizer, `measured` what was measured of layers for those that take some out, by their numbers.
+    `facts` are what `prepare` found of the base, or what its surgery.json keeps of that.
     """
-    draft = Draft(
-        anatomy, config, seed=loaded.plan.seed, adapters=adapters, vocabularies=vocabularies, measured=measured
-    )
+    draft = Draft(anatomy, config, seed=loaded.plan.seed)
+    known = facts or {}
     for number, operation in enumerate(loaded.plan.operations):
-        try:
-            carry_out(operation, draft, number)
-        except BadInput as error:
-            raise BadInput(f"{loaded.operation(number)}: {error}") from None
+        with _placed(loaded, number):
+            carry_out(operation, draft, known.get(number))
     return draft.finish()
 
 
-def carry_out(operation: Operation, draft: Draft, number: int) -> None:
-    """Let a plan's operation `number` edit the draft. Raises BadInput for what this base does not allow."""
+@contextmanager
+def _placed(loaded: LoadedPlan, number: int) -> Iterator[None]:
+    """Put file, line and operation before what a BadInput that is raised within says."""
+    try:
+        yield
+    except BadInput as error:
+        kind = WeightsNeeded if isinstance(error, WeightsNeeded) else BadInput
+        raise kind(f"{loaded.operation(number)}: {error}") from None
+
+
+def carry_out(operation: Operation, draft: Draft, facts: Facts | None = None) -> None:
+    """Let the plan's next operation edit the draft. Raises BadInput for what this base does not allow."""
     if draft.converted is not None:
         raise BadInput(
             f"it comes after `{draft.records[-1].op}`, which makes a model of another class; apply it by a plan of its"
             " own, to the output of this one"
         )
     _check_kind(operation, draft.anatomy)
-    before = draft.widenings
-    draft.records.append(operation.edit(draft, number))
-    if before and draft.widenings == before:
+    before = draft.widths
+    draft.records.append(operation.edit(draft, facts))
+    if before and draft.widths == before:
         raise BadInput("an earlier operation of this plan changes widths, which others do not know; apply two plans")
 
 

@@ -15,11 +15,12 @@ from pydantic import ValidationError
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from surgeon.apply.preview import check_shapes, open_headers
+from surgeon.apply.preview import open_headers
 from surgeon.apply.proofs import known_proof, prove
-from surgeon.apply.vocabulary import vocabularies_of
+from surgeon.apply.shapes import check_shapes
 from surgeon.blueprint.draft import Draft, Promise
 from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.common.formatting import show
 from surgeon.common.json_results import plain_fields
 from surgeon.common.promises import PROMISE_STYLES
 from surgeon.common.tables import FittedTable
@@ -32,7 +33,7 @@ from surgeon.operations import OPERATIONS
 from surgeon.operations.expert_fusion import of_experts
 from surgeon.operations.fusion import ways
 from surgeon.operations.operation import Operation
-from surgeon.operations.selectors import show
+from surgeon.operations.prepare import Facts, OpenedBase, WeightsNeeded
 from surgeon.plan.plan import carry_out
 
 _DERIVED = "so is any other text decoder or encoder of the installed transformers ({version}): `surgeon families BASE`"
@@ -185,9 +186,8 @@ def _tried(
         )
         return Trial(name, options, None, f"not tried, as its `examples` are no entries of a plan: {printable(wrong)}")
     try:
-        grown = vocabularies_of([drawn], "", folder, anatomy)
-        draft = Draft(anatomy, folder.config, seed=0, vocabularies=grown.facts)
-        carry_out(drawn, draft, 0)
+        draft = Draft(anatomy, folder.config, seed=0)
+        carry_out(drawn, draft, _facts(drawn, OpenedBase(folder, anatomy, weights=False)))
         blueprint = draft.finish()
         check_shapes(blueprint, anatomy, folder.own)
         if known_proof(blueprint, anatomy, folder.config, folder.own).how != "cached":
@@ -197,6 +197,16 @@ def _tried(
     except BadInput as error:
         return Trial(name, options, None, str(error))
     return Trial(name, options, blueprint.promise, "")
+
+
+def _facts(operation: Operation, base: OpenedBase) -> Facts | None:
+    """What an operation finds out of a base; nothing where that needs weights which are elsewhere."""
+    if base.anatomy.family.encoder and not operation.on_encoders:
+        return None
+    try:
+        return operation.prepare(base)
+    except WeightsNeeded:
+        return None
 
 
 def families_view(found: Families | KnownBase) -> RenderableType:

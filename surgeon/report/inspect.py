@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.common.formatting import at_revision, count, listed
+from surgeon.common.formatting import at_revision, count, listed, show
 from surgeon.common.promises import promise_of
 from surgeon.common.tables import FittedTable
 from surgeon.errors import printable
@@ -19,7 +19,6 @@ from surgeon.families.dissect import dissect
 from surgeon.manifest.manifest import Manifest, TrainingEntry
 from surgeon.manifest.reading import manifest_of
 from surgeon.manifest.run_files import ADAPTER_FOLDER, KEPT_FOLDER
-from surgeon.operations.selectors import show
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ def inspection_view(inspection: Inspection) -> RenderableType:
         facts.add_row(f"operation {number}", f"{printable(entry.op)}: {printable(entry.matched)}")
     for grown in manifest.vocabularies.values():
         for measured in grown.measured:
-            before, after = (tokens / max(1, measured.words) for tokens in (measured.before, measured.after))
+            before, after = measured.fertility
             kept = f"{measured.unchanged:,} of {measured.documents:,} documents tokenise as before"
             fertility = f"{before:.3f} → {after:.3f} tokens a word"
             facts.add_row(f"text {printable(measured.use)}", f"{printable(measured.text)}: {fertility}, {kept}")

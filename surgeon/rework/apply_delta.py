@@ -117,7 +117,7 @@ def applying_job(delta: Delta, base: CheckpointFolder, *, small_files: bool = Tr
     if manifest.lineage != surgeries_of(base):
         raise wrong_base(manifest, MANIFEST_FILE, base.source.shown)
     drawn = Drawn.of(manifest, base.config, base.tensors, base.own, str(delta.path / MANIFEST_FILE))
-    if wrong := manifest_differences(manifest, drawn.loaded, drawn.blueprint):
+    if wrong := manifest_differences(manifest, drawn.loaded, drawn.blueprint, drawn.facts):
         raise BadInput(
             f"{printable(str(delta.path / MANIFEST_FILE))}: `{printable(wrong[0])}` is not what plan and base make, so"
             " the delta was edited; get it again"

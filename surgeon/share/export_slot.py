@@ -24,7 +24,7 @@ from surgeon.blueprint.shards import Shard
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.peft_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from surgeon.common.formatting import at_revision, size
+from surgeon.common.formatting import at_revision, show, size
 from surgeon.common.json_results import plain_fields
 from surgeon.common.listener import Listener, Quiet, Stopwatch
 from surgeon.errors import BadInput, printable
@@ -34,7 +34,6 @@ from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest
 from surgeon.manifest.reading import manifest_of
 from surgeon.operations import OPERATIONS
-from surgeon.operations.selectors import show
 
 
 @dataclass(frozen=True)

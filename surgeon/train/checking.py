@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from surgeon.models.checkpoint import Checkpoint
+from surgeon.manifest.checkpoint import Checkpoint
 from surgeon.train.config.loading import LoadedConfig
 
 

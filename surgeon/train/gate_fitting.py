@@ -6,7 +6,7 @@ What a token is evidence of is how likely it is in new text beside original text
 their normalised hidden states (`runtime.gate`), trained on as many of every source of a domain as of any other, comes
 to log p(h | new) / p(h | original). The sum over a prefix is then what a test of a whole document by its likelihoods
 needs (Wald 1945), so far as tokens are independent. The threshold is the lowest at which the gate, with all its
-memory, is open on no more than the asked share of the held-out tokens of each original source.
+memory, is open on no more than a given share of the held-out tokens of each original source.
 """
 
 from __future__ import annotations

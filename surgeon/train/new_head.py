@@ -107,9 +107,9 @@ def labels_of(loaded: LoadedConfig) -> list[str]:
     Texts that are held out count too. Numbers are called as transformers calls them: LABEL_0, LABEL_1, … Raises
     BadInput where names and numbers are mixed and nothing says which is which, for numbers below 0 and for too many.
     """
-    asked = loaded.config.labels
-    if isinstance(asked, list):
-        return asked
+    labels = loaded.config.labels
+    if isinstance(labels, list):
+        return labels
     names: set[str] = set()
     numbers: set[int] = set()
     for source in loaded.config.sources:
@@ -143,10 +143,10 @@ def labels_of(loaded: LoadedConfig) -> list[str]:
             f"{where}every text has the label {printable(repr(only), 40)}; there is nothing to tell apart: add texts"
             " with others"
         )
-    if asked is not None and (names or count > asked):
+    if labels is not None and (names or count > labels):
         has = f"{count} names" if names else f"the label {count - 1}"
         raise BadInput(
-            f"{loaded.where('labels')}`labels` is {asked}, and the texts have {has}; "
+            f"{loaded.where('labels')}`labels` is {labels}, and the texts have {has}; "
             + ("leave it out, or name them all" if names else f"labels are numbered from 0, so use {count} at least")
         )
-    return sorted(names) if names else [f"LABEL_{number}" for number in range(asked or count)]
+    return sorted(names) if names else [f"LABEL_{number}" for number in range(labels or count)]

@@ -32,7 +32,7 @@ from surgeon.train.backends import missing_for_attention, missing_for_tracker
 from surgeon.train.config.loading import LoadedConfig
 from surgeon.train.config.schema import originals_of
 from surgeon.train.config.settings import Settings, settle
-from surgeon.train.processes.launching import Sharding, sharding_asked
+from surgeon.train.processes.launching import Sharding, requested_sharding
 from surgeon.train.trainable.lora_targets import lora_set
 
 _T = TypeVar("_T")
@@ -77,7 +77,7 @@ def prepare(
         raise BadInput(f"--device {printable(device)}: training takes auto, cpu or cuda; CUDA_VISIBLE_DEVICES chooses")
     devices.check(device)
     wrong: list[str] = []
-    sharding = _tried(lambda: sharding_asked(loaded.config), wrong)
+    sharding = _tried(lambda: requested_sharding(loaded.config), wrong)
     anatomy = dissect(out.config, out.tensors, out.own)
     wanted = _tried(lambda: _wanted(out, manifest, loaded, anatomy), wrong)
     settled_for, settled, within, notes = None, None, None, []

@@ -51,12 +51,12 @@ def write_sources(
     Raises:
         BadInput: as `recall`.
     """
-    asked = list(_asked(loaded))
+    generated = list(_generated_sources(loaded))
     ranks = Ranks.of_environment()
-    if not asked:
+    if not generated:
         return
     if ranks.size == 1:
-        _write(asked, out, loaded, target, device, listener, take_over)
+        _write(generated, out, loaded, target, device, listener, take_over)
         return
     join(devices.resolve(device))
     with waiting(ranks) as ranks:
@@ -64,7 +64,7 @@ def write_sources(
             ranks.receive()
             return
         with ranks.leading():
-            _write(asked, out, loaded, target, device, listener, take_over)
+            _write(generated, out, loaded, target, device, listener, take_over)
 
 
 def join(device: str) -> None:
@@ -76,8 +76,8 @@ def join(device: str) -> None:
     accelerate.PartialState(cpu=device == "cpu", timeout=datetime.timedelta(seconds=seconds))
 
 
-def _asked(loaded: LoadedConfig) -> Iterator[tuple[SourceSpec, GenerateSpec]]:
-    """The sources that the model writes, and what is asked of it."""
+def _generated_sources(loaded: LoadedConfig) -> Iterator[tuple[SourceSpec, GenerateSpec]]:
+    """Yield the sources that the model writes, with their settings."""
     for source in loaded.config.sources:
         if source.generate is not None:
             prompts = source.prompts
@@ -96,14 +96,14 @@ def _write(
     take_over: bool,
 ) -> None:
     folder = memory_folder(target)
-    for source, asked in sources:
-        listener.say(f"source {source.name}: the model writes {asked.tokens:,} tokens")
+    for source, spec in sources:
+        listener.say(f"source {source.name}: the model writes {spec.tokens:,} tokens")
         with writing(folder), WorkFolder(folder, target=target):
             # It is ours, and nothing in it is a link.
             pass
         recalled(
             out,
-            asked,
+            spec,
             written_source(folder, source),
             shown=str(out.path),
             seed=loaded.config.seed,
@@ -152,17 +152,17 @@ def imagined_sources(
     texts: dict[str, Corpus] = {}
     notes: list[str] = []
     seconds = 0.0
-    for source, asked in _asked(loaded):
+    for source, spec in _generated_sources(loaded):
         if written_source(memory_folder(target), source).is_file():
             continue
         say(f"source {source.name}: the model writes a batch of documents, to see what and how fast")
-        sample = sampled(out, asked, seed=loaded.config.seed, dtype=loaded.config.dtype, device=device, say=say)
-        count = max(1, round(asked.tokens * len(sample.documents) / sample.tokens))
-        takes = sample.seconds * asked.tokens / sample.tokens
+        sample = sampled(out, spec, seed=loaded.config.seed, dtype=loaded.config.dtype, device=device, say=say)
+        count = max(1, round(spec.tokens * len(sample.documents) / sample.tokens))
+        takes = sample.seconds * spec.tokens / sample.tokens
         seconds += takes
         texts[source.name] = Repeated(sample.documents, count, shown=f"source {source.name}")
         notes.append(
-            f"source {source.name}: not written yet; its {asked.tokens:,} tokens would take about"
+            f"source {source.name}: not written yet; its {spec.tokens:,} tokens would take about"
             f" {datetime.timedelta(seconds=round(takes))}, by one batch of {sample.written} documents, of which"
             f" {len(sample.documents)} were kept and stand for all"
         )

@@ -57,7 +57,7 @@ from surgeon.train.saved.checkpoints import (
     step_of,
 )
 from surgeon.train.saved.saving import Saving
-from surgeon.train.saved.work_folder import fingerprint_of, held_by_run
+from surgeon.train.saved.work_folder import fingerprint_of, own_work_folder
 from surgeon.train.self_generated import memory_folder, write_sources
 from surgeon.train.steps.arguments import training_arguments
 from surgeon.train.steps.by_document import by_document
@@ -111,7 +111,7 @@ def run_training(
     fingerprint = fingerprint_of(loaded, settings, digests, data)
     with (
         writing(run.work, kept=kept),
-        held_by_run(run.work, target, fingerprint, leads=ranks.leads, take_over=take_over, say=say) as work,
+        own_work_folder(run.work, target, fingerprint, leads=ranks.leads, take_over=take_over, say=say) as work,
     ):
         # Another run may have made it before this one held the folder.
         check_destination(target, out.path)

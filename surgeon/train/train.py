@@ -77,7 +77,7 @@ def train(
         WrongSet: anything else would train.
         Diverged: the loss is no number any more.
     """
-    asked = _asked(out, config, to, overrides, device, trust_remote_code)
+    checked = _checked(out, config, to, overrides, device, trust_remote_code)
     listener = listener or Quiet()
 
     from surgeon.train.session import run_training
@@ -86,9 +86,9 @@ def train(
         from surgeon.rework.make_delta import make_delta_of
 
         run = CheckpointFolder.open(whole, trust_remote_code=trust_remote_code)
-        make_delta_of(run, asked.target, None, metadata_of(run), listener)
+        make_delta_of(run, checked.target, None, metadata_of(run), listener)
 
-    with _with_head(asked, None, device, trust_remote_code, listener) as headed:
+    with _with_head(checked, None, device, trust_remote_code, listener) as headed:
         deliver = as_delta if delta_only else None
         return headed.given_to(
             run_training, device=device, listener=listener, deliver=deliver, link=link, take_over=take_over
@@ -122,7 +122,7 @@ def rehearse(
     Raises:
         BadInput: as `train`, and where a micro-batch does not fit into memory.
     """
-    asked = _asked(out, config, to, overrides, device, trust_remote_code)
+    checked = _checked(out, config, to, overrides, device, trust_remote_code)
     if Ranks.of_environment().size > 1:
         raise BadInput("torchrun: `--dry-run` times one process; run it without torchrun")
 
@@ -131,16 +131,16 @@ def rehearse(
     from surgeon.train.self_generated import imagined_sources
 
     listener = listener or Quiet()
-    imagined = imagined_sources(asked.out, asked.loaded, asked.target, device=device, say=listener.say)
+    imagined = imagined_sources(checked.out, checked.loaded, checked.target, device=device, say=listener.say)
     with (
         tempfile.TemporaryDirectory(prefix="surgeon-head-") as room,
-        _with_head(asked, Path(room) / "head", device, trust_remote_code, listener) as headed,
+        _with_head(checked, Path(room) / "head", device, trust_remote_code, listener) as headed,
     ):
         run = headed.given_to(opened_run, device=device, listener=listener, imagined=imagined.texts)
         return measured(run, imagined)
 
 
-class _Asked(NamedTuple):
+class _Checked(NamedTuple):
     """A run whose config and output were read, and fit each other."""
 
     out: CheckpointFolder
@@ -154,14 +154,14 @@ class _Asked(NamedTuple):
         return call(self.out, self.manifest, self.loaded, self.target, prepared=self.prepared, **more)
 
 
-def _asked(
+def _checked(
     out: str | Path,
     config: str | Path | LoadedConfig,
     to: str | Path,
     overrides: Sequence[str],
     device: str,
     trust_remote_code: bool,
-) -> _Asked:
+) -> _Checked:
     """Everything about a run that is checked without torch. Raises BadInput with all that is wrong."""
     if isinstance(config, LoadedConfig):
         if overrides:
@@ -176,34 +176,34 @@ def _asked(
     manifest, target = None if folder.manifest is None else manifest_of(folder), Path(to)
     processes = Ranks.of_environment().size
     prepared = prepare(folder, manifest, loaded, target, device=device, processes=processes)
-    return _Asked(folder, manifest, loaded, target, prepared)
+    return _Checked(folder, manifest, loaded, target, prepared)
 
 
 @contextlib.contextmanager
 def _with_head(
-    asked: _Asked, folder: Path | None, device: str, trust_remote_code: bool, listener: Listener
-) -> Iterator[_Asked]:
+    checked: _Checked, folder: Path | None, device: str, trust_remote_code: bool, listener: Listener
+) -> Iterator[_Checked]:
     """The same, of an encoder without a head with the one that its labels need, which lies in `folder` (None: beside
     the target) while inside."""
-    if not asked.prepared.headless:
-        yield asked
+    if not checked.prepared.headless:
+        yield checked
         return
 
     from surgeon.train.new_head import headed, headed_folder
     from surgeon.train.preparing import prepared_with_head
 
     with headed(
-        asked.out,
-        asked.loaded,
-        folder or headed_folder(asked.target),
-        asked.target,
+        checked.out,
+        checked.loaded,
+        folder or headed_folder(checked.target),
+        checked.target,
         device=device,
         trust_remote_code=trust_remote_code,
         listener=listener,
     ) as out:
         manifest = manifest_of(out)
-        prepared = prepared_with_head(asked.prepared, out, manifest, asked.loaded)
-        yield asked._replace(out=out, manifest=manifest, prepared=prepared)
+        prepared = prepared_with_head(checked.prepared, out, manifest, checked.loaded)
+        yield checked._replace(out=out, manifest=manifest, prepared=prepared)
 
 
 def trained_view(trained: Trained) -> RenderableType:

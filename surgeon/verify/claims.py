@@ -34,10 +34,11 @@ from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, TokenizerJson, wi
 from surgeon.checkpoint.weights import INDEX_FILE, MAX_INDEX_BYTES, SINGLE_FILE
 from surgeon.common.json_results import same_json
 from surgeon.manifest.card import card
-from surgeon.manifest.compose import compose, plugins_of
-from surgeon.manifest.manifest import Base, Manifest, ModelEntry, adapters_of, measured_of, vocabularies_of
+from surgeon.manifest.compose import Written, compose, plugins_of
+from surgeon.manifest.manifest import Base, Manifest, ModelEntry
 from surgeon.manifest.run_files import ADAPTER_FOLDER, KEPT_FOLDER
 from surgeon.models.templates import TEMPLATE_FILE
+from surgeon.operations.prepare import Facts
 from surgeon.plan.plan import LoadedPlan
 from surgeon.verify.check import Check, some
 from surgeon.verify.side_files import check_beside
@@ -59,13 +60,15 @@ def base_differences(claimed: Base, found: Base) -> list[str]:
     return wrong
 
 
-def manifest_differences(manifest: Manifest, loaded: LoadedPlan, blueprint: Blueprint) -> list[str]:
-    """Where a manifest says something else than its plan makes of its base, field by field; see `base_differences`."""
+def manifest_differences(
+    manifest: Manifest, loaded: LoadedPlan, blueprint: Blueprint, facts: Mapping[int, Facts]
+) -> list[str]:
+    """Where a manifest says something else than its plan makes of its base, field by field; see `base_differences`.
+
+    `facts` are those that the manifest keeps, by which the blueprint was drawn.
+    """
     native = str(manifest.base.config.get("model_type"))
     base = manifest.base.model_copy(update={"model_type": native, "layers": len(blueprint.layer_of_base)})
-    plan_adapters = {name for operation in loaded.plan.operations for name in operation.adapters}
-    plan_models = [name for operation in loaded.plan.operations for name in operation.models]
-    adapters = adapters_of(manifest, file=MANIFEST_FILE)
     texts = [coupling.support.text for coupling in blueprint.couplings.values() if coupling.support is not None]
     made_of = (each for output in blueprint.outputs if output.new for each in output.recipe.walk())
     fits = dict.fromkeys(each.own_fit for each in made_of if each.own_fit is not None)
@@ -74,15 +77,15 @@ def manifest_differences(manifest: Manifest, loaded: LoadedPlan, blueprint: Blue
         blueprint,
         base,
         manifest.lineage,
-        digests={o.name: _at_birth(o, manifest, base) for o in blueprint.outputs if o.new},
-        maps={name: manifest.transport_maps.get(name, {}) for name in blueprint.couplings},
-        texts={name: manifest.texts.get(name, "0" * 64) for name in texts},
-        adapters={name: facts for name, facts in adapters.items() if name in plan_adapters},
-        files=manifest.files,
-        vocabularies=vocabularies_of(manifest, file=MANIFEST_FILE),
-        models={name: manifest.models.get(name, ModelEntry(id=name, sha256="0" * 64)) for name in plan_models},
-        measured=measured_of(manifest),
-        fits={name: manifest.fits[name].model_dump() for name in fits if name in manifest.fits},
+        facts,
+        Written(
+            digests={o.name: _at_birth(o, manifest, base) for o in blueprint.outputs if o.new},
+            files=manifest.files,
+            reports={name: manifest.transport_maps.get(name, {}) for name in blueprint.couplings}
+            | {name: manifest.fits[name].model_dump() for name in fits if name in manifest.fits},
+            texts={name: manifest.texts.get(name, "0" * 64) for name in texts},
+            models={n: manifest.models.get(n, ModelEntry(id=n, sha256="0" * 64)) for n in blueprint.taken},
+        ),
     ).data()
     found = manifest.data()
     # Versions are noted (`check_origin`), what training left is compared with the tensors' bytes, lineages with bases'.

@@ -155,7 +155,7 @@ def redrawn(
         blueprint = step.blueprint
         beside = Beside.of(blueprint, claimed, manifest).names
         wrong += [f"{where}files.{name}" for name in beside ^ manifest.files.keys() if name != RECORD_FILE]
-        wrong += [f"{where}{path}" for path in manifest_differences(manifest, step.loaded, blueprint)]
+        wrong += [f"{where}{path}" for path in manifest_differences(manifest, step.loaded, blueprint, step.facts)]
         drawn.append(step)
         trains_all = any(record.trains == "all" for each in drawn for record in each.blueprint.operations)
         moved = {o.name: of for o in blueprint.outputs if (of := _unchanged(o, tensors)) is not None}

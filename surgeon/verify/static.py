@@ -26,13 +26,12 @@ from surgeon.errors import printable
 from surgeon.families.anatomy import Anatomy
 from surgeon.families.dissect import dissect
 from surgeon.manifest.compose import BaseId, base_entry, surgeries_of
+from surgeon.manifest.facts import facts_of
 from surgeon.manifest.manifest import (
     Base,
     Manifest,
-    adapters_of,
-    measured_of,
-    vocabularies_of,
 )
+from surgeon.operations.prepare import Facts
 from surgeon.plan.plan import LoadedPlan, draw, recorded_plan
 from surgeon.verify.base_bytes import Original, check_base_bytes
 from surgeon.verify.check import Check, some
@@ -54,11 +53,12 @@ ANOTHER_BASE = "not the base this was made from; differing"
 
 @dataclass(frozen=True)
 class Drawn:
-    """What the plan in a manifest makes of a base, by their headers alone."""
+    """What the plan in a manifest makes of a base, by headers and by the facts that the manifest keeps."""
 
     loaded: LoadedPlan
     blueprint: Blueprint
     anatomy: Anatomy
+    facts: Mapping[int, Facts]
 
     @classmethod
     def of(
@@ -72,8 +72,8 @@ class Drawn:
         """Draw the plan of a manifest, which stands in `file`. Raises BadInput where that cannot be done."""
         loaded = recorded_plan(manifest.plan, source=f"{file} (plan)")
         anatomy = dissect(config, tensors, own)
-        adapters, grown = adapters_of(manifest, file=file), vocabularies_of(manifest, file=file)
-        return cls(loaded, draw(loaded, anatomy, config, adapters, grown, measured_of(manifest)), anatomy)
+        facts = facts_of(manifest, loaded.plan, file=file)
+        return cls(loaded, draw(loaded, anatomy, config, facts), anatomy, facts)
 
 
 def check_static(
@@ -97,7 +97,7 @@ def check_static(
     return [
         *described,
         Check.of("base", wrong, ANOTHER_BASE, f"the one operated on, by {len(digests[0])} digests of tensors"),
-        check_manifest(manifest_differences(manifest, drawn.loaded, blueprint)),
+        check_manifest(manifest_differences(manifest, drawn.loaded, blueprint, drawn.facts)),
         *check_origin(manifest, blueprint),
         *check_files(manifest, out, Beside.of(blueprint, found, manifest), metadata_of(base)),
         check_base_bytes(blueprint, manifest, Original(base, digests[0]), out, digests[1]),

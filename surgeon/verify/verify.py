@@ -121,11 +121,24 @@ def verify(
 ) -> Verification:
     """Check `out` against `base`: bytes first, then logits (prefill and cached decode) on real tokens.
 
-    `base` is what the last surgery was carried out on, or an earlier state: the first base, say, of several surgeries.
+    Args:
+        base: What the last surgery was carried out on, or an earlier state: the first base, say, of several surgeries.
+        out: The output.
+        logits: Whether models are run where the bytes are as promised.
+        streamed: Whether one layer of each model is in memory at a time.
+        text: A file to take tokens from (plain text or JSON lines); None: the probe text that surgeon brings.
+        window: Tokens in each sequence.
+        windows: How many sequences are taken; 0: all of the text.
+        dtypes: In which dtypes the models run: auto (the checkpoint's), float32, bfloat16, float16.
+        device: auto, cpu, cuda or cuda:N.
+        trust_remote_code: Whether the checkpoints' own code may run.
+        listener: Receives progress and notes.
 
-    `text` is a file to take tokens from (plain text or JSON lines), None the probe text that surgeon brings;
-    `windows` 0 takes all of it. `streamed` holds one layer of each model at a time. Raises BadInput for what
-    is no output of surgeon; a broken promise is reported in the result.
+    Returns:
+        Every check and comparison; a broken promise is in it, and is not raised.
+
+    Raises:
+        BadInput: `out` is no output of surgeon, or an option is out of range.
     """
     listener = listener or Quiet()
     if unknown := set(dtypes) - {"auto", "float32", "bfloat16", "float16"}:
@@ -157,10 +170,6 @@ def verify(
     from surgeon.models.tokens import token_batches
 
     tokens = token_batches(Path(base), text=text, window=window, windows=windows, vocabulary=anatomy.sizes.vocabulary)
-    image = _Image.of(base_folder, streamed=streamed)
-    # Each is trusted as it was opened, for itself.
-    folders = base_folder, out_folder
-    options: dict[str, Any] = {"device": devices.resolve(device)}
     found = Verification(
         proof.promise,
         proof.checks,
@@ -169,36 +178,65 @@ def verify(
         gated=_is_gated(out_folder),
         tail_alone=proof.tail_alone,
     )
+    # Each is trusted as it was opened.
+    folders, device = (base_folder, out_folder), devices.resolve(device)
+    image = _Image.of(base_folder, streamed=streamed)
     if streamed:
-        from surgeon.models.compare_streamed import compare_streamed
-
-        listener.say(f"comparing logits ({', '.join(dtypes)}) on {tokens.source}")
-        layered = compare_streamed(
-            *folders,
-            tokens.ids,
-            dtypes=dtypes,
-            layer_of_base=proof.layer_of_base,
-            progress=_shown(listener),
-            more=proof.more,
-            **options,
-        )
-        found.streamed.extend(layered)
-        found.comparisons.extend(mode for each in layered for mode in each.logits)
+        _add_streamed(found, proof, folders, tokens.ids, dtypes, device, listener)
     for dtype in () if streamed else dtypes:
         listener.say(f"comparing logits ({dtype}) on {tokens.source}")
-        if anatomy.family.encoder:
-            from surgeon.models.encoders import auto_class, compare_encoders
-
-            auto = auto_class(base_folder.config)
-            found.comparisons.append(compare_encoders(*folders, tokens.ids, auto=auto, dtype=dtype, **options))
-        else:
-            from surgeon.models.compare import compare_models, load_pair
-
-            pair = load_pair(*folders, dtype=dtype, **options)
-            found.comparisons.extend(compare_models(*pair, tokens.ids, more=proof.more, **options))
-            found.comparisons.extend(image.compared(*pair, more=proof.more, **options))
+        _add_whole(found, proof, folders, tokens.ids, dtype, device, None if anatomy.family.encoder else image)
     found.checks.extend(image.notes)
     return found
+
+
+def _add_streamed(
+    found: Verification,
+    proof: _Static,
+    folders: tuple[CheckpointFolder, CheckpointFolder],
+    ids: Tensor,
+    dtypes: Sequence[str],
+    device: str,
+    listener: Listener,
+) -> None:
+    """Add the comparisons of two checkpoints layer by layer, in all dtypes at once."""
+    from surgeon.models.compare_streamed import compare_streamed
+
+    listener.say(f"comparing logits ({', '.join(dtypes)}) on {found.tokens}")
+    layered = compare_streamed(
+        *folders,
+        ids,
+        dtypes=dtypes,
+        layer_of_base=proof.layer_of_base,
+        progress=_shown(listener),
+        more=proof.more,
+        device=device,
+    )
+    found.streamed.extend(layered)
+    found.comparisons.extend(mode for each in layered for mode in each.logits)
+
+
+def _add_whole(
+    found: Verification,
+    proof: _Static,
+    folders: tuple[CheckpointFolder, CheckpointFolder],
+    ids: Tensor,
+    dtype: str,
+    device: str,
+    image: _Image | None,
+) -> None:
+    """Add the comparisons of two checkpoints in memory, in one dtype; without an `image` they are encoders."""
+    if image is None:
+        from surgeon.models.encoders import auto_class, compare_encoders
+
+        auto = auto_class(folders[0].config)
+        found.comparisons.append(compare_encoders(*folders, ids, auto=auto, dtype=dtype, device=device))
+        return
+    from surgeon.models.compare import compare_models, load_pair
+
+    pair = load_pair(*folders, dtype=dtype, device=device)
+    found.comparisons.extend(compare_models(*pair, ids, more=proof.more, device=device))
+    found.comparisons.extend(image.compared(*pair, more=proof.more, device=device))
 
 
 def _is_gated(out: CheckpointFolder) -> bool:

@@ -43,9 +43,10 @@ def test_a_command_has_every_parameter_of_its_function_with_its_default(name: st
         option, spelling = options[parameter.name], CALLING[name]._spelling(parameter.name)
         assert option.required == (parameter.default is parameter.empty)
         assert option.help
+        # A flag without its opposite turns something on.
+        assert option.default is not True or option.secondary_opts
         if option.default is not None:
-            made = spelling.convert(option.default) if spelling.convert else option.default
-            assert (not made if spelling.off else made) == parameter.default
+            assert spelling.value(option.default) == parameter.default
         elif not option.required:
             assert parameter.default is None or not parameter.default or parameter.default == ("auto",)
 

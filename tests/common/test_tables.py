@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 import surgeon
-from surgeon.apply.preview import preview_view
+from surgeon.apply.preview_view import preview_view
 from surgeon.common.json_results import by_number
 from surgeon.common.tables import FittedTable
 from surgeon.data.scores import Ratio

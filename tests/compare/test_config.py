@@ -12,7 +12,7 @@ import pytest
 from surgeon.compare.config.loading import LoadedStudy, json_schema, load_study
 from surgeon.compare.config.schema import PEERS
 from surgeon.compare.config.settings import measured_names, recalled_by, training_config
-from surgeon.compare.schedule import Run, rates_of, wanted
+from surgeon.compare.schedule import Run, rates_of, runs_left
 from surgeon.errors import BadInput
 from surgeon.plan.shipped import shipped_plans, shipped_studies
 from surgeon.train.config.schema import TrainConfig
@@ -138,7 +138,7 @@ def extended(tmp_path: Path, law: Law, more: str = "") -> tuple[list[float], str
     method, remedy = study.entries[0]
     losses: dict[Run, tuple[float, float]] = {}
     for _ in range(60):
-        runs = list(wanted(study, losses))
+        runs = list(runs_left(study, losses))
         if not runs:
             found = rates_of(study, method, remedy, losses)
             assert found.settled and len(losses) == study.seeds * len(found.rates)
@@ -168,7 +168,7 @@ def test_rates_extend_until_the_best_is_inside(tmp_path: Path) -> None:
 
 def test_a_pilot_takes_the_middle_rate_of_every_method_first(tmp_path: Path) -> None:
     study = written(tmp_path).config
-    runs = list(wanted(study, {}, broad=True))
+    runs = list(runs_left(study, {}, broad=True))
     assert [(run.method, run.rate) for run in runs[:5]] == [
         ("full", 3e-4),
         ("lora", 3e-4),
@@ -178,8 +178,8 @@ def test_a_pilot_takes_the_middle_rate_of_every_method_first(tmp_path: Path) -> 
     ]
     # What is finished keeps its turn: the next method's first run comes before the first one's second.
     done = dict.fromkeys(runs[:1], (5.0, 2.0))
-    assert next(iter(wanted(study, done, broad=True))) == runs[1]
-    whole = list(wanted(study, {}))
+    assert next(iter(runs_left(study, done, broad=True))) == runs[1]
+    whole = list(runs_left(study, {}))
     assert [run.method for run in whole[:5]] == ["full"] * 4 + ["lora"] and set(whole) == set(runs)
 
 

@@ -13,6 +13,7 @@ from surgeon.checkpoint.folder import CheckpointFolder, holds_pieces
 from surgeon.checkpoint.pieces import Pieces, Span
 from surgeon.errors import BadInput
 from surgeon.manifest.manifest import Manifest, NewTensor
+from surgeon.manifest.moves import has_other_names, left_at, made_of_base
 from surgeon.manifest.reading import manifest_of, parse
 from surgeon.manifest.recipe_words import Held, ImpossiblePieces, held_of
 from surgeon.verify.static import Drawn
@@ -61,6 +62,28 @@ def test_what_the_words_say() -> None:
     wider = held({"joined": between, "axis": 0, "sizes": [2, 3, 4]}, 9, 4)
     assert wider.pieces.spans == (Span("table", 0, 16), Span("table", 16, 32, 40))
     assert held({"average": [{"copy": "table"}, {"copy": "table"}]}, 6, 4) == Held(Pieces(48, ()), Pieces(48, ()))
+
+
+def test_where_a_surgery_left_what_the_base_held() -> None:
+    """At home, in what took it in, or nowhere: what begins as a copy of it is no place of its own."""
+    made = {
+        "row": ({"average": [{"copy": "row"}, {"copy": "row"}]}, [4]),
+        "other": ({"copy": "row"}, [4]),
+        "more": ({"copy": "experts"}, [3, 4, 2]),
+        "lower": ({"rows": [["table", 2, 6]], "still": True}, [4, 4]),
+        "upper": ({"rows": [["table", 0, 2]], "still": False}, [2, 4]),
+    }
+    new = {
+        name: NewTensor(dtype="F16", shape=shape, sha256="0" * 64, operation=0, recipe=recipe)
+        for name, (recipe, shape) in made.items()
+    }
+    manifest = surgery().model_copy(update={"new_tensors": new})
+    found = left_at(manifest, ["row", "experts", "table"])
+    assert not found["row"].spans
+    assert found["experts"] == Pieces.whole("experts", 48)
+    assert found["table"] == Pieces(48, (Span("upper", 0, 16), Span("lower", 0, 32, 16)))
+    assert made_of_base(manifest).keys() == {"lower", "upper"}
+    assert has_other_names(manifest)
 
 
 IMPOSSIBLE: list[tuple[dict[str, Any], list[int]]] = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,20 @@ def test_a_tokenizer_that_does_not_end_well(tmp_path: Path) -> None:
     bombs = {"type": "Sequence", "normalizers": [replaced("a", "a" * 100)] * 6}
     found = refused(changed(tmp_path / "bloats", normalizer=bombs), "a")
     assert "was stopped after" in found or "short of memory perhaps" in found or "fails on a text" in found
+
+
+def test_nothing_that_is_open_here_stays_open_in_it(tmp_path: Path) -> None:
+    """Another process that waits for the end of its input is not kept waiting."""
+    add_tokenizer(tmp_path, template=CHAT_TEMPLATE)
+    reads, writes = os.pipe()
+    found, _ = open_tokenizer(tmp_path)
+    assert found is not None and found.ids("w5") == [15]
+    os.close(writes)
+    os.set_blocking(reads, False)
+    # Where the child had the other end, this would be a BlockingIOError.
+    assert os.read(reads, 1) == b""
+    os.close(reads)
+    assert found.ids("w5") == [15]
 
 
 def test_it_is_the_tokenizer_itself(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -14,10 +14,10 @@ import transformers
 from typer.testing import CliRunner
 
 import surgeon
-from surgeon.blueprint.measured import collapsed
 from surgeon.cli import app
 from surgeon.errors import BadInput
 from surgeon.families.skeleton import CAUSAL
+from surgeon.models.layer_choice import collapsed
 from tests import tiny, vocabularies
 from tests.checkpoints import add_letters, weights
 from tests.decoders import tiny_decoder

@@ -104,7 +104,7 @@ def test_facts_about_one_operation_of_a_plan_are_its_own() -> None:
     text += "  - {op: insert_layers, where: all, init: {kind: shuffle, reg: 0.5}}\n"
     text += "  - {op: insert_layers, where: all, init: {kind: copy}}\n"
     imported, routed, fused, copied = parse_plan(text).plan.operations
-    assert [operation.adapters for operation in (imported, routed, fused)] == [("me/adapter",), (), ()]
+    assert [operation.facts_key(number) for number, operation in enumerate((imported, routed))] == ["me/adapter", None]
     assert [operation.needs_task_ids for operation in (imported, routed, fused)] == [False, True, False]
     assert fused.transport_settings is not None and fused.transport_settings["reg"] == 0.5
     assert copied.transport_settings is None

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from surgeon.common.formatting import show
 from surgeon.errors import BadInput
 from surgeon.families.format_depth import other_scale
 from surgeon.families.periods import broken_pattern, period_of
@@ -19,7 +20,6 @@ from surgeon.operations.selectors import (
     select_gaps,
     select_layers,
     select_periods,
-    show,
     spread,
 )
 

@@ -7,9 +7,6 @@ Everything runs in processes of its own, in which the package is installed or is
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -19,45 +16,14 @@ import yaml
 from tests.checkpoints import weights
 from tests.decoders import tiny_decoder
 from tests.elsewhere import WITHOUT_SURGEON, load_elsewhere, run_elsewhere
+from tests.plugin.packages import COMMAND, install, run
 from tests.train.test_train import CONFIG, base_of
-from tests.warm import warm
-
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 
 SCALE: dict[str, Any] = {"op": "scale_ffn", "layers": [0, 2, 3]}
 CONTROL: dict[str, Any] = {"op": "control_llm", "layers": [2], "interpolator": {"kind": "channels"}}
 ADAPTERS: dict[str, Any] = {"op": "gated_adapters", "layers": [1], "size": 8}
 
 
-def install(site: Path, *, name: str = "surgeon_scale", entry_points: str | None = None, code: str = "") -> Path:
-    """What installing the package leaves behind; `code` is that of another one."""
-    if name == "surgeon_scale":
-        shutil.copytree(HERE / name, site / name, ignore=shutil.ignore_patterns("__pycache__"))
-    info = site / f"{name}-0.1.dist-info"
-    info.mkdir(parents=True)
-    if code:
-        (site / f"{name}.py").write_text(code, encoding="utf-8")
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 0.1\n")
-    (info / "entry_points.txt").write_text(entry_points or (HERE / "entry_points.txt").read_text())
-    return site
-
-
-def run(code: str, *arguments: object, site: Path | None, expect: int = 0) -> str:
-    """Run code that uses surgeon, with the package installed in `site` or without it; its output, or its error."""
-    path = os.pathsep.join(map(str, [ROOT] if site is None else [site, ROOT]))
-    ran = subprocess.run(
-        [*warm(), "-c", code, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-    )
-    assert ran.returncode == expect, ran.stderr[-3000:]
-    return ran.stdout if expect == 0 else ran.stderr
-
-
-COMMAND = "from surgeon.cli import main; main()"
 GROW = """
 import sys, surgeon
 plan, base, out = sys.argv[1:]
@@ -249,7 +215,7 @@ from surgeon.operations.operation import Operation
 class Ends(Operation):
     "Ends Python."
     op: Literal["ends"]
-    def edit(self, draft, number):
+    def edit(self, draft, facts):
         raise SystemExit(0)
 """
 

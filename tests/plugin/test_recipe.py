@@ -12,7 +12,7 @@ import yaml
 
 from tests import tiny
 from tests.checkpoints import weights
-from tests.plugin.test_plugin import COMMAND, HERE, install, run
+from tests.plugin.packages import COMMAND, HERE, install, run
 
 APPLY = """
 import sys, surgeon

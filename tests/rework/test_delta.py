@@ -26,6 +26,7 @@ from tests import tiny
 from tests.checkpoint.stand_in_hub import Hub
 from tests.checkpoints import train, write_plan
 from tests.commands import refused
+from tests.decoders import tiny_decoder
 from tests.rework.test_revert import ADAPTERS, CONTROL, INSERT
 from tests.share.test_push import hub as hub  # the fixture
 from tests.train.test_train import config, grown
@@ -52,6 +53,29 @@ def account(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     return empty
+
+
+@pytest.mark.parametrize(
+    ("kind", "operation", "brought"),
+    [
+        # Query, key and value are rows of one matrix of the base; what is for each layer is its parts in another order.
+        ("phi3", {"op": "upcycle_experts", "experts": 2, "top_k": 1}, "self_attn.q_proj.weight"),
+        ("gemma4_text", INSERT | {"where": {"after": [1]}}, "embed_tokens_per_layer.weight"),
+    ],
+)
+def test_what_is_put_together_of_the_base_is_not_in_a_delta(
+    kind: str, operation: dict[str, Any], brought: str, tmp_path: Path
+) -> None:
+    changes: dict[str, Any] = {"sliding_window": None} if kind == "phi3" else {"hidden_size_per_layer_input": 8}
+    base, out = tiny_decoder(tmp_path / "base", kind, **changes), tmp_path / "out"
+    surgeon.apply(write_plan(tmp_path / "plan.yaml", [operation]), str(base), out)
+    made = surgeon.inspect(out).manifest
+    assert made is not None and any(brought in name for name in made.new_tensors)
+    surgeon.make_delta(out, tmp_path / "delta")
+    held = {name for path in (tmp_path / "delta").glob("*.safetensors") for name in load_file(path)}
+    assert held and not any(brought in name for name in held)
+    surgeon.apply_delta(tmp_path / "delta", str(base), tmp_path / "again")
+    assert files(tmp_path / "again") == files(out)
 
 
 def files(folder: Path) -> dict[str, bytes]:

@@ -154,7 +154,7 @@ def test_the_run_is_judged_and_loads_elsewhere(trained: tuple[Path, Any], tmp_pa
     named = run_elsewhere(ELSEWHERE, str(folder / "run"), str(folder / "words.jsonl"), cache=tmp_path)
     assert after.accuracy.value == pytest.approx(np.mean([a == b for a, b in zip(named, wanted, strict=True)]))
     held = surgeon.evaluate(folder / "run", config(folder), labels=True, length=24, device="cpu")
-    (only,) = held.models[0][1]
+    (only,) = held.models[0].sources
     assert only.accuracy.value == run.scores["words"]["accuracy"]
     assert only.loss.value == pytest.approx(run.losses["words"][1], rel=1e-5)
     json.dumps(found.to_json())
@@ -272,12 +272,12 @@ def test_an_encoder_without_a_head_gets_one(headless: Path, tmp_path: Path) -> N
     surgeon.revert(tmp_path / "run", tmp_path / "back", to=0)
     assert digests(tmp_path / "back") == digests(headless / "base")
     judged = surgeon.evaluate(tmp_path / "run", asked, labels=True, length=24, device="cpu")
-    assert judged.models[0][1][0].accuracy.value == run.scores["words"]["accuracy"]
+    assert judged.models[0].sources[0].accuracy.value == run.scores["words"]["accuracy"]
     whole = surgeon.evaluate(tmp_path / "run", headless / "words.jsonl", labels=True, length=24, most=0, device="cpu")
     named = run_elsewhere(ELSEWHERE, str(tmp_path / "run"), str(headless / "words.jsonl"), cache=tmp_path)
     wanted = [json.loads(line)["label"] for line in (headless / "words.jsonl").read_text().splitlines()]
     right = np.mean([a == b for a, b in zip(named, wanted, strict=True)])
-    assert whole.models[0][1][0].accuracy.value == pytest.approx(right)
+    assert whole.models[0].sources[0].accuracy.value == pytest.approx(right)
     # The head of an earlier run is the next run's to train, and no new one is made.
     again = surgeon.train(tmp_path / "run", config(headless, what="head", steps=2), tmp_path / "more", device="cpu")
     assert again is not None

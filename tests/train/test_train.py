@@ -37,7 +37,7 @@ from surgeon.models.templates import TEMPLATES
 from surgeon.train import publishing, session
 from surgeon.train.losses.held_out import losses_by_source
 from surgeon.train.saved.checkpoints import RunRecord, drop_what_does_not_count, newest_checkpoint, step_of
-from surgeon.train.saved.work_folder import held_by_run, work_folder
+from surgeon.train.saved.work_folder import own_work_folder, work_folder
 from surgeon.train.steps import trainer
 from surgeon.train.steps.trainer import TRAINED_FILE
 from surgeon.train.train import rehearsal_view, trained_view
@@ -457,7 +457,7 @@ def begun(cut_off: Path, folder: Path, **given: Any) -> list[str]:
     record = RunRecord.read(work_folder(cut_off / "run"))
     assert record is not None
     asked: dict[str, Any] = {"leads": True, "take_over": False, "say": said.append} | given
-    with held_by_run(work_folder(folder / "run"), folder / "run", record.fingerprint, **asked):
+    with own_work_folder(work_folder(folder / "run"), folder / "run", record.fingerprint, **asked):
         pass
     return said
 

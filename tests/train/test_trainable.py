@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import surgeon
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
 from surgeon.manifest.manifest import Manifest
 from surgeon.manifest.reading import parse
-from surgeon.manifest.trainable import TrainableSet, trainable_set
+from surgeon.manifest.trainable import Fixed, TrainableSet, trainable_set
 from surgeon.models.load import load_model
 from surgeon.train.config.settings import Settings
+from surgeon.train.steps import trainer
 from surgeon.train.steps.optimizer import MasterAdamW, make_schedule
 from surgeon.train.trainable.stored import WrongSet
-from surgeon.train.trainable.trainable_set import check_set, unfreeze
+from surgeon.train.trainable.trainable_set import TrainedParameters, check_set, unfreeze
 from tests import tiny
 
 
@@ -180,3 +184,21 @@ def test_a_restored_optimizer_goes_on_as_if_nothing_had_happened() -> None:
     steps(*again, range(25, 40))
     assert torch.equal(again[0], whole[0])
     assert torch.equal(*(next(iter(optimizer.masters.values())) for _, optimizer in (again, whole)))
+
+
+def test_nothing_decays_of_what_trains_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weight decay would move what is fixed of it, whose gradient alone is kept from it."""
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(trainer, "make_optimizer", lambda whole, settings, *, decayed: seen.update(decayed=decayed))
+    monkeypatch.setattr(trainer, "check_set", lambda model, names, *, optimizer: seen.update(names=names))
+    fixed = {"1.weight": Fixed(0, ((0, 1),))}
+    made = SimpleNamespace(
+        optimizer=None,
+        model=model,
+        settings=None,
+        parameters=TrainedParameters(("0.weight", "1.weight"), fixed),
+        get_decay_parameter_names=lambda whole: [name for name, _ in whole.named_parameters()],
+    )
+    trainer.SurgeonTrainer.create_optimizer(made)
+    assert seen == {"decayed": {"0.weight"}, "names": ("0.weight", "1.weight")}

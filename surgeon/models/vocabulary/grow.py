@@ -22,7 +22,7 @@ from surgeon.errors import BadInput, printable
 from surgeon.models.tokenizer import Tokenizer, open_tokenizer
 from surgeon.models.vocabulary.growing import Old
 from surgeon.models.vocabulary.learned import LearnedTokens, learned
-from surgeon.models.vocabulary.requested_words import Listed, asked, check_words, marked_once
+from surgeon.models.vocabulary.requested_words import Listed, check_words, marked_once, requested_tokens
 from surgeon.models.vocabulary.texts import measured_text, named
 
 _OF_THE_PLAN = Listed()
@@ -77,7 +77,7 @@ def grow(
             }[wanted.how]
         else:
             wanted = marked_once(tokenizer, wanted)
-            new = asked(old, tokenizer, wanted, listed)
+            new = requested_tokens(old, tokenizer, wanted, listed)
             texts, how = [("measured", tuple(measure))], "the words asked for"
         grown, inserted = grown_files(files, old.taken, rows, new.tokens)
         with _opened(files | grown, base) as after:

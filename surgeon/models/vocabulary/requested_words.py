@@ -1,4 +1,4 @@
-"""Words that are asked for, each to be one token: with BPE also those on the way to them."""
+"""Requested words, each to be one token: with BPE also those on the way to them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from surgeon.errors import BadInput, printable
 from surgeon.models.tokenizer import Tokenizer
 from surgeon.models.vocabulary.growing import BETTER, Maker, New, Old, bytes_of, with_characters
 
-# Words of a list that are asked of a tokenizer at once.
+# Words of a list that a tokenizer gets at once.
 _WORDS_AT_ONCE = 4096
 # Words of a list that are tokens already and are named in one line.
 _NAMED = 20
-# Characters of a word, as the vocabulary writes it: one that is asked for may be longer than one that is learned.
+# Characters of a word, as the vocabulary writes it: a requested one may be longer than one that is learned.
 _LONGEST = 1024
 
 
@@ -46,7 +46,7 @@ def marked_once(tokenizer: Tokenizer, wanted: Sequence[str]) -> list[str]:
     return [text[1:] if text[:1] in (" ", "▁") and text[1:].strip() else text for text in wanted]
 
 
-def asked(old: Old, tokenizer: Tokenizer, wanted: Sequence[str], listed: Listed) -> New:
+def requested_tokens(old: Old, tokenizer: Tokenizer, wanted: Sequence[str], listed: Listed) -> New:
     """The tokens that make whole words: with BPE also those on the way to them."""
     new = New()
     maker = Maker(old, new, lambda _pair, _content: True, _LONGEST)

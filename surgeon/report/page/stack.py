@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from surgeon.common.formatting import show
 from surgeon.common.page.charts import WIDTH, drawing
 from surgeon.common.page.markup import Markup, el, join
 from surgeon.operations import legends
-from surgeon.operations.selectors import show
 from surgeon.report.history import History, Mark, StackLayer
 
 _ROW, _TALL = 24.0, 20.0

@@ -85,19 +85,19 @@ def settle(
             f"{loaded.where('micro_batch')}`micro_batch` {micro_batch} does not divide the {share} sequences a step of"
             " each process; use a divisor, or leave it out"
         )
-    asked = config.optimizer
-    lr = paper.lr if asked.lr is None else asked.lr
-    min_lr = min(paper.min_lr, lr) if asked.min_lr is None else asked.min_lr
+    given = config.optimizer
+    lr = paper.lr if given.lr is None else given.lr
+    min_lr = min(paper.min_lr, lr) if given.min_lr is None else given.min_lr
     if min_lr > lr:
         wrong.append(
             f"{loaded.where('optimizer', 'min_lr')}`optimizer.min_lr` {min_lr:g} is above the peak {lr:g}; use {lr:g}"
             " at most"
         )
-    warmup = paper.warmup if asked.warmup is None else asked.warmup
+    warmup = paper.warmup if given.warmup is None else given.warmup
     warmup_steps = round(warmup * steps) if warmup < 1 else int(warmup)
     last = printable(operations[-1]) if operations else "finetuning"
     notes = [f"settings that the config leaves out are those of {last}: {paper.source}; this run's peak rate: {lr:g}"]
-    if asked.warmup is None and warmup_steps >= steps:
+    if given.warmup is None and warmup_steps >= steps:
         warmup_steps = steps // 10
         notes.append(
             f"the warm-up of {last}, {paper.warmup} steps, is as long as this run; it takes {warmup_steps} instead"
@@ -120,16 +120,19 @@ def settle(
         length=length,
         lr=lr,
         min_lr=min_lr,
-        schedule=asked.schedule or paper.schedule,
+        schedule=given.schedule or paper.schedule,
         warmup_steps=warmup_steps,
-        betas=(asked.betas[0], asked.betas[1]) if asked.betas else paper.betas,
-        weight_decay=decay if asked.weight_decay is None else asked.weight_decay,
-        clip=paper.clip if asked.clip is None else asked.clip,
+        betas=(given.betas[0], given.betas[1]) if given.betas else paper.betas,
+        weight_decay=decay if given.weight_decay is None else given.weight_decay,
+        clip=paper.clip if given.clip is None else given.clip,
     ), notes
 
 
 def _defaults_for(operations: Sequence[str]) -> TrainingDefaults:
-    """Those of the last operation whose tensors train (an unknown one: transformers'), of finetuning without any."""
+    """Return the defaults of the last operation whose tensors train, of finetuning where none is given.
+
+    An operation that is unknown here has transformers'.
+    """
     if not operations:
         return FINETUNING
     last = OPERATIONS.get(operations[-1])

@@ -224,7 +224,7 @@ class CachedTeacher:
                 own = sequences[ranks.rank * micro_batch : (ranks.rank + 1) * micro_batch]
                 # Sharded weights are gathered by all processes or none.
                 runs = own or (sequences[:1] if sharded else [])
-                said = self._asked(preserving, runs, device) if runs else []
+                said = self._recorded(preserving, runs, device) if runs else []
                 found = _gathered(said if own else [], ranks)
                 if writer is None:
                     ranks.receive()
@@ -248,7 +248,7 @@ class CachedTeacher:
         if count:
             yield count, places, kept
 
-    def _asked(
+    def _recorded(
         self, preserving: Preserving, sequences: Sequence[PackedSequence], device: torch.device
     ) -> list[NDArray[Any]]:
         """The records of each sequence's tokens that count."""

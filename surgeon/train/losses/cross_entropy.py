@@ -124,9 +124,9 @@ def liger_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, cap: 
     return total
 
 
-def choose(asked: str, *, tokens: int, vocabulary: int, device: str) -> CrossEntropy:
-    """What `cross_entropy: asked` is for a micro-batch of `tokens` tokens. Raises BadInput where it cannot be had."""
-    match asked:
+def choose(setting: str, *, tokens: int, vocabulary: int, device: str) -> CrossEntropy:
+    """Return what the config's `cross_entropy` is for a micro-batch of `tokens` tokens. Raises BadInput without it."""
+    match setting:
         case "auto":
             return "chunked" if _FLOAT32 * tokens * vocabulary > _WHOLE_BYTES else "torch"
         case "torch":

@@ -24,8 +24,8 @@ class Sharding:
     reshard: bool = True
 
 
-def sharding_asked(config: TrainConfig) -> Sharding | None:
-    """What the config or `accelerate launch` asks for; None: nothing. BadInput for what cannot be had."""
+def requested_sharding(config: TrainConfig) -> Sharding | None:
+    """Return the sharding that the config or `accelerate launch` requests, if any. Raises BadInput where it fails."""
     _check_launcher()
     if not _says_yes(USE_FSDP):
         return Sharding() if config.sharding == "fsdp" else None

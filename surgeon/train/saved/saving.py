@@ -15,9 +15,9 @@ from typing import Literal, Self
 Write = Callable[[], object]
 
 
-def is_beside(asked: Literal["auto", "beside", "in_step"], *, copy_bytes: int, model_bytes: int) -> bool:
+def is_beside(setting: Literal["auto", "beside", "in_step"], *, copy_bytes: int, model_bytes: int) -> bool:
     """Whether checkpoints are written beside the steps; `auto`: where the copy is no larger than the model."""
-    return asked == "beside" or (asked == "auto" and copy_bytes <= model_bytes)
+    return setting == "beside" or (setting == "auto" and copy_bytes <= model_bytes)
 
 
 class Saving:

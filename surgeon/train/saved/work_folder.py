@@ -24,7 +24,7 @@ def work_folder(target: Path) -> Path:
 
 
 @contextlib.contextmanager
-def held_by_run(
+def own_work_folder(
     work: Path, target: Path, fingerprint: str, *, leads: bool, take_over: bool, say: Callable[[str], None]
 ) -> Iterator[WorkFolder | None]:
     """The work folder, ours alone while inside (None on processes that do not lead).

@@ -1,4 +1,4 @@
-"""What transformers' Trainer is asked to do."""
+"""The arguments of transformers' Trainer."""
 
 from __future__ import annotations
 

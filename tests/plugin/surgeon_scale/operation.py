@@ -10,8 +10,9 @@ from surgeon_scale.rules import SCALE, ScaleSpec
 
 from surgeon.blueprint.draft import Claim, Draft, OperationRecord
 from surgeon.blueprint.grafts import Graft, recipes_of
+from surgeon.common.formatting import show
 from surgeon.operations.operation import Legend, Operation, TrainingDefaults
-from surgeon.operations.selectors import LayerSelector, select_layers, show
+from surgeon.operations.selectors import LayerSelector, select_layers
 
 
 class ScaleFeedForward(Operation):
@@ -24,8 +25,9 @@ class ScaleFeedForward(Operation):
     op: Literal["scale_ffn"]
     layers: Annotated[LayerSelector, Field(description="the layers that get a scale")] = "all"
 
-    def edit(self, draft: Draft, number: int) -> OperationRecord:
+    def edit(self, draft: Draft, facts: None) -> OperationRecord:
         """Attach the scales."""
+        number = draft.number
         layers = select_layers(self.layers, len(draft.layers))
         for layer in layers:
             home = draft.layers[layer]

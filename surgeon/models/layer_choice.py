@@ -1,45 +1,35 @@
-"""What was measured of a base's layers before an operation took some of them out.
+"""Which layers of a base to take out, as a request; and what is left of its stack when some are merged.
 
-The blueprint is drawn from headers; what only weights and a text can say is handed to it as facts, which the manifest
-keeps, so that `verify` draws the same blueprint without them.
+No weight is read here: `depth.py` runs the base, and the blueprint is drawn from what that found.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 # What is left of a base: of each layer that stays, bottom up, the factors of the base's layers that it is made of.
 Stack = dict[int, dict[int, int]]
+By = Literal["block_influence", "angular", "loss", "laco"]
 
 
 @dataclass(frozen=True)
-class TextLoss:
-    """Losses on a text, in nats a token over `tokens` predictions: of the base, and of what is left of it.
+class LayersOut:
+    """Layers to take out: those listed, or `count` that are chosen `by` what a text shows.
 
-    `scores` are what layers (of `angular` blocks, of `laco` places where layers were merged) were chosen by, in order.
+    `candidates` are tried at each step of `loss`; `merge`, `threshold` and `interval` are LaCo's K, T and I,
+    `range` the lowest and highest layer that take part in merges (None: all).
     """
 
-    text: str
-    sha256: str
-    tokens: int
-    before: float
-    after: float
-    scores: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True)
-class MeasuredLayers:
-    """The layers of the base that an operation takes out, as far as weights and text say.
-
-    `layers` are those that were chosen (empty where the plan lists them); `merged` gives of each layer that takes
-    others in what it becomes, by layer the factor; `silent` are all layers of the base that add exactly nothing.
-    """
-
-    layers: tuple[int, ...] = ()
-    merged: Mapping[int, Mapping[int, int]] | None = None
-    silent: frozenset[int] = frozenset()
-    text: TextLoss | None = None
+    layers: tuple[int, ...]
+    count: int
+    by: By
+    candidates: int
+    merge: int
+    threshold: float
+    interval: int
+    range: tuple[int, int] | None = None
 
 
 def runs_above(layers: Sequence[int]) -> list[tuple[int, list[int]]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surgeon.checkpoint.folder import RECORD_FILE, CheckpointFolder, digests_of
-from surgeon.checkpoint.header import check_dtype
+from surgeon.checkpoint.header import TensorInfo, check_dtype
 from surgeon.checkpoint.hub import check_id, locate
 from surgeon.checkpoint.labels import is_classifier, label_names
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
@@ -41,7 +41,7 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         kind = self.config.get("model_type", "unknown type")
-        return f"Checkpoint({self.name!r}, {kind}, {len(self.folder.tensors)} tensors)"
+        return f"Checkpoint({self.name!r}, {kind}, {len(self.tensors)} tensors)"
 
     @property
     def path(self) -> Path:
@@ -57,6 +57,11 @@ class Checkpoint:
     def config(self) -> Mapping[str, Any]:
         """What config.json says."""
         return self.folder.config
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Every tensor's dtype, shape and place, by its name."""
+        return self.folder.tensors
 
     @property
     def notes(self) -> list[str]:

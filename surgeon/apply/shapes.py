@@ -1,0 +1,71 @@
+"""What a blueprint that changes widths, or takes tensors of other models, asks of configs and headers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+
+from surgeon.blueprint.draft import Blueprint
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
+from surgeon.checkpoint.own_code import OwnCode
+from surgeon.errors import BadInput, printable
+from surgeon.families.anatomy import Anatomy
+from surgeon.families.dissect import dissect
+from surgeon.families.family import OWN_CONFIG
+
+
+def check_taken(blueprint: Blueprint, base: CheckpointFolder, models: Mapping[str, CheckpointFolder]) -> None:
+    """Raise BadInput for a tensor of another model that is taken and is not there, or not of the base's shape."""
+    for name, tensors in blueprint.taken.items():
+        for tensor in tensors:
+            there, here = models[name].tensors.get(tensor), base.tensors[tensor]
+            found = "none" if there is None else f"{there.dtype} {list(there.shape)}"
+            if there is None or there.shape != here.shape or there.dtype not in FLOAT_DTYPES:
+                raise BadInput(
+                    f"{printable(name)}: {printable(tensor)} is {found}, the base's {here.dtype} {list(here.shape)};"
+                    " give a fine-tune of the base's own architecture, in full precision"
+                )
+
+
+def check_shapes(blueprint: Blueprint, anatomy: Anatomy, own: OwnCode | None = None) -> None:
+    """Where widths changed: the config must ask for just the tensors that there will be. Raises BadInput."""
+    if blueprint.resized:
+        planned = [TensorInfo(o.name, o.recipe.dtype, o.recipe.shape, "", 0, 0) for o in blueprint.outputs]
+        from surgeon.families.skeleton import build
+
+        try:
+            if blueprint.native and own is None:
+                build(blueprint.config)
+            dissect(blueprint.config, {info.name: info for info in planned}, own)
+        except BadInput as error:
+            shown = printable(anatomy.family.model_type)
+            advice = _groups_that_fit(blueprint, anatomy) or "choose other widths"
+            why = str(error).removesuffix(f"; {OWN_CONFIG}")
+            raise BadInput(f"{shown}: a model of these widths cannot be described; {advice}: {why}") from error
+
+
+# Groups of heads that are tried where a plan's number does not fit.
+_MOST_GROUPS = 4096
+
+
+def _groups_that_fit(blueprint: Blueprint, anatomy: Anatomy) -> str:
+    """Where heads were added, in a number that transformers does not take: the fewest new groups that it takes.
+
+    The rule of its classes is that heads divide the hidden size, also where the config says `head_dim`; what is named
+    was tried. Empty where nothing is known.
+    """
+    from surgeon.families.skeleton import build
+
+    sizes, config = anatomy.sizes, blueprint.config
+    if not blueprint.native or config.get("num_attention_heads") == sizes.heads:
+        return ""
+    each = sizes.heads // sizes.kv_heads
+    for groups in range(1, min(_MOST_GROUPS, sizes.hidden // each) + 1):
+        heads = sizes.heads + groups * each
+        if sizes.hidden % heads == 0:
+            fitting = {"num_attention_heads": heads, "num_key_value_heads": sizes.kv_heads + groups}
+            with contextlib.suppress(BadInput):
+                build({**config, **fitting})
+                return f"write `groups: {groups}` in `widen_attention` ({heads} heads), the fewest that fit"
+    return ""

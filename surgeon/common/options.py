@@ -1,0 +1,81 @@
+"""Options of a command line from a function's parameters, as typer takes them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from surgeon.common.signatures import COMPUTED, Parameter, parameters_of
+
+_TYPES = {"bool": bool, "int": int, "float": float, "str": str, "str | Path": Path, "Path": Path}
+# What a program gives to a function, and a command line cannot.
+_FOR_PROGRAMS = ("Listener", "Ranks", "Callable[")
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """The part of an option that its function's signature does not have.
+
+    `option` is its name where that differs, or where the function has it by place; `kind` its type where a path may be
+    a name too; `convert` makes the function's value of the words; `default` is one that the signature computes; `off`
+    marks a flag that turns off what the function does by default.
+    """
+
+    help: str
+    metavar: str | None = None
+    option: str = ""
+    kind: type | None = None
+    least: float | None = None
+    most: float | None = None
+    complete: Callable[[str], list[str]] | None = None
+    convert: Callable[[Any], Any] | None = None
+    default: str | None = None
+    off: bool = False
+
+    def value(self, words: Any) -> Any:
+        """Return the function's value of what was given. Raises BadInput."""
+        if self.off:
+            return not words
+        return words if self.convert is None else self.convert(words)
+
+
+def parameters_given(module: str, function: str) -> list[Parameter]:
+    """Return the parameters of a function of surgeon that a command line can give."""
+    found = parameters_of(module, function)
+    return [parameter for parameter in found if not parameter.annotation.startswith(_FOR_PROGRAMS)]
+
+
+def as_option(parameter: Parameter, spelling: Spelling) -> inspect.Parameter:
+    """Return a parameter as typer reads it from a signature: an argument where it has its place, else an option."""
+    plain = parameter.annotation.removesuffix(" | None")
+    repeated = "Sequence[" in plain or "Mapping[" in plain
+    kind: Any = list[str] if repeated else spelling.kind or _TYPES[plain]
+    default = spelling.default if repeated or parameter.default is COMPUTED else parameter.default
+    if spelling.off:
+        default = not default
+    details: dict[str, Any] = {
+        "help": spelling.help,
+        "metavar": spelling.metavar,
+        "min": spelling.least,
+        "max": spelling.most,
+        "autocompletion": spelling.complete,
+    }
+    if parameter.keyword or spelling.option:
+        # Without a name typer gives a flag its opposite: --no-link.
+        name = spelling.option or f"--{parameter.name.replace('_', '-')}"
+        info = typer.Option(name, **details)
+    else:
+        info = typer.Argument(**details)
+    if not parameter.required and default is None:
+        kind = kind | None
+    return inspect.Parameter(
+        parameter.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=inspect.Parameter.empty if parameter.required else default,
+        annotation=Annotated[kind, info],
+    )

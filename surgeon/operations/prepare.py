@@ -1,0 +1,117 @@
+"""What an operation may find out about a base before its plan is drawn, and the facts that are kept of it.
+
+A blueprint is drawn from headers, config and facts alone. `Operation.prepare(base)` looks at the opened base, once, and
+returns facts; `Operation.edit(draft, facts)` gets them back. surgery.json keeps them, so that `verify` draws the same
+blueprint with no text, tokenizer or other model at hand.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic import BaseModel, ConfigDict
+
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.hub import locate, locate_adapter, remote_folder
+from surgeon.checkpoint.peft_folder import AdapterFolder
+from surgeon.common.listener import Listener, Quiet
+from surgeon.errors import BadInput, printable
+from surgeon.families.anatomy import Anatomy
+
+
+class Facts(BaseModel):
+    """What an operation found out about its base: JSON data, all that `edit` needs beside headers and config.
+
+    In a surgery.json they are a claim, which anybody may have written: `edit` raises BadInput for facts that do not fit
+    the model, and promises nothing that rests on them alone.
+    """
+
+    # Neither NaN nor infinity is JSON.
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    # The field of surgery.json that keeps them, by the operation's number (`Operation.facts_key`).
+    section: ClassVar[str] = "facts"
+
+    def check(self, file: str) -> None:
+        """Raise BadInput where facts that were read from `file` contradict themselves."""
+
+
+class WeightsNeeded(BadInput):
+    """Weights were asked for of a base whose headers alone are at hand."""
+
+
+@dataclass(frozen=True)
+class OpenedBase:
+    """A base that was opened for a plan: what operations may ask of it, and what they leave beside their facts.
+
+    `plan_folder` is where paths of the plan start, `number` the place in the plan of the operation that asks. Without
+    `weights` other models on the Hub are known by their headers alone. `notes` are lines for the user; `side_files` are
+    those of the base's side files that the output has with more bytes in them; `adapters` and `models` are what was
+    opened beside the base, by the plan's names.
+    """
+
+    folder: CheckpointFolder
+    anatomy: Anatomy
+    plan_folder: Path = Path()
+    listener: Listener = field(default_factory=Quiet)
+    weights: bool = True
+    number: int = 0
+    notes: list[str] = field(default_factory=list)
+    side_files: dict[str, bytes] = field(default_factory=dict)
+    adapters: dict[str, AdapterFolder] = field(default_factory=dict)
+    models: dict[str, CheckpointFolder] = field(default_factory=dict)
+
+    def text(self, name: str) -> Path:
+        """The path of a text that the plan calls `name`. Raises BadInput where there is none."""
+        path = self.plan_folder / name
+        if not path.is_file():
+            raise BadInput(f"{printable(str(path))}: no such text; check the path, which starts at the plan's folder")
+        return path
+
+    def need_weights(self, why: str) -> None:
+        """Raise WeightsNeeded where the base's weights cannot be read; `why` says what only they show."""
+        if not self.folder.source.at_hand:
+            raise WeightsNeeded(
+                f"{self.folder.source.shown}: {why}, only the weights say; download the base first, and give its folder"
+            )
+
+    def adapter(self, name: str) -> AdapterFolder:
+        """The PEFT adapter that the plan calls `name`: a folder, or a Hub id. Raises BadInput."""
+        if name not in self.adapters:
+            path = self._path(name)
+            if path.exists():
+                self.adapters[name] = AdapterFolder.open(path, id=path.resolve().name)
+            else:
+                found = locate_adapter(name)
+                self.adapters[name] = AdapterFolder.open(found.path, id=found.repo_id or name, revision=found.revision)
+        return self.adapters[name]
+
+    def model(self, name: str) -> CheckpointFolder:
+        """The other model that the plan calls `name`: a folder, or a Hub id with or without `@revision`.
+
+        Raises BadInput where it cannot be opened.
+        """
+        if name not in self.models:
+            path = self._path(name)
+            repo_id, _, revision = name.partition("@")
+            if path.exists():
+                self.models[name] = CheckpointFolder.open(path)
+            elif self.weights:
+                self.models[name] = CheckpointFolder.open(locate(repo_id, revision=revision or None).path)
+            else:
+                self.models[name] = remote_folder(repo_id, revision or None)
+        return self.models[name]
+
+    def _path(self, name: str) -> Path:
+        """A path of the plan: seen from the plan's folder, else from the working directory."""
+        beside = self.plan_folder / name
+        return beside if beside.exists() else Path(name)
+
+
+def digest_of_file(path: Path) -> str:
+    """The sha256 of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
