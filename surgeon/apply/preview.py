@@ -9,7 +9,7 @@ from typing import Any
 
 from surgeon.apply.job import twins_in
 from surgeon.apply.memory import peak_memory
-from surgeon.apply.proofs import NOTHING_TO_PROVE, Proof, known_proof, prove, prove_derived
+from surgeon.apply.proofs import NOTHING_TO_PROVE, Proof, known_proof, prove
 from surgeon.apply.shapes import check_shapes, check_taken
 from surgeon.blueprint.draft import Blueprint, Output
 from surgeon.blueprint.shards import MAX_NEW_SHARD_BYTES, Shard, is_unchanged, lay_out
@@ -211,8 +211,8 @@ def preview_of(
     fixed = sum(_new_numbers(output, folder) for output in outputs if output.new and output.kept.covered)
     after = sum(output.numel for output in outputs)
     trains_all = any(record.trains == "all" for record in blueprint.operations)
-    # What was proven of a derived type is proven again by `apply`.
-    runs_twin = proof.how != "none" and (proof.how != "cached" or anatomy.derivation is not None)
+    # `apply` proves again what a preview knows from the cache.
+    runs_twin = proof.how != "none"
     return Preview(
         plan=loaded,
         blueprint=blueprint,
@@ -235,14 +235,10 @@ def preview_of(
 
 
 def _proof(blueprint: Blueprint, base: OpenedBase, *, recall: bool) -> Proof:
-    """How the promise of exactness is known, proven on a twin where that is not left to `apply`."""
+    """How the promise of exactness is known: proven now, or with `recall` by an earlier preview."""
     folder, anatomy = base.folder, base.anatomy
     proof = known_proof(blueprint, anatomy, folder.config, folder.own)
-    if anatomy.derivation is not None and recall and proof.how == "cached":
-        # Answered by what is kept of the base, unless that is lost.
-        prove_derived(blueprint, anatomy)
-    elif anatomy.derivation is not None or (proof.how == "promised" and not anatomy.family.lists_known):
-        # A family built in is left to `apply`: tests show that its plans are exact, and its previews take no torch.
+    if not recall or proof.how != "cached":
         proof = prove(blueprint, anatomy, folder.config, folder.own)
     if recall:
         keep(anatomy, folder.config, folder.tensors, folder.own)
@@ -275,8 +271,7 @@ def _notes(blueprint: Blueprint, base: OpenedBase, texts: Mapping[str, Path]) ->
     yield from folder.notes
     if anatomy.idle:
         yield without_a_place(anatomy.idle)
-    if anatomy.derivation is not None:
-        yield anatomy.derivation.evidence
+    yield anatomy.derivation.evidence
     if folder.own is not None:
         yield f"the base's own code goes along as it is: {', '.join(sorted(folder.own.files))}"
     if blueprint.native:

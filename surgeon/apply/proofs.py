@@ -22,7 +22,7 @@ from surgeon.checkpoint.own_code import OwnCode
 from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.common.cache import MAX_ENTRY_BYTES, cache_folder, read_entry, write_entry
 from surgeon.common.formatting import show_layers
-from surgeon.errors import BadInput, printable
+from surgeon.errors import BadInput
 from surgeon.families.anatomy import Anatomy, is_grafted, native_config, with_vocabulary
 from surgeon.families.anatomy_cache import digest_of, found_with, versions
 from surgeon.runtime.bundle import bundle
@@ -113,49 +113,45 @@ def prove(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any], own
 
 
 def _prove(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any], own: OwnCode | None) -> None:
-    if anatomy.derivation is not None:
-        prove_derived(blueprint, anatomy)
-    if blueprint.promise == "none":
+    if blueprint.promise != "exact":
+        _check_runs(blueprint, anatomy)
+        if blueprint.promise == "rounding":
+            # Imports torch and transformers, which a plan that promises nothing does without.
+            from surgeon.apply.width_proof import prove_widths
+
+            prove_widths(blueprint, anatomy, config)
         return
-    # Imports torch and transformers, which a plan that promises nothing does without.
     from surgeon.apply.twin_proof import prove_blueprint, prove_rows
-    from surgeon.apply.width_proof import prove_widths
 
-    if blueprint.promise == "rounding":
-        prove_widths(blueprint, anatomy, config)
+    if own is None and anatomy.derivation.same_names:
+        prove_blueprint(blueprint, anatomy, config)
         return
-
-    if anatomy.derivation is None:
-        try:
-            prove_blueprint(blueprint, anatomy, config)
-        except BadInput as error:
-            described = printable(anatomy.family.model_type)
-            raise BadInput(
-                f"{described}: the promise of exactness does not hold for this config: {error}. If surgeon's (or a"
-                f" plugin's) description of {described} is wrong, correct it (docs/adding.md)"
-            ) from error
-    elif blueprint.more_rows:
+    _prove_moves(blueprint, anatomy)
+    if blueprint.more_rows:
         prove_rows(anatomy, config, blueprint.more_rows, own)
     elif blueprint.native and own is None and blueprint.config.get("model_type") != config.get("model_type"):
         prove_blueprint(blueprint, anatomy, config)
 
 
-def prove_derived(blueprint: Blueprint, anatomy: Anatomy) -> None:
-    """Have a twin of a derived type grow and get grafts as the blueprint says.
+def _check_runs(blueprint: Blueprint, anatomy: Anatomy) -> None:
+    """Have a twin without the layers that a plan takes out run. Raises BadInput where it does not."""
+    gone = [layer for dropped in blueprint.dropped.values() for layer in dropped]
+    if not gone:
+        return
+    try:
+        anatomy.derivation.check_runs(native_config(blueprint.config))
+    except BadInput as error:
+        raise BadInput(f"without {show_layers(sorted(gone))} {error}") from error
 
-    Raises BadInput where its logits differ, or where nothing is promised and it does not run.
+
+def _prove_moves(blueprint: Blueprint, anatomy: Anatomy) -> None:
+    """Have a twin grow and get grafts as the blueprint says, though its tensors have other names in memory.
+
+    Raises BadInput where its logits differ.
     """
-    assert anatomy.derivation is not None
     layers = blueprint.layers
     gone = [layer for dropped in blueprint.dropped.values() for layer in dropped]
     config = blueprint.config
-    if blueprint.promise != "exact":
-        if gone:
-            try:
-                anatomy.derivation.check_runs(native_config(config))
-            except BadInput as error:
-                raise BadInput(f"without {show_layers(sorted(gone))} {error}") from error
-        return
     if blueprint.more_rows:
         # A twin has words of its own.
         config = with_vocabulary(config, anatomy, anatomy.sizes.vocabulary)
@@ -197,11 +193,7 @@ def _run_by() -> dict[str, str]:
 
 def _key(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any], own: OwnCode | None) -> str:
     """What a proof follows from: config and plan as far as a twin shows them, shipped code, libraries, surgeon."""
-    code = [
-        hashlib.sha256(bundle(each)).hexdigest()
-        for each in (config, blueprint.config)
-        if is_grafted(each) and anatomy.derivation is None
-    ]
+    code = [hashlib.sha256(bundle(each)).hexdigest() for each in (config, blueprint.config) if is_grafted(each)]
     gone = {
         layer: dict(anatomy.kinds[anatomy.kind_of[layer]].silence)
         for dropped in blueprint.dropped.values()

@@ -31,7 +31,7 @@ _NEURONS = 64
 
 def widened_sizes(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     """The sizes of the base's config that an output has otherwise, before and after."""
-    path = () if anatomy.derivation is None else anatomy.derivation.path
+    path = anatomy.derivation.path
     before, after = part_of(native_config(config), path), part_of(blueprint.config, path)
     known = {_HIDDEN: anatomy.sizes.hidden, _INNER: anatomy.sizes.intermediate}
     known |= {_HEADS: anatomy.sizes.heads, _KEYS: anatomy.sizes.kv_heads}
@@ -52,7 +52,7 @@ def prove_widths(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, An
     sizes = widened_sizes(blueprint, anatomy, config)
     if not sizes:
         return
-    path = () if anatomy.derivation is None else anatomy.derivation.path
+    path = anatomy.derivation.path
     before = dict(config)
     if not path and "head_dim" in blueprint.config:
         # A class that states it, as the output's does, is shrunk otherwise than one that does not.

@@ -16,7 +16,6 @@ from surgeon.blueprint.grafts import (
     Graft,
     bank_of,
     described_surgery,
-    grafted_config,
     grafts_of,
     inserted_before,
     settings_of,
@@ -44,8 +43,7 @@ from surgeon.families.anatomy import (
     with_sizes,
     with_vocabulary,
 )
-from surgeon.families.family import MOST_LAYERS, per_layer_lists
-from surgeon.families.layer_lists import unlisted
+from surgeon.families.family import MOST_LAYERS
 from surgeon.runtime.bundle import CODE_FILE
 from surgeon.runtime.rules import BRANCH
 from surgeon.runtime.states_rules import BANK
@@ -405,15 +403,13 @@ class Draft:
         return [pattern[layer.like] for layer in self.layers]
 
     def dtype_of(self, layer: int) -> str:
-        """The dtype of a layer: that of its first part; of a derived type, whose layers may mix them, the largest's.
+        """The dtype of a layer, whose tensors may have several: the largest's.
 
         Of a quantised layer it is what is new beside it is stored in.
         """
         if self.kind_of(layer).packed:
             return _OPENED
         tensors, parts = self.layers[layer].tensors, self.kind_of(layer).parts
-        if self.anatomy.derivation is None:
-            return tensors[parts[0].suffix].dtype
         return max((tensors[part.suffix] for part in parts), key=lambda recipe: recipe.numel).dtype
 
     def blocks(self, layer: int) -> Mapping[str, str]:
@@ -472,12 +468,6 @@ class Draft:
             resized=bool(self.widths),
         )
 
-    def _per_layer_lists(self) -> dict[str, list[Any]]:
-        lists = per_layer_lists(self.config, self.anatomy.sizes.layers)
-        if self.anatomy.layer_types is not None:
-            lists.pop("layer_types", None)
-        return lists
-
     def _with_parts(self, outputs: list[Output], config: Mapping[str, Any]) -> list[Output]:
         """The tensors outside the layers; what holds a part for each layer gets those of new layers.
 
@@ -486,7 +476,7 @@ class Draft:
         found = self.anatomy.derivation
         before, twins = self.anatomy.sizes.layers, twins_of([layer.grafts for layer in self.layers])
         count = len(self.layers) + len(twins)
-        if found is None or count == before:
+        if count == before:
             return outputs
         native = dict(config) | {key: self.config.get(key) for key in ("model_type", "architectures")}
         made_by = [layer.operation for layer in self.layers if layer.operation is not None]
@@ -510,38 +500,11 @@ class Draft:
     def _finished_config(self, *, grafted: bool) -> dict[str, Any]:
         if self.converted is not None:
             return self.converted
-        if self.anatomy.derivation is not None:
-            trunk = self.trunk_config(self.anatomy.derivation)
-            return self._grafted_config(self.anatomy.derivation, trunk) if grafted else trunk
-        # Edited as a plain dict: writing it anew through a config class would drop what older versions read.
-        for key in ("mlp_only_layers", "full_attention_layers"):
-            if self.config.get(key):
-                raise BadInput(
-                    f"config.json: `{printable(key)}` names layers by number in a way surgeon cannot renumber yet"
-                )
-        order = [layer.like for layer in self.layers]
-        held = self._per_layer_lists()
-        if order != list(range(self.anatomy.sizes.layers)) or twins_of([layer.grafts for layer in self.layers]):
-            held |= unlisted(self.config, self.anatomy.family, self.anatomy.sizes.layers)
-        lists = {key: [values[like] for like in order] for key, values in held.items()}
-        if (types := self.anatomy.layer_types) is not None:
-            lists["layer_types"] = [types[like] for like in order]
-        if grafted:
-            return grafted_config(
-                self.config,
-                [layer.grafts for layer in self.layers],
-                new_layers=[index for index, layer in enumerate(self.layers) if layer.base is None],
-                older_layers=self._older_layers(),
-                settings=self.settings,
-                per_layer=lists,
-                bank=self.bank,
-            )
-        config = copy.deepcopy(self.config)
-        config["num_hidden_layers"] = len(self.layers)
-        return config | lists
+        trunk = self.trunk_config(self.anatomy.derivation)
+        return self._grafted_config(self.anatomy.derivation, trunk) if grafted else trunk
 
     def trunk_config(self, derivation: Derivation) -> dict[str, Any]:
-        """The config of the layers alone, of a model type that was derived."""
+        """The config of the layers alone, as it is without grafts."""
         order = [layer.like for layer in self.layers]
         opened = [index for index, layer in enumerate(self.layers) if layer.opened]
         unchanged = order == list(range(self.anatomy.sizes.layers)) and not opened

@@ -12,11 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from surgeon.blueprint.recipes import Constant, Random, Recipe
-from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import in_branch, is_grafted, owner_of
 from surgeon.runtime.births import Birth, Fill, Normal
-from surgeon.runtime.known import GRAFTS, NATIVES, kinds
-from surgeon.runtime.natives import PREFIX, Native
+from surgeon.runtime.known import GRAFTS, kinds
 from surgeon.runtime.rules import BRANCH, Kind
 
 
@@ -118,43 +116,6 @@ def bank_of(config: Mapping[str, Any]) -> Graft | None:
     return None if mixture is None else Graft("mixture", kinds()["mixture"].kept(mixture))
 
 
-def grafted_config(
-    config: Mapping[str, Any],
-    grafts: Sequence[Sequence[Graft]],
-    *,
-    new_layers: Sequence[int],
-    older_layers: Sequence[int],
-    settings: Mapping[str, Any],
-    per_layer: Mapping[str, Sequence[Any]],
-    bank: Graft | None = None,
-) -> dict[str, Any]:
-    """The config of an output whose layer i carries `grafts[i]`, made from the native `config` of its trunk.
-
-    Branches become layers of the tail; the lists `per_layer` (attention types and their like) repeat the twin's entry
-    for each. `settings` are model-wide keys of `surgery`, `bank` the control states of all layers, where there are any.
-    BadInput where the base's class has no upcycled twin.
-    """
-    grown = copy.deepcopy(dict(config))
-    family = str(config["model_type"])
-    twins = twins_of(grafts)
-    for key, values in per_layer.items():
-        grown[key] = [*values, *(values[layer] for layer in twins)]
-    grown["num_hidden_layers"] = len(grafts) + len(twins)
-    grown["model_type"] = PREFIX + family
-    native = NATIVES.get(family)
-    if native is None:
-        raise BadInput(
-            f"config.json: model_type {printable(family)!r} has no classes that can carry grafts; the plugin that"
-            " adds it must name a `Native` too (docs/adding.md)"
-        )
-    grown["architectures"] = [_architecture(config, native)]
-    grown["auto_map"] = native.auto_map
-    grown["surgery"] = described_surgery(
-        grafts, new_layers=new_layers, older_layers=older_layers, settings=settings, bank=bank
-    )
-    return grown
-
-
 def twins_of(grafts: Sequence[Sequence[Graft]]) -> list[int]:
     """The layers that have an expanded twin; `grafts[i]` are those of layer i."""
     return [index for index, here in enumerate(grafts) if any(graft.rules.branching for graft in here)]
@@ -181,16 +142,3 @@ def described_surgery(
         surgery["mixture"] = copy.deepcopy(bank.entry)
     surgery |= copy.deepcopy(dict(settings)) | {"new_layers": list(new_layers)}
     return surgery | ({"older_layers": list(older_layers)} if older_layers else {})
-
-
-def _architecture(config: Mapping[str, Any], native: Native) -> str:
-    """The upcycled twin of the class that a config names; where it names none, of what its kind of model mostly is."""
-    named = [str(name) for name in config.get("architectures") or ()] or ["Model" if native.encoder else "ForCausalLM"]
-    head = next((head for head in native.heads if named[0].endswith(head)), None)
-    if len(named) > 1 or head is None:
-        with_head = ", ".join(head for head in native.heads if head != "Model")
-        raise BadInput(
-            f"config.json: `architectures` is {printable(repr(named))}; grafts are made for models with"
-            f" {with_head} or no head (Model)"
-        )
-    return native.prefix + head

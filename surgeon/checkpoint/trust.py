@@ -19,6 +19,7 @@ from surgeon.checkpoint.weights import INDEX_FILE, QUANTISATION, SINGLE_FILE, qu
 from surgeon.errors import BadInput, printable
 from surgeon.runtime.bundle import CODE_FILE, bundle
 from surgeon.runtime.known import native_of
+from surgeon.runtime.natives import PREFIX
 
 MAX_CODE_BYTES = 1_000_000
 
@@ -96,7 +97,9 @@ def _not_ours(
     """The first thing in the folder that is, or leads to, code which is not surgeon's; nothing where there is none."""
     native = native_of(config)
     if config.get("auto_map") and (native is None or config["auto_map"] != native.auto_map):
-        return f"{_PARSED} has an `auto_map`"
+        earlier = str(config.get("model_type")).startswith(PREFIX) and "anatomy" not in config
+        of_what = " of an earlier surgeon, whose code this version does not ship" if earlier else ""
+        return f"{_PARSED} has an `auto_map`{of_what}"
     if lying := [name for name in scripts if not (ours and name == CODE_FILE)]:
         return f"{printable(lying[0])} lies in it, which is not what this version of surgeon ships"
     if config.get("auto_map") and not ours:

@@ -40,8 +40,7 @@ from surgeon.common.yaml import check_given
 from surgeon.data.layouts import Document, document_of
 from surgeon.data.specs import GenerateSpec
 from surgeon.errors import BadInput, printable
-from surgeon.families import ENCODERS
-from surgeon.families.anatomy import native_config
+from surgeon.families.anatomy import is_encoder
 from surgeon.models.templates import template_of
 
 if TYPE_CHECKING:
@@ -335,7 +334,7 @@ def _signed_file(target: Path) -> Path:
 def _settled(folder: CheckpointFolder, spec: GenerateSpec) -> dict[str, Any]:
     """Return all settings that the text depends on. Raises BadInput for what the model cannot do."""
     shown = printable(str(folder.path))
-    if native_config(folder.config).get("model_type") in ENCODERS:
+    if is_encoder(folder.config):
         raise BadInput(f"{shown}: an encoder, which writes no text; give a causal language model")
     context = folder.config.get("max_position_embeddings")
     length = spec.length or LENGTH

@@ -18,18 +18,20 @@ from typing import Any
 
 from surgeon.checkpoint.header import QUANTISED_DTYPES, TensorInfo
 from surgeon.errors import BadInput, printable
-from surgeon.families import ENCODERS, FAMILIES
-from surgeon.families.family import MOST_LAYERS, Family, Part, Sizes, listed_layer_types, per_layer_lists
+from surgeon.families.family import MOST_LAYERS, Family, Part, Sizes
 from surgeon.families.flat import nested
-from surgeon.families.settings import check_settings
-from surgeon.runtime.composition import ATTENTION, FFN, Composition
-from surgeon.runtime.known import GRAFTS, NATIVES, kinds, native_of
+from surgeon.runtime.known import GRAFTS, kinds, native_of
 from surgeon.runtime.natives import PREFIX
 from surgeon.runtime.rules import BRANCH, Kind, read_surgery
 
+# What to say of an output whose config does not say how its classes were composed.
+EARLIER = (
+    "no `anatomy`, as outputs with grafts of surgeon before 0.1.0 have none; this version does not ship their code:"
+    " apply the plan again on the base"
+)
+
 # Only a number right after a family's stem (`layers.`) at the known place is a layer index: renaming changes it
-# alone, never a substring. Text decoders that nobody described stand under these words: never under those of a tower
-# for images or sound.
+# alone, never a substring. Text decoders stand under these words: never under those of a tower for images or sound.
 _TEXT_STEM = (
     r"(?:(?:model|language_model|text_model|transformer|decoder|backbone|gpt_neox\w*|biogpt|rwkv|llm|lm|thinker|base_model)\.)*"
     r"(?:layers?|h|blocks?)\."
@@ -46,10 +48,8 @@ _ENCODER_STEM = (
 
 @cache
 def _layer_name() -> re.Pattern[str]:
-    families = (*FAMILIES.values(), *ENCODERS.values())
-    stems = sorted({f"{prefix}{family.stem}" for family in families for prefix in (family.prefix, "")})
     return re.compile(
-        rf"(?P<stem>{'|'.join(map(re.escape, stems))}|{_TEXT_STEM}|{_ENCODER_STEM})"
+        rf"(?P<stem>{_TEXT_STEM}|{_ENCODER_STEM})"
         r"(?P<index>0|[1-9][0-9]{0,8})\.(?P<suffix>.+)",
         re.DOTALL,
     )
@@ -64,11 +64,16 @@ _UNREAD = tuple(dtype for dtype in QUANTISED_DTYPES if dtype not in ("F8_E4M3", 
 
 
 class Derivation(ABC):
-    """What was found out about a model type that no family describes, and what can be done with it."""
+    """What was found out about a model type, and what can be done with it."""
 
     # What was proven, in one line; and the name of the list of decoder layers in transformers' model.
     evidence: str
     stack: str
+
+    @property
+    @abstractmethod
+    def same_names(self) -> bool:
+        """Whether every tensor is one of the model's, under its name in memory, and in full precision."""
 
     @abstractmethod
     def grown(self, order: Sequence[int], opened: Sequence[int] = ()) -> dict[str, Any]:
@@ -231,8 +236,8 @@ class Anatomy:
     grafts, `bank` those of control states, by what follows the prefix. `idle` are tensors outside the layers that no
     model of this config has a place for: they are copied like any other, and compute nothing.
 
-    `kinds[kind_of[i]]` is layer `i`'s kind. `derivation` is what was found out about a model type that no
-    family describes; `beyond` are tensors of layers above the stack, which predict further tokens, by layer and suffix.
+    `kinds[kind_of[i]]` is layer `i`'s kind. `derivation` is what was found out about the model type; `beyond` are
+    tensors of layers above the stack, which predict further tokens, by layer and suffix.
     """
 
     family: Family
@@ -247,8 +252,8 @@ class Anatomy:
     grafted: tuple[dict[str, TensorInfo], ...]
     bank: dict[str, TensorInfo]
     idle: tuple[str, ...]
+    derivation: Derivation
     beyond: tuple[dict[str, TensorInfo], ...] = ()
-    derivation: Derivation | None = None
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -298,19 +303,15 @@ class Anatomy:
 
     def module_name(self, index: int, path: str) -> str:
         """What transformers' model calls a module of a layer, whose tensors may be stored under another name."""
-        if self.derivation is None:
-            return self.layer_name(index, path)
         return f"{self.derivation.stack}.{index}.{path}"
 
     def blocks(self, layer: int) -> Mapping[str, str]:
         """What a layer calls the blocks beside which grafts can stand, by their usual name (ATTENTION, FFN)."""
-        return {ATTENTION: ATTENTION, FFN: FFN} if self.derivation is None else self.derivation.blocks(layer)
+        return self.derivation.blocks(layer)
 
     def linear(self, layer: int) -> Mapping[str, tuple[int, ...]]:
         """The linear modules of a layer by their path in it, with their shape (out × in)."""
-        if self.derivation is not None:
-            return self.derivation.linear(layer)
-        return {part.suffix.removesuffix(".weight"): part.shape for part in self.parts if part.kind == "weight"}
+        return self.derivation.linear(layer)
 
 
 def vocabulary_tensors(anatomy: Anatomy) -> dict[str, bool]:
@@ -319,11 +320,7 @@ def vocabulary_tensors(anatomy: Anatomy) -> dict[str, bool]:
     Raises BadInput where they are not known, or something else than embeddings and output head has such rows.
     """
     rows = anatomy.sizes.vocabulary
-    if anatomy.derivation is not None:
-        found = anatomy.derivation.vocabulary_tensors(rows)
-    else:
-        suffixes = {anatomy.outer_name(f"{_EMBEDDING}.weight"): True} | {f"lm_head.{part}": False for part in _PARTS}
-        found = {name: reads for name, reads in suffixes.items() if name in anatomy.outer}
+    found = anatomy.derivation.vocabulary_tensors(rows)
     odd = next((name for name in found if anatomy.outer[name].shape[0] != rows), None)
     if odd is not None or True not in found.values():
         shape = list(anatomy.outer[odd].shape) if odd else []
@@ -347,7 +344,7 @@ def with_vocabulary(config: Mapping[str, Any], anatomy: Anatomy, rows: int) -> d
     made = copy.deepcopy(dict(config))
     before = anatomy.sizes.vocabulary
     part = made
-    for key in anatomy.derivation.path if anatomy.derivation is not None else ():
+    for key in anatomy.derivation.path:
         if part.get(VOCABULARY_KEY) == before:
             part[VOCABULARY_KEY] = rows
         part = part.setdefault(key, {})
@@ -359,14 +356,12 @@ def with_sizes(config: Mapping[str, Any], anatomy: Anatomy, sizes: Mapping[str, 
     """The config with these sizes in the text decoder's part of it."""
     made = copy.deepcopy(dict(config))
     part = made
-    for key in anatomy.derivation.path if anatomy.derivation is not None and sizes else ():
+    for key in anatomy.derivation.path if sizes else ():
         part = part.setdefault(key, {})
     part.update(sizes)
     return made
 
 
-_EMBEDDING = "embed_tokens"
-_PARTS = ("weight", "bias")
 VOCABULARY_KEY = "vocab_size"
 
 
@@ -401,6 +396,13 @@ def is_grafted(config: Mapping[str, Any]) -> bool:
     return str(config.get("model_type", "")).startswith(PREFIX)
 
 
+def is_encoder(config: Mapping[str, Any]) -> bool:
+    """Whether a config is of a model that reads a sequence in both directions. Raises BadInput as `native_config`."""
+    from surgeon.families.skeleton import encoder_auto
+
+    return encoder_auto(native_config(config)) is not None
+
+
 def native_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config of the trunk alone: native model type, no surgery, per-layer lists without the branches' tail.
 
@@ -410,29 +412,16 @@ def native_config(config: Mapping[str, Any]) -> dict[str, Any]:
     native = copy.deepcopy(nested(config))
     if not is_grafted(config):
         return native
-    if isinstance(native_of(config), Composition) or "anatomy" in config:
-        return _trunk_config(native)
-    check_settings(config)
-    trunk = _trunk_layers(config)
-    for key, values in per_layer_lists(native, native["num_hidden_layers"]).items():
-        native[key] = values[:trunk]
-    native["num_hidden_layers"] = trunk
-    native["model_type"] = str(config["model_type"]).removeprefix(PREFIX)
-    known = NATIVES.get(native["model_type"])
-    native["architectures"] = [
-        str(name) if known is None else known.native_class(str(name).removeprefix(known.prefix))
-        for name in native.get("architectures") or ()
-    ]
-    del native["surgery"]
-    native.pop("auto_map", None)
-    return native
+    return _trunk_config(native)
 
 
 def _trunk_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The config of the trunk alone, of a derived model type: its `anatomy` says what reads otherwise there."""
+    """The config of the trunk alone: its `anatomy` says what reads otherwise there."""
     told = config.get("anatomy")
     changed = told.get("trunk") if isinstance(told, Mapping) else None
-    if not isinstance(native_of(config), Composition) or not isinstance(changed, Mapping):
+    if told is None:
+        raise BadInput(f"config.json: {EARLIER}")
+    if native_of(config) is None or not isinstance(changed, Mapping):
         raise BadInput("config.json: `anatomy` cannot be read; get the output's own config.json")
     _check_branches(config.get("surgery"))
     for key in ("surgery", "anatomy", "auto_map"):
@@ -508,23 +497,6 @@ def doubled(names: Iterable[str], prefix: str) -> tuple[str, str] | None:
             return found[bare], name
         found[bare] = name
     return None
-
-
-def _trunk_layers(config: Mapping[str, Any]) -> int:
-    layers = config.get("num_hidden_layers")
-    if not isinstance(layers, int) or isinstance(layers, bool) or not isinstance(config.get("surgery"), dict):
-        raise BadInput(
-            "config.json: a model type of surgeon's, yet no `surgery` or `num_hidden_layers` in it; get the"
-            " output's own config.json"
-        )
-    # Before anything is counted out that long.
-    if not 0 < layers <= MOST_LAYERS:
-        raise BadInput(
-            f"config.json: `num_hidden_layers` is {layers}; 1 to {MOST_LAYERS} are read; get the output's own"
-            " config.json"
-        )
-    types = listed_layer_types(config, layers)
-    return _read_trunk(SimpleNamespace(num_hidden_layers=layers, surgery=config["surgery"], layer_types=types))
 
 
 def _read_trunk(stated: SimpleNamespace) -> int:

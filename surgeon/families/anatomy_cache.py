@@ -28,11 +28,11 @@ from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.common.cache import MAX_ENTRY_BYTES, cache_folder, read_entry, write_entry
 from surgeon.errors import BadInput
 from surgeon.families.anatomy import Anatomy, Derivation, LayerKind, is_grafted
-from surgeon.families.dissect import dissect, is_derived
+from surgeon.families.dissect import dissect
 from surgeon.families.family import Family, Sizes
 
 # Raised whenever entries mean something else.
-_FORMAT = 2
+_FORMAT = 3
 _KIND = "anatomies"
 # What a derivation runs on.
 _LIBRARIES = ("transformers", "torch", "accelerate", "safetensors")
@@ -51,6 +51,7 @@ class _Entry(BaseModel):
     path: tuple[str, ...]
     prefix: str
     stem: str
+    encoder: bool
     sizes: Sizes
     kinds: tuple[LayerKind, ...]
     kind_of: tuple[int, ...]
@@ -102,6 +103,11 @@ class Remembered(Derivation):
     def path(self) -> tuple[str, ...]:  # type: ignore[override]
         """As `Derivation` says."""
         return self.own.path if self._entry is None else self._entry.path
+
+    @property
+    def same_names(self) -> bool:
+        """As `Derivation` says."""
+        return self._asked(bool, lambda own: own.same_names, "same names")
 
     @property
     def activation(self) -> str:
@@ -193,7 +199,7 @@ def recalled(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], own: 
     Raises BadInput as `dissect` does.
     """
     folder = cache_folder(_KIND)
-    if folder is None or is_grafted(config) or (own is None and not is_derived(config)):
+    if folder is None or is_grafted(config):
         return dissect(config, tensors, own)
     key = _key(config, tensors, own)
     entry = _read(folder, key)
@@ -203,8 +209,6 @@ def recalled(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], own: 
             return found
     anatomy = dissect(config, tensors, own)
     derivation = anatomy.derivation
-    if derivation is None:
-        return anatomy
     return replace(anatomy, derivation=Remembered(lambda: derivation, None, {}))
 
 
@@ -224,6 +228,7 @@ def keep(
         path=derivation.path,
         prefix=anatomy.prefix,
         stem=anatomy.family.stem,
+        encoder=anatomy.family.encoder,
         sizes=anatomy.sizes,
         kinds=anatomy.kinds,
         kind_of=anatomy.kind_of,
@@ -276,12 +281,10 @@ def _anatomy_of(
         return None
 
     def made() -> Derivation:
-        derivation = dissect(config, tensors, own).derivation
-        assert derivation is not None
-        return derivation
+        return dissect(config, tensors, own).derivation
 
     return Anatomy(
-        family=Family(str(config["model_type"]), lambda _config, _sizes: (), prefix=entry.prefix, stem=entry.stem),
+        family=Family(str(config["model_type"]), entry.prefix, entry.stem, entry.encoder),
         sizes=entry.sizes,
         kinds=entry.kinds,
         kind_of=entry.kind_of,

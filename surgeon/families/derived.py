@@ -1,4 +1,4 @@
-"""What is found out about a model type that nobody described: its layers, their kinds, and what silences each.
+"""What is found out about a model type: its layers, their kinds, and what silences each.
 
 From a config alone: the model is built without weights, and a twin with random ones is probed. Cached by the config.
 Names of a checkpoint's tensors and their shapes are matched as transformers itself would load them.
@@ -18,11 +18,10 @@ from typing import Any
 from surgeon.checkpoint.header import FLOAT_DTYPES, QUANTISED_DTYPES, TensorInfo
 from surgeon.checkpoint.own_code import OwnCode
 from surgeon.checkpoint.trust import refuse_quantised
-from surgeon.checkpoint.weights import QUANTISATION
+from surgeon.checkpoint.weights import QUANTISATION, quantisation
 from surgeon.common.devices import one_thread
 from surgeon.common.library import LOAD_FAILURES, first_line
 from surgeon.errors import BadInput, printable
-from surgeon.families import family_of
 from surgeon.families.anatomy import (
     Anatomy,
     Derivation,
@@ -203,6 +202,17 @@ class _Found(Derivation):
         return self.derived.skeleton.stack
 
     @property
+    def same_names(self) -> bool:
+        """As `Derivation` says."""
+        prefix = f"{self.derived.skeleton.model.base_model_prefix}."
+        inside = all(
+            targets == (suffix,) for layer in self.names.layers for suffix, targets in layer.items() if targets
+        )
+        outside = all(name.removeprefix(prefix) == t.removeprefix(prefix) for name, t in self.names.outer.items() if t)
+        full = not self.names.converted and quantisation(self.config) is None
+        return inside and outside and full and not self.derived.skeleton.path
+
+    @property
     def composition(self) -> Composition:
         """The classes that carry grafts. Raises BadInput where there are none."""
         if code_of(self.config) is not None:
@@ -210,7 +220,7 @@ class _Found(Derivation):
                 "config.json: `auto_map` names the base's own code, and grafts are composed of transformers' classes;"
                 " use operations that add whole layers (insert_layers, stack_layers)"
             )
-        return _composition(json.dumps(self.config, sort_keys=True))
+        return composition_for(json.dumps(self.config, sort_keys=True))
 
     @property
     def activation(self) -> str:
@@ -263,14 +273,18 @@ class _Found(Derivation):
         composition = self.composition
         named = [str(name) for name in trunk.get("architectures") or ()]
         head = composition.head.rpartition(".")[2]
+        known = (head, *(short_name(each.native) for each in composition.heads), short_name(composition.model))
+        found = next((name for name in known if name in named), None)
         if composition.encoder:
             # By a head that has an upcycled class, or none: the base model's then, with the head carried along.
-            known = (head, *(short_name(each.native) for each in composition.heads))
-            head = next((name for name in known if name in named), short_name(composition.model))
-        elif named not in ([], [head]):
-            raise BadInput(
-                f"config.json: `architectures` is {printable(repr(named))}; grafts are made for {head} of this type"
-            )
+            head = found or short_name(composition.model)
+        elif named:
+            if found is None or len(named) > 1:
+                raise BadInput(
+                    f"config.json: `architectures` is {printable(repr(named))}; grafts are made for"
+                    f" {', '.join(dict.fromkeys(known))}"
+                )
+            head = found
         made = copy.deepcopy(dict(trunk))
         if twins:
             whole = [*order, *(order[twin] for twin in twins)]
@@ -470,7 +484,8 @@ def _of_other_tokens(kept: str, heads: int) -> tuple[frozenset[str], ...]:
 
 
 @lru_cache(maxsize=8)
-def _composition(kept: str) -> Composition:
+def composition_for(kept: str) -> Composition:
+    """The classes that carry grafts for a config.json, given as JSON text. Raises BadInput where there are none."""
     config = json.loads(kept)
     found = derive(config)
     firsts = [found.kind_of.index(kind) for kind in range(len(found.titles))]
@@ -519,14 +534,14 @@ def anatomy_of(
     *,
     carries_grafts: bool = False,
 ) -> Anatomy:
-    """Dissect a checkpoint of a model type that no family describes; with grafts, `config` is that of its trunk.
+    """Dissect a checkpoint; with grafts, `config` is that of its trunk.
 
     `own` is the checkpoint's own code, which runs here. Raises BadInput where its model cannot be built, or names the
     first tensor that does not fit.
     """
     config = trusted(config, own)
     if not is_known(config):
-        family_of(config)  # says what is known
+        raise _unknown(config)
     refuse_quantised(config, passed=own is None)
     found = derive(config)
     _check_part(config, found.skeleton)
@@ -541,6 +556,7 @@ def anatomy_of(
                 f"{printable(name)}: layers of this checkpoint are called `{printable(names.stem)}…`, a name that"
                 " surgeon does not know layers by; save the model with transformers once, and operate on that"
             )
+    _check_numbers(names, tensors)
     layers = tuple({s: tensors[f"{names.stem}{index}.{s}"] for s in names.layers[index]} for index in range(count))
     firsts = [found.kind_of.index(kind) for kind in range(len(found.titles))]
     packed = tuple(packed_of(config, names.layers[first], layers[first]) for first in firsts)
@@ -555,7 +571,6 @@ def anatomy_of(
     return Anatomy(
         family=Family(
             str(config["model_type"]),
-            lambda _config, _sizes: (),
             prefix=prefix,
             stem=stem,
             encoder=found.skeleton.encoder,
@@ -576,6 +591,27 @@ def anatomy_of(
             for index, suffixes in names.beyond.items()
         ),
         derivation=_Found(config, found, names, packed, tuple(kind.parts for kind in kinds)),
+    )
+
+
+def _check_numbers(names: Names, tensors: Mapping[str, TensorInfo]) -> None:
+    """Raise BadInput for a tensor that stands among the layers and is none's, by a number that no reader would take."""
+    above, _, own = names.stem.removesuffix(".").rpartition(".")
+    for name, place in names.outer.items():
+        if not place and name.startswith((names.stem, *((f"{own}.",) if above else ()))):
+            raise BadInput(
+                f"{printable(name)} ({tensors[name].file}): not the name of a layer's tensor; layers are numbered 0,"
+                f" 1, 2, … in plain digits (`{names.stem}0.…`): rename it, or get the model's own files"
+            )
+
+
+def _unknown(config: Mapping[str, Any]) -> BadInput:
+    """The error for a model type that neither transformers nor the checkpoint's own code has."""
+    wraps = isinstance(config.get("text_config"), Mapping)
+    hint = "; it wraps a text model: save that alone (its `text_config` and language_model tensors)" if wraps else ""
+    return BadInput(
+        f"config.json: model_type {printable(str(config['model_type']))!r} is no text decoder or encoder of the"
+        f" installed transformers{hint}; update transformers, or use a model that it has"
     )
 
 

@@ -22,6 +22,7 @@ from surgeon.families.skeleton import Skeleton
 from surgeon.families.twin import shrunk, stored_buffers, twin_of
 from surgeon.runtime.bundle import import_bundle
 from surgeon.runtime.gate_rules import GATE
+from surgeon.runtime.known import native_of
 from surgeon.runtime.rules import BRANCH
 
 _USE = "use another model, or full fine-tuning"
@@ -160,7 +161,7 @@ def with_grafts(twin: Skeleton, grafted: Mapping[str, Any], heads: int) -> Any:
     try:
         with quiet_transformers(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(_SEED)
-            kind = getattr(import_bundle(grafted), grafted["architectures"][0])
+            kind = getattr(import_bundle(grafted), _class_of(grafted))
             model = kind._from_config(config_of(small, kind.config_class))
     except LOAD_FAILURES as error:
         raise BadInput(
@@ -180,6 +181,14 @@ def with_grafts(twin: Skeleton, grafted: Mapping[str, Any], heads: int) -> Any:
                 # Open, so that what it switches is looked at: closed, a gate hides it.
                 value.fill_(-1.0)
     return model.eval()
+
+
+def _class_of(grafted: Mapping[str, Any]) -> str:
+    """The class by which a twin with grafts is compared: a decoder's with its words, whatever head the config names."""
+    native = native_of(grafted)
+    assert native is not None
+    found = None if native.encoder else native.class_of(native.auto)
+    return found or str(grafted["architectures"][0])
 
 
 def _check_learns(twin: Skeleton, tokens: Any) -> None:

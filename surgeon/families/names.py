@@ -65,7 +65,7 @@ def match(skeleton: Skeleton, kinds: Sequence[int], tensors: Mapping[str, Tensor
             continue
         known = [found[2] for target in targets if target in held and (found := below.fullmatch(target))]
         layers[index][suffix] = tuple(known)
-    _check_beyond(beyond, count, stem, tensors)
+    _check_beyond(beyond, layers, stem, tensors)
     ignored = passed_over(skeleton.model)
     read = [
         {suffix: targets for suffix, targets in layer.items() if targets or not ignored(f"{stem}{index}.{suffix}")}
@@ -191,8 +191,18 @@ def _stem(places: Mapping[str, int], skeleton: Skeleton) -> str:
     return next(iter(found))
 
 
-def _check_beyond(beyond: Mapping[int, list[str]], count: int, stem: str, tensors: Mapping[str, TensorInfo]) -> None:
-    """Layers above the stack must follow it without a gap."""
+def _check_beyond(
+    beyond: Mapping[int, list[str]], layers: Sequence[Mapping[str, Any]], stem: str, tensors: Mapping[str, TensorInfo]
+) -> None:
+    """Layers above the stack must follow it without a gap, and hold more than the stack's do."""
+    count = len(layers)
+    same = next((index for index, held in sorted(beyond.items()) if set(held) == layers[-1].keys()), None)
+    if same is not None:
+        name = f"{stem}{same}.{beyond[same][0]}"
+        raise BadInput(
+            f"{printable(name)} ({tensors[name].file}): the config has `num_hidden_layers` {count}, so there is no"
+            f" layer {same}; {_ANOTHER}"
+        )
     if beyond and sorted(beyond) != list(range(count, count + len(beyond))):
         index = next(index for nth, index in enumerate(sorted(beyond)) if index != count + nth)
         name = f"{stem}{index}.{beyond[index][0]}"
@@ -210,6 +220,9 @@ def _check_alike(
     for index, kind in enumerate(kinds):
         like = first.setdefault(kind, index)
         if extra := min(layers[like].keys() ^ layers[index].keys(), default=None):
+            if not layers[index]:
+                lacking = printable(f"{stem}{index}.{extra}")
+                raise BadInput(f"{lacking}: the config requires this tensor, no shard has it; {_ANOTHER}")
             has, lacks = (index, like) if extra in layers[index] else (like, index)
             raise BadInput(
                 f"{printable(f'{stem}{has}.{extra}')}: layer {lacks}, which is of the same kind, has no such tensor;"
@@ -222,6 +235,23 @@ def _check_alike(
                     f"{printable(here.name)} ({here.file}): shape {list(here.shape)}, layer {like}'s has"
                     f" {list(there.shape)}; {_ANOTHER}"
                 )
+
+
+# Heads of decoders that return no words.
+_OTHER_HEADS = ("score.", "classifier.", "qa_outputs.")
+
+
+def _words_of(model: Any) -> tuple[str, ...]:
+    """What the names of the output head's tensors begin with."""
+    head = model.get_output_embeddings()
+    return tuple(f"{name}." for name, module in model.named_modules() if head is not None and module is head)
+
+
+def _has_no_words(model: Any, tensors: Mapping[str, TensorInfo]) -> bool:
+    """Whether a decoder was saved alone, or with a head that returns no words."""
+    return not any(name.startswith(_base(model)) for name in tensors) or any(
+        name.startswith(_OTHER_HEADS) for name in tensors
+    )
 
 
 def _check_loads(
@@ -277,6 +307,8 @@ def _check_loads(
     for target in sorted(told.missing_keys - tied):
         # Heads come and go on encoders, and nothing reads a pooler but they.
         if skeleton.encoder and (not target.startswith(_base(model)) or "pooler." in target):
+            continue
+        if target.startswith(_words_of(model)) and _has_no_words(model, tensors):
             continue
         if not target.startswith(others) or target.startswith(ours):
             raise BadInput(f"{printable(target)}: the config requires this tensor, no shard has it; {_ANOTHER}")

@@ -1,7 +1,8 @@
 """What a config's settings may be, by their names: checked before anything is computed or loaded with them.
 
-`Family.sizes` checks the sizes that fix shapes. These are the others that transformers reads for the families here; a
-setting that is not named is left alone, and None is what transformers takes for left out.
+Only of the usual model types is it known that a setting of a name is what it is for all of them: there a setting that
+is not named here is left alone, and None is what transformers takes for left out. Of other types, whatever transformers
+cannot build is refused when it is built.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.errors import BadInput, printable
-from surgeon.families.family import LARGEST_SIZE, OWN_CONFIG, Config
+from surgeon.families.family import LARGEST_SIZE, MOST_LAYERS, OWN_CONFIG, Config, listed_layer_types
 
 _DTYPES = tuple(dtype.torch for dtype in FLOAT_DTYPES.values())
 _MOST_ROPE_FACTORS = 65_536
@@ -92,6 +93,39 @@ _KINDS: dict[str, _Kind] = {
     **dict.fromkeys(("is_decoder", "add_cross_attention", "relative_attention", "position_biased_input"), _FLAG),
     **dict.fromkeys(("share_att_key", "talking_head", "use_bidirectional_attention"), _FLAG),
 }
+
+
+# The sizes that fix the shapes of tensors, and those of them that a config.json may leave out.
+_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+_OTHER_SIZES = ("num_key_value_heads", "head_dim")
+
+
+def check_sizes(config: Config) -> None:
+    """Raise BadInput for a size that is missing, no whole number above 0, or does not divide what it has to."""
+    for key in (*_SIZES, *_OTHER_SIZES):
+        value = config.get(key)
+        if value is None:
+            if key in _OTHER_SIZES:
+                continue
+            raise BadInput(f"config.json: `{key}` is missing; {OWN_CONFIG}")
+        if not _whole(value, 1):
+            shown = printable(repr(value), 60)
+            raise BadInput(f"config.json: `{key}` is {shown}, not a whole number from 1 to 2^31; {OWN_CONFIG}")
+    layers, hidden, heads = (config[key] for key in _SIZES[:3])
+    if layers > MOST_LAYERS:
+        raise BadInput(
+            f"config.json: `num_hidden_layers` is {layers}; more than {MOST_LAYERS} is refused; {OWN_CONFIG}"
+        )
+    if heads % (config.get("num_key_value_heads") or 1):
+        raise BadInput(
+            f"config.json: `num_key_value_heads` {config['num_key_value_heads']} does not divide `num_attention_heads`"
+            f" {heads}; {OWN_CONFIG}"
+        )
+    if hidden % heads and config.get("head_dim") is None:
+        raise BadInput(
+            f"config.json: `num_attention_heads` {heads} does not divide `hidden_size` {hidden}; {OWN_CONFIG}"
+        )
+    listed_layer_types(config, layers)
 
 
 def check_settings(config: Config) -> None:

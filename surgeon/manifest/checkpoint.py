@@ -15,8 +15,7 @@ from surgeon.checkpoint.hub import check_id, locate
 from surgeon.checkpoint.labels import is_classifier, label_names
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
 from surgeon.errors import BadInput, printable
-from surgeon.families import ENCODERS
-from surgeon.families.anatomy import Anatomy, native_config
+from surgeon.families.anatomy import Anatomy, is_encoder
 from surgeon.families.dissect import dissect
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, StoredTensor
 from surgeon.manifest.moves import held_by
@@ -99,7 +98,7 @@ class Checkpoint:
     @property
     def is_encoder(self) -> bool:
         """Whether it reads whole sequences and predicts no next token."""
-        return native_config(self.folder.config).get("model_type") in ENCODERS
+        return is_encoder(self.folder.config)
 
     @property
     def is_classifier(self) -> bool:

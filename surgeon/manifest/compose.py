@@ -10,8 +10,8 @@ from typing import Any
 from surgeon._version import __version__
 from surgeon.blueprint.draft import Blueprint
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.families import ENCODERS, FAMILIES
 from surgeon.families.anatomy import Anatomy, is_grafted, native_config
+from surgeon.families.decoders import HINTS
 from surgeon.manifest.facts import sections_of
 from surgeon.manifest.manifest import (
     Base,
@@ -180,7 +180,7 @@ def plugins_of(blueprint: Blueprint) -> dict[str, str]:
     """The distributions (with versions) whose operations, family or code took part."""
     native = native_config(blueprint.config)
     brought = [OPERATIONS.plugin_of(record.op) for record in blueprint.operations]
-    brought += [families.plugin_of(native["model_type"]) for families in (FAMILIES, ENCODERS)]
+    brought.append(HINTS.plugin_of(native["model_type"]))
     return {plugin.distribution: plugin.version for plugin in brought if plugin} | plugins_in(blueprint.config)
 
 

@@ -14,9 +14,8 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput, PromiseBroken
 from surgeon.families.skeleton import BASE, encoder_auto
 from surgeon.models.load import load_model, running
-from surgeon.runtime.composition import ENCODER_AUTOS, Composition
+from surgeon.runtime.composition import ENCODER_AUTOS
 from surgeon.runtime.known import native_of
-from surgeon.runtime.natives import ENCODER_HEADS
 
 WHOLE = "whole sequences"
 # What heads return, or the model without one.
@@ -73,13 +72,10 @@ class OutputComparison:
 def auto_class(config: Mapping[str, Any]) -> str:
     """The auto class of a checkpoint, by the head its config names; AutoModel where it names none."""
     native = native_of(config)
-    if isinstance(native, Composition):
+    if native is not None:
         named = str(next(iter(config.get("architectures") or ()), ""))
         return next((auto for auto in ENCODER_AUTOS if native.class_of(auto) == named), BASE)
-    if native is None and (auto := encoder_auto(config)) is not None:
-        return auto
-    named = str(next(iter(config.get("architectures") or ()), "Model"))
-    return next((auto for head, auto in ENCODER_HEADS.items() if named.endswith(head)), "AutoModel")
+    return encoder_auto(config) or BASE
 
 
 def compare_encoders(

@@ -20,11 +20,9 @@ from surgeon.checkpoint.weights import QUANTISATION, quantisation
 from surgeon.common.library import LOAD_FAILURES, config_of, described, first_line, quiet_transformers
 from surgeon.errors import BadInput, SurgeonError, printable
 from surgeon.families.anatomy import doubled, layer_of, without_a_place
-from surgeon.families.dissect import is_derived
 from surgeon.families.skeleton import CAUSAL, IMAGE_TEXT, auto_of
 from surgeon.models.view import PROCESSOR_FILES, TOKENIZER_FILES, view_of_model, view_of_tokenizer
 from surgeon.runtime.bundle import import_bundle
-from surgeon.runtime.composition import Composition
 from surgeon.runtime.known import native_of
 
 # Above the widest vector registers (64 bytes) and what torch's own CPU allocator gives.
@@ -204,9 +202,7 @@ def load_model(
         _one_dtype(model)
     model.name_or_path = model.config.name_or_path = str(folder.path)
     check_doubled(folder, model, failure)
-    # Layers above the stack, which predict further tokens, are known of types that were derived.
-    derived = is_derived(folder.config)
-    layers = getattr(model.config.get_text_config(), "num_hidden_layers", None) if derived else None
+    layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     if hasattr(model, "surgery"):
         layers = model.surgery.trunk_layers
     _check_loaded(info, auto, layers, printable(str(folder.path)), failure, say)
@@ -346,9 +342,7 @@ def attention_of(model: Any) -> Attention:
 def decoder_class(config: Mapping[str, Any]) -> str:
     """transformers' auto class for the decoder of a config: one for text alone, or for images and text."""
     native = native_of(config)
-    if isinstance(native, Composition):
-        return native.auto
-    return (is_derived(config) and auto_of(config)) or CAUSAL
+    return native.auto if native is not None else auto_of(config) or CAUSAL
 
 
 def find_tokenizer(folder: Path) -> tuple[Any, str]:

@@ -26,9 +26,9 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.checkpoint.ranges import fill
 from surgeon.checkpoint.weights import quantisation
-from surgeon.common.library import first_line, passed_over
+from surgeon.common.library import first_line
 from surgeon.errors import BadInput, SurgeonError, printable
-from surgeon.families.dissect import dissect, is_derived
+from surgeon.families.dissect import dissect
 from surgeon.families.names import as_loaded, made_of
 from surgeon.models import lockstep
 from surgeon.models.load import (
@@ -38,7 +38,6 @@ from surgeon.models.load import (
     Attention,
     build_model,
     check_doubled,
-    is_idle,
     stored_dtype,
     torch_dtype,
 )
@@ -117,18 +116,12 @@ class StreamedModel:
         return printable(str(self.folder.path))
 
     def _stored_names(self) -> dict[str, tuple[str, ...]]:
-        """Map every tensor of the model to what it is stored as; ties are followed, layers' extras are refused."""
-        if is_derived(self.folder.config):
-            return self._converted_names()
-        return {name: (stored,) for name, stored in self._same_names().items()}
-
-    def _converted_names(self) -> dict[str, tuple[str, ...]]:
-        """Map the tensors of a derived model type as transformers itself would load them."""
+        """Map every tensor of the model to what it is stored as, as transformers would load it; ties are followed."""
+        check_doubled(self.folder, self.module, self.failure)
         try:
             anatomy = dissect(self.folder.config, self.folder.tensors, self.folder.own)
         except BadInput as error:
             raise self.failure(f"{self._shown}: {error}") from error
-        assert anatomy.derivation is not None
         self._stack = anatomy.derivation.stack
         sources: dict[str, list[str]] = {}
         for stored, made in made_of(self.module, self.folder.tensors).items():
@@ -139,36 +132,9 @@ class StreamedModel:
             one = sources.get(name) or sources.get(other) or []
             sources[name] = sources[other] = one
         expected = self.module.state_dict(keep_vars=True)
+        if HEAD in expected and not sources.get(HEAD):
+            raise self.failure(f"{self._shown}: {LACKS.format(HEAD)}{HEADLESS}")
         return {name: tuple(sources[name]) for name in expected if sources.get(name)}
-
-    def _same_names(self) -> dict[str, str]:
-        check_doubled(self.folder, self.module, self.failure)
-        expected = {name: tuple(value.shape) for name, value in self.module.state_dict(keep_vars=True).items()}
-        tied: dict[str, str] = dict(self.module.all_tied_weights_keys)
-        partners = {source: target for target, source in tied.items()} | tied
-        # A checkpoint saved without its head lacks the prefix of the base model on every name.
-        prefix = "" if expected.keys() & self.folder.tensors.keys() else f"{self.module.base_model_prefix}."
-        stored = {f"{prefix}{name}": name for name in self.folder.tensors}
-        names = {}
-        for name in expected:
-            found = stored.get(name) or stored.get(partners.get(name, ""))
-            if found is None:
-                raise self.failure(f"{self._shown}: {LACKS.format(printable(name))}{HEADLESS if name == HEAD else ''}")
-            names[name] = found
-        ignored = passed_over(self.module)
-        for full, name in sorted(stored.items()):
-            if full not in expected and not is_idle(name) and not ignored(full):
-                raise self.failure(
-                    f"{self._shown}: the checkpoint has the tensor {printable(name)}, the model has no place for it"
-                )
-        for name, shape in expected.items():
-            info = self.folder.tensors[names[name]]
-            if info.shape != shape:
-                raise self.failure(
-                    f"{printable(str(self.folder.path / info.file))}: tensor {printable(info.name)} has shape"
-                    f" {info.shape}; the config requires {shape}"
-                )
-        return names
 
     def _decoder_layers(self) -> list[nn.Module]:
         """The decoder's main stack. Not found by name (`layers`, `h`, …), which differs between families."""

@@ -63,8 +63,7 @@ def fuse_layers(
             "`support: activations` compares what linear modules put out, and the experts of a layer are not such"
             " modules; use `support: weights`"
         )
-    derivation = draft.anatomy.derivation
-    if heads == "blocks" and derivation is not None and not derivation.whole_heads(draft.layers[below].like):
+    if heads == "blocks" and not draft.anatomy.derivation.whole_heads(draft.layers[below].like):
         raise BadInput(
             f"`heads: blocks` aligns whole heads, and on a twin of this {draft.anatomy.family.model_type} those of"
             f" layer {below} cannot change places; use `heads: free`"

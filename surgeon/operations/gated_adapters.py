@@ -155,8 +155,7 @@ class GatedAdapters(Operation):
 
     def _check_activation(self, draft: Draft) -> None:
         """Raise BadInput where adapters could not have the backbone's activation, as nobody says which that is."""
-        derivation = draft.anatomy.derivation
-        if self.activation is None and derivation is not None and not derivation.activation:
+        if self.activation is None and not draft.anatomy.derivation.activation:
             raise BadInput(
                 f"{printable(draft.anatomy.family.model_type)}: its config names no activation that an adapter could"
                 f" use; say which one adapters have by `activation` (one of {', '.join(ACTIVATIONS)})"

@@ -300,9 +300,8 @@ class RandomInit(Init):
                 case "bias":
                     tensors[suffix] = Constant(0.0, recipe.dtype, recipe.shape)
                 case "norm":
-                    known = None if part is None else part.identity
-                    identity = 1.0 - gap.draft.anatomy.family.norm_offset if known is None else known
-                    tensors[suffix] = Constant(identity, recipe.dtype, recipe.shape)
+                    identity = None if part is None else part.identity
+                    tensors[suffix] = Constant(1.0 if identity is None else identity, recipe.dtype, recipe.shape)
                 case _:  # an old buffer, the same in every layer, or what no draw would be right for
                     tensors[suffix] = recipe
         return NewLayer(tensors, ())

@@ -114,11 +114,6 @@ class WidenHidden(Operation):
 
 def _check(draft: Draft) -> None:
     """Raise BadInput for a model whose stream cannot become wider."""
-    if draft.anatomy.family.embeddings_scaled:
-        raise BadInput(
-            f"{printable(draft.anatomy.family.model_type)}: its code multiplies embeddings by √hidden_size, so a wider"
-            " stream would change them; widen_ffn and widen_attention leave that as it is"
-        )
     grafted = next((index for index, layer in enumerate(draft.layers) if layer.grafts), None)
     if grafted is not None or draft.bank is not None:
         held = "the model carries control states" if grafted is None else f"layer {grafted} carries a graft"
@@ -139,7 +134,7 @@ def _zeros(source: Copy, times: int) -> tuple[Recipe, ...]:
 def _null_scale(anatomy: Anatomy) -> float:
     """The stored scale with which a norm gives zeros: −1 where it multiplies by one plus it."""
     known = (part.identity for part in anatomy.parts if part.kind == "norm" and part.identity is not None)
-    return next(known, 1.0 - anatomy.family.norm_offset) - 1.0
+    return next(known, 1.0) - 1.0
 
 
 def _plain(recipe: Recipe, name: str) -> Copy:

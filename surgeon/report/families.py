@@ -25,8 +25,8 @@ from surgeon.common.json_results import plain_fields
 from surgeon.common.promises import PROMISE_STYLES
 from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
-from surgeon.families import ENCODERS, FAMILIES
 from surgeon.families.anatomy import Anatomy, LayerKind
+from surgeon.families.decoders import USUAL_DECODERS, USUAL_ENCODERS
 from surgeon.families.dissect import dissect
 from surgeon.families.periods import period_of
 from surgeon.operations import OPERATIONS
@@ -36,15 +36,13 @@ from surgeon.operations.operation import Operation
 from surgeon.operations.prepare import Facts, OpenedBase, WeightsNeeded
 from surgeon.plan.plan import carry_out
 
-_DERIVED = (
-    "any other text decoder or encoder of the installed transformers ({version}) is derived: `surgeon families BASE`"
-)
+_DERIVED = "so is any other text decoder or encoder of the installed transformers ({version}): `surgeon families BASE`"
 _NO_NEW_LAYERS = "layers are added to decoders alone"
 
 
 @dataclass(frozen=True)
 class Families:
-    """The described model types, each with the operations that are for its kind of model.
+    """The usual model types, each with the operations that are for its kind of model.
 
     Of every other text decoder that transformers, in the version `derived_by`, can build, the rest is found out.
     """
@@ -54,7 +52,7 @@ class Families:
     derived_by: str
 
     def __repr__(self) -> str:
-        return f"Families({len(self.decoders)} decoders, {len(self.encoders)} encoders, others derived)"
+        return f"Families({len(self.decoders)} decoders, {len(self.encoders)} encoders, and others)"
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for `--json`."""
@@ -96,7 +94,6 @@ class KnownBase:
 
     base: str
     model_type: str
-    described: bool
     evidence: str
     period: int | None
     kinds: tuple[KindOfLayer, ...]
@@ -105,8 +102,7 @@ class KnownBase:
 
     def __repr__(self) -> str:
         taken = [op for op in dict.fromkeys(trial.op for trial in self.trials) if self.takes(op)]
-        known = "described" if self.described else "derived"
-        return f"KnownBase({self.model_type}, {known}, {len(self.kinds)} kinds of layers, takes {', '.join(taken)})"
+        return f"KnownBase({self.model_type}, {len(self.kinds)} kinds of layers, takes {', '.join(taken)})"
 
     def takes(self, op: str) -> bool:
         """Return whether the base takes an operation, with some of its options."""
@@ -133,8 +129,7 @@ def families(
     return KnownBase(
         base=str(base),
         model_type=str(folder.config["model_type"]),
-        described=anatomy.derivation is None,
-        evidence="described by surgeon" if anatomy.derivation is None else anatomy.derivation.evidence,
+        evidence=anatomy.derivation.evidence,
         period=period_of(anatomy.pattern),
         kinds=tuple(_kinds(anatomy)),
         trials=tuple(
@@ -149,7 +144,9 @@ def families(
 def _overview() -> Families:
     every = tuple(OPERATIONS)
     some = tuple(name for name, operation in OPERATIONS.items() if operation.on_encoders)
-    return Families(dict.fromkeys(FAMILIES, every), dict.fromkeys(ENCODERS, some), metadata.version("transformers"))
+    return Families(
+        dict.fromkeys(USUAL_DECODERS, every), dict.fromkeys(USUAL_ENCODERS, some), metadata.version("transformers")
+    )
 
 
 def _kinds(anatomy: Anatomy) -> list[KindOfLayer]:
@@ -193,7 +190,7 @@ def _tried(
         carry_out(drawn, draft, _facts(drawn, OpenedBase(folder, anatomy, weights=False)))
         blueprint = draft.finish()
         check_shapes(blueprint, anatomy, folder.own)
-        if anatomy.derivation is not None or known_proof(blueprint, anatomy, folder.config, None).how == "promised":
+        if known_proof(blueprint, anatomy, folder.config, folder.own).how != "cached":
             prove(blueprint, anatomy, folder.config, folder.own)
         if not blueprint.native:
             check_skeleton(blueprint)
@@ -213,7 +210,7 @@ def _facts(operation: Operation, base: OpenedBase) -> Facts | None:
 
 
 def families_view(found: Families | KnownBase) -> RenderableType:
-    """The described families; or one base, its layers by kind, and operation by operation the answer."""
+    """The usual model types; or one base, its layers by kind, and operation by operation the answer."""
     return _overview_view(found) if isinstance(found, Families) else _base_view(found)
 
 

@@ -2,8 +2,8 @@
 
 Which modules it takes, and which classes are composed of them, follows from config.json alone, so the same bytes can be
 joined again anywhere. Modules stand in the order in which they need each other, then by name; what they import is
-collected at the top, and imports of one another fall away. `decoder.template` and `encoder.template` are the named
-classes of a model type, composed of the modules and transformers' own classes, with names to be filled in.
+collected at the top, and imports of one another fall away. `derived.template` is the named classes of a model type,
+composed of the modules and transformers' own classes, with names to be filled in.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 from .composition import TORCH_CLASSES, Composition, short_name, upcycled
 from .known import GRAFTS, native_of
-from .natives import PREFIX, Native
+from .natives import PREFIX
 from .rules import GraftRules
 
 CODE_FILE = "modeling_surgeon.py"
@@ -38,17 +38,6 @@ surgeon joined this file from its modules, only those that this model needs. It 
 
 from __future__ import annotations
 '''
-
-_NUMBERED = """
-    numbered = True"""
-
-_POOLER = """
-
-    def __init__(self, config: Any, add_pooling_layer: bool = True) -> None:
-        super().__init__(config, add_pooling_layer=add_pooling_layer)"""
-
-_OPTIONS = """
-    base_options: ClassVar[dict[str, Any]] = {"add_pooling_layer": False}"""
 
 _TEXT_CONFIG = """
     def to_dict(self) -> dict[str, Any]:
@@ -142,18 +131,6 @@ class {model}(DerivedOuter, {native}):
     decoder_class = {text}
 """
 
-# transformers' own classes that the templates import beside the config, by what follows the family's name.
-_DECODER_CLASSES = ("Attention", "DecoderLayer", "ForCausalLM", "MLP", "Model", "PreTrainedModel")
-_ENCODER_CLASSES = (
-    "ForMaskedLM",
-    "ForSequenceClassification",
-    "Layer",
-    "Model",
-    "Output",
-    "PreTrainedModel",
-    "SelfOutput",
-)
-
 
 @dataclass(frozen=True)
 class Use:
@@ -198,26 +175,22 @@ def bundle(config: Mapping[str, Any]) -> bytes:
     return _joined(native, uses_of(raw if isinstance(raw, Mapping) else {}, native))
 
 
-def uses_of(raw: Mapping[str, Any], native: Native | Composition) -> tuple[Use, ...]:
+def uses_of(raw: Mapping[str, Any], native: Composition) -> tuple[Use, ...]:
     """The grafts that a `config.surgery` asks for, as far as such a model can carry them."""
     rules = [rules for rules in GRAFTS.values() if rules.present(raw) and (rules.on_encoders or not native.encoder)]
     return tuple(Use(each, each.uses(raw)) for each in rules)
 
 
-def roots_of(native: Native | Composition, uses: tuple[Use, ...]) -> list[str]:
+def roots_of(native: Composition, uses: tuple[Use, ...]) -> list[str]:
     """The modules that are needed for their own sake."""
-    if isinstance(native, Composition):
-        mixed_in = "derived_encoders" if native.encoder else "derived"
-    else:
-        mixed_in = "encoders" if native.encoder else "models"
+    mixed_in = "derived_encoders" if native.encoder else "derived"
     roots = {f"{_PACKAGE}.{mixed_in}", f"{_PACKAGE}.graft"}
     return sorted(roots | {use.rules.part for use in uses} | {part for use in uses for _, part, _ in use.taken or ()})
 
 
 @cache
-def _joined(native: Native | Composition, uses: tuple[Use, ...]) -> bytes:
-    classes = derived_classes(native, uses) if isinstance(native, Composition) else classes_of(native, uses)
-    parts = [*ordered(roots_of(native, uses)), part_of(f"{_PACKAGE}.classes", classes)]
+def _joined(native: Composition, uses: tuple[Use, ...]) -> bytes:
+    parts = [*ordered(roots_of(native, uses)), part_of(f"{_PACKAGE}.classes", derived_classes(native, uses))]
     imports: dict[str, tuple[str, str]] = {}
     defined: dict[str, str] = {}
     for part in parts:
@@ -236,37 +209,6 @@ def _joined(native: Native | Composition, uses: tuple[Use, ...]) -> bytes:
         # ruff takes a comment right after imports for theirs, with one empty line between.
         text.append(f"{chr(10) if nth else ''}\n{rule}\n{told}{chr(10) if told else ''}\n\n{part.code.strip()}\n")
     return "".join(text).encode()
-
-
-def classes_of(native: Native, uses: tuple[Use, ...]) -> str:
-    """The source of a model type's classes with these grafts, its imports from typing and transformers before it."""
-    names = _ENCODER_CLASSES if native.encoder else _DECODER_CLASSES
-    base, generic = f"{native.prefix}PreTrainedModel", ""
-    classifier = f"{base}, {native.native_class('ForSequenceClassification')}"
-    if not native.own_classifier:
-        generic = "\nfrom transformers.modeling_layers import GenericForSequenceClassification"
-        classifier = f"GenericForSequenceClassification, {base}"
-    elif not native.encoder:
-        names = (*names, "ForSequenceClassification")
-    known = {suffix: native.native_class(suffix) for suffix in names}
-    template = files(__package__) / ("encoder.template" if native.encoder else "decoder.template")
-    return template.read_text(encoding="utf-8").format(
-        **known,
-        Config=native.native_class("Config"),
-        natives=", ".join(sorted(known.values())),
-        generic=generic,
-        folder=native.folder,
-        prefix=native.prefix,
-        title=native.title or native.name,
-        model_type=PREFIX + native.model_type,
-        grafts=f"{uses[0].source}," if len(uses) == 1 else _listed(uses),
-        activation=native.activation,
-        classifier=classifier,
-        unsplit="".join(f'"{native.native_class(suffix)}", ' for suffix in native.unsplit),
-        numbered=(_NUMBERED if native.numbered else "") + (_POOLER if native.pooler else ""),
-        options=_OPTIONS if native.pooler else "",
-        losses=_losses({name: what for use in uses for name, what in use.rules.losses.items()}),
-    )
 
 
 def derived_classes(native: Composition, uses: tuple[Use, ...]) -> str:
@@ -341,7 +283,10 @@ def _spans(native: Composition) -> tuple[str, list[str]]:
         (reader, start), (writer, end) = ends
         first = f'"{span.reads}", {short_name(reader)}, {upcycled(reader)}{start}'
         last = f'"{span.writes}", {short_name(writer)}, {upcycled(writer)}{end}'
-        places.append(f'({first}, {last}, "{span.role}")')
+        placed = f'({first}, {last}, "{span.role}")'
+        # As ruff formats what is longer than a line.
+        long = len(placed) > _WIDTH - 5
+        places.append(f"(\n        {placed[1:-1].replace(', ', f',{chr(10)}        ')},\n    )" if long else placed)
     classes = ""
     for told, part in found:
         mixed_in, able = _SPAN_PARTS[part]
@@ -484,7 +429,11 @@ def _import_lines(imports: Mapping[str, tuple[str, str]]) -> str:
         ]
         for module in sorted(by_module):
             if (module.partition(".")[0] in sys.stdlib_module_names) is ours:
-                lines.append(_from_line(module, sorted(by_module[module], key=_import_order)))
+                named = sorted(by_module[module], key=_import_order)
+                # What gets another name stands in a statement of its own.
+                own = [name for name in named if " as " not in name]
+                lines += [_from_line(module, own)] * bool(own)
+                lines += [_from_line(module, [name]) for name in named if " as " in name]
         blocks.append("\n".join(lines))
     return "\n" + "\n\n".join(block for block in blocks if block) + "\n"
 

@@ -102,9 +102,6 @@ class Composition:
     heads: tuple[HeadClass, ...] = ()
     spans: tuple[SpanClass, ...] = ()
 
-    # What any `Native` says of itself.
-    prefix = "Upcycled"
-
     def __post_init__(self) -> None:
         classes = self.classes
         ends = [told for span in self.spans for told in (span.reader, span.writer) if told not in TORCH_CLASSES]

@@ -1,9 +1,9 @@
 """Models of any type with grafts: the native model is built whole, then its layers become upcycled ones.
 
-transformers' own `__init__` knows what its layers want, so it builds trunk and tail; then the layers of the trunk, and
-the blocks beside which something stands, change their class to a named one composed of theirs. An expanded twin is a
-copy of its layer with the number of its place in the tail, so that it has the layer's kind and a cache of its own; the
-tail itself is cut off.
+transformers' own `__init__` knows what its layers want, so it builds trunk and tail; then the layers of the trunk,
+and the blocks beside which something stands, change their class to a named one composed of theirs. An expanded twin
+is a copy of its layer with the number of its place in the tail, so that it has the layer's kind and a cache of its
+own; the tail itself is cut off.
 
 Native code passes nothing of ours to its layers, so the forward's `Flow` reaches them through this thread.
 """
@@ -358,7 +358,8 @@ class DerivedHead(DerivedOuter):
                 output = run(**given)
             if not self.training:
                 tell_of_mode(self.surgery, getattr(output, "loss", None))
-            return output
+            is_native = type(output) is self.output_class.__bases__[0]
+            return self.output_class(**output) if is_native else output
         inputs = given_inputs(given.get("input_ids"), given.get("inputs_embeds"))
         flow = open_flow(self.surgery, inputs, given.get("attention_mask"), domain_ids)
         as_tuple = given.pop("return_dict", None) is False

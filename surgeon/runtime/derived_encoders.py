@@ -2,8 +2,8 @@
 
 A block of an encoder need not be a module of its own: in BERT the FFN's first matrix stands in one, its second in
 another that adds the residual and normalises. So two modules of a block change class: the one that reads first keeps
-what the block reads, and the one whose output is added to the stream adds the control of it: before the sum, and before
-a norm of the sum.
+what the block reads, and the one whose output is added to the stream adds the control of it: before the sum, and
+before a norm of the sum.
 """
 
 from __future__ import annotations

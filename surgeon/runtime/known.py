@@ -1,4 +1,4 @@
-"""The grafts, interpolators and model types that can be named: the built-in ones and those of plugins. Not shipped."""
+"""The grafts and interpolators that can be named: the built-in ones and those of plugins. Not shipped."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from .control_rules import INTERPOLATORS as BUILT_IN
 from .control_rules import ControlRules, InterpolatorRule
 from .experts_rules import ExpertRules
 from .gate_rules import GateRules
-from .natives import NATIVES as BUILT_IN_NATIVES
-from .natives import PREFIX, Native
+from .natives import PREFIX
 from .routed_rules import RoutedRules
 from .rules import GraftRules, Kind
 from .states_rules import StatesRules
@@ -28,8 +27,8 @@ def _of(kind: type[Any], key: str) -> Any:
     """Admits the plugins that name a `kind`, by the name that their attribute `key` states."""
 
     def admit(plugin: Plugin) -> Any:
-        if not isinstance(plugin.value, GraftRules | InterpolatorRule | Native):
-            raise wrong_kind(plugin, GROUP, "GraftRules, an InterpolatorRule or a Native")
+        if not isinstance(plugin.value, GraftRules | InterpolatorRule):
+            raise wrong_kind(plugin, GROUP, "GraftRules or an InterpolatorRule")
         if not isinstance(plugin.value, kind):
             return None
         if getattr(plugin.value, key) != plugin.name:
@@ -39,11 +38,10 @@ def _of(kind: type[Any], key: str) -> Any:
     return admit
 
 
-# By their key in plans, by model type, by name; grafts are asked in their order.
+# By their key in plans, by name; grafts are asked in their order.
 INTERPOLATORS: Registry[InterpolatorRule] = Registry(
     GROUP, {rule.key: rule for rule in BUILT_IN}, _of(InterpolatorRule, "key")
 )
-NATIVES: Registry[Native] = Registry(GROUP, BUILT_IN_NATIVES, _of(Native, "model_type"))
 GRAFTS: Registry[GraftRules] = Registry(
     GROUP,
     {
@@ -70,15 +68,11 @@ def kinds() -> dict[str, Kind]:
     return {kind.key: kind for rules in GRAFTS.values() for kind in rules.kinds}
 
 
-def native_of(config: Mapping[str, Any]) -> Native | Composition | None:
-    """What the upcycled classes of a config's model type are composed of; None where it has none.
-
-    Of a derived model type a grafted checkpoint's config says it itself; so it does of a known one that is quantised.
-    """
+def native_of(config: Mapping[str, Any]) -> Composition | None:
+    """What the upcycled classes of a grafted checkpoint are composed of, as its config says; None where it does not."""
     model_type = str(config.get("model_type"))
-    known = NATIVES.get(model_type.removeprefix(PREFIX))
-    if not model_type.startswith(PREFIX) or (known is not None and "anatomy" not in config):
-        return known
+    if not model_type.startswith(PREFIX):
+        return None
     try:
         return read_composition(model_type.removeprefix(PREFIX), config.get("anatomy"))
     except ValueError:
@@ -89,8 +83,7 @@ def plugins_in(config: Mapping[str, Any]) -> dict[str, str]:
     """The distributions (with versions) whose code is joined into what ships beside weights of this config."""
     raw = config.get("surgery")
     raw = raw if isinstance(raw, Mapping) else {}
-    native = native_of(config)
-    used = {native.model_type: NATIVES.plugin_of(native.model_type)} if isinstance(native, Native) else {}
+    used: dict[str, Plugin | None] = {}
     for name, rules in GRAFTS.items():
         if rules.present(raw):
             used[name] = GRAFTS.plugin_of(name)

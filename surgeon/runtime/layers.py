@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .graft import Frame, Graft, current_frame, enter_frame, only_where
 from .losses import Flow
-from .rules import Surgery, read_surgery
+from .rules import Surgery
 
 
 def beside_block(block: Any, grafts: tuple[Graft, ...], x: Tensor, output: Tensor) -> Tensor:
@@ -42,53 +42,12 @@ class Site(nn.Module):
 
 # No `nn.Module` in its own bases: where transformers finds such a class of that name in a model's file, it takes the
 # attention for hand-written and ignores `set_attn_implementation`.
-class AttentionSite(Site):
-    """Mixed in before a family's attention."""
-
-    def __init__(self, config: Any, layer_idx: int, grafts: tuple[Graft, ...]) -> None:
-        super().__init__(config, layer_idx)
-        self.grafts = grafts
-
-    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The native output with what grafts make of it, B T D, and the weights."""
-        output, *rest = super().__call__(hidden_states, *args, **kwargs)
-        return self.beside(hidden_states, output), *rest
-
-
-class FeedForwardSite(Site):
-    """Mixed in before a family's MLP."""
-
-    # The config field that names the backbone's activation.
-    activation_field: ClassVar[str] = "hidden_act"
-
-    def __init__(self, config: Any, layer_idx: int, grafts: tuple[Graft, ...]) -> None:
-        super().__init__(config)
-        self.grafts = grafts
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """The native output with what grafts make of it, B T D."""
-        return self.beside(x, super().__call__(x))
-
-
 class GraftedLayer(nn.Module):
     """A native layer into which grafts put their modules; `grafts` are those that have a part in it."""
 
-    # The classes of blocks that can carry grafts, by the block's name in the layer.
-    site_classes: ClassVar[dict[str, type[Site]]]
+    grafts: tuple[Graft, ...]
     # The class of a native layer that stands inside another.
     branch_class: ClassVar[type[BranchLayer]]
-
-    def __init__(self, config: Any, layer_idx: int) -> None:
-        super().__init__(config, layer_idx)
-        surgery = read_surgery(config)
-        for block, site in self.site_classes.items():
-            beside = tuple(graft for graft in surgery.rules if block in graft.blocks(surgery, layer_idx))
-            if beside:
-                setattr(self, block, site(config, layer_idx, beside))
-        self.grafts: tuple[Graft, ...] = tuple(
-            graft for graft in surgery.rules if graft.attach(self, config, layer_idx, surgery)
-        )
-        self._weigh(surgery, layer_idx)
 
     def _weigh(self, surgery: Surgery, layer_idx: int) -> None:
         """Keep what is asked for of losses."""

@@ -133,6 +133,11 @@ def valid_tokens(attention_mask: Any, shape: torch.Size, device: torch.device, s
         )
     if attention_mask.dim() == 2:
         return attention_mask[:, -shape[1] :].bool()
+    if attention_mask.dim() != 4:
+        raise ValueError(
+            f"attention_mask is {list(attention_mask.shape)}; what is computed over a batch's tokens needs the "
+            "two-dimensional mask"
+        )
     shown = shown_by(attention_mask)
     length = shown.shape[-1]
     own = torch.arange(shape[1], device=shown.device) + (seen if shape[1] != length else 0)

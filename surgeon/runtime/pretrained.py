@@ -18,20 +18,6 @@ from .prefix import PrefixCache
 from .rules import Surgery, read_surgery
 
 
-def attach_surgery(config: Any, surgery: dict[str, Any] | None, heads: tuple[str, ...]) -> None:
-    """Give a config its `surgery`, checked, and an `auto_map` by which remote loading finds classes, if it has none."""
-    config.surgery = surgery
-    read_surgery(config)
-    kind = type(config)
-    file, prefix = kind.__module__.rpartition(".")[2], kind.__name__.removesuffix("Config")
-    if getattr(config, "auto_map", None) is None:
-        config.auto_map = {
-            "AutoConfig": f"{file}.{prefix}Config",
-            "AutoModel": f"{file}.{prefix}Model",
-            **{f"AutoModel{head}": f"{file}.{prefix}{head}" for head in heads},
-        }
-
-
 class _Off(threading.local):
     # Base models whose grafts take no part in what this thread runs.
     models: tuple[nn.Module, ...] = ()

@@ -210,6 +210,15 @@ def pieces_of(out: CheckpointFolder, anatomy: Anatomy, origin: Origin, slot: int
     return sorted(pieces, key=lambda piece: (piece.layer, piece.target))
 
 
+def _is_alone(anatomy: Anatomy, target: str) -> bool:
+    """Whether no other module of the model goes by the last name of this one of its layers."""
+    if anatomy.derivation.path or anatomy.beyond:
+        return False
+    last = target.rpartition(".")[2]
+    held = (anatomy.linear(index) for index in range(anatomy.sizes.layers))
+    return all([name for name in modules if name.rpartition(".")[2] == last] == [target] for modules in held)
+
+
 def peft_config(pieces: Sequence[Piece], anatomy: Anatomy, origin: Origin, *, dropout: float) -> dict[str, Any]:
     """The adapter_config.json by which PEFT makes these ranks and scales at exactly these modules."""
     kinds = {piece: (piece.rank, _alpha(piece.scale, piece.rank)) for piece in pieces}
@@ -217,7 +226,7 @@ def peft_config(pieces: Sequence[Piece], anatomy: Anatomy, origin: Origin, *, dr
     paths = {piece: anatomy.module_name(piece.layer, piece.target) for piece in pieces}
     targets = Counter(piece.target for piece in pieces)
     # By their last names where they mean no other module, such as a tower's for images.
-    everywhere = anatomy.derivation is None and all(count == len(origin.layers) for count in targets.values())
+    everywhere = all(count == len(origin.layers) and _is_alone(anatomy, target) for target, count in targets.items())
     names = [target.rpartition(".")[2] for target in targets] if everywhere else [paths[piece] for piece in pieces]
     return {
         "peft_type": "LORA",

@@ -21,7 +21,7 @@ from surgeon.apply.activations import activations
 from surgeon.blueprint.recipes import TextSupport
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.cli import app
-from surgeon.families import FAMILIES
+from surgeon.families.decoders import USUAL_DECODERS
 from surgeon.models.tokens import token_batches
 from tests import tiny
 from tests.apply.test_fusion_reference import relative_error
@@ -52,7 +52,7 @@ def hooked(base: Path, text: Path, modules: list[str]) -> dict[str, np.ndarray]:
     return {name: out.flatten(0, 1)[:SAMPLES].T.double().numpy() for name, out in kept.items()}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", USUAL_DECODERS)
 def test_activations_are_the_native_models(family: str, tmp_path: Path) -> None:
     base = base_with_text(tmp_path, family)
     folder = CheckpointFolder.open(base)

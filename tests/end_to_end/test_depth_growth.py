@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import surgeon
-from surgeon.families import FAMILIES
+from surgeon.families.decoders import USUAL_DECODERS
 from surgeon.plan.shipped import load_named
 from tests import tiny
 from tests.checkpoints import attaches_grafts, weights
@@ -29,7 +29,7 @@ DEPTH_PLANS = [
 
 
 # Copies as layers pass through less code than fused ones: two families that differ are enough.
-GROWN = [("opt-deus", family) for family in FAMILIES] + [("llama-pro", family) for family in ("llama", "gemma2")]
+GROWN = [("opt-deus", family) for family in USUAL_DECODERS] + [("llama-pro", family) for family in ("llama", "gemma2")]
 
 
 @dataclass(frozen=True)

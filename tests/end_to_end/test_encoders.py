@@ -16,11 +16,10 @@ from surgeon.cli import app
 from surgeon.errors import BadInput
 from surgeon.plan import shipped
 from surgeon.runtime.bundle import CODE_FILE
-from surgeon.runtime.natives import NATIVES
 from tests import tiny
 from tests.checkpoints import weights
 from tests.elsewhere import WITHOUT_SURGEON, run_elsewhere
-from tests.runtime.grafting import classes
+from tests.runtime.grafting import classes, composition
 
 LOADER = (
     WITHOUT_SURGEON
@@ -72,7 +71,7 @@ def test_every_head_is_exact_and_loads_where_surgeon_is_not(family: str, tmp_pat
         assert verification.holds and verification.identical
         assert [c.dtype for c in verification.comparisons] == ["float32"]
         config = json.loads((out / "config.json").read_text())
-        assert config["auto_map"] == NATIVES[family].auto_map
+        assert config["auto_map"] == composition(family).auto_map
         assert config["model_type"] == f"upcycled_{family}" and config["num_hidden_layers"] == 6
         assert config["surgery"]["mixture"]["inference_routing"] == "sequence_mean"
         assert [path.name for path in out.glob("*.py")] == [CODE_FILE]
@@ -184,8 +183,8 @@ def test_what_cannot_be_done_to_an_encoder_is_told(tmp_path: Path, plan: Callabl
         surgeon.verify(base, tmp_path / "out", streamed=True)
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(config | {"architectures": ["RobertaForTokenClassification"]}))
-    with pytest.raises(BadInput, match="grafts are made for models with ForMaskedLM, ForSequenceClassification or no"):
-        surgeon.preview("mixture-of-control", str(base))
+    drawn = surgeon.preview("mixture-of-control", str(base)).blueprint
+    assert drawn.config["architectures"] == ["UpcycledRobertaForTokenClassification"]
 
 
 def test_routing_report_tells_what_an_encoder_chose(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import surgeon
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.cli import app
-from surgeon.families import FAMILIES
+from surgeon.families.decoders import USUAL_DECODERS
 from surgeon.models.compare import compare_logits
 from surgeon.models.compare_streamed import compare_streamed
 from surgeon.plan import shipped
@@ -61,7 +61,7 @@ def grown(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Grown]:
     plan = folder / "plan.yaml"
     plan.write_text(json.dumps({"surgeon": 1, "operations": operations}, indent=1))
     made: dict[str, tuple[Path, Path, Any, Any]] = {}
-    for family in FAMILIES:
+    for family in USUAL_DECODERS:
         base, out = tiny.checkpoint(folder / f"base-{family}", family), folder / f"out-{family}"
         made[family] = (base, out, surgeon.preview(plan, str(base)), surgeon.apply(plan, str(base), out))
     folders = [path for base, out, *_ in made.values() for path in (base, out)]
@@ -69,7 +69,7 @@ def grown(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Grown]:
     return {family: Grown(*paths, elsewhere=(next(told), next(told))) for family, paths in made.items()}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", USUAL_DECODERS)
 def test_every_family_from_preview_to_generation(family: str, grown: dict[str, Grown]) -> None:
     """Inserted layer, control blocks (stacked and beside), adapters, slots and control states in one plan."""
     here = grown[family]

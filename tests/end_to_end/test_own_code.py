@@ -171,7 +171,7 @@ def test_an_auto_map_of_a_tokenizer_says_nothing_of_the_model(plan: Path, tmp_pa
     settings = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(settings | {"auto_map": {"AutoTokenizer": ["x.T", None]}}))
     (base / "x.py").write_text("raise SystemExit\n")
-    assert surgeon.families(base, **TRUST).described
+    assert surgeon.families(base, **TRUST).takes("insert_layers")
     surgeon.apply(plan, base, tmp_path / "out", **TRUST)
     assert surgeon.verify(base, tmp_path / "out", logits=False, **TRUST).holds
     assert (tmp_path / "out" / "x.py").read_bytes() == (base / "x.py").read_bytes()

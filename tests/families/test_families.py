@@ -15,16 +15,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
-from surgeon.families import ENCODERS, FAMILIES
 from surgeon.families.anatomy import native_config
+from surgeon.families.decoders import USUAL_DECODERS, USUAL_ENCODERS
+from surgeon.families.derived import derive
 from surgeon.families.dissect import dissect
-from surgeon.families.layer_lists import unlisted
 from surgeon.families.settings import ACTIVATIONS, ROPE_TYPES, check_settings
 from tests import tiny
+from tests.runtime.grafting import joining
 
 # Switches that add or take away tensors, beyond the defaults of tests/tiny.py.
 VARIANTS = [
-    *((family, {}) for family in FAMILIES),
+    *((family, {}) for family in USUAL_DECODERS),
     ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     ("llama", {"head_dim": 24, "num_key_value_heads": 4}),
     ("qwen2", {"tie_word_embeddings": False, "use_sliding_window": False}),
@@ -48,11 +49,12 @@ def test_parts_are_the_native_model_s(family: str, overrides: dict, tmp_path: Pa
     }
     assert {n: s for n, s in expected.items() if ".layers." in n} == ours
     assert anatomy.tied == (native.get_output_embeddings().weight is native.get_input_embeddings().weight)
-    assert anatomy.layer_types == getattr(native.config, "layer_types", None)
+    types = getattr(native.config, "layer_types", None) or []
+    assert anatomy.layer_types == (types if len(set(types)) > 1 else None)
 
 
 ENCODER_VARIANTS = [
-    *((family, {}) for family in ENCODERS),
+    *((family, {}) for family in USUAL_ENCODERS),
     ("deberta", {"relative_attention": False, "pos_att_type": None, "type_vocab_size": 0}),
     ("deberta", {"pos_att_type": "p2c", "talking_head": True, "position_biased_input": False}),
     ("deberta", {"max_relative_positions": -1, "embedding_size": 24}),
@@ -76,8 +78,9 @@ def test_an_encoder_s_parts_are_the_native_model_s(family: str, overrides: dict,
         for index in range(anatomy.sizes.layers)
         for part in anatomy.parts
     }
-    outer = ENCODERS[family].outer_parts(folder.config, anatomy.sizes)
-    assert {n: s for n, s in expected.items() if not n.startswith("pooler.")} == layers | outer
+    held = {name.removeprefix(anatomy.prefix): info.shape for name, info in anatomy.outer.items()}
+    assert {name: held.get(name, layers.get(name)) for name in expected} == expected
+    assert layers.keys() <= expected.keys()
 
 
 def test_old_names_and_tensors_nobody_reads_are_taken_as_they_are(tmp_path: Path) -> None:
@@ -97,21 +100,21 @@ def test_old_names_and_tensors_nobody_reads_are_taken_as_they_are(tmp_path: Path
     held[twice] = torch.ones(32, dtype=torch.bfloat16)
     save_file(held, path, metadata={"format": "pt"})
     folder = CheckpointFolder.open(tmp_path)
-    with pytest.raises(BadInput, match=r"layer\.2\.output\.LayerNorm\.\w+ .*stored as .*layer\.2\.output\.LayerNorm"):
+    with pytest.raises(BadInput, match=r"layer\.2\.output\.LayerNorm\.weight: layer 0, .* has no such tensor"):
         dissect(folder.config, folder.tensors)
 
 
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("roberta", {"is_decoder": True}, "`is_decoder` is set; surgeon knows RoBERTa as an encoder only"),
+        ("roberta", {"is_decoder": True}, "no stack of 6 decoder layers is found in this roberta"),
         ("roberta", {"type_vocab_size": 3}, r"token_type_embeddings\.weight .*the config requires \[3, 32\]"),
         ("roberta", {"num_hidden_layers": 7}, r"roberta\.encoder\.layer\.6\..*no shard has it"),
         ("deberta", {"pos_att_type": ["c2p"]}, r"pos_q_proj\.\w+ .*a layer of this architecture"),
-        ("deberta", {"pos_att_type": 3}, "`pos_att_type` is 3, not names"),
+        ("deberta", {"pos_att_type": 3}, "transformers cannot build this deberta .*pos_att_type"),
         ("deberta-v2", {"position_buckets": 4}, r"rel_embeddings\.weight .*requires \[8, 32\]"),
-        ("deberta-v2", {"position_buckets": "8"}, "`position_buckets` is '8', not a whole number"),
-        ("deberta-v2", {"norm_rel_ebd": 1}, "`norm_rel_ebd` is 1, not a name"),
+        ("deberta-v2", {"position_buckets": "8"}, "transformers cannot build this deberta-v2"),
+        ("deberta-v2", {"norm_rel_ebd": 1}, "transformers cannot build this deberta-v2"),
     ],
 )
 def test_an_encoder_s_config_and_weights_that_disagree(
@@ -123,20 +126,18 @@ def test_an_encoder_s_config_and_weights_that_disagree(
         dissect(folder.config, folder.tensors)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", USUAL_DECODERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_silenced_layer_is_exactly_the_identity(family: str, dtype: torch.dtype) -> None:
     """What `silence` says makes the native layer add exactly nothing, whatever its other weights are."""
     overrides = {"attention_bias": True} if family in ("llama", "qwen3", "gemma", "olmo2") else {}
     overrides |= {"mlp_bias": True} if family == "llama" else {}
     model = tiny.model(family, dtype=str(dtype).removeprefix("torch."), **overrides)
-    config = json.loads(model.config.to_json_string())
-    words = FAMILIES[family]
-    parts = words.layer_parts(config, words.sizes(config))
+    found = derive(json.loads(model.config.to_json_string()))
     layers = model.model.layers
     state = layers[1].state_dict()
-    for suffix, value in words.silence(parts).items():
-        state[suffix].fill_(value)
+    for name, value in found.silence[found.kind_of[1]].values.items():
+        state[name].fill_(value)
     ids = torch.arange(24).reshape(2, 12)
     with torch.inference_mode():
         hidden = model(ids, output_hidden_states=True).hidden_states
@@ -160,20 +161,9 @@ def test_silenced_layer_is_exactly_the_identity(family: str, dtype: torch.dtype)
 def test_layer_types_that_older_configs_leave_out(family: str, changes: dict) -> None:
     config = json.loads(tiny.config(family).to_json_string()) | changes
     config = {key: value for key, value in config.items() if value is not None}
-    native = AutoConfig.for_model(**config)
-    assert FAMILIES[family].layer_types(config, 6) == native.layer_types
-
-
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_lists_that_are_said_to_be_known_are_all_that_transformers_keeps(family: str) -> None:
-    """Only `layer_types`, and that as the family reads it: other lists would have to be written out too."""
-    config = {"model_type": family, **tiny.COMMON, **tiny.FAMILIES[family]}
-    known, layers = FAMILIES[family], config["num_hidden_layers"]
-    assert known.lists_known and unlisted(config, known, layers) == {}
-    asked = unlisted(config, replace(known, lists_known=False), layers)
-    types = known.layer_types(config, layers)
-    # Where all layers are of one type, a family need not name it.
-    assert asked in ({}, {"layer_types": types or ["full_attention"] * layers})
+    native, found = AutoConfig.for_model(**config), derive(config)
+    titles = [found.titles[kind] for kind in found.kind_of]
+    assert titles == native.layer_types or len(set(native.layer_types)) == len(found.titles) == 1
 
 
 def open_changed(folder: Path, **changes: object) -> CheckpointFolder:
@@ -186,9 +176,8 @@ def open_changed(folder: Path, **changes: object) -> CheckpointFolder:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mumba"}, "model_type 'mumba' is not a family surgeon knows .*llama.*docs/adding.md"),
+        ({"model_type": "mumba"}, "model_type 'mumba' is no text decoder or encoder of the installed transformers"),
         ({"model_type": None}, "`model_type` is missing"),
-        ({"per_layer_config": {"0": {"rms_norm_eps": 1}}}, "`per_layer_config` gives single layers other sizes"),
         ({"hidden_size": 64}, r"shape \[.*\], the config requires \[.*\]"),
         ({"hidden_size": None}, "`hidden_size` is missing"),
         ({"hidden_size": "32"}, r"`hidden_size` is '32', not a whole number from 1 to 2\^31; use the model's own"),
@@ -196,7 +185,7 @@ def open_changed(folder: Path, **changes: object) -> CheckpointFolder:
         ({"num_hidden_layers": 7}, r"model\.layers\.6\..*no shard has it"),
         ({"num_hidden_layers": 10**9}, "more than 10000 is refused"),
         ({"num_key_value_heads": 4}, "the config requires"),
-        ({"attention_bias": True}, r"self_attn\.q_proj\.bias: the config requires this tensor"),
+        ({"attention_bias": True}, r"self_attn\.\w_proj\.bias: the config requires this tensor"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised .gptq."),
     ],
 )
@@ -285,9 +274,16 @@ def test_rotary_embeddings_that_nothing_computes(rope: dict[str, Any], told: str
 @pytest.mark.parametrize("layers", [2**40, 10**30, 0, -1, 10_001])
 def test_layers_that_nothing_could_count_out(layers: int) -> None:
     """Of a config with grafts, whose tail is counted out: once it took all memory."""
-    surgery = {"trunk_layers": 6, "new_layers": [0]}
-    with pytest.raises(BadInput, match=f"`num_hidden_layers` is {layers}; 1 to 10000 are read"):
-        native_config({"model_type": "upcycled_llama", "num_hidden_layers": layers, "surgery": surgery})
+    said = joining("llama", {"trunk_layers": layers, "new_layers": [0]})
+    with pytest.raises(BadInput, match="no `surgery` with `trunk_layers`"):
+        native_config(said | {"num_hidden_layers": 6})
+
+
+def test_an_output_of_before_is_refused_in_a_line() -> None:
+    """Once config.json said nothing of the classes that an output's are composed of."""
+    said = {"model_type": "upcycled_llama", "num_hidden_layers": 6, "surgery": {"trunk_layers": 6, "new_layers": [0]}}
+    with pytest.raises(BadInput, match=r"no `anatomy`, as outputs with grafts of surgeon before 0.1.0 have none"):
+        native_config(said)
 
 
 @pytest.mark.parametrize("family", [*tiny.FAMILIES, *tiny.ENCODERS])
@@ -303,5 +299,5 @@ def test_layers_are_numbered_in_plain_digits(tmp_path: Path, number: str) -> Non
     info = folder.tensors["model.layers.1.mlp.up_proj.weight"]
     for stem in ("model.layers.", "layers."):
         name = f"{stem}{number}.mlp.up_proj.weight"
-        with pytest.raises(BadInput, match="layers are numbered 0, 1, 2, … in plain digits"):
+        with pytest.raises(BadInput, match=r"cannot renumber such layers|not know layers by|in plain digits"):
             dissect(folder.config, folder.tensors | {name: replace(info, name=name)})

@@ -27,7 +27,7 @@ from surgeon.blueprint.draft import Output
 from surgeon.blueprint.recipes import extended
 from surgeon.cli import app
 from surgeon.errors import BadInput, PromiseBroken
-from surgeon.families import FAMILIES
+from surgeon.families.decoders import USUAL_DECODERS
 from surgeon.families.skeleton import CAUSAL, IMAGE_TEXT
 from surgeon.models.compare import Tally
 from surgeon.verify.verify import verification_view
@@ -79,7 +79,7 @@ def check_promise(base: Path, out: Path, rows: int, dtypes: Sequence[str], auto:
         assert 0 < float((new - old).max()) <= bound + slack, dtype
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", USUAL_DECODERS)
 def test_every_family_keeps_its_logits_and_the_bound(family: str, tmp_path: Path) -> None:
     base = base_of(tmp_path, family)
     surgeon.apply(plan_of(tmp_path, GROW), base, tmp_path / "out", device="cpu")

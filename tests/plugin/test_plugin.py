@@ -151,7 +151,7 @@ def test_what_a_plugin_took_no_part_in_names_none(tmp_path: Path, grown: Path) -
     )
 
 
-def test_a_family_of_the_package_carries_grafts(grown: Path, tmp_path: Path) -> None:
+def test_a_type_without_a_hint_carries_grafts_of_the_package(grown: Path, tmp_path: Path) -> None:
     import torch
     from transformers import GraniteConfig, GraniteForCausalLM
 
@@ -170,19 +170,15 @@ def test_a_family_of_the_package_carries_grafts(grown: Path, tmp_path: Path) -> 
     assert "unknown op" in told
 
 
-def test_a_family_whose_config_leaves_a_list_out_is_exact(grown: Path, tmp_path: Path) -> None:
-    """SmolLM3's class derives from an interval which layers have no rotary embedding."""
-    base = tiny_decoder(tmp_path / "base", "smollm3", layers=6)
-    config = json.loads((base / "config.json").read_text())
-    for name in ("no_rope_layers", "layer_types"):
-        del config[name]
-    (base / "config.json").write_text(json.dumps(config | {"no_rope_layer_interval": 4}))
-    insert = {"op": "insert_layers", "where": {"after": [1, 3]}, "init": {"kind": "copy"}}
+def test_a_hint_of_the_package_says_what_a_fused_matrix_holds(grown: Path, tmp_path: Path) -> None:
+    base = tiny_decoder(tmp_path / "base", "glm", layers=4)
+    fused = {"op": "insert_layers", "where": {"after": [1]}, "init": {"kind": "ot_fusion"}}
     plan = tmp_path / "plan.yaml"
-    plan.write_text(yaml.safe_dump({"surgeon": 1, "operations": [insert, CONTROL]}))
+    plan.write_text(yaml.safe_dump({"surgeon": 1, "operations": [fused]}))
+    told = run(COMMAND, "preview", plan, base, site=None, expect=2)
+    assert "nobody has described how to align mlp.gate_up_proj" in told
     run(GROW, plan, base, tmp_path / "out", site=grown / "site")
-    # Layer 3 without, its copy too, and the expanded twin of layer 2 as that.
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["no_rope_layers"] == [1, 1, 1, 1, 0, 0, 1, 1, 1]
+    assert json.loads((tmp_path / "out" / "surgery.json").read_text())["plugins"] == {"surgeon-scale": "0.1"}
 
 
 BROKEN = {
@@ -204,11 +200,11 @@ BROKEN = {
     ),
     "its family is none": (
         "[surgeon.families]\nspoilt = json:dumps\n",
-        ["surgeon-spoilt 0.1", "must be a surgeon.families.family.Family"],
+        ["surgeon-spoilt 0.1", "must be a surgeon.families.decoders.Hint"],
     ),
     "its part is none": (
         "[surgeon.runtime]\nspoilt = json:dumps\n",
-        ["surgeon-spoilt 0.1", "must be GraftRules, an InterpolatorRule or a Native"],
+        ["surgeon-spoilt 0.1", "must be GraftRules or an InterpolatorRule"],
     ),
 }
 

@@ -1,4 +1,4 @@
-"""`surgeon families`: the answers are those of the code that refuses, for described and for derived model types."""
+"""`surgeon families`: the answers are those of the code that refuses, for usual and for other model types."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import surgeon
 from surgeon.cli import app
 from surgeon.errors import BadInput
-from surgeon.families import ENCODERS, FAMILIES
+from surgeon.families.decoders import USUAL_DECODERS, USUAL_ENCODERS
 from surgeon.operations import OPERATIONS
 from surgeon.operations.stack_layers import StackLayers
 from surgeon.report.families import Families, KnownBase, Trial
@@ -38,23 +38,20 @@ def previewed(trial: Trial, base: Path) -> tuple[str | None, str]:
 def test_all_families_are_listed() -> None:
     found = surgeon.families()
     assert isinstance(found, Families)
-    assert found.decoders == dict.fromkeys(FAMILIES, tuple(OPERATIONS))
-    assert found.encoders == dict.fromkeys(ENCODERS, ("mixture_of_control",))
+    assert found.decoders == dict.fromkeys(USUAL_DECODERS, tuple(OPERATIONS))
+    assert found.encoders == dict.fromkeys(USUAL_ENCODERS, ("mixture_of_control",))
     shown = CliRunner().invoke(app, ["families"])
     assert shown.exit_code == 0
-    for name in (*FAMILIES, *ENCODERS):
+    for name in (*USUAL_DECODERS, *USUAL_ENCODERS):
         assert name in shown.output
-    assert (
-        f"any other text decoder or encoder of the installed transformers ({found.derived_by}) is derived"
-        in shown.output
-    )
+    assert f"so is any other text decoder or encoder of the installed transformers ({found.derived_by})" in shown.output
     assert json.loads(CliRunner().invoke(app, ["families", "--json"]).output) == found.to_json()
 
 
-def test_a_described_base_with_two_types_of_layers(tmp_path: Path) -> None:
+def test_a_usual_base_with_two_types_of_layers(tmp_path: Path) -> None:
     base = tiny.checkpoint(tmp_path / "base", "gemma3_text", num_hidden_layers=12)
     found = known(base)
-    assert (found.model_type, found.described, found.period) == ("gemma3_text", True, 6)
+    assert (found.model_type, found.period) == ("gemma3_text", 6)
     assert {kind.title: kind.layers for kind in found.kinds} == {
         "sliding_attention": (0, 1, 2, 3, 4, 6, 7, 8, 9, 10),
         "full_attention": (5, 11),
@@ -118,7 +115,7 @@ def test_a_derived_base(model_type: str, tmp_path: Path) -> None:
     changes, period, kinds, refusals = DERIVED[model_type]
     base = tiny_decoder(tmp_path / "base", model_type, **changes)
     found = known(base)
-    assert (found.model_type, found.described, found.period) == (model_type, False, period)
+    assert (found.model_type, found.period) == (model_type, period)
     assert "proven on a twin" in found.evidence
     assert sorted(layer for kind in found.kinds for layer in kind.layers) == list(
         range({"jamba": 8, "bart": 4}[model_type])
@@ -129,7 +126,7 @@ def test_a_derived_base(model_type: str, tmp_path: Path) -> None:
     for op, words in refusals.items():
         assert any(words in trial.refusal for trial in found.trials if trial.op == op), op
     assert found.takes("insert_layers") is (model_type == "jamba")
-    # Of a described base, all of them (above).
+    # Of a usual base, all of them (above).
     trials = [trial for trial in found.trials if trial.op in ("insert_layers", "gated_adapters", "widen_ffn")]
     assert {trial.promise is None for trial in trials} == ({True, False} if model_type == "jamba" else {True})
     assert [(trial.promise, trial.refusal) for trial in trials] == [previewed(t, base) for t in trials]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
 
+from surgeon.families.derived import composition_for
 from surgeon.runtime.adapters_rules import GATES
 from surgeon.runtime.bundle import import_bundle
+from surgeon.runtime.composition import Composition, upcycled
 from surgeon.runtime.control_rules import INTERPOLATORS
 from surgeon.runtime.known import GRAFTS
-from surgeon.runtime.natives import NATIVES, PREFIX
+from surgeon.runtime.natives import PREFIX
 from tests import tiny
 
 TRUNK = 6
@@ -23,8 +26,23 @@ def classes(family: str, suffix: str, surgery: dict[str, Any] | None = None) -> 
     """A family's upcycled class, e.g. `ForCausalLM`, of the file for such a surgery (None: with all grafts)."""
     if surgery is None:
         surgery = states() if family in tiny.ENCODERS else everything()
-    module = import_bundle({"model_type": PREFIX + family, "surgery": surgery})
-    return getattr(module, NATIVES[family].prefix + suffix)
+    native = composition(family)
+    found = (
+        upcycled(native.config) if suffix == "Config" else native.class_of(f"AutoModel{suffix.removeprefix('Model')}")
+    )
+    return getattr(import_bundle(joining(family, surgery)), str(found))
+
+
+@cache
+def composition(family: str) -> Composition:
+    """What a family's upcycled classes are composed of."""
+    return composition_for(tiny.config(family).to_json_string())
+
+
+def joining(family: str, surgery: Any) -> dict[str, Any]:
+    """What a config says of the file that belongs beside it."""
+    anatomy = composition(family).to_json() | {"trunk": {}}
+    return {"model_type": PREFIX + family, "surgery": surgery, "anatomy": anatomy}
 
 
 def control(
@@ -202,7 +220,10 @@ def config(family: str, surgery: dict[str, Any], **overrides: Any) -> Any:
         base["layer_types"] = types + [types[twin] for twin in twins]
     base["num_hidden_layers"] += len(twins) + len(copies)
     base.pop("model_type")
-    return classes(family, "Config", surgery)(surgery=surgery, **base)
+    said = joining(family, surgery)
+    return classes(family, "Config", surgery)(
+        surgery=surgery, anatomy=said["anatomy"], auto_map=composition(family).auto_map, **base
+    )
 
 
 def grafted(

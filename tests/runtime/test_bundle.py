@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,12 +13,11 @@ from typing import Any
 import pytest
 
 import surgeon.runtime
-from surgeon.runtime.bundle import CODE_FILE, bundle, classes_of, ordered, part_of, roots_of, uses_of
+from surgeon.runtime.bundle import CODE_FILE, bundle, derived_classes, ordered, part_of, roots_of, uses_of
 from surgeon.runtime.graft import Graft
 from surgeon.runtime.known import GRAFTS
-from surgeon.runtime.natives import NATIVES, PREFIX
 from tests import tiny
-from tests.runtime.grafting import alone, everything, states
+from tests.runtime.grafting import alone, composition, everything, joining, states
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNTIME = Path(surgeon.runtime.__file__).parent
@@ -42,7 +42,7 @@ def definitions(source: str) -> dict[str, str]:
 
 CASES = [
     (family, name, surgery)
-    for family in NATIVES
+    for family in (*tiny.FAMILIES, *tiny.ENCODERS)
     for name, surgery in (
         {"states": states()} if family in tiny.ENCODERS else alone() | {"everything": everything()}
     ).items()
@@ -52,13 +52,13 @@ CASES = [
 @pytest.mark.parametrize(("family", "name", "surgery"), CASES, ids=[f"{family}-{name}" for family, name, _ in CASES])
 def test_joined_file_and_its_parts_agree(family: str, name: str, surgery: dict[str, Any]) -> None:
     """Every definition of a part stands in the joined file as it is, and nothing but the template's beside them."""
-    native = NATIVES[family]
+    native = composition(family)
     uses = uses_of(surgery, native)
-    joined = definitions(bundle({"model_type": PREFIX + family, "surgery": surgery}).decode())
+    joined = definitions(bundle(joining(family, surgery)).decode())
     expected: dict[str, str] = {}
     for part in ordered(roots_of(native, uses)):
         expected |= definitions((RUNTIME / f"{part.module.rpartition('.')[2]}.py").read_text())
-    expected |= definitions(classes_of(native, uses))
+    expected |= definitions(derived_classes(native, uses))
     assert joined == expected
 
 
@@ -66,10 +66,10 @@ def test_only_what_a_surgery_needs_is_joined() -> None:
     """No graft's modules or rules stand in a file of another; empty entries ask for nothing."""
     own = {name: rules.module for name, rules in GRAFTS.items()}
     for name, surgery in alone().items():
-        text = bundle({"model_type": "llama", "surgery": surgery | {"new_layers": []}}).decode()
+        text = bundle(joining("llama", surgery | {"new_layers": []})).decode()
         assert [graft for graft, mark in own.items() if f"\nclass {mark}(" in text] == [name]
         empty = {key: [] for other in GRAFTS.values() for key in other.keys if key not in surgery}
-        assert bundle({"model_type": "llama", "surgery": surgery | empty}).decode() == text
+        assert bundle(joining("llama", surgery | empty)).decode() == text
 
 
 def test_rules_name_the_modules_that_build_on_them() -> None:
@@ -83,12 +83,7 @@ def test_rules_name_the_modules_that_build_on_them() -> None:
 )
 def test_a_config_that_says_nonsense_gives_a_file_all_the_same(surgery: Any) -> None:
     """What the config says is refused where it is read; whether code beside it is ours can be told before."""
-    ast.parse(bundle({"model_type": "upcycled_llama", "surgery": surgery}))
-
-
-def test_every_family_of_the_tests_has_a_native_and_no_other() -> None:
-    assert set(NATIVES) == {*tiny.FAMILIES, *tiny.ENCODERS}
-    assert {name for name, native in NATIVES.items() if native.encoder} == set(tiny.ENCODERS)
+    ast.parse(bundle(joining("llama", surgery)))
 
 
 def test_parts_are_flat_and_import_torch_and_transformers_only() -> None:
@@ -107,20 +102,21 @@ def test_parts_are_flat_and_import_torch_and_transformers_only() -> None:
 
 def test_what_joins_imports_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys; from surgeon.runtime.bundle import bundle; bundle({'model_type': 'llama'});"
+        "import json, sys; from surgeon.runtime.bundle import bundle; bundle(json.loads(sys.argv[1]));"
         " assert not {'torch', 'transformers'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    subprocess.run([sys.executable, "-c", code, json.dumps(joining("llama", {}))], check=True, cwd=ROOT)
 
 
 def test_same_bytes_in_another_process_with_another_hash_seed() -> None:
     code = (
-        "import sys, hashlib; from surgeon.runtime.bundle import bundle;"
-        " print(hashlib.sha256(bundle({'model_type': 'phi3'}) + bundle({'model_type': 'deberta-v2'})).hexdigest())"
+        "import json, sys, hashlib; from surgeon.runtime.bundle import bundle;"
+        " print(hashlib.sha256(b''.join(bundle(json.loads(said)) for said in sys.argv[1:])).hexdigest())"
     )
+    said = [json.dumps(joining(family, {})) for family in ("phi3", "deberta-v2")]
     runs = [
         subprocess.run(
-            [sys.executable, "-c", code],
+            [sys.executable, "-c", code, *said],
             check=True, cwd=ROOT, capture_output=True, text=True, env={"PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)},
         ).stdout
         for seed in ("1", "2")
@@ -131,7 +127,7 @@ def test_same_bytes_in_another_process_with_another_hash_seed() -> None:
 def test_it_reads_like_written_code(tmp_path: Path) -> None:
     for family, name, surgery in CASES:
         (tmp_path / f"{family}-{name}").mkdir()
-        made = bundle({"model_type": PREFIX + family, "surgery": surgery})
+        made = bundle(joining(family, surgery))
         (tmp_path / f"{family}-{name}" / CODE_FILE).write_bytes(made)
     for command in (["check"], ["format", "--check"]):
         asked = ["-m", "ruff", *command, "--config", str(ROOT / "pyproject.toml"), "--no-cache", str(tmp_path)]

@@ -200,7 +200,7 @@ def test_attentions_are_told_as_the_base_tells_them() -> None:
         (
             sequence_states() | {"adapters": [{"layer": 0, "size": 4}]},
             {},
-            "an encoder carries control states only, not adapters",
+            r"surgery has unknown keys \['adapters'\]; known are trunk_layers, control_states",
         ),
         (sequence_states(), {"chunk_size_feed_forward": 4}, "config.chunk_size_feed_forward cuts"),
     ],

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from surgeon.runtime.natives import NATIVES
 from surgeon.runtime.rules import read_surgery
 from tests import tiny
-from tests.runtime.grafting import adapters, both, classes, config, control
+from tests.runtime.grafting import adapters, both, classes, composition, config, control
 
 
 def changed(surgery: dict[str, Any], *path: Any, value: Any) -> dict[str, Any]:
@@ -76,7 +75,7 @@ def test_config_survives_its_json(tmp_path: Path) -> None:
         after = classes(family, "Config", both()).from_pretrained(tmp_path / family)
         assert after.to_dict() == before.to_dict()
         assert after.model_type == f"upcycled_{family}"
-        assert after.auto_map == NATIVES[family].auto_map
+        assert after.auto_map == composition(family).auto_map
 
 
 def test_mistral_gets_no_layer_types() -> None:

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 from surgeon.runtime.births import Birth, Fill
 from surgeon.runtime.control_rules import InterpolatorRule, log_odds
-from surgeon.runtime.natives import Native
 from surgeon.runtime.rules import BRANCH, GraftRules, Kind, Surgery, built, by_layer, check_layers
 
 SCALE = "mlp.scale."
@@ -91,6 +90,4 @@ class ChannelRule(InterpolatorRule):
 
 
 SCALE_RULES = ScaleRules()
-NATIVE_GRANITE = Native("granite", "Granite", own_classifier=False)
-NATIVE_SMOLLM3 = Native("smollm3", "SmolLM3")
 CHANNELS = ChannelRule("channels", "Channels", part="surgeon_scale.modules")
