@@ -55,6 +55,12 @@ def test_lists_that_a_class_derives_are_those_of_the_output(left_out: bool, tmp_
     assert found.holds and found.identical
 
 
+def test_a_gate_that_is_shut_for_a_twins_tokens_is_not_one_that_never_learns(tmp_path: Path) -> None:
+    """A ReLU gate of one layer alone may pass none of a dozen tokens: its gradient is then looked for elsewhere."""
+    base = tiny.checkpoint(tmp_path / "base", "llama", num_hidden_layers=2)
+    surgeon.apply(plan_of(tmp_path, {"op": "gated_adapters", "layers": [1], "size": 8}), base, tmp_path / "out")
+
+
 def test_a_wrong_finding_is_refused_before_a_byte_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once what is to be silent was found wrongly, the twin of the output computes something else."""
     base = changed(tiny_decoder(tmp_path / "base", "smollm3", layers=6), **WITHOUT_LISTS)
