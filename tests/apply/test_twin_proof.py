@@ -57,7 +57,7 @@ def test_lists_that_a_class_derives_are_those_of_the_output(left_out: bool, tmp_
 
 def test_a_gate_that_is_shut_for_a_twins_tokens_is_not_one_that_never_learns(tmp_path: Path) -> None:
     """A ReLU gate of one layer alone may pass none of a dozen tokens: its gradient is then looked for elsewhere."""
-    base = tiny.checkpoint(tmp_path / "base", "llama", num_hidden_layers=2)
+    base = tiny.checkpoint(tmp_path / "base", "llama", num_hidden_layers=2, vocab_size=320)
     surgeon.apply(plan_of(tmp_path, {"op": "gated_adapters", "layers": [1], "size": 8}), base, tmp_path / "out")
 
 
