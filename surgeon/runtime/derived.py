@@ -261,7 +261,7 @@ class DerivedModel(DerivedPreTrained, UpcycledBase):
         registry: Any = output_capturing._CAN_RECORD_REGISTRY
         registry[str(type(self)) if type(registry) is dict else self] = self._can_record_outputs
         # The native class's, kept by the model itself, would hide this one's.
-        vars(self).pop("_no_split_modules", None)
+        self.__dict__.pop("_no_split_modules", None)
         self.post_init()
 
     @torch.no_grad()
@@ -316,6 +316,7 @@ class DerivedOuter(DerivedPreTrained):
     """A native model in which the text decoder stands somewhere: a head, or a model of several parts."""
 
     decoder_class: ClassVar[type[DerivedModel]]
+    _no_split_modules: Any
 
     def __init__(self, config: Any) -> None:
         upcycled, native = self.decoder_class.config_class, self.decoder_class.__bases__[-1]
