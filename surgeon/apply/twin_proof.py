@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surgeon.blueprint.draft import Blueprint
-from surgeon.blueprint.recipes import Constant, Copy, Extended, Recipe
+from surgeon.blueprint.recipes import Constant, Copy, Joined, Means, Recipe
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.own_code import OwnCode
 from surgeon.checkpoint.pieces import Span
@@ -282,7 +282,7 @@ def value_of(
             return torch.tensor(values, dtype=like.dtype).reshape(like.shape)
         case Constant(value) if not isinstance(value, tuple):
             return torch.full_like(like, value)
-        case Extended(of):
+        case Joined(parts=(of, Means())):
             old = value_of(of, base, held, stored, like, draws)
             more = torch.randn((like.shape[0] - old.shape[0], *old.shape[1:]), generator=draws)
             return torch.cat([old, more * old.std()])
