@@ -461,6 +461,10 @@ def test_grafted_experts_are_carried_merged_exported_and_operated_on(tmp_path: P
     surgeon.export_slot(grown, 0, tmp_path / "slot")
     told = json.loads((tmp_path / "slot/adapter_config.json").read_text())
     assert sorted(told["target_modules"]) == ["q_proj", "v_proj"]
+    # In every layer, and no other module of this model goes by these names.
+    adapted = {name.rpartition(".lora_")[0] for name in load_file(tmp_path / "slot/adapter_model.safetensors")}
+    meant = (name for name in weights(base) if name.endswith(("q_proj.weight", "v_proj.weight")))
+    assert adapted == {f"base_model.model.{name.removesuffix('.weight')}" for name in meant}
     surgeon.revert(second, tmp_path / "back", to=0)
     assert all(torch.equal(value, weights(base)[name]) for name, value in weights(tmp_path / "back").items())
 
