@@ -295,10 +295,10 @@ class _Found(Derivation):
         made["model_type"] = PREFIX + composition.model_type
         made["architectures"] = [upcycled(head)]
         made["auto_map"] = composition.auto_map
-        changed = changed_fields(trunk, made)
-        for key in ("model_type", "auto_map"):
-            changed.pop(key)
-        made["anatomy"] = composition.to_json() | {"trunk": changed}
+        # An `auto_map` of a tokenizer alone is no part of the trunk's model.
+        unlike = {"model_type", "auto_map"}
+        one, other = ({key: value for key, value in each.items() if key not in unlike} for each in (trunk, made))
+        made["anatomy"] = composition.to_json() | {"trunk": changed_fields(one, other)}
         return made
 
     def prove_grafts(self, trunk: Mapping[str, Any], grafted: Mapping[str, Any]) -> None:
@@ -548,6 +548,11 @@ def anatomy_of(
     tensors, grafts, bank = _without_grafts(tensors) if carries_grafts else (tensors, {}, {})
     check_stored(config, tensors)
     names = match(found.skeleton, found.kind_of, tensors, quantizer_of(config))
+    if (named := next(filter(_of_bank, tensors), None)) is not None:
+        raise BadInput(
+            f"{printable(named)} ({tensors[named].file}): the name of control states, which this checkpoint has none"
+            " of; take the tensor out"
+        )
     count = len(found.kind_of)
     for name in (*tensors, *(info.name for held in grafts.values() for info in held.values())):
         place = layer_of(name)
@@ -625,12 +630,22 @@ def _without_grafts(
     for name, info in tensors.items():
         place = layer_of(name)
         if place is not None and owner_of(place[2]) is not None:
-            grafts.setdefault(place[1], {})[place[2]] = info
-        elif place is None and (name.startswith(BANK) or f".{BANK}" in name):
+            held = grafts.setdefault(place[1], {}).setdefault(place[2], info)
+            if held is not info:
+                raise BadInput(
+                    f"{printable(name)} ({info.file}): to transformers the same tensor as {printable(held.name)}; keep"
+                    " one of them"
+                )
+        elif _of_bank(name):
             bank[name] = info
         else:
             native[name] = info
     return native, grafts, bank
+
+
+def _of_bank(name: str) -> bool:
+    """Whether a tensor is called as those of control states are."""
+    return layer_of(name) is None and (name.startswith(BANK) or f".{BANK}" in name)
 
 
 def _parted(stem: str, skeleton: Skeleton) -> tuple[str, str]:
