@@ -377,6 +377,9 @@ for asked in ({}, {"num_beams": 2}, {"cache_implementation": "static"}):
 same(lambda each: torch.stack(each(ids, output_hidden_states=True).hidden_states))
 same(lambda each: each.base_model(ids)[0])
 outer = transformers.AutoModel.from_pretrained(twin, trust_remote_code=True)
+for each in (model, outer):
+    layers = next(list(kid) for name, kid in each.get_decoder().named_children() if "layers" in name)
+    assert {type(layer).__name__ for layer in layers} <= set(each._no_split_modules), each._no_split_modules
 for value in outer.parameters():
     value.data = value.data.clone()
 with torch.inference_mode():
