@@ -17,8 +17,9 @@ from surgeon.common.json_results import plain, plain_fields
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import native_config, without_a_place
+from surgeon.families.anatomy import Anatomy, native_config, without_a_place
 from surgeon.families.dissect import dissect
+from surgeon.families.skeleton import wordless_auto
 from surgeon.manifest.manifest import MANIFEST_FILE
 from surgeon.manifest.reading import manifest_of
 from surgeon.verify.check import Check
@@ -151,11 +152,9 @@ def verify(
     base_folder = CheckpointFolder.open(Path(base), trust_remote_code=trust_remote_code)
     out_folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
     anatomy = dissect(base_folder.config, base_folder.tensors, base_folder.own)
-    if streamed and anatomy.family.encoder:
-        raise BadInput(
-            f"{printable(str(base))}: an encoder ({anatomy.family.model_type}), which is compared whole; leave out"
-            " --streamed"
-        )
+    wordless = anatomy.family.encoder or wordless_auto(base_folder.config) is not None
+    if streamed and wordless:
+        raise BadInput(f"{printable(str(base))}: {_kind_of(anatomy)}, which is compared whole; leave out --streamed")
     # What this is no output of is refused before any tensor is read, and before torch is loaded.
     manifest_of(out_folder)
     for folder in (base_folder, out_folder):
@@ -180,13 +179,13 @@ def verify(
     )
     # Each is trusted as it was opened.
     folders, device = (base_folder, out_folder), devices.resolve(device)
-    image = _Image.of(base_folder, streamed=streamed)
+    image = None if wordless else _Image.of(base_folder, streamed=streamed)
     if streamed:
         _add_streamed(found, proof, folders, tokens.ids, dtypes, device, listener)
     for dtype in () if streamed else dtypes:
         listener.say(f"comparing logits ({dtype}) on {tokens.source}")
-        _add_whole(found, proof, folders, tokens.ids, dtype, device, None if anatomy.family.encoder else image)
-    found.checks.extend(image.notes)
+        _add_whole(found, proof, folders, tokens.ids, dtype, device, image)
+    found.checks.extend(image.notes if image is not None else ())
     return found
 
 
@@ -225,18 +224,25 @@ def _add_whole(
     device: str,
     image: _Image | None,
 ) -> None:
-    """Add the comparisons of two checkpoints in memory, in one dtype; without an `image` they are encoders."""
+    """Add the comparisons of two checkpoints in memory, in one dtype; without an `image` they write no words."""
     if image is None:
-        from surgeon.models.encoders import auto_class, compare_encoders
+        from surgeon.models.outputs import auto_class, compare_outputs
 
         auto = auto_class(folders[0].config)
-        found.comparisons.append(compare_encoders(*folders, ids, auto=auto, dtype=dtype, device=device))
+        found.comparisons.append(compare_outputs(*folders, ids, auto=auto, dtype=dtype, device=device))
         return
     from surgeon.models.compare import compare_models, load_pair
 
     pair = load_pair(*folders, dtype=dtype, device=device)
     found.comparisons.extend(compare_models(*pair, ids, more=proof.more, device=device))
     found.comparisons.extend(image.compared(*pair, more=proof.more, device=device))
+
+
+def _kind_of(anatomy: Anatomy) -> str:
+    """What a model that writes no words is, in words."""
+    if anatomy.family.encoder:
+        return f"an encoder ({anatomy.family.model_type})"
+    return f"a {anatomy.family.model_type} with a head for labels or answers"
 
 
 def _is_gated(out: CheckpointFolder) -> bool:
