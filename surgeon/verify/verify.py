@@ -14,6 +14,7 @@ from surgeon.common.listener import Listener, Quiet
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy, native_config, without_a_place
 from surgeon.families.dissect import dissect
+from surgeon.families.skeleton import reads_images, wordless_auto
 from surgeon.manifest.manifest import MANIFEST_FILE
 from surgeon.manifest.reading import manifest_of
 from surgeon.verify.check import Check
@@ -67,8 +68,8 @@ def verify(
     listener = listener or Quiet()
     _check_options(dtypes, device, text if logits else None)
     pair = _Pair.open(base, out, trust_remote_code=trust_remote_code)
-    if streamed and pair.anatomy.family.encoder:
-        raise _compared_whole(base, pair.anatomy)
+    if streamed and pair.wordless:
+        raise BadInput(f"{printable(str(base))}: {pair.kind}, which is compared whole; leave out --streamed")
     # What this is no output of is refused before any tensor is read, and before torch is loaded.
     manifest_of(pair.out)
     pair.say_notes(listener)
@@ -100,14 +101,6 @@ def _check_options(dtypes: Sequence[str], device: str, text: Path | None) -> Non
         check_readable(text, what="text")
 
 
-def _compared_whole(base: str | Path, anatomy: Anatomy) -> BadInput:
-    """Return the refusal of `streamed` for an encoder."""
-    return BadInput(
-        f"{printable(str(base))}: an encoder ({anatomy.family.model_type}), which is compared whole; leave out"
-        " --streamed"
-    )
-
-
 @dataclass(frozen=True)
 class _Pair:
     """A base and an output of it, opened, each trusted as the user said; `anatomy` is the base's."""
@@ -126,6 +119,18 @@ class _Pair:
         base_folder = CheckpointFolder.open(Path(base), trust_remote_code=trust_remote_code)
         out_folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
         return cls(base_folder, out_folder, dissect(base_folder.config, base_folder.tensors, base_folder.own))
+
+    @property
+    def wordless(self) -> bool:
+        """Whether the models write no words: encoders, and decoders with a head for labels or answers."""
+        return self.anatomy.family.encoder or wordless_auto(self.base.config) is not None
+
+    @property
+    def kind(self) -> str:
+        """What models that write no words are, in words."""
+        if self.anatomy.family.encoder:
+            return f"an encoder ({self.anatomy.family.model_type})"
+        return f"a {self.anatomy.family.model_type} with a head for labels or answers"
 
     def say_notes(self, listener: Listener) -> None:
         """Say what was noticed as the folders were opened."""
@@ -172,26 +177,26 @@ class _Comparer:
 
     def whole(self, found: Verification, dtypes: Sequence[str]) -> Verification:
         """Return `found` with the comparisons in memory, in one dtype after the other."""
-        image = _Image.of(self.pair.base, streamed=False)
+        image = _Image() if self.pair.wordless else _Image.of(self.pair.base, streamed=False)
         comparisons: list[Comparison] = []
         for dtype in dtypes:
             self.listener.say(f"comparing logits ({dtype}) on {self.tokens.source}")
-            if self.pair.anatomy.family.encoder:
-                comparisons.append(self._encoders(dtype))
+            if self.pair.wordless:
+                comparisons.append(self._outputs(dtype))
             else:
-                comparisons.extend(self._decoders(dtype, image))
+                comparisons.extend(self._logits(dtype, image))
         return replace(found, tokens=self.tokens.source, checks=[*found.checks, *image.notes], comparisons=comparisons)
 
-    def _encoders(self, dtype: str) -> Comparison:
-        """Compare two encoders."""
-        from surgeon.models.encoders import auto_class, compare_encoders
+    def _outputs(self, dtype: str) -> Comparison:
+        """Compare what two models put out that write no words."""
+        from surgeon.models.outputs import auto_class, compare_outputs
 
         base, out = self.pair.base, self.pair.out
         auto = auto_class(base.config)
-        return compare_encoders(base, out, self.tokens.ids, auto=auto, dtype=dtype, device=self.device)
+        return compare_outputs(base, out, self.tokens.ids, auto=auto, dtype=dtype, device=self.device)
 
-    def _decoders(self, dtype: str, image: _Image) -> list[LogitComparison]:
-        """Compare two decoders on the tokens, and on the prompt with a picture where the base reads one."""
+    def _logits(self, dtype: str, image: _Image) -> list[LogitComparison]:
+        """Compare the logits on the tokens, and on the prompt with a picture where the base reads one."""
         from surgeon.models.compare import compare_models, load_pair
 
         loaded = load_pair(self.pair.base, self.pair.out, dtype=dtype, device=self.device)
@@ -215,8 +220,6 @@ class _Image:
     @classmethod
     def of(cls, base: CheckpointFolder, *, streamed: bool) -> _Image:
         """As the base's processor makes it; nothing for a model that reads text alone."""
-        from surgeon.families.skeleton import reads_images
-
         found = cls()
         if not reads_images(native_config(base.config)):
             return found
