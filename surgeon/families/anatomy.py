@@ -66,6 +66,8 @@ _UNREAD = tuple(dtype for dtype in QUANTISED_DTYPES if dtype not in ("F8_E4M3", 
 class Derivation(ABC):
     """What was found out about a model type, and what can be done with it."""
 
+    # Whether what is known was found out, and proven, of this very base.
+    proven: bool = True
     # What was proven, in one line; and the name of the list of decoder layers in transformers' model.
     evidence: str
     stack: str

@@ -249,9 +249,8 @@ def _words_of(model: Any) -> tuple[str, ...]:
 
 def _has_no_words(model: Any, tensors: Mapping[str, TensorInfo]) -> bool:
     """Whether a decoder was saved alone, or with a head that returns no words."""
-    return not any(name.startswith(_base(model)) for name in tensors) or any(
-        name.startswith(_OTHER_HEADS) for name in tensors
-    )
+    base = _base(model)
+    return not any(name.startswith(base) for name in tensors) or any(name.startswith(_OTHER_HEADS) for name in tensors)
 
 
 def _check_loads(
@@ -296,19 +295,21 @@ def _check_loads(
             f"{printable(name)} ({tensors[name].file}): shape {list(tensors[name].shape)}, the config requires"
             f" {wanted}; {_ANOTHER}"
         )
-    for target, words in sorted(told.conversion_errors.items()):
+    for target, reason in sorted(told.conversion_errors.items()):
         raise BadInput(
-            f"{printable(target)}: transformers cannot make it of the tensors stored ({printable(str(words))});"
+            f"{printable(target)}: transformers cannot make it of the tensors stored ({printable(str(reason))});"
             f" {_ANOTHER}"
         )
     ours = tuple(f"{skeleton.stack}.{index}." for index in shown)
     others = f"{skeleton.stack}."
     tied = set(model.all_tied_weights_keys)
+    base, words = _base(model), _words_of(model)
+    without_words = _has_no_words(model, tensors)
     for target in sorted(told.missing_keys - tied):
         # Heads come and go on encoders, and nothing reads a pooler but they.
-        if skeleton.encoder and (not target.startswith(_base(model)) or "pooler." in target):
+        if skeleton.encoder and (not target.startswith(base) or "pooler." in target):
             continue
-        if target.startswith(_words_of(model)) and _has_no_words(model, tensors):
+        if without_words and target.startswith(words):
             continue
         if not target.startswith(others) or target.startswith(ours):
             raise BadInput(f"{printable(target)}: the config requires this tensor, no shard has it; {_ANOTHER}")
