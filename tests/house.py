@@ -24,7 +24,7 @@ PACKAGE = Path(surgeon.__file__).resolve().parent
 RECIPES = "surgeon.blueprint.recipes"
 # By room: classes that have said "bytes of the base at another place", and the one that replaces them.
 BYTE_FORMS = {
-    "blueprint": ("Copy", "PerLayer", "Rows", "Joined", "Sliced", "Widened", "Extended", "Moved"),
+    "blueprint": ("Copy", "PerLayer", "Rows", "Joined", "Sliced", "Widened", "Moved"),
     "apply": ("Origin",),
     "manifest": ("Piece", "JoinedPart", "Cut"),
     "checkpoint": ("Pieces",),

@@ -10,13 +10,15 @@ from surgeon.blueprint.draft import Blueprint
 from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.common.library import LOAD_FAILURES, first_line, quiet_transformers
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import layer_of
+from surgeon.families.anatomy import layer_of, of_graft
 from surgeon.families.names import made_of
 from surgeon.families.quantised import is_scale, quantizer_of
 from surgeon.models.load import shipped_config
 from surgeon.runtime.bundle import import_bundle
 from surgeon.runtime.known import native_of
 from surgeon.runtime.states_rules import BANK
+
+_OWN = "get the base's own config.json"
 
 
 def check_skeleton(blueprint: Blueprint) -> None:
@@ -36,15 +38,22 @@ def check_skeleton(blueprint: Blueprint) -> None:
     wanted = {name: tuple(value.shape) for name, value in held.items()}
     for output in blueprint.outputs:
         told, shape = made[output.name], tuple(output.recipe.shape)
-        for name in told.names if output.new else ():
+        if not output.new and not (of_graft(output.name) or BANK in output.name):
+            continue
+        for name in told.names:
             if name not in wanted:
                 raise BadInput(
                     f"{printable(output.name)}: the plan makes this tensor, the shipped code has no place for it"
+                    if output.new
+                    else f"{printable(output.name)}: config.json's `surgery` has no place for this tensor; {_OWN}"
                 )
             if not told.converted and wanted[name] != shape:
                 raise BadInput(
                     f"{printable(output.name)}: the plan makes it of shape {list(shape)}, the shipped code needs"
                     f" {list(wanted[name])}"
+                    if output.new
+                    else f"{printable(output.name)}: shape {list(shape)}, config.json's `surgery` requires"
+                    f" {list(wanted[name])}; {_OWN}"
                 )
     planned = {name for told in made.values() for name in told.names} | set(model.all_tied_weights_keys)
     if native.encoder:

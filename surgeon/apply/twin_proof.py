@@ -7,6 +7,7 @@ load the output. So wrong names, roles, places, per-layer settings and silent te
 
 from __future__ import annotations
 
+import math
 import re
 import tempfile
 from collections.abc import Mapping
@@ -15,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surgeon.blueprint.draft import Blueprint
-from surgeon.blueprint.recipes import Constant, Copy, Extended, Recipe
+from surgeon.blueprint.recipes import Constant, Copy, Joined, Means, Recipe
+from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.own_code import OwnCode
 from surgeon.checkpoint.pieces import Span
 from surgeon.checkpoint.weights import SINGLE_FILE
@@ -70,9 +72,9 @@ def prove_blueprint(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str,
                 _train(base, native_config(before), heads)
             _silence(base, blueprint, anatomy)
             if after["model_type"] == before["model_type"] or not blueprint.native:
-                _fill(result, base, blueprint, bytes_of_base(anatomy))
+                _fill(result, base, blueprint, tensors_of(anatomy))
             else:
-                _fill_converted(result, base, blueprint, bytes_of_base(anatomy))
+                _fill_converted(result, base, blueprint, tensors_of(anatomy))
         # An encoder that gets a head puts out something else.
         if base.encoder and (blueprint.native or after.get("architectures") != before.get("architectures")):
             _check_encoded(base, result)
@@ -174,8 +176,8 @@ def _silence(base: Skeleton, blueprint: Blueprint, anatomy: Anatomy) -> None:
                 held[place].fill_(value)
 
 
-def _fill(result: Skeleton, base: Skeleton, blueprint: Blueprint, sizes: Mapping[str, int]) -> None:
-    """Make every tensor of the output's twin as the blueprint says; `sizes` are bytes of the base's tensors.
+def _fill(result: Skeleton, base: Skeleton, blueprint: Blueprint, stored: Mapping[str, TensorInfo]) -> None:
+    """Make every tensor of the output's twin as the blueprint says; `stored` are the base's tensors.
 
     Raises BadInput for a tensor of the plan that the model has no place for, and one of the model that the plan lacks.
     """
@@ -192,7 +194,7 @@ def _fill(result: Skeleton, base: Skeleton, blueprint: Blueprint, sizes: Mapping
                     f"{printable(output.name)}: the plan makes this tensor, transformers' class has no place for it"
                 )
             continue
-        value = value_of(output.recipe, base, held, sizes, wanted[place], draws)
+        value = value_of(output.recipe, base, held, stored, wanted[place], draws)
         if value.shape != wanted[place].shape:
             raise BadInput(
                 f"{printable(output.name)}: on a twin the plan makes it of shape {list(value.shape)}, transformers'"
@@ -209,13 +211,13 @@ def _fill(result: Skeleton, base: Skeleton, blueprint: Blueprint, sizes: Mapping
     result.model.tie_weights()
 
 
-def bytes_of_base(anatomy: Anatomy) -> dict[str, int]:
-    """The bytes of the base's tensors."""
+def tensors_of(anatomy: Anatomy) -> dict[str, TensorInfo]:
+    """The base's tensors by name."""
     held = [anatomy.outer, anatomy.bank, *anatomy.layers, *anatomy.grafted, *anatomy.beyond]
-    return {info.name: info.nbytes for tensors in held for info in tensors.values()}
+    return {info.name: info for tensors in held for info in tensors.values()}
 
 
-def _fill_converted(result: Skeleton, base: Skeleton, blueprint: Blueprint, sizes: Mapping[str, int]) -> None:
+def _fill_converted(result: Skeleton, base: Skeleton, blueprint: Blueprint, stored: Mapping[str, TensorInfo]) -> None:
     """The same of an output of another class, for which transformers converts what is stored.
 
     Raises BadInput where a tensor of the plan is none of the checkpoint's, or the other way round.
@@ -223,17 +225,17 @@ def _fill_converted(result: Skeleton, base: Skeleton, blueprint: Blueprint, size
     import torch
 
     draws = torch.Generator().manual_seed(SEEDS[1])
-    held, stored = _saved(base), _saved(result)
+    held, wanted = _saved(base), _saved(result)
     made: dict[str, Tensor] = {}
     for output in blueprint.outputs:
-        place = place_in(output.name, stored, result)
+        place = place_in(output.name, wanted, result)
         if place is not None:
-            made[place] = value_of(output.recipe, base, held, sizes, stored[place], draws)
-        elif output.new and place_in(_of_first_expert(output.name), stored, result) is None:
+            made[place] = value_of(output.recipe, base, held, stored, wanted[place], draws)
+        elif output.new and place_in(_of_first_expert(output.name), wanted, result) is None:
             raise BadInput(
                 f"{printable(output.name)}: the plan makes this tensor, transformers' class has no place for it"
             )
-    if lacking := sorted(stored.keys() - made):
+    if lacking := sorted(wanted.keys() - made):
         raise BadInput(f"{printable(lacking[0])}: transformers' class needs this tensor, the plan does not make it")
     model, tied = result.model, set(result.model.all_tied_weights_keys)
     parameters = {name: value for name, value in model.named_parameters() if name not in tied}
@@ -263,7 +265,7 @@ def value_of(
     recipe: Recipe,
     base: Skeleton,
     held: Mapping[str, Tensor],
-    sizes: Mapping[str, int],
+    stored: Mapping[str, TensorInfo],
     like: Tensor,
     draws: Generator,
 ) -> Tensor:
@@ -273,14 +275,15 @@ def value_of(
     match recipe:
         case Copy(source=str(source)):
             return held_tensor(source, base, held)
-        case Copy(spans) if recipe.trains is False or all(span.nbytes == sizes[span.tensor] for span in spans):
-            return torch.cat([_rows(span, base, held, sizes) for span in spans]).reshape(like.shape)
+        case Copy(spans) if recipe.trains is False or all(span.nbytes == stored[span.tensor].nbytes for span in spans):
+            parts = [_share(span, held_tensor(span.tensor, base, held), stored[span.tensor]) for span in spans]
+            return torch.cat(parts, dim=1).reshape(like.shape)
         case Constant(tuple(values)) if like.numel() == len(values):
             return torch.tensor(values, dtype=like.dtype).reshape(like.shape)
         case Constant(value) if not isinstance(value, tuple):
             return torch.full_like(like, value)
-        case Extended(of):
-            old = value_of(of, base, held, sizes, like, draws)
+        case Joined(parts=(of, Means())):
+            old = value_of(of, base, held, stored, like, draws)
             more = torch.randn((like.shape[0] - old.shape[0], *old.shape[1:]), generator=draws)
             return torch.cat([old, more * old.std()])
     noise = torch.randn(like.shape, generator=draws)
@@ -295,16 +298,23 @@ def held_tensor(source: str, base: Skeleton, held: Mapping[str, Tensor]) -> Tens
     return held[place]
 
 
-def _rows(span: Span, base: Skeleton, held: Mapping[str, Tensor], sizes: Mapping[str, int]) -> Tensor:
-    """The same share of the rows of a twin's tensor as `span` is of the base's, one behind the other."""
-    source, end = held_tensor(span.tensor, base, held), span.offset + span.length
-    bounds = [divmod(edge * len(source), sizes[span.tensor]) for edge in (span.offset, end)]
-    if span.count > 1 or any(rest for _, rest in bounds):
-        raise BadInput(
-            f"{printable(span.tensor)}: bytes {span.offset} to {end} of it are no whole rows of a twin, so nothing can"
-            " be proven of them"
-        )
-    return source[bounds[0][0] : bounds[1][0]].flatten()
+def _share(span: Span, twins: Tensor, info: TensorInfo) -> Tensor:
+    """The same share of the twin's tensor as `span` is of the base's, which `info` describes: a row for each run.
+
+    One run is of whole rows, one behind the other. Runs of every row, or of every group of rows, are a part of one
+    axis: the columns of a matrix that belong to a layer, say.
+    """
+    each, end = info.nbytes // span.count, span.offset + span.length
+    for axis, size in enumerate(twins.shape):
+        bounds = [divmod(edge * size, each) for edge in (span.offset, end)]
+        parts = math.prod(info.shape[:axis]) == span.count and span.step in (0, each) and end <= each
+        if parts and not any(rest for _, rest in bounds):
+            (first, _), (stop, _) = bounds
+            return twins.narrow(axis, first, stop - first).reshape(math.prod(twins.shape[:axis]), -1)
+    raise BadInput(
+        f"{printable(span.tensor)}: bytes {span.offset} to {end} of it, {span.count} times, are no whole rows or"
+        " columns of a twin, so nothing can be proven of them"
+    )
 
 
 def place_in(name: str, held: Mapping[str, Tensor], twin: Skeleton) -> str | None:

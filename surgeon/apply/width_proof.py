@@ -11,13 +11,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from surgeon.apply.twin_proof import SEEDS, agree, bytes_of_base, held_tensor, place_in, running_twin, value_of
+from surgeon.apply.twin_proof import SEEDS, agree, held_tensor, place_in, running_twin, tensors_of, value_of
 from surgeon.blueprint.draft import Blueprint
 from surgeon.blueprint.recipes import Constant, Copy, Joined, Recipe
+from surgeon.checkpoint.header import TensorInfo
 from surgeon.common.devices import one_thread
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy, native_config
 from surgeon.families.growth import part_of
+from surgeon.families.proof import run_prefill
+from surgeon.families.silence import some_tokens
 from surgeon.families.skeleton import Skeleton
 from surgeon.families.twin import shrunk, twin_of_small
 
@@ -63,7 +66,7 @@ def prove_widths(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, An
         _widen(small, path, sizes)
         result = twin_of_small(small, seed=SEEDS[1])
         draws = torch.Generator().manual_seed(SEEDS[1])
-        twin = _Twin(base, base.model.state_dict(), bytes_of_base(anatomy), draws)
+        twin = _Twin(base, base.model.state_dict(), tensors_of(anatomy), draws)
         held, wanted = twin.held, result.model.state_dict()
         with torch.no_grad():
             wider = {name for name, value in wanted.items() if name not in held or held[name].shape != value.shape}
@@ -79,11 +82,34 @@ def prove_widths(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, An
             raise BadInput(f"{printable(left[0])}: has another shape in a wider model, and the plan leaves it as it is")
         result.model.tie_weights()
         if not agree(base, result):
+            told, grows = printable(anatomy.family.model_type), " and ".join(f"`{key}`" for key in sizes)
+            if _embeddings_differ(base, result):
+                raise BadInput(
+                    f"{told}: its code multiplies embeddings by a number that depends on {grows}, as a twin shows, so a"
+                    " wider stream would change them; widen_ffn and widen_attention leave that as it is"
+                )
             raise BadInput(
-                f"on a twin of this {printable(anatomy.family.model_type)} the logits are not the base's once"
-                f" {' and '.join(f'`{key}`' for key in sizes)} grows: something else in its code depends on it; widen"
-                " something else, or insert layers"
+                f"on a twin of this {told} the logits are not the base's once {grows} grows: something else in its code"
+                " depends on it; widen something else, or insert layers"
             )
+
+
+def _embeddings_differ(base: Skeleton, wider: Skeleton) -> bool:
+    """Whether what reaches the first layer begins otherwise than in the base already."""
+    import torch
+
+    reached: list[Tensor] = []
+    for twin in (base, wider):
+
+        def reach(_module: Any, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+            reached.append(given[0] if given else named["hidden_states"])
+
+        handle = twin.layers[0].register_forward_pre_hook(reach, with_kwargs=True)
+        with torch.no_grad():
+            run_prefill(twin, some_tokens(base))
+        handle.remove()
+    one, other = reached
+    return not torch.allclose(one, other[..., : one.shape[-1]])
 
 
 def _widen(small: dict[str, Any], path: tuple[str, ...], sizes: Mapping[str, tuple[int, int]]) -> None:
@@ -106,17 +132,17 @@ def _widen(small: dict[str, Any], path: tuple[str, ...], sizes: Mapping[str, tup
 
 @dataclass(frozen=True)
 class _Twin:
-    """What the wider twin is made of: the base's twin and its tensors, the bytes of the base's own, random numbers."""
+    """What the wider twin is made of: the base's twin and its tensors, the base's own as stored, random numbers."""
 
     base: Skeleton
     held: Mapping[str, Tensor]
-    sizes: Mapping[str, int]
+    stored: Mapping[str, TensorInfo]
     draws: Generator
 
     def rows(self, part: Copy) -> Tensor:
         """A tensor of the base's twin, or the same share of its rows as `part` is of one of the base's."""
         (span,) = part.spans
-        source, size = held_tensor(span.tensor, self.base, self.held), self.sizes[span.tensor]
+        source, size = held_tensor(span.tensor, self.base, self.held), self.stored[span.tensor].nbytes
         return source[span.offset * len(source) // size : (span.offset + span.length) * len(source) // size]
 
 
@@ -135,7 +161,7 @@ def _value(recipe: Recipe, twin: _Twin, like: Tensor, name: str) -> Tensor:
             pieces.append(_new(part, count, axis, twin, like) if found is None else found)
         value = torch.cat(pieces, dim=axis)
     else:
-        value = value_of(recipe, twin.base, twin.held, twin.sizes, like, twin.draws)
+        value = value_of(recipe, twin.base, twin.held, twin.stored, like, twin.draws)
     if value.shape != like.shape:
         raise BadInput(
             f"{printable(name)}: on a twin the plan makes it of shape {list(value.shape)}, transformers' class needs"

@@ -26,8 +26,8 @@ from surgeon.blueprint.recipes import (
     Copy,
     Coupling,
     Dequantised,
-    Extended,
     Imported,
+    Means,
     Recipe,
     per_layer,
 )
@@ -238,7 +238,7 @@ class Blueprint:
     @property
     def more_rows(self) -> int:
         """How many rows the embeddings have that the base's have not."""
-        return max((len(o.recipe.made_of) for o in self.outputs if isinstance(o.recipe, Extended)), default=0)
+        return max((len(r.made_of) for o in self.outputs for r in o.recipe.walk() if isinstance(r, Means)), default=0)
 
     @property
     def taken(self) -> dict[str, dict[str, Imported]]:

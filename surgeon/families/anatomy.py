@@ -24,12 +24,6 @@ from surgeon.runtime.known import GRAFTS, kinds, native_of
 from surgeon.runtime.natives import PREFIX
 from surgeon.runtime.rules import BRANCH, Kind, read_surgery
 
-# What to say of an output whose config does not say how its classes were composed.
-EARLIER = (
-    "no `anatomy`, as outputs with grafts of surgeon before 0.1.0 have none; this version does not ship their code:"
-    " apply the plan again on the base"
-)
-
 # Only a number right after a family's stem (`layers.`) at the known place is a layer index: renaming changes it
 # alone, never a substring. Text decoders stand under these words: never under those of a tower for images or sound.
 _TEXT_STEM = (
@@ -422,7 +416,10 @@ def _trunk_config(config: dict[str, Any]) -> dict[str, Any]:
     told = config.get("anatomy")
     changed = told.get("trunk") if isinstance(told, Mapping) else None
     if told is None:
-        raise BadInput(f"config.json: {EARLIER}")
+        raise BadInput(
+            "config.json: no `anatomy`, as outputs with grafts of surgeon before 0.1.0 have none, whose code this"
+            " version does not ship; apply the plan again on the base"
+        )
     if native_of(config) is None or not isinstance(changed, Mapping):
         raise BadInput("config.json: `anatomy` cannot be read; get the output's own config.json")
     _check_branches(config.get("surgery"))
@@ -486,19 +483,6 @@ def without_a_place(names: Sequence[str]) -> str:
     shown = ", ".join(printable(name) for name in names[:3])
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"the model has no place for {shown}{more}: carried along byte for byte, computing nothing"
-
-
-def doubled(names: Iterable[str], prefix: str) -> tuple[str, str] | None:
-    """Two names that transformers takes for one: it adds and drops the base model's `prefix` as it needs."""
-    found: dict[str, str] = {}
-    for name in names:
-        bare = name
-        while prefix and bare.startswith(prefix):
-            bare = bare.removeprefix(prefix)
-        if bare in found:
-            return found[bare], name
-        found[bare] = name
-    return None
 
 
 def _read_trunk(stated: SimpleNamespace) -> int:

@@ -514,6 +514,11 @@ def anatomy_of(
     tensors, grafts, bank = _without_grafts(tensors) if carries_grafts else (tensors, {}, {})
     check_stored(config, tensors)
     names = match(found.skeleton, found.kind_of, tensors, quantizer_of(config))
+    if (named := next(filter(_of_bank, tensors), None)) is not None:
+        raise BadInput(
+            f"{printable(named)} ({tensors[named].file}): the name of control states, which this checkpoint has none"
+            " of; take the tensor out"
+        )
     count = len(found.kind_of)
     for name in (*tensors, *(info.name for held in grafts.values() for info in held.values())):
         place = layer_of(name)
@@ -591,12 +596,22 @@ def _without_grafts(
     for name, info in tensors.items():
         place = layer_of(name)
         if place is not None and owner_of(place[2]) is not None:
-            grafts.setdefault(place[1], {})[place[2]] = info
-        elif place is None and (name.startswith(BANK) or f".{BANK}" in name):
+            held = grafts.setdefault(place[1], {}).setdefault(place[2], info)
+            if held is not info:
+                raise BadInput(
+                    f"{printable(name)} ({info.file}): to transformers the same tensor as {printable(held.name)}; keep"
+                    " one of them"
+                )
+        elif _of_bank(name):
             bank[name] = info
         else:
             native[name] = info
     return native, grafts, bank
+
+
+def _of_bank(name: str) -> bool:
+    """Whether a tensor is called as those of control states are."""
+    return layer_of(name) is None and (name.startswith(BANK) or f".{BANK}" in name)
 
 
 def _parted(stem: str, skeleton: Skeleton) -> tuple[str, str]:

@@ -43,7 +43,7 @@ def config_with_grafts(
         "architectures": [upcycled(head)],
         "auto_map": composition.auto_map,
     }
-    changed = changed_fields(trunk, config)
-    for key in ("model_type", "auto_map"):
-        changed.pop(key)
-    return config | {"anatomy": composition.to_json() | {"trunk": changed}}
+    # An `auto_map` of a tokenizer alone is no part of the trunk's model.
+    unlike = {"model_type", "auto_map"}
+    one, other = ({key: value for key, value in each.items() if key not in unlike} for each in (trunk, config))
+    return config | {"anatomy": composition.to_json() | {"trunk": changed_fields(one, other)}}

@@ -41,9 +41,16 @@ def match(skeleton: Skeleton, kinds: Sequence[int], tensors: Mapping[str, Tensor
     """Match a checkpoint's tensors with a model's; `kinds` are numbers of the layers' kinds.
 
     Of a quantised checkpoint, transformers' `quantizer` says what it makes of quantised tensors and their scales.
-    Raises BadInput naming the first tensor that is missing, without a place in a layer, or of another shape.
+    Raises BadInput naming the first tensor that is missing, there twice, without a place in a layer, or of another
+    shape.
     """
     made = made_of(skeleton.model, tensors, quantizer)
+    if twice := stored_twice(skeleton.model, made):
+        first, second = twice
+        raise BadInput(
+            f"{printable(second)} ({tensors[second].file}): to transformers the same tensor as {printable(first)};"
+            " keep one of them"
+        )
     renamed = {name: each.names for name, each in made.items()}
     below = re.compile(rf"{re.escape(skeleton.stack)}\.(\d+)\.(.+)", re.DOTALL)
     places = {name: found for name, targets in renamed.items() if (found := below.fullmatch(targets[0]))}
@@ -123,6 +130,35 @@ def made_of(model: Any, names: Iterable[str], quantizer: Any = None) -> dict[str
         together = known[group[0]] == known[group[-1]]
         found |= {name: known[group[0]] if together else known.get(name) or asked(name) for name in group}
     return found
+
+
+def stored_twice(model: Any, made: Mapping[str, Made]) -> tuple[str, str] | None:
+    """Two names on disk that transformers takes for one tensor: it loads whichever comes last, and says nothing.
+
+    It adds and drops the base model's prefix as it needs, and knows words of old checkpoints. `made` is as `made_of`
+    says of the names.
+    """
+    held, prefix = model.state_dict(keep_vars=True), f"{model.base_model_prefix}."
+
+    def bare(name: str) -> str:
+        while len(prefix) > 1 and name.startswith(prefix):
+            name = name.removeprefix(prefix)
+        return name
+
+    named: dict[str, str] = {}
+    placed: dict[str, str] = {}
+    for name, each in made.items():
+        other = named.setdefault(bare(name), name)
+        # What is converted may be made of several tensors.
+        if other == name and not each.converted and each.names[0] in held:
+            other = placed.setdefault(bare(each.names[0]), name)
+        if other != name:
+            return other, name
+    for name, each in made.items():
+        for place in map(bare, each.names if each.converted else ()):
+            if place in placed:
+                return placed[place], name
+    return None
 
 
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
@@ -311,6 +347,11 @@ def _check_loads(
             continue
         if without_words and target.startswith(words):
             continue
+        if target.startswith(words) and model.config.get_text_config().tie_word_embeddings is False:
+            raise BadInput(
+                f"{printable(target)}: embeddings are not tied (`tie_word_embeddings`), yet no shard has this tensor;"
+                " set it to true if the model shares them"
+            )
         if not target.startswith(others) or target.startswith(ours):
             raise BadInput(f"{printable(target)}: the config requires this tensor, no shard has it; {_ANOTHER}")
     ignored = passed_over(model)
@@ -318,7 +359,9 @@ def _check_loads(
         for suffix, targets in layers[index].items():
             name = f"{stem}{index}.{suffix}"
             if not targets and not ignored(name):
+                known = [each for each, made in layers[index].items() if made]
+                expected = dict.fromkeys(_EXPERT.sub("…", each, count=1) for each in known)
                 raise BadInput(
                     f"{printable(name)} ({tensors[name].file}): a layer of this architecture and config has no such"
-                    f" tensor; {_ANOTHER}"
+                    f" tensor; expected {printable(', '.join(expected))}: {_ANOTHER}"
                 )

@@ -7,7 +7,7 @@ judged. Code of the folder runs only where its model is built of its own classes
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ from surgeon.checkpoint.header import FLOAT_DTYPES, check_dtype
 from surgeon.checkpoint.weights import QUANTISATION, quantisation
 from surgeon.common.library import LOAD_FAILURES, config_of, described, first_line, quiet_transformers
 from surgeon.errors import BadInput, SurgeonError, printable
-from surgeon.families.anatomy import doubled, layer_of, without_a_place
+from surgeon.families.anatomy import layer_of, places_of, without_a_place
+from surgeon.families.names import made_of, stored_twice
 from surgeon.families.skeleton import CAUSAL, IMAGE_TEXT, auto_of
 from surgeon.models.view import PROCESSOR_FILES, TOKENIZER_FILES, view_of_model, view_of_tokenizer
 from surgeon.runtime.bundle import import_bundle
@@ -205,7 +206,7 @@ def load_model(
     layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     if hasattr(model, "surgery"):
         layers = model.surgery.trunk_layers
-    _check_loaded(info, auto, layers, printable(str(folder.path)), failure, say)
+    _check_loaded(info, auto, _further(folder.tensors, layers), printable(str(folder.path)), failure, say)
     for parameter in model.parameters():
         if parameter.device.type == "cpu" and parameter.data_ptr() % ALIGNMENT:
             parameter.data = parameter.data.clone()
@@ -280,7 +281,7 @@ def build_model(
 
 def check_doubled(folder: CheckpointFolder, model: Any, failure: type[SurgeonError]) -> None:
     """Raise `failure` where transformers has loaded one tensor twice: the last one stays, and it says nothing."""
-    if twice := doubled(folder.tensors, f"{model.base_model_prefix}." if model.base_model_prefix else ""):
+    if twice := stored_twice(model, made_of(model, folder.tensors)):
         first, second = map(printable, twice)
         raise failure(f"{printable(str(folder.path))}: {first} and {second} are one tensor to transformers; keep one")
 
@@ -296,7 +297,7 @@ HEADLESS = (
 def _check_loaded(
     info: dict[str, Any],
     auto: str,
-    layers: int | None,
+    further: Collection[int],
     shown: str,
     failure: type[SurgeonError],
     say: Callable[[str], None] | None,
@@ -305,7 +306,7 @@ def _check_loaded(
     if auto not in DECODERS:
         info["unexpected_keys"] = ()
         info["missing_keys"] = [name for name in info["missing_keys"] if not name.startswith("pooler.dense.")]
-    idle = [name for name in sorted(info["unexpected_keys"]) if is_idle(name, layers)]
+    idle = [name for name in sorted(info["unexpected_keys"]) if _is_idle(name, further)]
     for found, words in (
         (sorted(info["missing_keys"]), LACKS),
         (
@@ -325,10 +326,19 @@ def _check_loaded(
         say(f"{shown}: {without_a_place(idle)}")
 
 
-def is_idle(name: str, layers: int | None = None) -> bool:
-    """Whether a tensor that a model has no place for may lie in its checkpoint: one outside its `layers` layers."""
+def _further(names: Iterable[str], layers: int | None) -> frozenset[int]:
+    """Layers above the stack's `layers` that predict further tokens: they hold other tensors than its last one does."""
+    held: dict[int, set[str]] = {}
+    for _, index, suffix in places_of(names).values():
+        held.setdefault(index, set()).add(suffix)
+    above = (index for index in held if layers is not None and index >= layers)
+    return frozenset(index for index in above if held[index] != held.get((layers or 0) - 1))
+
+
+def _is_idle(name: str, further: Collection[int]) -> bool:
+    """Whether a tensor that a model has no place for may lie in its checkpoint: one outside the layers of its stack."""
     place = layer_of(name)
-    return place is None or (layers is not None and place[1] >= layers)
+    return place is None or place[1] in further
 
 
 def attention_of(model: Any) -> Attention:

@@ -129,8 +129,9 @@ class StreamedModel:
             for name in made.names:
                 sources.setdefault(name, []).append(stored)
         for name, other in self.module.all_tied_weights_keys.items():
-            one = sources.get(name) or sources.get(other) or []
-            sources[name] = sources[other] = one
+            # A head that is stored beside a tie is used, whatever the config says.
+            one, two = sources.get(name, []), sources.get(other, [])
+            sources[name], sources[other] = one or two, two or one
         expected = self.module.state_dict(keep_vars=True)
         if HEAD in expected and not sources.get(HEAD):
             raise self.failure(f"{self._shown}: {LACKS.format(HEAD)}{HEADLESS}")

@@ -17,7 +17,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from surgeon.blueprint.draft import Claim, Draft, OperationRecord
-from surgeon.blueprint.recipes import HEAD_BLOCK, Copy, Extended
+from surgeon.blueprint.recipes import HEAD_BLOCK, Copy, extended
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
 from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, GrownVocabulary
 from surgeon.common.json_results import plain_fields
@@ -207,7 +207,7 @@ class GrowVocabulary(Operation):
         for name, reads in vocabulary_tensors(draft.anatomy).items():
             info = draft.anatomy.outer[name]
             made_of = (*facts.pieces, *means[tokens:]) if reads and pieces else means
-            draft.set_outer(name, Extended(Copy.of(info), made_of))
+            draft.set_outer(name, extended(Copy.of(info), made_of))
         draft.sizes[VOCABULARY_KEY] = rows + added
         return OperationRecord(
             op=self.op,

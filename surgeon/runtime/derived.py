@@ -260,6 +260,8 @@ class DerivedModel(DerivedPreTrained, UpcycledBase):
         # Kept by class when a model is made, and this one was made as another; before 5.23 by the class's name.
         registry: Any = output_capturing._CAN_RECORD_REGISTRY
         registry[str(type(self)) if type(registry) is dict else self] = self._can_record_outputs
+        # The native class's, kept by the model itself, would hide this one's.
+        self.__dict__.pop("_no_split_modules", None)
         self.post_init()
 
     @torch.no_grad()
@@ -314,6 +316,7 @@ class DerivedOuter(DerivedPreTrained):
     """A native model in which the text decoder stands somewhere: a head, or a model of several parts."""
 
     decoder_class: ClassVar[type[DerivedModel]]
+    _no_split_modules: Any
 
     def __init__(self, config: Any) -> None:
         upcycled, native = self.decoder_class.config_class, self.decoder_class.__bases__[-1]
@@ -332,6 +335,8 @@ class DerivedOuter(DerivedPreTrained):
         decoder.graft()
         self.surgery = decoder.surgery
         self.post_init()
+        # A model between the two was made before the decoder had its layers.
+        self._no_split_modules = {*self._no_split_modules, *decoder._no_split_modules}
 
 
 class DerivedHead(DerivedOuter):
@@ -358,19 +363,26 @@ class DerivedHead(DerivedOuter):
                 output = run(**given)
             if not self.training:
                 tell_of_mode(self.surgery, getattr(output, "loss", None))
-            is_native = type(output) is self.output_class.__bases__[0]
-            return self.output_class(**output) if is_native else output
+            return self.with_losses(output)
         inputs = given_inputs(given.get("input_ids"), given.get("inputs_embeds"))
         flow = open_flow(self.surgery, inputs, given.get("attention_mask"), domain_ids)
-        as_tuple = given.pop("return_dict", None) is False
+        asked = given.pop("return_dict", None)
+        in_fields = self.config.return_dict if asked is None else asked
         with in_flow(flow or Flow()):
             output = run(return_dict=True, **given)
-        if flow is not None:
+        if flow is None:
+            output = self.with_losses(output)
+        else:
             scale: float | Tensor = 1.0
             if self.by_token:
                 scale = accumulation_scale(labels, given.get("shift_labels"), given.get("num_items_in_batch"))
             output = self.output_class(**close_flow(output, flow, scale))
-        return output.to_tuple() if as_tuple else output
+        return output if in_fields else output.to_tuple()
+
+    def with_losses(self, output: Any) -> Any:
+        """The native output with fields for the auxiliary losses, all of them None; a tuple as it is."""
+        is_native = type(output) is self.output_class.__bases__[0]
+        return self.output_class(**output) if is_native else output
 
 
 def head_forward(native: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ as in the paper.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ class WithSlots(nn.Module):
         super().__init__(width_in, width_out, bias=native.bias is not None)
         self.routed = routed
         self.slots = nn.ModuleDict({str(spec.slot): LoraSlot(spec.rank, width_in, width_out) for spec in specs})
-        self.groups = _grouped(specs)
+        self.groups = _grouped(specs, lambda spec: spec.group)
 
     def forward(self, x: Tensor) -> Tensor:
         """… in to … out."""
@@ -56,14 +56,16 @@ class WithSlots(nn.Module):
             routing = _as_in(x, frame.routing)
         grown = output
         for group in self.groups:
-            grown = grown + self._product(x, group, routing)
+            for slots in _grouped(group, _dropout) if self.training else (group,):
+                grown = grown + self._product(x, slots, routing)
         return grown if frame is None else frame.kept(EXPERTS, grown, output)
 
     def _product(self, x: Tensor, group: tuple[SlotSpec, ...], routing: Tensor | None) -> Tensor:
         downs, ups = zip(*(self.slots[str(spec.slot)]() for spec in group), strict=True)
         down = downs[0] if len(downs) == 1 else torch.cat(downs)
         up = ups[0] if len(ups) == 1 else torch.cat(ups, dim=1)
-        narrow = F.linear(F.dropout(x, group[0].dropout, self.training and group[0].dropout > 0), down)
+        dropout = _dropout(group[0])
+        narrow = F.linear(F.dropout(x, dropout, self.training and dropout > 0), down)
         if routing is not None:
             narrow = narrow * _weights(routing, group).to(narrow.dtype)
         elif group[0].scale != 1.0:
@@ -118,12 +120,19 @@ class ExpertTransposed(WithSlots, Transposed):
     """The same with slots."""
 
 
-def _grouped(specs: Sequence[SlotSpec]) -> list[tuple[SlotSpec, ...]]:
-    """Slots that are computed together: of one group, and where there is dropout, of one dropout."""
-    groups: dict[tuple[int, float], list[SlotSpec]] = {}
+# Outside of training slots of a group are computed together, frozen or not: a later surgery freezes slots, and one
+# product of two slots sums otherwise than two products.
+def _grouped(specs: Sequence[SlotSpec], key: Callable[[SlotSpec], float]) -> list[tuple[SlotSpec, ...]]:
+    """Slots that are computed together: those of one `key`."""
+    groups: dict[float, list[SlotSpec]] = {}
     for spec in specs:
-        groups.setdefault((spec.group, 0.0 if spec.frozen else spec.dropout), []).append(spec)
+        groups.setdefault(key(spec), []).append(spec)
     return [tuple(group) for group in groups.values()]
+
+
+def _dropout(spec: SlotSpec) -> float:
+    """How much of a slot's input is dropped in training."""
+    return 0.0 if spec.frozen else spec.dropout
 
 
 def _weights(routing: Tensor, group: tuple[SlotSpec, ...]) -> Tensor:

@@ -80,14 +80,18 @@ def check_earlier(
     again = redrawn(state.undone, base.tensors, base.own, first=state.number + 1, file=file)
     last = again.drawn[-1]
     now = digests_of(out, out.tensors, advance)
-    retrained = manifest.changed_of_base
+    retrained = manifest.changed_of_base.keys()
     moved: list[str] = []
+    trained = 0
     for name, lying in state.held.items():
         place = lying.tensors[0]
-        whole = lying.is_all_of(out.tensors[place])
-        digest = now[place] if whole else digest_of_pieces(out, lying)
-        if digest != found.tensors[name].sha256 and not (whole and place in retrained):
+        digest = now[place] if lying.is_all_of(out.tensors[place]) else digest_of_pieces(out, lying)
+        if digest == found.tensors[name].sha256:
+            continue
+        if retrained.isdisjoint(lying.tensors):
             moved.append(place)
+        else:
+            trained += 1
     held = held_by(manifest, file=file)
     edited = [name for name, digest in now.items() if held.get(name) != StoredTensor.of(out.tensors[name], digest)]
     edited += [name for name in held if name not in now]
@@ -101,8 +105,8 @@ def check_earlier(
             "tensors since then",
             [] if again.trains_all else moved,
             "not byte-identical to the base's",
-            f"{len(state.held) - len(moved) - len(retrained)} of the base's are byte-identical"
-            + (f"; {changed_by_training(len(retrained))}" if retrained else ""),
+            f"{len(state.held) - len(moved) - trained} of the base's are byte-identical"
+            + (f"; {changed_by_training(trained)}" if trained else ""),
         ),
         Check.of(
             "as left",

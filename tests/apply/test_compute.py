@@ -20,13 +20,13 @@ from surgeon.blueprint.recipes import (
     Constant,
     Copy,
     ExpertLayout,
-    Extended,
     OneExpert,
     Random,
     Recipe,
     Summed,
     Words,
     average,
+    extended,
     rows,
     side_by_side,
 )
@@ -107,7 +107,7 @@ def test_a_number_that_is_not_finite_is_named_by_its_place(part: str, base: Path
         "rows": rows([(copy(base, DOWN), 0, 2), (whole, 4, 8)], (6, 32), still=False),
         "columns": whole.columns(6, 9),
         "expert": OneExpert(Copy(whole.spans, "BF16", (3, 16, 32), UP), 0, ExpertLayout(False, False)),
-        "more rows": Extended(whole, ((),)),
+        "more rows": extended(whole, ((),)),
     }
     place = r"\[5, 7\]"
     with pytest.raises(BadInput, match=rf"{UP} \(model.safetensors\): holds inf at {place}"):
@@ -148,6 +148,13 @@ class Wrong(Recipe):
         return bench.working(self.of)[1:]
 
 
+class Short(Wrong):
+    """A recipe of pieces that lack a row."""
+
+    def compute_in_pieces(self, bench: Bench) -> Iterator[memoryview | Tensor]:
+        yield self.compute(bench)
+
+
 def test_a_recipe_that_makes_another_shape_is_refused(base: Path) -> None:
     """As an output, and within another recipe."""
     wrong = Wrong(copy(base, UP), "BF16", (48, 32))
@@ -156,7 +163,9 @@ def test_a_recipe_that_makes_another_shape_is_refused(base: Path) -> None:
         output = Output("new", recipe, 0)
         return opened(base, output).make(output)
 
-    with pytest.raises(BadInput, match=r"new: 3008 bytes were made by Wrong, its BF16 \[48, 32\] has 3072"):
-        list(made(wrong))
-    with pytest.raises(BadInput, match=r"new: Wrong makes a tensor of shape \[47, 32\], where \[48, 32\] is planned"):
-        list(made(average(wrong, wrong)))
+    for recipe in (wrong, average(wrong, wrong)):
+        with pytest.raises(BadInput, match=r"new: Wrong makes a tensor of shape \[47, 32\], where \[48, 32\] is plan"):
+            list(made(recipe))
+    short = Short(copy(base, UP), "BF16", (48, 32))
+    with pytest.raises(BadInput, match=r"new: 3008 bytes were made by Short, its BF16 \[48, 32\] has 3072"):
+        list(made(short))

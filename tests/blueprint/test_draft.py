@@ -96,9 +96,10 @@ def test_growth_without_end_is_refused(base: CheckpointFolder) -> None:
         blueprint(base, *[doubling] * 12)
 
 
-def test_lists_of_layer_numbers_that_cannot_be_renumbered_are_refused(tmp_path: Path) -> None:
+def test_lists_of_layer_numbers_are_renumbered(tmp_path: Path) -> None:
     folder = CheckpointFolder.open(tiny.checkpoint(tmp_path, "llama"))
-    changed = {**folder.config, "mlp_only_layers": [1]}
+    changed = {**folder.config, "mlp_only_layers": [1, 4]}
     plan = parse_plan(json.dumps({"surgeon": 1, "operations": [insert(1)]}), source="plan")
-    with pytest.raises(BadInput, match="mlp_only_layers"):
-        draw(plan, dissect(changed, folder.tensors), changed)
+    drawn = draw(plan, dissect(changed, folder.tensors), changed)
+    assert [layer.like for layer in drawn.layers] == [0, 1, 1, 2, 3, 4, 5]
+    assert drawn.config["mlp_only_layers"] == [1, 2, 5]

@@ -377,6 +377,9 @@ for asked in ({}, {"num_beams": 2}, {"cache_implementation": "static"}):
 same(lambda each: torch.stack(each(ids, output_hidden_states=True).hidden_states))
 same(lambda each: each.base_model(ids)[0])
 outer = transformers.AutoModel.from_pretrained(twin, trust_remote_code=True)
+for each in (model, outer):
+    layers = next(list(kid) for name, kid in each.get_decoder().named_children() if "layers" in name)
+    assert {type(layer).__name__ for layer in layers} <= set(each._no_split_modules), each._no_split_modules
 for value in outer.parameters():
     value.data = value.data.clone()
 with torch.inference_mode():
@@ -457,7 +460,11 @@ def test_grafted_experts_are_carried_merged_exported_and_operated_on(tmp_path: P
     assert not any(".expanded." in name for name in weights(tmp_path / "merged"))
     surgeon.export_slot(grown, 0, tmp_path / "slot")
     told = json.loads((tmp_path / "slot/adapter_config.json").read_text())
-    assert sorted(told["target_modules"])[0] == "model.layers.0.self_attn.q_proj"
+    assert sorted(told["target_modules"]) == ["q_proj", "v_proj"]
+    # In every layer, and no other module of this model goes by these names.
+    adapted = {name.rpartition(".lora_")[0] for name in load_file(tmp_path / "slot/adapter_model.safetensors")}
+    meant = (name for name in weights(base) if name.endswith(("q_proj.weight", "v_proj.weight")))
+    assert adapted == {f"base_model.model.{name.removesuffix('.weight')}" for name in meant}
     surgeon.revert(second, tmp_path / "back", to=0)
     assert all(torch.equal(value, weights(base)[name]) for name, value in weights(tmp_path / "back").items())
 

@@ -102,12 +102,17 @@ def test_each_matrix_is_read_once_for_all_forwards_and_one_layer_is_in_memory(
         return found
 
     monkeypatch.setattr(StreamedModel, "rows", counted)
-    roots: set[Any] = set()
+    roots: list[nn.Module] = []
     seen: set[str] = set()
+    begin = StreamedModel.__init__
 
-    def look(module: nn.Module, _args: Any) -> None:
-        if type(module).__name__ == "LlamaForCausalLM":
-            roots.add(module)
+    def begun(model: StreamedModel, *given: Any, **named: Any) -> None:
+        begin(model, *given, **named)
+        roots.append(model.module)
+
+    monkeypatch.setattr(StreamedModel, "__init__", begun)
+
+    def look(_module: nn.Module, _args: Any) -> None:
         for root in roots:
             there = [name for name, p in root.named_parameters() if not (p.is_meta or isinstance(p, StoredMatrix))]
             layers = {name.split(".")[2] for name in there if ".layers." in name}
@@ -250,8 +255,8 @@ def test_missing_extra_and_misshapen_tensors_are_named(llama: Path, tmp_path: Pa
     """What disagrees within the checkpoint itself is found when it is opened (tests/checkpoint)."""
     name = "model.layers.3.mlp.up_proj.weight"
     for layers, words in (
-        (7, r"model has the tensor model\.layers\.6\.\S+, the checkpoint lacks it"),
-        (5, r"tensor model\.layers\.5\.\S+, the model has no place"),
+        (7, r"model\.layers\.6\.\S+: the config requires this tensor, no shard has it"),
+        (5, r"model\.layers\.5\.\S+ \(model-\S+\): the config has `num_hidden_layers` 5, so there is no layer 5"),
     ):
         other = tiny.checkpoint(tmp_path / str(layers), "llama")
         config = other / "config.json"
@@ -262,7 +267,7 @@ def test_missing_extra_and_misshapen_tensors_are_named(llama: Path, tmp_path: Pa
             compared(other, llama, IDS, layer_of_base=SAME)
     shape = tiny.checkpoint(tmp_path / "shape", "llama")
     edit(shape, name, lambda value: value[:-1])
-    with pytest.raises(PromiseBroken, match=r"shape \(47, 32\); the config requires \(48, 32\)"):
+    with pytest.raises(PromiseBroken, match=rf"{name} \(model-\S+\): shape \[47, 32\], .*\[48, 32\]"):
         compared(llama, shape, IDS, layer_of_base=SAME)
 
 

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 import surgeon
 from surgeon.apply.compute import Evaluator
 from surgeon.blueprint.draft import Output
-from surgeon.blueprint.recipes import extended
+from surgeon.blueprint.recipes import recipe
 from surgeon.cli import app
 from surgeon.errors import BadInput, PromiseBroken
 from surgeon.families.decoders import USUAL_DECODERS
@@ -145,7 +145,7 @@ def test_rows_are_what_the_plan_says(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     However many rows are in memory at once, which are fewer than there are, and no divisor of them.
     """
-    monkeypatch.setattr(extended, "_ROW_BYTES_AT_ONCE", 7 * 32 * 2)
+    monkeypatch.setattr(recipe, "_ROW_BYTES_AT_ONCE", 7 * 32 * 2)
     base = base_of(tmp_path)
     padded = GROW | {"pad_to_multiple_of": 64}
     applied = surgeon.apply(plan_of(tmp_path, padded), base, tmp_path / "out", device="cpu")

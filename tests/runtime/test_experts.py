@@ -60,6 +60,31 @@ def test_weighted_slots_follow_equation_5(groups: tuple[int, ...], ranks: tuple[
         torch.testing.assert_close(parameter.grad, named[name].grad, rtol=1e-9, atol=1e-10)
 
 
+def of_one_group(*, frozen: tuple[int, ...], dropout: float) -> Any:
+    """A module with three slots of one group."""
+    specs = [SlotSpec(slot=k, rank=4, targets=("x",), scale=1.0, dropout=dropout, frozen=k in frozen) for k in range(3)]
+    return randomised(ExpertLinear(torch.nn.Linear(64, 64), specs, routed=False))
+
+
+def test_which_slots_are_frozen_changes_no_bit_outside_of_training() -> None:
+    """A later surgery freezes slots whose dropout, in training, set them apart."""
+    x = normal(16, 64).float()
+    outputs = [of_one_group(frozen=frozen, dropout=0.5).eval()(x) for frozen in ((), (0,), (0, 1), (0, 1, 2))]
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+
+
+@pytest.mark.parametrize("frozen", [(0,), (2,)])
+def test_dropout_is_on_the_input_of_slots_that_train(frozen: tuple[int, ...]) -> None:
+    x = normal(16, 64).float()
+    module = of_one_group(frozen=frozen, dropout=0.5).train()
+    assert not torch.equal(module(x), module(x))
+    with torch.no_grad():
+        for k in set(range(3)) - set(frozen):
+            module.slots[str(k)].lora_B.zero_()
+    assert torch.equal(module(x), module(x))
+    torch.testing.assert_close(module(x), module.eval()(x))
+
+
 def test_router_is_a_softmax_over_linear_scores() -> None:
     router = randomised(ExpertRouter(RouterSpec(3, tuple(RouterSlotSpec(k) for k in range(4))), 6).double())
     h = normal(2, 5, 6)

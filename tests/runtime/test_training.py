@@ -25,8 +25,8 @@ from tests.runtime.grafting import (
 )
 
 
-def batch(seed: int = 5) -> dict[str, torch.Tensor]:
-    ids = tokens(2, 10, seed=seed)
+def batch(seed: int = 5, length: int = 10) -> dict[str, torch.Tensor]:
+    ids = tokens(2, length, seed=seed)
     return {"input_ids": ids, "labels": ids, "domain_ids": torch.tensor([0, 1])}
 
 
@@ -49,7 +49,8 @@ def test_gradients_reach_every_new_parameter_and_no_other(family: str) -> None:
         new = [name for name in every if name not in known]
         assert names == new == model.graft_parameter_names(), graft
         assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == set(new), graft
-        found = gradients(model, batch())
+        # Enough tokens that every ReLU gate opens at some.
+        found = gradients(model, batch(length=48))
         assert set(found) == set(new), graft
         silent = [name for name, gradient in found.items() if not gradient.any() or not gradient.isfinite().all()]
         assert not silent, (graft, silent)

@@ -97,6 +97,21 @@ def test_all_of_a_plain_base_trains_and_is_told_and_comes_back(plain: Path, tmp_
             assert (tmp_path / run / name).read_bytes() == (plain / "base" / name).read_bytes(), name
 
 
+def test_what_was_widened_twice_and_trained_whole_holds_against_the_first_base(tmp_path: Path) -> None:
+    """The base's tensors stand there in pieces, of which training's record says that they are others now."""
+    base = base_of(tmp_path, "llama", num_hidden_layers=2)
+    for out, of, operation in (
+        ("wide", base, {"op": "widen_hidden", "times": 2}),
+        ("wider", tmp_path / "wide", {"op": "widen_ffn", "to": 256}),
+    ):
+        plan = tmp_path / f"{out}.yaml"
+        plan.write_text(json.dumps({"surgeon": 1, "operations": [operation]}), encoding="utf-8")
+        surgeon.apply(plan, of, tmp_path / out)
+    trained(tmp_path, "wider", "run", what="all")
+    for before, check in ((base, "tensors since then"), (tmp_path / "wide", "base tensors")):
+        assert "changed by training" in checks(before, tmp_path / "run")[check].detail
+
+
 def test_what_changed_is_shown(plain: Path) -> None:
     shown = io.StringIO()
     Console(file=shown, width=200).print(inspection_view(surgeon.inspect(plain / "second")))

@@ -10,10 +10,10 @@ from surgeon.blueprint.recipes.couplings import Coupling, TextSupport, WholeHead
 from surgeon.blueprint.recipes.drawn import Noised, Random, Shuffled
 from surgeon.blueprint.recipes.elsewhere import Dequantised, Imported, Prompted
 from surgeon.blueprint.recipes.experts import Matched, OneExpert, one_expert
-from surgeon.blueprint.recipes.extended import HEAD_BLOCK, Extended
 from surgeon.blueprint.recipes.fused import Fused, Interpolated, Summed, average, columns
 from surgeon.blueprint.recipes.joined import Joined, piled, repeated, side_by_side, stacked_experts
 from surgeon.blueprint.recipes.layout import ExpertLayout
+from surgeon.blueprint.recipes.means import HEAD_BLOCK, Means, extended
 from surgeon.blueprint.recipes.predicted import Predicted
 from surgeon.blueprint.recipes.recipe import Bench, Place, Predictor, Recipe, Words
 
@@ -27,13 +27,13 @@ __all__ = [
     "Coupling",
     "Dequantised",
     "ExpertLayout",
-    "Extended",
     "Fused",
     "Imported",
     "Interpolated",
     "Joined",
     "MapRef",
     "Matched",
+    "Means",
     "Noised",
     "OneExpert",
     "Place",
@@ -49,6 +49,7 @@ __all__ = [
     "Words",
     "average",
     "columns",
+    "extended",
     "one_expert",
     "per_layer",
     "piled",

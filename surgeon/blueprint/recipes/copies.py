@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
-from surgeon.blueprint.recipes.recipe import Bench, Recipe, Words
+from surgeon.blueprint.recipes.recipe import Bench, Recipe, Words, row_batches
 from surgeon.checkpoint.header import DTYPE_BITS, TensorInfo
 from surgeon.checkpoint.pieces import Pieces, Span, indices, stacked
 
@@ -43,6 +43,13 @@ class Copy(Recipe):
     def compute(self, bench: Bench) -> Tensor:
         """Read the bytes."""
         return bench.read(self)
+
+    def compute_in_pieces(self, bench: Bench) -> Iterator[memoryview | Tensor]:
+        """Read the bytes, of a whole tensor a few rows at a time: embeddings may take gigabytes."""
+        if self.source is None or not self.shape:
+            yield bench.read(self)
+        else:
+            yield from (bench.read_rows(self, *rows)[0] for rows in row_batches(self))
 
     def nth(self, number: int, bench: Bench) -> Tensor:
         """Slice `number` along the first axis: nothing else is read."""

@@ -50,15 +50,38 @@ class Joined(Recipe):
 
         whole = torch.empty(self.shape, dtype=bench.dtype(self.dtype))
         runs = whole.view(self._before, -1)
-        users = Counter(name for part in self.parts for name in part.maps)
         at = 0
-        for part in self.parts:
+        for part in self._in_turn(bench):
             made = bench.compute(part).to("cpu")
             made = (made if self.layout is None else self.layout.stored(made)).reshape(self._before, -1)
             runs[:, at : at + made.shape[1]] = made
             at += made.shape[1]
-            bench.forget([name for name in part.maps if len(self.parts) > 1 and users[name] == 1])
         return whole
+
+    def compute_in_pieces(self, bench: Bench) -> Iterator[memoryview | Tensor]:
+        """The parts one after the other, where they lie so, and no more of one in memory than it makes at once."""
+        if not self._streams:
+            yield bench.compute(self)
+            return
+        for part in self._in_turn(bench):
+            yield from part.compute_in_pieces(bench)
+
+    def _in_turn(self, bench: Bench) -> Iterator[Recipe]:
+        """The parts; maps that one alone needs are freed after it."""
+        users = Counter(name for part in self.parts for name in part.maps)
+        for part in self.parts:
+            yield part
+            bench.forget([name for name in part.maps if len(self.parts) > 1 and users[name] == 1])
+
+    @cached_property
+    def _streams(self) -> bool:
+        """Whether its bytes are those of the parts, one part after the other."""
+        return self._before == 1 and self.layout is None and all(part.dtype == self.dtype for part in self.parts)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Those of the parts, but for whole tensors of which rows are read a few at a time."""
+        return tuple(name for part in self.parts if not (self._streams and part.whole) for name in part.reads)
 
     @property
     def pieces(self) -> Pieces:

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 # What surgery.json says of a recipe, by key; values are JSON data, recipes, or tuples of these.
 Words = tuple[tuple[str, Any], ...]
 
+_ROW_BYTES_AT_ONCE = 1 << 19
+
 # Where a tensor that is not the base's comes from.
 Place = Literal["adapter", "model"]
 
@@ -79,7 +81,7 @@ class Recipe(ABC):
 
     def compute_in_pieces(self, bench: Bench) -> Iterator[memoryview | Tensor]:
         """Make the tensor one part after the other: bytes of the base as they are, and tensors that are new."""
-        yield self.compute(bench)
+        yield bench.compute(self)
 
     def nth(self, number: int, bench: Bench) -> Tensor:
         """Slice `number` of the tensor along its first axis."""
@@ -167,6 +169,13 @@ class Recipe(ABC):
         yield self
         for each in self.inputs:
             yield from each.walk()
+
+
+def row_batches(recipe: Recipe) -> Iterator[tuple[int, int]]:
+    """The rows of a tensor a few at a time, as (first, stop): as many as fit a core's cache in float64."""
+    count = recipe.shape[0]
+    at_once = max(1, _ROW_BYTES_AT_ONCE * count // max(1, recipe.nbytes))
+    return ((begin, min(begin + at_once, count)) for begin in range(0, count, at_once))
 
 
 def _plain(value: Any) -> Any:

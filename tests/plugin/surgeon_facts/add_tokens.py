@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from surgeon.blueprint.draft import Claim, Draft, OperationRecord
-from surgeon.blueprint.recipes import Copy, Extended
+from surgeon.blueprint.recipes import Copy, extended
 from surgeon.errors import BadInput
 from surgeon.families.anatomy import VOCABULARY_KEY, vocabulary_tensors
 from surgeon.operations.grow_vocabulary import VocabularyFacts
@@ -42,7 +42,7 @@ class AddTokens(Operation):
         for name in vocabulary_tensors(draft.anatomy):
             info = draft.anatomy.outer[name]
             means: tuple[tuple[int, ...], ...] = ((),) * len(facts.made_of)
-            draft.set_outer(name, Extended(Copy.of(info), means))
+            draft.set_outer(name, extended(Copy.of(info), means))
         draft.sizes[VOCABULARY_KEY] = rows + len(facts.made_of)
         claim = Claim("exact", "old logits are bit-identical: new rows stand behind the old ones")
         return OperationRecord(self.op, f"{len(facts.made_of)} tokens from id {rows}", claim, trains="new")

@@ -1,0 +1,103 @@
+"""New rows of embeddings and output heads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from surgeon.blueprint.recipes.copies import Copy
+from surgeon.blueprint.recipes.joined import Joined
+from surgeon.blueprint.recipes.recipe import Bench, Recipe, Words, row_batches
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Products in float32 with few rows on the CPU take so many output columns at once (measured with MKL on AVX-512, one
+# thread and two: results/head_width.md): the last V mod 4 logits are summed in another order, and of a head with more
+# rows these stand within a whole block.
+HEAD_BLOCK = 4
+
+
+@dataclass(frozen=True)
+class Means(Recipe):
+    """Rows, each the mean of rows of the tensor `of`: those that its entry in `made_of` names, or (empty) of all.
+
+    Sums are in float64 and rounded once.
+    """
+
+    of: Copy
+    made_of: tuple[tuple[int, ...], ...]
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the tensor."""
+        return self.of.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """A row for each entry."""
+        return (len(self.made_of), *self.of.shape[1:])
+
+    @property
+    def inputs(self) -> tuple[Recipe, ...]:
+        """The tensor."""
+        return (self.of,)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Nothing whole: embeddings may take gigabytes, so rows are read a few at a time."""
+        return ()
+
+    def own_words(self) -> Words:
+        """How many rows there are, and how many of them are of named rows; which, the vocabulary's entry says."""
+        return (("means", self.of), ("rows", len(self.made_of)), ("named", sum(map(bool, self.made_of))))
+
+    def compute(self, bench: Bench) -> Tensor:
+        """All rows at once."""
+        import torch
+
+        return torch.cat([*self.compute_in_pieces(bench)])
+
+    def compute_in_pieces(self, bench: Bench) -> Iterator[Tensor]:
+        """A few rows after the other."""
+        import torch
+
+        every = None if all(self.made_of) else self._of_all(bench)
+        for begin, end in row_batches(self):
+            named = self.made_of[begin:end]
+            numbers = {number for each in named for number in each}
+            read = {number: bench.read_rows(self.of, number, number + 1)[1][0] for number in numbers}
+            yield torch.stack(
+                [every if every is not None and not each else _mean([read[n] for n in each]) for each in named]
+            )
+
+    def _of_all(self, bench: Bench) -> Tensor:
+        """The mean of all rows."""
+        import torch
+
+        total = torch.zeros(self.of.shape[1:], dtype=torch.float64)
+        for begin, end in row_batches(self.of):
+            total += _summed(bench.read_rows(self.of, begin, end)[1])
+        return (total / self.of.shape[0]).to(bench.dtype(self.dtype))
+
+
+def extended(of: Copy, made_of: tuple[tuple[int, ...], ...]) -> Joined:
+    """The tensor `of` with more rows below its own, each the mean of those of its rows that its entry names."""
+    more = Means(of, made_of)
+    words: Words = (("extended", of), *more.own_words()[1:])
+    return Joined((of, more), 0, (of.shape[0] + len(made_of), *of.shape[1:]), words=words)
+
+
+def _summed(rows: Tensor) -> Tensor:
+    """The sum of a few rows in float64; threads that wait for each other would take longer than the sum."""
+    from surgeon.common.devices import one_thread
+
+    with one_thread():
+        return rows.double().sum(0)
+
+
+def _mean(rows: Sequence[Tensor]) -> Tensor:
+    import torch
+
+    return torch.stack(list(rows)).double().mean(0).to(rows[0].dtype)
