@@ -128,6 +128,7 @@ GEMMA3_ROPES: tuple[Mapping[str, Any], ...] = (
 PHI3_ROPES: tuple[Mapping[str, Any], ...] = (
     {},
     {"rope_theta": 10000.0, "rope_scaling": None},
+    {"rope_theta": 250000},
     {"rope_parameters": {**_THETA, "partial_rotary_factor": 1.0, "rope_type": "default"}},
 )
 
