@@ -48,8 +48,7 @@ from surgeon.families.silence import Silence, silences, some_tokens
 from surgeon.families.skeleton import Skeleton, build, is_known
 from surgeon.families.twin import twin_of
 from surgeon.families.whole_heads import heads_move
-from surgeon.runtime.composition import Composition, short_name, upcycled
-from surgeon.runtime.natives import PREFIX
+from surgeon.runtime.composition import PREFIX, Composition, short_name, upcycled
 from surgeon.runtime.states_rules import BANK
 
 # Ids by which a model is built larger to see what grows with its vocabulary.

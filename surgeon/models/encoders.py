@@ -14,8 +14,7 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput, PromiseBroken
 from surgeon.families.skeleton import BASE, encoder_auto
 from surgeon.models.load import load_model, running
-from surgeon.runtime.composition import ENCODER_AUTOS
-from surgeon.runtime.known import native_of
+from surgeon.runtime.composition import ENCODER_AUTOS, composition_of
 
 WHOLE = "whole sequences"
 # What heads return, or the model without one.
@@ -71,7 +70,7 @@ class OutputComparison:
 
 def auto_class(config: Mapping[str, Any]) -> str:
     """The auto class of a checkpoint, by the head its config names; AutoModel where it names none."""
-    native = native_of(config)
+    native = composition_of(config)
     if native is not None:
         named = str(next(iter(config.get("architectures") or ()), ""))
         return next((auto for auto in ENCODER_AUTOS if native.class_of(auto) == named), BASE)
