@@ -26,7 +26,7 @@ from surgeon.common.library import LOAD_FAILURES, first_line, quiet_transformers
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import OLD_NORMS, Anatomy, is_grafted, native_config, with_vocabulary
 from surgeon.families.grafting import check_grafts, with_grafts
-from surgeon.families.names import as_loaded
+from surgeon.families.names import as_loaded, under_base
 from surgeon.families.own_classes import trusted
 from surgeon.families.proof import check_same, run_cached, run_prefill
 from surgeon.families.silence import some_tokens
@@ -320,7 +320,7 @@ def _share(span: Span, twins: Tensor, info: TensorInfo) -> Tensor:
 def place_in(name: str, held: Mapping[str, Tensor], twin: Skeleton) -> str | None:
     """What the model calls a tensor: checkpoints of a base model alone lack its prefix, and old ones have old words."""
     old = next((old for old in OLD_NORMS if name.endswith(f".{old}")), None)
-    present = name if old is None else name.removesuffix(old) + OLD_NORMS[old]
+    present = under_base(twin.model, name if old is None else name.removesuffix(old) + OLD_NORMS[old])
     prefix = f"{twin.model.base_model_prefix}."
     tried = (present, f"{prefix}{present}", present.removeprefix(prefix))
     return next((each for each in tried if each in held), None)

@@ -141,8 +141,6 @@ def compare(
     request = Request(
         loaded,
         opened,
-        str(base),
-        opened.revision,
         target / WORK_FOLDER,
         target / KEPT_FOLDER if keep else None,
         device,

@@ -110,7 +110,7 @@ def judge(
     """
     from surgeon.data.classification_metrics import judge_examples
     from surgeon.data.examples import ExampleEncoder, example_at
-    from surgeon.models.encoders import positions_of
+    from surgeon.models.outputs import positions_of
 
     own, room = _encoder(checkpoint), positions_of(model)
     encoder = ExampleEncoder(

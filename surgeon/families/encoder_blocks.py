@@ -47,7 +47,8 @@ def told_class(kind: type[Any]) -> str:
 def heads_of(model: Any, autos: Sequence[str]) -> tuple[HeadClass, ...]:
     """The heads that these auto classes find for a model's type, where they say what they return.
 
-    One that calls its base model otherwise than the others would not find their weights, and is left out.
+    One that calls its base model otherwise than the others would not find their weights, and is left out, unless the
+    config says that these are its own.
     """
     import transformers
 
@@ -57,7 +58,8 @@ def heads_of(model: Any, autos: Sequence[str]) -> tuple[HeadClass, ...]:
             native: Any = getattr(transformers, name, None)
             output = None if native is None else _returned(native)
             fits = getattr(native, "config_class", None) is type(model.config)
-            if output is not None and fits and native.base_model_prefix == model.base_model_prefix:
+            own = name in (getattr(model.config, "architectures", None) or ())
+            if output is not None and fits and (own or native.base_model_prefix == model.base_model_prefix):
                 found.append(HeadClass(auto, told_class(native), told_class(output)))
     return tuple(found)
 

@@ -196,14 +196,21 @@ def _check_learns(twin: Skeleton, tokens: Any) -> None:
     import torch
 
     model = twin.model.train()
-    chosen = set(model.freeze_base())
-    try:
-        domains = torch.ones(len(tokens), dtype=torch.long)
-        model(input_ids=tokens, labels=tokens, domain_ids=domains).loss.backward()
-    except LOAD_FAILURES as error:
-        raise BadInput(
-            f"on a twin of this model with its grafts a step of training fails ({first_line(error)}); use operations"
-            " that add layers"
-        ) from error
-    if not any(value.grad is not None and bool(value.grad.any()) for value in model.parameters()) and chosen:
-        raise BadInput("on a twin of this model its grafts get no gradient; use operations that add layers")
+    names = set(model.freeze_base())
+    chosen = [value for name, value in model.named_parameters() if name in names]
+    domains = torch.ones(len(tokens), dtype=torch.long)
+    # A gate may happen to be shut for all of these tokens; the other way round it is open for some.
+    for _ in range(2):
+        try:
+            model(input_ids=tokens, labels=tokens, domain_ids=domains).loss.backward()
+        except LOAD_FAILURES as error:
+            raise BadInput(
+                f"on a twin of this model with its grafts a step of training fails ({first_line(error)}); use"
+                " operations that add layers"
+            ) from error
+        if not chosen or any(map(_has_gradient, model.parameters())):
+            return
+        with torch.no_grad():
+            for value in chosen:
+                value.neg_()
+    raise BadInput("on a twin of this model its grafts get no gradient; use operations that add layers")

@@ -21,6 +21,8 @@ from surgeon.families.skeleton import Skeleton, build
 _COUNTS = re.compile(r"dense|layers?(_|$)|_idx$|_index$|start|shared")
 # Fields that may hold an entry for each layer; others may be as long as the stack by chance.
 _ENTRIES = re.compile(r"layer|types?(_|$)|pattern|intermediate_size")
+# Labels have numbers as layers have.
+_LABELS = "id2label"
 _MOST_TRIALS = 48
 
 
@@ -186,7 +188,7 @@ def _grown_part(
             made[key] = [value[source] for source in order]
         elif isinstance(value, str) and len(value) == count and "pattern" in key:
             made[key] = "".join(value[source] for source in order)
-        elif isinstance(value, Mapping) and value and all(str(each).isdecimal() for each in value):
+        elif key != _LABELS and isinstance(value, Mapping) and value and all(str(each).isdecimal() for each in value):
             held = {int(number): (len(str(number)), entry) for number, entry in value.items()}
             made[key] = {
                 str(index).zfill(held[source][0]): copy.deepcopy(held[source][1])

@@ -73,6 +73,7 @@ def holds_numbers(key: str, value: list[Any], count: int) -> bool:
     """Whether a list of the config names layers by their numbers (`moe_layers`, `full_attn_idxs`)."""
     return (
         re.search(r"(layers|layer_ids|idxs|indices|indexes|_ids)$", key) is not None
+        and "token" not in key
         and all(type(each) is int and 0 <= each < count for each in value)
         and value == sorted(set(value))
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -114,6 +115,7 @@ def made_of(model: Any, names: Iterable[str], quantizer: Any = None) -> dict[str
     prefix = model.base_model_prefix
 
     def asked(name: str) -> Made:
+        name = under_base(model, name)
         target, pattern = rename_source_key(name, renamings, converters, prefix, held)
         if target not in held and name in held:
             target, pattern = rename_source_key(name, [], [], prefix, held)
@@ -130,6 +132,18 @@ def made_of(model: Any, names: Iterable[str], quantizer: Any = None) -> dict[str
         together = known[group[0]] == known[group[-1]]
         found |= {name: known[group[0]] if together else known.get(name) or asked(name) for name in group}
     return found
+
+
+def under_base(model: Any, name: str) -> str:
+    """A name on disk as `model` would have it, where the head that its config names calls the base model otherwise.
+
+    Heads for answers do: `transformer.layers.0…` in place of `model.layers.0…`.
+    """
+    own = model.base_model_prefix
+    named = next(iter(getattr(model.config, "architectures", None) or ()), None)
+    head = getattr(sys.modules[type(model).__module__], str(named), None)
+    other = getattr(head, "base_model_prefix", own) or own
+    return name if other == own or not name.startswith(f"{other}.") else f"{own}.{name.removeprefix(f'{other}.')}"
 
 
 def stored_twice(model: Any, made: Mapping[str, Made]) -> tuple[str, str] | None:
@@ -310,9 +324,9 @@ def _check_loads(
     model = skeleton.model
     shown = {kinds.index(kind) for kind in set(kinds)}
     names = [*outer, *(f"{stem}{index}.{suffix}" for index in sorted(shown) for suffix in layers[index])]
+    infos = {under_base(model, name): tensors[name] for name in names}
     given = {
-        name: torch.empty(tensors[name].shape, dtype=quantised.get(tensors[name].dtype), device="meta")
-        for name in names
+        name: torch.empty(info.shape, dtype=quantised.get(info.dtype), device="meta") for name, info in infos.items()
     }
     options = LoadStateDictConfig(
         device_map={"": "meta"},

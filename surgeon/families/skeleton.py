@@ -17,7 +17,7 @@ from surgeon.common.library import LOAD_FAILURES, config_of, first_line, quiet_t
 from surgeon.errors import BadInput, printable
 from surgeon.families.family import LARGEST_SIZE, OWN_CONFIG
 from surgeon.families.own_classes import code_of, own_class
-from surgeon.runtime.composition import ENCODER_AUTOS
+from surgeon.runtime.composition import ENCODER_AUTOS, OTHER_AUTOS, PREFIX
 
 if TYPE_CHECKING:
     from torch import nn
@@ -96,6 +96,13 @@ def encoder_auto(config: Mapping[str, Any]) -> str | None:
         return None
     stated = {auto for auto in ENCODER_AUTOS if set(named) & set(classes_of(model_type, auto))}
     return next((auto for auto in ENCODER_AUTOS if auto in stated), BASE)
+
+
+def wordless_auto(config: Mapping[str, Any]) -> str | None:
+    """The auto class of a head for labels or answers that a decoder's config names; None where it names none."""
+    named = {str(name).removeprefix("Upcycled") for name in config.get("architectures") or ()}
+    model_type = str(config.get("model_type")).removeprefix(PREFIX)
+    return next((auto for auto in OTHER_AUTOS if named & set(classes_of(model_type, auto))), None)
 
 
 def auto_of(config: Mapping[str, Any]) -> str | None:

@@ -17,6 +17,7 @@ from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy, is_encoder
 from surgeon.families.dissect import dissect
+from surgeon.families.skeleton import wordless_auto
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, StoredTensor
 from surgeon.manifest.moves import held_by
 from surgeon.manifest.reading import manifest_of
@@ -177,13 +178,13 @@ class Checkpoint:
         Raises:
             BadInput: The model cannot be loaded, or tensors are missing.
         """
-        from surgeon.models.encoders import auto_class, load_encoder
         from surgeon.models.load import CLASSIFIER, load_model
+        from surgeon.models.outputs import auto_class, load_encoder
 
         options: dict[str, Any] = {"dtype": dtype, "device": device, "attention": attention, "say": say}
         if self.is_classifier:
             return load_encoder(self.folder, auto=CLASSIFIER, **options)
-        if self.is_encoder:
+        if self.is_encoder or wordless_auto(self.config) is not None:
             return load_encoder(self.folder, auto=auto_class(self.config), **options)
         return load_model(self.folder, **options)
 

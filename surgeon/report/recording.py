@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
-from surgeon.models.encoders import auto_class, check_window, load_encoder
 from surgeon.models.load import load_model, running
+from surgeon.models.outputs import auto_class, check_window, load_encoder
 from surgeon.models.tokenizer import Tokenizer
 from surgeon.report.routing_record import ExpertChoices, GateChoices, RouterChoices, RouterPlace, Site, TextChoices
 

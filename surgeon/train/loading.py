@@ -11,8 +11,8 @@ from surgeon.common.library import first_line
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.trainable import Fixed
-from surgeon.models.encoders import check_window, load_encoder
 from surgeon.models.load import load_model, stored_dtype
+from surgeon.models.outputs import check_window, load_encoder
 from surgeon.train.gate_fitting import fit_gate
 from surgeon.train.isolation import probe
 from surgeon.train.losses.cached_teacher import CachedTeacher

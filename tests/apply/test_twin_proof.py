@@ -22,8 +22,9 @@ from surgeon.blueprint.draft import Blueprint
 from surgeon.blueprint.recipes import Constant, Copy, renamed
 from surgeon.common import cache
 from surgeon.errors import BadInput
-from surgeon.families import anatomy_cache, derived, silence
+from surgeon.families import anatomy_cache, derived, grafting, silence
 from surgeon.families.dissect import dissect
+from surgeon.families.twin import twin_of
 from tests import tiny
 from tests.decoders import tiny_decoder
 
@@ -53,6 +54,12 @@ def test_lists_that_a_class_derives_are_those_of_the_output(left_out: bool, tmp_
     assert config["layer_types"] == ["full_attention"] * 8
     found = surgeon.verify(base, tmp_path / "out", window=16, windows=1)
     assert found.holds and found.identical
+
+
+def test_a_gate_that_is_shut_for_a_twins_tokens_is_not_one_that_never_learns(tmp_path: Path) -> None:
+    """A ReLU gate of one layer alone may pass none of a dozen tokens: its gradient is then looked for elsewhere."""
+    base = tiny.checkpoint(tmp_path / "base", "llama", num_hidden_layers=2, vocab_size=320)
+    surgeon.apply(plan_of(tmp_path, {"op": "gated_adapters", "layers": [1], "size": 8}), base, tmp_path / "out")
 
 
 def test_a_wrong_finding_is_refused_before_a_byte_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,3 +203,40 @@ def test_a_refusal_is_not_kept(proofs: Path, tmp_path: Path, monkeypatch: pytest
         with pytest.raises(BadInput, match="on a twin"):
             surgeon.apply(plan_of(tmp_path, INSERT), base, tmp_path / "out")
     assert not proofs.exists()
+
+
+def test_a_graft_that_no_gradient_reaches_is_refused(tmp_path: Path) -> None:
+    """A gate that is shut whatever it reads."""
+    base = tiny.checkpoint(tmp_path / "base", "llama")
+    drawn = surgeon.preview(plan_of(tmp_path, {"op": "gated_adapters", "layers": [1], "size": 4}), base).blueprint
+    twin = twin_of(json.loads((base / "config.json").read_text()))
+    model = grafting.with_grafts(twin, drawn.config, heads=2)
+    (gate,) = (module for module in model.modules() if type(module).__name__ == "BlockGate")
+    gate.register_forward_hook(lambda _module, _given, score: -score.abs())
+    with pytest.raises(BadInput, match="get no gradient"):
+        grafting.check_grafts(twin, replace(twin, model=model))
+
+
+def in_another_order(blueprint: Blueprint) -> Blueprint:
+    """Of a tensor with a part for each layer, the first two parts stand in each other's place."""
+    outputs = []
+    for output in blueprint.outputs:
+        spans = output.recipe.spans if isinstance(output.recipe, Copy) and output.recipe.source is None else ()
+        if len(spans) > 1 and spans[0].count > 1:
+            one, other = spans[0], replace(spans[1], at=spans[0].at)
+            swapped = replace(output.recipe, spans=(other, replace(one, at=other.length), *spans[2:]))
+            output = replace(output, recipe=swapped)
+        outputs.append(output)
+    assert outputs != list(blueprint.outputs)
+    return replace(blueprint, outputs=tuple(outputs))
+
+
+def test_columns_that_belong_to_layers_are_proven_on_a_twin(tmp_path: Path) -> None:
+    """Gemma 4's embeddings for each layer lie side by side: a layer's are the same columns of every row."""
+    base = tiny_decoder(tmp_path / "base", "gemma4_text", hidden_size_per_layer_input=8)
+    drawn = surgeon.preview(plan_of(tmp_path, INSERT), base).blueprint
+    folder = open_headers(base, revision=None, trust_remote_code=False)
+    anatomy = dissect(folder.config, folder.tensors)
+    prove_blueprint(drawn, anatomy, folder.config)
+    with pytest.raises(BadInput, match="on a twin"):
+        prove_blueprint(in_another_order(drawn), anatomy, folder.config)

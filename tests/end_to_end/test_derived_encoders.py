@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import surgeon
 from surgeon.families.skeleton import BASE
-from surgeon.models.encoders import auto_class
+from surgeon.models.outputs import auto_class
 from tests.checkpoints import weights
 from tests.decoders import tiny_decoder
 from tests.elsewhere import WITHOUT_SURGEON

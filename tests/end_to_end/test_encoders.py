@@ -121,7 +121,7 @@ def test_a_checkpoint_of_old_names_passes_through(tmp_path: Path) -> None:
 
 
 def test_a_broken_output_is_told(tmp_path: Path) -> None:
-    from surgeon.models.encoders import compare_encoders
+    from surgeon.models.outputs import compare_outputs
 
     base, out = saved(tmp_path / "base", "deberta-v2"), tmp_path / "out"
     surgeon.apply("mixture-of-control", str(base), out)
@@ -132,12 +132,12 @@ def test_a_broken_output_is_told(tmp_path: Path) -> None:
         save_file(held, shard, metadata={"format": "pt"})
     ids = torch.arange(3, 103).reshape(5, 20)
     auto = "AutoModelForSequenceClassification"
-    found = compare_encoders(base, out, ids, auto=auto)
+    found = compare_outputs(base, out, ids, auto=auto)
     assert not found.identical and found.max_abs_difference > 0 and found.output == "logits"
     assert found.tokens == 100 - 2 * 6
-    assert compare_encoders(base, base, ids, auto=auto).identical
+    assert compare_outputs(base, base, ids, auto=auto).identical
     with pytest.raises(BadInput, match="the base has 136 positions, a window has 137 tokens; use a smaller window"):
-        compare_encoders(base, base, torch.ones(1, 137, dtype=torch.long), auto=auto)
+        compare_outputs(base, base, torch.ones(1, 137, dtype=torch.long), auto=auto)
 
 
 def test_an_output_is_no_base_for_a_second_bank_and_can_be_taken_back(tmp_path: Path) -> None:

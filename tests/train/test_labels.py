@@ -212,7 +212,7 @@ def test_a_step_is_that_of_a_plain_loop(tmp_path: Path) -> None:
     assert kinds == {0, 1}
     trained = surgeon.train(out, asked, tmp_path / "run", device="cpu")
     assert trained is not None
-    from surgeon.models.encoders import load_encoder
+    from surgeon.models.outputs import load_encoder
 
     found = load_encoder(tmp_path / "run", auto="AutoModelForSequenceClassification")
     for name in training.names:

@@ -1,4 +1,7 @@
-"""Do two encoders compute the same function? Compare their heads' outputs on real tokens, with padding."""
+"""Do two models compute the same function that write no words? Compare their heads' outputs, with padding.
+
+They are encoders, and decoders with a head for labels or answers.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,10 @@ from torch import Tensor
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput, PromiseBroken
-from surgeon.families.skeleton import BASE, encoder_auto
-from surgeon.models.load import load_model, running
+from surgeon.families.anatomy import is_encoder
+from surgeon.families.skeleton import BASE, encoder_auto, wordless_auto
+from surgeon.models.compare import ROUNDING
+from surgeon.models.load import load_model, opened, running
 from surgeon.runtime.composition import ENCODER_AUTOS, composition_of
 
 WHOLE = "whole sequences"
@@ -27,7 +32,7 @@ class OutputComparison:
 
     `output` is `logits` (of a head for answers `start_logits`), or `last_hidden_state` where there is no head.
     `tokens`: positions that are not padding. `identical`: torch.equal on every value; padding counts only where the
-    output is one vector a sequence.
+    output is one vector a sequence. `largest` is the largest of the base's values.
     """
 
     mode: str
@@ -36,11 +41,12 @@ class OutputComparison:
     tokens: int
     identical: bool
     max_abs_difference: float
+    largest: float
 
     @property
     def rounded(self) -> bool:
-        """Whether outputs are identical: no operation promises an encoder's to rounding."""
-        return self.identical
+        """Whether outputs differ by no more than rounding makes of one function computed in two ways."""
+        return self.identical or self.max_abs_difference <= ROUNDING[self.dtype] * self.largest
 
     @property
     def same_before_tail(self) -> bool:
@@ -54,17 +60,17 @@ class OutputComparison:
 
     @property
     def apart(self) -> None:
-        """None: an encoder predicts no next token."""
+        """None: no next token is predicted."""
         return None
 
     @property
     def grown(self) -> None:
-        """None: no operation adds tokens to an encoder."""
+        """None: of added tokens such a head says nothing."""
         return None
 
     @property
     def next_token(self) -> None:
-        """None: an encoder predicts no next token."""
+        """None: no next token is predicted."""
         return None
 
 
@@ -74,10 +80,10 @@ def auto_class(config: Mapping[str, Any]) -> str:
     if native is not None:
         named = str(next(iter(config.get("architectures") or ()), ""))
         return next((auto for auto in ENCODER_AUTOS if native.class_of(auto) == named), BASE)
-    return encoder_auto(config) or BASE
+    return encoder_auto(config) or wordless_auto(config) or BASE
 
 
-def compare_encoders(
+def compare_outputs(
     base: CheckpointFolder | Path,
     out: CheckpointFolder | Path,
     ids: Tensor,
@@ -102,6 +108,7 @@ def compare_encoders(
         BadInput: the base cannot be loaded or has fewer positions than a window.
         PromiseBroken: the output cannot be loaded.
     """
+    base = opened(base)
     base_model = load_encoder(base, dtype=dtype, device=device, auto=auto)
     config = base_model.config
     check_window(base_model, ids.shape[1])
@@ -114,9 +121,13 @@ def compare_encoders(
         auto=auto,
     )
     mask = torch.ones_like(ids)
-    mask[1::2, ids.shape[1] - ids.shape[1] // 3 :] = 0
-    ids = torch.where(mask.bool(), ids, config.pad_token_id or 0)
-    name, identical, difference = "", True, 0.0
+    if config.pad_token_id is None and not is_encoder(base.config):
+        # A decoder's classifier then finds no last token of a row but in a batch of one row, without padding.
+        batch_size = 1
+    else:
+        mask[1::2, ids.shape[1] - ids.shape[1] // 3 :] = 0
+        ids = torch.where(mask.bool(), ids, config.pad_token_id or 0)
+    name, identical, difference, largest = "", True, 0.0, 0.0
     batches = (torch.split(values.to(device), batch_size) for values in (ids, mask))
     for ids_BT, mask_BT in zip(*batches, strict=True):
         outputs = []
@@ -124,7 +135,7 @@ def compare_encoders(
             with torch.inference_mode(), running(model):
                 outputs.append(model(input_ids=ids_BT, attention_mask=mask_BT))
         name = next(key for key in _OUTPUTS if key in outputs[0])
-        first, second = (_compared(output[name], mask_BT) for output in outputs)
+        first, second = (_compared(_whole(output, name), mask_BT) for output in outputs)
         if first.isnan().any():
             raise BadInput(
                 f"the base computes NaN {name} in {_plain(base_model.dtype)}, so there is no function to preserve;"
@@ -136,7 +147,14 @@ def compare_encoders(
             )
         identical = identical and torch.equal(first, second)
         difference = max(difference, float((first.float() - second.float()).abs().nan_to_num(nan=torch.inf).max()))
-    return OutputComparison(WHOLE, _plain(base_model.dtype), name, int(mask.sum()), identical, difference)
+        largest = max(largest, float(first.float().abs().max()))
+    return OutputComparison(WHOLE, _plain(base_model.dtype), name, int(mask.sum()), identical, difference, largest)
+
+
+def _whole(output: Any, name: str) -> Tensor:
+    """The values called `name` in an output; of answers, where they begin and where they end."""
+    values: Tensor = output[name]
+    return torch.stack((values, output["end_logits"]), dim=-1) if name == "start_logits" else values
 
 
 def _compared(values: Tensor, mask_BT: Tensor) -> Tensor:
