@@ -7,8 +7,7 @@ from typing import Any
 
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import changed_fields
-from surgeon.runtime.composition import Composition, short_name, upcycled
-from surgeon.runtime.natives import PREFIX
+from surgeon.runtime.composition import PREFIX, Composition, short_name, upcycled
 
 
 def head_with_grafts(composition: Composition, trunk: Mapping[str, Any]) -> str:
