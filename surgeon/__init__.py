@@ -101,8 +101,8 @@ if TYPE_CHECKING:
     from surgeon.train.train import rehearse as rehearse
     from surgeon.train.train import train as train
     from surgeon.verify.diff import diff as diff
-    from surgeon.verify.verify import Verification as Verification
-    from surgeon.verify.verify import verification_view as verification_view
+    from surgeon.verify.verification import Verification as Verification
+    from surgeon.verify.verification import verification_view as verification_view
     from surgeon.verify.verify import verify as verify
 
 # What `import surgeon` offers, and the module that defines it; loaded at first use, so that `surgeon --help` does not
@@ -138,7 +138,7 @@ _HOMES = {
     "TextSpec": "data.specs",
     "TrainConfig": "train.config.schema",
     "Trained": "train.publishing",
-    "Verification": "verify.verify",
+    "Verification": "verify.verification",
     "Windows": "data.scores",
     "add_record": "manifest.added_record",
     "apply": "apply.apply",
@@ -188,7 +188,7 @@ _HOMES = {
     "text_files": "data.documents",
     "train": "train.train",
     "transport_report": "report.transport",
-    "verification_view": "verify.verify",
+    "verification_view": "verify.verification",
     "verify": "verify.verify",
 }
 

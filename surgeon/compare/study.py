@@ -42,15 +42,13 @@ _MEMORY = f"../{RECALLED}.jsonl"
 
 @dataclass(frozen=True)
 class Request:
-    """What a study is to do: `base` is the opened base, `source` and `revision` what it was called.
+    """What a study is to do on the opened base.
 
     With `take_over` what lies in `work` is gone on with although it came from elsewhere.
     """
 
     loaded: LoadedStudy
     base: Checkpoint
-    source: str
-    revision: str | None
     work: Path
     kept: Path | None
     device: str
@@ -179,10 +177,10 @@ class Course:
                     "do": "recall",
                     "asked": spec.model_dump(),
                     "to": str(self.memory),
-                    "revision": request.revision,
+                    "revision": request.base.revision,
                     "take_over": request.take_over,
                 },
-                base=request.source,
+                base=request.base.name,
             )
         if not measured:
             request.listener.say("measuring the base")
@@ -302,8 +300,8 @@ class Course:
             "seed": run.seed,
             "plan": plan.text,
             "source": plan.source,
-            "base": request.source,
-            "revision": request.revision,
+            "base": request.base.name,
+            "revision": request.base.revision,
             "to": str(self._grown(run.method, run.seed)),
             "device": request.device,
             "trust_remote_code": request.trust_remote_code,

@@ -5,22 +5,25 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from surgeon import open_checkpoint, preview
+from surgeon import Checkpoint, LoadedPlan, open_checkpoint, preview
 from surgeon.common import devices
 from surgeon.common.disk_space import writing
 from surgeon.common.distributed import Ranks
 from surgeon.common.json_results import plain
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.tables import FittedTable
-from surgeon.continual.config.loading import at_line, load_tasks
+from surgeon.continual.config.loading import LoadedTasks, at_line, load_tasks
 from surgeon.continual.config.settings import check_tasks, check_texts, plans_of
 from surgeon.continual.metrics import Measurement, backward_transfer, general_ability_delta, overall_performance
 from surgeon.errors import BadInput, printable
+
+if TYPE_CHECKING:
+    from surgeon.continual.course import Course, Request
 
 
 @dataclass(frozen=True)
@@ -139,11 +142,38 @@ def continual(
         BadInput: The tasks file, its texts or the base are not as they must be, or changed since the run began; also
             what `apply` and `train` raise.
     """
-    listener = listener or Quiet()
     devices.check(device)
     if Ranks.of_environment().size > 1:
         raise BadInput("torchrun: `surgeon continual` runs in one process; `surgeon train` takes several")
     loaded = load_tasks(Path(tasks))
+    plans, opened = _checked(loaded, base, revision, trust_remote_code=trust_remote_code)
+
+    from surgeon.continual.course import Request, run_course
+
+    # A course of many hours is of the commit that was read here, whatever becomes of a branch.
+    request = Request(
+        loaded,
+        plans,
+        opened,
+        Path(run),
+        keep,
+        devices.resolve(device),
+        trust_remote_code,
+        listener or Quiet(),
+        take_over,
+    )
+    with writing(Path(run), kept="what is complete is kept: the same command continues"):
+        course = run_course(request, lambda course: _record_of(_continued(request, course)))
+    return _continued(request, course)
+
+
+def _checked(
+    loaded: LoadedTasks, base: str | Path, revision: str | None, *, trust_remote_code: bool
+) -> tuple[list[LoadedPlan | None], Checkpoint]:
+    """Return the tasks' surgeries (None: a task has none) and the opened base.
+
+    Raises BadInput where the tasks' texts, plans and trainings do not fit each other or the base.
+    """
     check_texts(loaded)
     plans = plans_of(loaded)
     assert plans[0] is not None
@@ -151,44 +181,29 @@ def continual(
         preview(plans[0], base, revision=revision, trust_remote_code=trust_remote_code)
     opened = open_checkpoint(base, revision=revision, trust_remote_code=trust_remote_code)
     check_tasks(loaded, plans, opened)
+    return plans, opened
 
-    from surgeon.continual.course import Course, Request, run_course
 
-    device = devices.resolve(device)
-    # A course of many hours is of the commit that was read here, whatever becomes of a branch.
-    request = Request(
-        loaded,
-        plans,
-        opened,
-        str(base),
-        opened.revision,
-        Path(run),
-        keep,
-        device,
-        trust_remote_code,
-        listener,
-        take_over,
+def _continued(request: Request, course: Course) -> Continued:
+    """Return what a finished course made of the base of its request."""
+    config = request.loaded.config
+    return Continued(
+        path=request.target,
+        base=request.base.id,
+        tasks=tuple(task.name for task in config.tasks),
+        general=tuple(source.name for source in config.general),
+        rows=tuple(course.rows),
+        trainings=tuple(course.trainings),
+        config=config.model_dump(mode="json", exclude_unset=True),
+        fingerprint=course.fingerprint,
+        resumed_after=course.resumed_after,
+        kept=course.kept,
     )
 
-    def result(course: Course) -> Continued:
-        return Continued(
-            path=Path(run),
-            base=opened.id,
-            tasks=tuple(task.name for task in loaded.config.tasks),
-            general=tuple(source.name for source in loaded.config.general),
-            rows=tuple(course.rows),
-            trainings=tuple(course.trainings),
-            config=loaded.config.model_dump(mode="json", exclude_unset=True),
-            fingerprint=course.fingerprint,
-            resumed_after=course.resumed_after,
-            kept=course.kept,
-        )
 
-    with writing(Path(run), kept="what is complete is kept: the same command continues"):
-        course = run_course(
-            request, lambda course: json.dumps(result(course).record(), indent=1, ensure_ascii=False) + "\n"
-        )
-    return result(course)
+def _record_of(continued: Continued) -> str:
+    """Return the text of `continual.json`."""
+    return json.dumps(continued.record(), indent=1, ensure_ascii=False) + "\n"
 
 
 def continued_view(continued: Continued) -> RenderableType:

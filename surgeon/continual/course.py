@@ -47,16 +47,13 @@ _IRRELEVANT = ("micro_batch", "log_every", "checkpointing")
 class Request:
     """What a course is to do, with everything checked that can be checked before.
 
-    `plans` are the tasks' surgeries (None: a task has none), `base` is the opened base, `source` and `revision` what it
-    was called, for the manifest; `target` is RUN. With `keep` the runs of earlier tasks are kept; with `take_over` a
-    work folder that came from elsewhere is gone on with.
+    `plans` are the tasks' surgeries (None: a task has none), `base` is the opened base, `target` is RUN. With `keep`
+    the runs of earlier tasks are kept; with `take_over` a work folder that came from elsewhere is gone on with.
     """
 
     loaded: LoadedTasks
     plans: Sequence[LoadedPlan | None]
     base: Checkpoint
-    source: str
-    revision: str | None
     target: Path
     keep: bool
     device: str
@@ -239,7 +236,7 @@ class _Course:
         grown = self._grown_of(number)
         if not grown.exists():
             # The base by the name it was given: what the manifest calls it.
-            source, revision = (request.source, request.revision) if number == 0 else (str(before), None)
+            source, revision = (request.base.name, request.base.revision) if number == 0 else (str(before), None)
             with at_line(request.loaded, number):
                 apply(
                     plan,

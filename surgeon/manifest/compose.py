@@ -32,7 +32,7 @@ from surgeon.operations import OPERATIONS
 from surgeon.operations.prepare import Facts
 from surgeon.plan.plan import NO_OPERATIONS, LoadedPlan, draw, recorded_plan
 from surgeon.runtime.bundle import CODE_FILE
-from surgeon.runtime.known import plugins_in
+from surgeon.runtime.registry import plugins_in
 
 TOOL = Tool(name="surgeon", version=__version__)
 
@@ -118,37 +118,9 @@ def compose(
             "plan": loaded.text,
             "promise": blueprint.promise,
             "native": blueprint.native,
-            "operations": [
-                OperationEntry(
-                    op=record.op,
-                    matched=record.matched,
-                    promise=record.claim.promise,
-                    reason=record.claim.reason,
-                    trains=record.trains,
-                )
-                for record in blueprint.operations
-            ],
-            "layers": [
-                LayerEntry(
-                    base=layer.base,
-                    operation=layer.operation,
-                    init=layer.init,
-                    sources=list(layer.sources),
-                    grafts=[GraftEntry(text=graft.text, operation=graft.operation) for graft in layer.grafts],
-                )
-                for layer in blueprint.layers
-            ],
-            "new_tensors": {
-                output.name: NewTensor(
-                    dtype=output.recipe.dtype,
-                    shape=list(output.recipe.shape),
-                    sha256=written.digests[output.name],
-                    operation=output.operation or 0,
-                    recipe=blueprint.words[output.name],
-                )
-                for output in blueprint.outputs
-                if output.new
-            },
+            "operations": _operations_of(blueprint),
+            "layers": _layers_of(blueprint),
+            "new_tensors": _new_tensors_of(blueprint, written.digests),
             "transport_maps": maps,
             "files": dict(sorted(written.files.items())),
             "texts": dict(written.texts),
@@ -159,6 +131,49 @@ def compose(
         }
         | more
     )
+
+
+def _operations_of(blueprint: Blueprint) -> list[OperationEntry]:
+    """Return what a manifest says of each operation of the plan, in the plan's order."""
+    return [
+        OperationEntry(
+            op=record.op,
+            matched=record.matched,
+            promise=record.claim.promise,
+            reason=record.claim.reason,
+            trains=record.trains,
+        )
+        for record in blueprint.operations
+    ]
+
+
+def _layers_of(blueprint: Blueprint) -> list[LayerEntry]:
+    """Return what a manifest says of each layer of the output: where it is from, and what was grafted on it."""
+    return [
+        LayerEntry(
+            base=layer.base,
+            operation=layer.operation,
+            init=layer.init,
+            sources=list(layer.sources),
+            grafts=[GraftEntry(text=graft.text, operation=graft.operation) for graft in layer.grafts],
+        )
+        for layer in blueprint.layers
+    ]
+
+
+def _new_tensors_of(blueprint: Blueprint, digests: Mapping[str, str]) -> dict[str, NewTensor]:
+    """Return, by name, what a manifest says of each tensor that the plan makes, with its digest of `digests`."""
+    return {
+        output.name: NewTensor(
+            dtype=output.recipe.dtype,
+            shape=list(output.recipe.shape),
+            sha256=digests[output.name],
+            operation=output.operation or 0,
+            recipe=blueprint.words[output.name],
+        )
+        for output in blueprint.outputs
+        if output.new
+    }
 
 
 def without_surgery(

@@ -18,7 +18,8 @@ from surgeon.report.history import Budget, History, layer_history, parameter_bud
 from surgeon.report.routing import routing_report
 from surgeon.report.routing_record import RoutingReport, read_routing
 from surgeon.report.transport import MapFact, by_blocks, map_facts, transport_report
-from surgeon.verify.verify import Verification, verify
+from surgeon.verify.verification import Verification
+from surgeon.verify.verify import verify
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,7 +12,8 @@ from surgeon.apply.apply import Applied, applied_view, apply
 from surgeon.common.json_results import plain_fields
 from surgeon.common.listener import Listener
 from surgeon.plan.plan import LoadedPlan, parse_plan
-from surgeon.verify.verify import Verification, verification_view, verify
+from surgeon.verify.verification import Verification, verification_view
+from surgeon.verify.verify import verify
 
 
 @dataclass(frozen=True)

@@ -102,30 +102,9 @@ def revert(
     layout = folder.tensors
     folder = folder if kept is None else with_kept(folder, kept)
     state = Lineage.of(manifest, file=str(folder.path / MANIFEST_FILE)).state(to, folder)
-    if base_digest is not None and state.digest != base_digest:
-        raise BadInput(
-            f"{folder.source.shown}: its {MANIFEST_FILE} gives that state the digest {state.digest}, not the"
-            f" {printable(base_digest)} asked for; {instead_of(state.undone[0])}"
-        )
-    if base is not None:
-        opened = CheckpointFolder.open(Path(base), trust_remote_code=trust_remote_code)
-        if (differs := _difference(state, opened, listener)) is not None:
-            raise BadInput(
-                f"{folder.source.shown}: its {MANIFEST_FILE} says of {printable(differs)} something else than"
-                f" {opened.source.shown} has; {instead_of(state.undone[0])}"
-            )
-    if base is None and base_digest is None:
-        listener.say(
-            f"{folder.source.shown}: what that state was is its own {MANIFEST_FILE}'s word alone (digest"
-            f" {state.digest}); --base BASE or --base-digest HEX compares it"
-        )
+    against = _compare_state(state, folder, base, base_digest, trust_remote_code=trust_remote_code, listener=listener)
     job = reverting_job(folder, state, layout, link=link)
-    lost = [name for name in state.base.files if name not in job.files and name not in (job.carried_names or ())]
-    for name in lost:
-        listener.say(
-            f"{printable(name)} is not written: the state had it, and {folder.source.shown} has another or none; the"
-            " base has it"
-        )
+    lost = _lost_files(job, state, folder, listener)
     check_output(job, Path(out), target)
     for note in folder.notes:
         listener.say(note)
@@ -146,11 +125,62 @@ def revert(
         ),
         seconds=stopwatch.seconds,
         digest=state.digest,
-        checked_against=tuple(
-            name for name, given in (("base", base), ("base_digest", base_digest)) if given is not None
-        ),
+        checked_against=against,
         moved=moved,
     )
+
+
+def _compare_state(
+    state: State,
+    out: CheckpointFolder,
+    base: str | Path | None,
+    base_digest: str | None,
+    *,
+    trust_remote_code: bool,
+    listener: Listener,
+) -> tuple[str, ...]:
+    """Compare what `out` says of a state with what the user gave; return the names of what was given.
+
+    Args:
+        state: The state, as the manifest of `out` describes it.
+        out: The output.
+        base: The folder of the state itself; None: not given.
+        base_digest: The state's digest; None: not given.
+        trust_remote_code: Whether the code of `base` may run.
+        listener: Receives the progress, and a note where nothing was given.
+
+    Raises:
+        BadInput: The state is another.
+    """
+    if base_digest is not None and state.digest != base_digest:
+        raise BadInput(
+            f"{out.source.shown}: its {MANIFEST_FILE} gives that state the digest {state.digest}, not the"
+            f" {printable(base_digest)} asked for; {instead_of(state.undone[0])}"
+        )
+    if base is not None:
+        opened = CheckpointFolder.open(Path(base), trust_remote_code=trust_remote_code)
+        if (differs := _difference(state, opened, listener)) is not None:
+            raise BadInput(
+                f"{out.source.shown}: its {MANIFEST_FILE} says of {printable(differs)} something else than"
+                f" {opened.source.shown} has; {instead_of(state.undone[0])}"
+            )
+    if base is None and base_digest is None:
+        listener.say(
+            f"{out.source.shown}: what that state was is its own {MANIFEST_FILE}'s word alone (digest"
+            f" {state.digest}); --base BASE or --base-digest HEX compares it"
+        )
+    return tuple(name for name, given in (("base", base), ("base_digest", base_digest)) if given is not None)
+
+
+def _lost_files(job: Job, state: State, out: CheckpointFolder, listener: Listener) -> list[str]:
+    """Return the side files of the state that cannot be written, and say so: `out` has them no more as they were."""
+    lost = [name for name in state.base.files if name not in job.files and name not in (job.carried_names or ())]
+    for name in lost:
+        listener.say(
+            f"{printable(name)} is not written: the state had it, and {out.source.shown} has another or none; the"
+            " base has it"
+        )
+    return lost
 
 
 def _difference(state: State, base: CheckpointFolder, listener: Listener) -> str | None:

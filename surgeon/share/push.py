@@ -36,7 +36,8 @@ from surgeon.share.parcel import Parcel, Upload, pack, pack_delta
 from surgeon.verify.check import Check
 from surgeon.verify.own_manifest import check_own_manifest
 from surgeon.verify.side_files import check_beside
-from surgeon.verify.verify import Verification, verdict, verify
+from surgeon.verify.verification import Verification, verdict
+from surgeon.verify.verify import verify
 
 # Says of the folder beside OUT, in which a delta is made to be pushed, that a push made it.
 _MARKER = "push"

@@ -3,107 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-from rich.console import Group, RenderableType
-from rich.text import Text
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common import devices
 from surgeon.common.files import check_readable
-from surgeon.common.json_results import plain, plain_fields
 from surgeon.common.listener import Listener, Quiet
-from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy, native_config, without_a_place
 from surgeon.families.dissect import dissect
-from surgeon.families.skeleton import wordless_auto
+from surgeon.families.skeleton import reads_images, wordless_auto
 from surgeon.manifest.manifest import MANIFEST_FILE
 from surgeon.manifest.reading import manifest_of
 from surgeon.verify.check import Check
 from surgeon.verify.earlier import check_earlier, earlier_state
 from surgeon.verify.static import Drawn, bytes_to_read, check_static
+from surgeon.verify.verification import Verification
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from surgeon.models.compare import GrownLoss, LogitComparison
-    from surgeon.models.compare_streamed import FirstDifference, StreamedComparison
+    from surgeon.models.compare import LogitComparison
+    from surgeon.models.tokens import TokenBatches
     from surgeon.verify.comparison import Comparison
-
-
-@dataclass(frozen=True)
-class Verification:
-    """Whether an output keeps its manifest's promises.
-
-    `checks` are the static ones, `comparisons` those by logits. `holds` is true when every promise holds;
-    where none was made (`promise` none), differing logits are as promised, and so they are where the output was
-    `trained` since the surgery. `gated`: a domain gate decides which tokens have the base's logits. `tail_alone`: what
-    is promised to rounding are the logits of the base's last V mod 4 tokens, and of all others that they are identical.
-    """
-
-    promise: str
-    checks: list[Check]
-    comparisons: list[Comparison] = field(default_factory=list)
-    streamed: list[StreamedComparison] = field(default_factory=list)
-    tokens: str = ""
-    trained: bool = False
-    gated: bool = False
-    tail_alone: bool = False
-
-    def __repr__(self) -> str:
-        checks = f"{sum(check.holds for check in self.checks)} of {len(self.checks)} checks hold"
-        return f"Verification(holds={self.holds}, promise {self.promise!r}, identical={self.identical}, {checks})"
-
-    @property
-    def identical(self) -> bool | None:
-        """Whether all compared logits (and hidden states) were bit-identical; None when none were compared."""
-        if not self.comparisons:
-            return None
-        return self.first_difference is None and all(c.identical for c in self.comparisons)
-
-    @property
-    def rounded(self) -> bool | None:
-        """Whether all compared logits differ by no more than rounding; None when none were compared."""
-        return all(c.rounded for c in self.comparisons) if self.comparisons else None
-
-    @property
-    def same_before_tail(self) -> bool:
-        """Whether all compared logits but those of the base's last V mod 4 tokens were bit-identical."""
-        return all(c.same_before_tail for c in self.comparisons)
-
-    @property
-    def bounded(self) -> bool | None:
-        """Whether new tokens cost no old one more than is promised, at any position; None where there are none."""
-        return all(each.kept for each in self.grown.values()) if self.grown else None
-
-    @property
-    def grown(self) -> dict[tuple[str, str], GrownLoss]:
-        """What new tokens cost old ones, by mode and dtype; empty where there are no new tokens."""
-        return {(c.mode, c.dtype): c.grown for c in self.comparisons if c.grown is not None}
-
-    @property
-    def first_difference(self) -> FirstDifference | None:
-        """The first base layer after which hidden states differ, where the comparison went layer by layer."""
-        return next((s.first_difference for s in self.streamed if s.first_difference is not None), None)
-
-    @property
-    def holds(self) -> bool:
-        """Whether every promise of the manifest holds."""
-        rounded = self.rounded is not False and (not self.tail_alone or self.same_before_tail)
-        same = self.identical is not False or (self.promise == "rounding" and rounded)
-        kept = self.promise == "none" or self.trained or (same and self.bounded is not False)
-        return kept and all(check.holds for check in self.checks)
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain data for `--json`."""
-        return plain_fields(self, without=("streamed",)) | {
-            "holds": self.holds,
-            "identical": self.identical,
-            "first_difference": plain(self.first_difference),
-        }
 
 
 def verify(
@@ -142,107 +66,143 @@ def verify(
         BadInput: `out` is no output of surgeon, or an option is out of range.
     """
     listener = listener or Quiet()
-    if unknown := set(dtypes) - {"auto", "float32", "bfloat16", "float16"}:
-        raise BadInput(f"dtype {printable(unknown.pop())!r}: use auto, float32, bfloat16 or float16")
-    devices.check(device)
-    if logits and text is not None:
-        check_readable(text, what="text")
-    if Path(base).is_dir() and Path(out).is_dir() and Path(base).samefile(out):
-        raise BadInput(f"{printable(str(out))}: BASE and OUT are the same folder; give the base that OUT was made from")
-    base_folder = CheckpointFolder.open(Path(base), trust_remote_code=trust_remote_code)
-    out_folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
-    anatomy = dissect(base_folder.config, base_folder.tensors, base_folder.own)
-    wordless = anatomy.family.encoder or wordless_auto(base_folder.config) is not None
-    if streamed and wordless:
-        raise BadInput(f"{printable(str(base))}: {_kind_of(anatomy)}, which is compared whole; leave out --streamed")
+    _check_options(dtypes, device, text if logits else None)
+    pair = _Pair.open(base, out, trust_remote_code=trust_remote_code)
+    if streamed and pair.wordless:
+        raise BadInput(f"{printable(str(base))}: {pair.kind}, which is compared whole; leave out --streamed")
     # What this is no output of is refused before any tensor is read, and before torch is loaded.
-    manifest_of(out_folder)
-    for folder in (base_folder, out_folder):
-        for note in folder.notes:
-            listener.say(f"{folder.source.shown}: {note}")
-    if anatomy.idle:
-        listener.say(f"{base_folder.source.shown}: {without_a_place(anatomy.idle)}")
-    proof = _static(base_folder, out_folder, listener)
-    if not logits or not all(check.holds for check in proof.checks):
-        return Verification(proof.promise, proof.checks, trained=proof.trained, gated=_is_gated(out_folder))
-
-    from surgeon.models.tokens import token_batches
-
-    tokens = token_batches(Path(base), text=text, window=window, windows=windows, vocabulary=anatomy.sizes.vocabulary)
+    manifest_of(pair.out)
+    pair.say_notes(listener)
+    proof = _static(pair.base, pair.out, listener)
     found = Verification(
         proof.promise,
         proof.checks,
-        tokens=tokens.source,
         trained=proof.trained,
-        gated=_is_gated(out_folder),
+        gated=_is_gated(pair.out),
         tail_alone=proof.tail_alone,
     )
-    # Each is trusted as it was opened.
-    folders, device = (base_folder, out_folder), devices.resolve(device)
-    image = None if wordless else _Image.of(base_folder, streamed=streamed)
-    if streamed:
-        _add_streamed(found, proof, folders, tokens.ids, dtypes, device, listener)
-    for dtype in () if streamed else dtypes:
-        listener.say(f"comparing logits ({dtype}) on {tokens.source}")
-        _add_whole(found, proof, folders, tokens.ids, dtype, device, image)
-    found.checks.extend(image.notes if image is not None else ())
-    return found
+    if not logits or not all(check.holds for check in proof.checks):
+        return found
+
+    from surgeon.models.tokens import token_batches
+
+    vocabulary = pair.anatomy.sizes.vocabulary
+    tokens = token_batches(Path(base), text=text, window=window, windows=windows, vocabulary=vocabulary)
+    comparer = _Comparer(pair, proof, tokens, devices.resolve(device), listener)
+    return comparer.streamed(found, dtypes) if streamed else comparer.whole(found, dtypes)
 
 
-def _add_streamed(
-    found: Verification,
-    proof: _Static,
-    folders: tuple[CheckpointFolder, CheckpointFolder],
-    ids: Tensor,
-    dtypes: Sequence[str],
-    device: str,
-    listener: Listener,
-) -> None:
-    """Add the comparisons of two checkpoints layer by layer, in all dtypes at once."""
-    from surgeon.models.compare_streamed import compare_streamed
-
-    listener.say(f"comparing logits ({', '.join(dtypes)}) on {found.tokens}")
-    layered = compare_streamed(
-        *folders,
-        ids,
-        dtypes=dtypes,
-        layer_of_base=proof.layer_of_base,
-        progress=_shown(listener),
-        more=proof.more,
-        device=device,
-    )
-    found.streamed.extend(layered)
-    found.comparisons.extend(mode for each in layered for mode in each.logits)
+def _check_options(dtypes: Sequence[str], device: str, text: Path | None) -> None:
+    """Raise BadInput for a dtype or a device that there is not, and for a text that cannot be read."""
+    if unknown := set(dtypes) - {"auto", "float32", "bfloat16", "float16"}:
+        raise BadInput(f"dtype {printable(unknown.pop())!r}: use auto, float32, bfloat16 or float16")
+    devices.check(device)
+    if text is not None:
+        check_readable(text, what="text")
 
 
-def _add_whole(
-    found: Verification,
-    proof: _Static,
-    folders: tuple[CheckpointFolder, CheckpointFolder],
-    ids: Tensor,
-    dtype: str,
-    device: str,
-    image: _Image | None,
-) -> None:
-    """Add the comparisons of two checkpoints in memory, in one dtype; without an `image` they write no words."""
-    if image is None:
+@dataclass(frozen=True)
+class _Pair:
+    """A base and an output of it, opened, each trusted as the user said; `anatomy` is the base's."""
+
+    base: CheckpointFolder
+    out: CheckpointFolder
+    anatomy: Anatomy
+
+    @classmethod
+    def open(cls, base: str | Path, out: str | Path, *, trust_remote_code: bool) -> _Pair:
+        """Open both. Raises BadInput where they are one folder, or one cannot be read."""
+        if Path(base).is_dir() and Path(out).is_dir() and Path(base).samefile(out):
+            raise BadInput(
+                f"{printable(str(out))}: BASE and OUT are the same folder; give the base that OUT was made from"
+            )
+        base_folder = CheckpointFolder.open(Path(base), trust_remote_code=trust_remote_code)
+        out_folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
+        return cls(base_folder, out_folder, dissect(base_folder.config, base_folder.tensors, base_folder.own))
+
+    @property
+    def wordless(self) -> bool:
+        """Whether the models write no words: encoders, and decoders with a head for labels or answers."""
+        return self.anatomy.family.encoder or wordless_auto(self.base.config) is not None
+
+    @property
+    def kind(self) -> str:
+        """What models that write no words are, in words."""
+        if self.anatomy.family.encoder:
+            return f"an encoder ({self.anatomy.family.model_type})"
+        return f"a {self.anatomy.family.model_type} with a head for labels or answers"
+
+    def say_notes(self, listener: Listener) -> None:
+        """Say what was noticed as the folders were opened."""
+        for folder in (self.base, self.out):
+            for note in folder.notes:
+                listener.say(f"{folder.source.shown}: {note}")
+        if self.anatomy.idle:
+            listener.say(f"{self.base.source.shown}: {without_a_place(self.anatomy.idle)}")
+
+
+@dataclass(frozen=True)
+class _Comparer:
+    """Compare the logits of two checkpoints on real tokens, once their bytes are as promised."""
+
+    pair: _Pair
+    proof: _Static
+    tokens: TokenBatches
+    device: str
+    listener: Listener
+
+    def streamed(self, found: Verification, dtypes: Sequence[str]) -> Verification:
+        """Return `found` with the comparisons layer by layer, in all dtypes at once."""
+        from surgeon.models.compare_streamed import compare_streamed
+
+        image = _Image.of(self.pair.base, streamed=True)
+        self.listener.say(f"comparing logits ({', '.join(dtypes)}) on {self.tokens.source}")
+        layered = compare_streamed(
+            self.pair.base,
+            self.pair.out,
+            self.tokens.ids,
+            dtypes=dtypes,
+            layer_of_base=self.proof.layer_of_base,
+            progress=_by_layers(self.listener),
+            more=self.proof.more,
+            device=self.device,
+        )
+        return replace(
+            found,
+            tokens=self.tokens.source,
+            checks=[*found.checks, *image.notes],
+            comparisons=[mode for each in layered for mode in each.logits],
+            streamed=list(layered),
+        )
+
+    def whole(self, found: Verification, dtypes: Sequence[str]) -> Verification:
+        """Return `found` with the comparisons in memory, in one dtype after the other."""
+        image = _Image() if self.pair.wordless else _Image.of(self.pair.base, streamed=False)
+        comparisons: list[Comparison] = []
+        for dtype in dtypes:
+            self.listener.say(f"comparing logits ({dtype}) on {self.tokens.source}")
+            if self.pair.wordless:
+                comparisons.append(self._outputs(dtype))
+            else:
+                comparisons.extend(self._logits(dtype, image))
+        return replace(found, tokens=self.tokens.source, checks=[*found.checks, *image.notes], comparisons=comparisons)
+
+    def _outputs(self, dtype: str) -> Comparison:
+        """Compare what two models put out that write no words."""
         from surgeon.models.outputs import auto_class, compare_outputs
 
-        auto = auto_class(folders[0].config)
-        found.comparisons.append(compare_outputs(*folders, ids, auto=auto, dtype=dtype, device=device))
-        return
-    from surgeon.models.compare import compare_models, load_pair
+        base, out = self.pair.base, self.pair.out
+        auto = auto_class(base.config)
+        return compare_outputs(base, out, self.tokens.ids, auto=auto, dtype=dtype, device=self.device)
 
-    pair = load_pair(*folders, dtype=dtype, device=device)
-    found.comparisons.extend(compare_models(*pair, ids, more=proof.more, device=device))
-    found.comparisons.extend(image.compared(*pair, more=proof.more, device=device))
+    def _logits(self, dtype: str, image: _Image) -> list[LogitComparison]:
+        """Compare the logits on the tokens, and on the prompt with a picture where the base reads one."""
+        from surgeon.models.compare import compare_models, load_pair
 
-
-def _kind_of(anatomy: Anatomy) -> str:
-    """What a model that writes no words is, in words."""
-    if anatomy.family.encoder:
-        return f"an encoder ({anatomy.family.model_type})"
-    return f"a {anatomy.family.model_type} with a head for labels or answers"
+        loaded = load_pair(self.pair.base, self.pair.out, dtype=dtype, device=self.device)
+        more = self.proof.more
+        compared = compare_models(*loaded, self.tokens.ids, more=more, device=self.device)
+        return [*compared, *image.compared(*loaded, more=more, device=self.device)]
 
 
 def _is_gated(out: CheckpointFolder) -> bool:
@@ -260,8 +220,6 @@ class _Image:
     @classmethod
     def of(cls, base: CheckpointFolder, *, streamed: bool) -> _Image:
         """As the base's processor makes it; nothing for a model that reads text alone."""
-        from surgeon.families.skeleton import reads_images
-
         found = cls()
         if not reads_images(native_config(base.config)):
             return found
@@ -297,7 +255,7 @@ class _Image:
         self.notes.append(Check("images", True, f"not compared on a prompt with an image: {why_not}", note=True))
 
 
-def _shown(listener: Listener) -> Callable[[int, int], None]:
+def _by_layers(listener: Listener) -> Callable[[int, int], None]:
     """Layers run, of both models in all forwards, as a stage of the listener."""
 
     def show(done: int, total: int) -> None:
@@ -335,92 +293,3 @@ def _static(base: CheckpointFolder, out: CheckpointFolder, listener: Listener) -
     blueprint = drawn.blueprint
     trained, layers = bool(manifest.training), blueprint.layer_of_base
     return _Static(blueprint.promise, trained, layers, checks, blueprint.more_rows, blueprint.tail_alone)
-
-
-def verification_view(verification: Verification) -> RenderableType:
-    """Checks and comparisons, and the verdict in one line."""
-    checks = FittedTable(headings=False)
-    for check in verification.checks:
-        style = "yellow" if check.note else "green" if check.holds else "bold red"
-        mark = Text("note" if check.note else "holds" if check.holds else "FAILS", style=style)
-        checks.add_row(mark, check.name, check.detail)
-    parts: list[RenderableType] = [checks]
-    if verification.comparisons:
-        parts += [Text(), Text(f"logits on {printable(verification.tokens)}"), _comparisons(verification)]
-        parts += _new_tokens(verification)
-        parts += _gated_tokens(verification) if verification.gated else []
-    difference = verification.first_difference
-    if difference is not None:
-        parts.append(Text(f"first difference ({difference.mode}): {printable(difference.where)}"))
-    return Group(*parts, Text(), verdict(verification))
-
-
-def verdict(verification: Verification) -> Text:
-    """One line: exact, not preserving as promised, or broken."""
-    if not verification.holds:
-        return Text("a promise does not hold", style="bold red")
-    if verification.trained:
-        logits = "logits not compared" if verification.identical is None else "logits are the trained model's"
-        return Text(f"trained: every other tensor is the base's, byte for byte ({logits})", style="bold green")
-    if verification.promise == "none":
-        found = {True: "identical all the same", False: "logits differ", None: "logits not compared"}
-        return Text(f"not preserving, as promised ({found[verification.identical]})", style="bold yellow")
-    if verification.identical is None:
-        return Text("every static promise holds (logits not compared)", style="bold green")
-    if verification.promise == "rounding" and not verification.identical:
-        most = max(c.max_abs_difference for c in verification.comparisons)
-        of = " of the base's last V mod 4 tokens" if verification.tail_alone else ""
-        return Text(
-            f"every promise holds, logits{of} differ by rounding alone (at most {most:.3g})", style="bold green"
-        )
-    if verification.bounded:
-        rise = max(grown.rise for grown in verification.grown.values())
-        words = f"every old logit is bit-identical, new tokens cost an old one at most {rise:.4g} nats"
-        return Text(f"exact: every promise holds, {words}", style="bold green")
-    return Text("exact: every promise holds, every logit is bit-identical", style="bold green")
-
-
-def _comparisons(verification: Verification) -> FittedTable:
-    table = FittedTable("mode", "dtype", names=2)
-    for measured in ("tokens", "identical", "max |Δ|", "KL (nats)", "top-1", "base loss", "output loss"):
-        table.add_column(measured)
-    for c in verification.comparisons:
-        table.add_row(
-            c.mode,
-            c.dtype,
-            f"{c.tokens:,}",
-            Text("yes", style="green") if c.identical else Text("no", style="yellow"),
-            f"{c.max_abs_difference:.3g}",
-            *_next_token(c.next_token),
-        )
-    return table
-
-
-def _new_tokens(verification: Verification) -> list[RenderableType]:
-    """What new tokens cost the old ones, where there are some, and what is promised of that."""
-    return [
-        Text(
-            f"{mode} ({dtype}): {grown.added:,} new rows raise the loss on an old token by at most"
-            f" {grown.rise:.6f} nats; log(1 + k/V) = {grown.bound:.6f}",
-            style="" if grown.kept else "bold red",
-        )
-        for (mode, dtype), grown in verification.grown.items()
-    ]
-
-
-def _gated_tokens(verification: Verification) -> list[RenderableType]:
-    """On how many tokens a domain gate kept the base's logits, and what the loss is on the others."""
-    lines: list[RenderableType] = []
-    for c in verification.comparisons:
-        rest = "" if c.apart is None else f"; on the others the loss is {c.apart[1]:.4f}, the base's {c.apart[0]:.4f}"
-        share = f"{c.same:,} of {c.tokens:,} tokens ({c.same / c.tokens:.2%})"
-        lines.append(Text(f"domain gate, {c.mode} ({c.dtype}): {share} have the base's logits, bit for bit{rest}"))
-    return lines
-
-
-def _next_token(figures: tuple[float, float, float, float] | None) -> tuple[str, ...]:
-    """KL, top-1 agreement and both losses as cells; empty ones for an encoder, which predicts no next token."""
-    if figures is None:
-        return ("",) * 4
-    kl, agreement, base_loss, out_loss = figures
-    return (f"{kl:.3g}", f"{agreement:.2%}", f"{base_loss:.6f}", f"{out_loss:.6f}")

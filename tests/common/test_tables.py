@@ -19,7 +19,7 @@ from surgeon.evaluate.results import Evaluation, ModelScores, SourceScores
 from surgeon.models.compare import LogitComparison
 from surgeon.verify.check import Check
 from surgeon.verify.diff import difference_view
-from surgeon.verify.verify import Verification, verification_view
+from surgeon.verify.verification import Verification, verification_view
 from tests import tiny
 from tests.test_api import check_json
 

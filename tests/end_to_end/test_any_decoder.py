@@ -28,7 +28,7 @@ from surgeon.families.skeleton import CAUSAL, IMAGE_TEXT
 from surgeon.models.compare import CACHED_DECODE, CACHED_DECODE_IMAGE, PREFILL, PREFILL_IMAGE, compare_with_image
 from surgeon.models.load import load_model
 from surgeon.models.tokenizer import open_processor
-from surgeon.verify.verify import Verification
+from surgeon.verify.verification import Verification
 from tests.checkpoints import add_letters, same_bytes, weights
 from tests.decoders import tiny_decoder
 from tests.elsewhere import WITHOUT_SURGEON

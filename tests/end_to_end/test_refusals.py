@@ -17,7 +17,7 @@ from surgeon._version import __version__
 from surgeon.cli import app
 from surgeon.families.skeleton import build
 from surgeon.models.compare import LogitComparison
-from surgeon.verify.verify import Verification
+from surgeon.verify.verification import Verification
 from tests.checkpoints import INDEX, edit_config, edit_tensor
 from tests.commands import refused
 

@@ -30,7 +30,7 @@ from surgeon.errors import BadInput, PromiseBroken
 from surgeon.families.decoders import USUAL_DECODERS
 from surgeon.families.skeleton import CAUSAL, IMAGE_TEXT
 from surgeon.models.compare import Tally
-from surgeon.verify.verify import verification_view
+from surgeon.verify.verification import verification_view
 from tests import tiny, vocabularies
 from tests.checkpoints import add_letters, weights
 from tests.decoders import tiny_decoder

@@ -20,7 +20,7 @@ from surgeon.report.page.measured import (
     transport_section,
 )
 from surgeon.report.page.stack import legend, origin_words, stack_figure
-from surgeon.verify.verify import Verification
+from surgeon.verify.verification import Verification
 
 _PROMISES = {promise: words.plain for promise, words in PROMISE_STYLES.items()}
 _BF16_BYTES = 2

@@ -63,15 +63,53 @@ def settle(
     Raises BadInput where the config's numbers do not fit each other, the model or the processes.
     """
     config, paper = loaded.config, _defaults_for(operations)
+    given = config.optimizer
     steps = steps or config.steps or sys.maxsize
     wrong: list[str] = []
-    if not isinstance(context, int):
-        context = sys.maxsize
-    length = config.length or min(paper.length, context)
-    if length > context:
-        wrong.append(
-            f"{loaded.where('length')}`length` is {length}, the model's context {context}; use {context} at most"
+    length = _length(loaded, paper, context, wrong)
+    batch, micro_batch, accumulation = _batches(loaded, paper, processes, wrong)
+    lr, min_lr = _rates(loaded, paper, wrong)
+    last = printable(operations[-1]) if operations else "finetuning"
+    notes = [f"settings that the config leaves out are those of {last}: {paper.source}; this run's peak rate: {lr:g}"]
+    warmup_steps = _warmup_steps(loaded, paper, steps, wrong)
+    if wrong:
+        raise bad_input(wrong)
+    if given.warmup is None and warmup_steps >= steps:
+        warmup_steps = steps // 10
+        notes.append(
+            f"the warm-up of {last}, {paper.warmup} steps, is as long as this run; it takes {warmup_steps} instead"
         )
+    notes += _about_original(config, paper, last)
+    decay = paper.weight_decay + paper.decay_of_rate * lr
+    return Settings(
+        steps=steps,
+        seed=config.seed,
+        batch=batch,
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        length=length,
+        lr=lr,
+        min_lr=min_lr,
+        schedule=given.schedule or paper.schedule,
+        warmup_steps=warmup_steps,
+        betas=(given.betas[0], given.betas[1]) if given.betas else paper.betas,
+        weight_decay=decay if given.weight_decay is None else given.weight_decay,
+        clip=paper.clip if given.clip is None else given.clip,
+    ), notes
+
+
+def _length(loaded: LoadedConfig, paper: TrainingDefaults, context: object, wrong: list[str]) -> int:
+    """Return the tokens of a sequence; adds to `wrong` where the model's context is shorter."""
+    most = context if isinstance(context, int) else sys.maxsize
+    length = loaded.config.length or min(paper.length, most)
+    if length > most:
+        wrong.append(f"{loaded.where('length')}`length` is {length}, the model's context {most}; use {most} at most")
+    return length
+
+
+def _batches(loaded: LoadedConfig, paper: TrainingDefaults, processes: int, wrong: list[str]) -> tuple[int, int, int]:
+    """Return the sequences of a step, those of a process at a time, and how often; adds to `wrong` misfits."""
+    config = loaded.config
     batch = config.batch or paper.batch
     share = max(1, batch // processes)
     if batch % processes:
@@ -85,7 +123,12 @@ def settle(
             f"{loaded.where('micro_batch')}`micro_batch` {micro_batch} does not divide the {share} sequences a step of"
             " each process; use a divisor, or leave it out"
         )
-    given = config.optimizer
+    return batch, micro_batch, share // micro_batch
+
+
+def _rates(loaded: LoadedConfig, paper: TrainingDefaults, wrong: list[str]) -> tuple[float, float]:
+    """Return the peak learning rate and the last one; adds to `wrong` where the last one is higher."""
+    given = loaded.config.optimizer
     lr = paper.lr if given.lr is None else given.lr
     min_lr = min(paper.min_lr, lr) if given.min_lr is None else given.min_lr
     if min_lr > lr:
@@ -93,39 +136,20 @@ def settle(
             f"{loaded.where('optimizer', 'min_lr')}`optimizer.min_lr` {min_lr:g} is above the peak {lr:g}; use {lr:g}"
             " at most"
         )
-    warmup = paper.warmup if given.warmup is None else given.warmup
+    return lr, min_lr
+
+
+def _warmup_steps(loaded: LoadedConfig, paper: TrainingDefaults, steps: int, wrong: list[str]) -> int:
+    """Return the steps of the warm-up; adds to `wrong` where the config gives more of them than the run has."""
+    given = loaded.config.optimizer.warmup
+    warmup = paper.warmup if given is None else given
     warmup_steps = round(warmup * steps) if warmup < 1 else int(warmup)
-    last = printable(operations[-1]) if operations else "finetuning"
-    notes = [f"settings that the config leaves out are those of {last}: {paper.source}; this run's peak rate: {lr:g}"]
-    if given.warmup is None and warmup_steps >= steps:
-        warmup_steps = steps // 10
-        notes.append(
-            f"the warm-up of {last}, {paper.warmup} steps, is as long as this run; it takes {warmup_steps} instead"
-        )
-    elif warmup_steps > steps:
+    if given is not None and warmup_steps > steps:
         wrong.append(
             f"{loaded.where('optimizer', 'warmup')}`optimizer.warmup` is {warmup_steps} steps, the run only"
             f" {steps}; use fewer"
         )
-    if wrong:
-        raise bad_input(wrong)
-    notes += _about_original(config, paper, last)
-    decay = paper.weight_decay + paper.decay_of_rate * lr
-    return Settings(
-        steps=steps,
-        seed=config.seed,
-        batch=batch,
-        micro_batch=micro_batch,
-        accumulation=share // micro_batch,
-        length=length,
-        lr=lr,
-        min_lr=min_lr,
-        schedule=given.schedule or paper.schedule,
-        warmup_steps=warmup_steps,
-        betas=(given.betas[0], given.betas[1]) if given.betas else paper.betas,
-        weight_decay=decay if given.weight_decay is None else given.weight_decay,
-        clip=paper.clip if given.clip is None else given.clip,
-    ), notes
+    return warmup_steps
 
 
 def _defaults_for(operations: Sequence[str]) -> TrainingDefaults:
