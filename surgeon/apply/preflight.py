@@ -15,7 +15,7 @@ from surgeon.families.names import made_of
 from surgeon.families.quantised import is_scale, quantizer_of
 from surgeon.models.load import shipped_config
 from surgeon.runtime.bundle import import_bundle
-from surgeon.runtime.known import native_of
+from surgeon.runtime.composition import composition_of
 from surgeon.runtime.states_rules import BANK
 
 _OWN = "get the base's own config.json"
@@ -27,7 +27,7 @@ def check_skeleton(blueprint: Blueprint) -> None:
     Raises BadInput naming the first tensor that one of them has and the other lacks, or has in another shape.
     """
     model = _build(blueprint.config)
-    native = native_of(blueprint.config)
+    native = composition_of(blueprint.config)
     assert native is not None
     config, stored = blueprint.config, blueprint.outputs
     plain = {out.name for out in stored if out.recipe.dtype in FLOAT_DTYPES and not is_scale(config, out.name)}

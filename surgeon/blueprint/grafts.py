@@ -14,7 +14,7 @@ from typing import Any
 from surgeon.blueprint.recipes import Constant, Random, Recipe
 from surgeon.families.anatomy import in_branch, is_grafted, owner_of
 from surgeon.runtime.births import Birth, Fill, Normal
-from surgeon.runtime.known import GRAFTS, kinds
+from surgeon.runtime.registry import GRAFTS, kinds
 from surgeon.runtime.rules import BRANCH, Kind
 
 

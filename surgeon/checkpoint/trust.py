@@ -18,8 +18,7 @@ from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, Source, is_side_file
 from surgeon.checkpoint.weights import INDEX_FILE, QUANTISATION, SINGLE_FILE, quantisation
 from surgeon.errors import BadInput, printable
 from surgeon.runtime.bundle import CODE_FILE, bundle
-from surgeon.runtime.known import native_of
-from surgeon.runtime.natives import PREFIX
+from surgeon.runtime.composition import PREFIX, composition_of
 
 MAX_CODE_BYTES = 1_000_000
 
@@ -85,7 +84,7 @@ def brought_by(config: Mapping[str, Any], source: Source) -> Brought:
 
 
 def _is_shipped(config: Mapping[str, Any], listing: Mapping[str, int], source: Source) -> bool:
-    native = native_of(config)
+    native = composition_of(config)
     if native is None or config.get("auto_map") != native.auto_map or CODE_FILE not in listing:
         return False
     return source.small(CODE_FILE, max_bytes=MAX_CODE_BYTES) == bundle(config)
@@ -95,7 +94,7 @@ def _not_ours(
     config: Mapping[str, Any], listing: Mapping[str, int], source: Source, scripts: Iterable[str], *, ours: bool
 ) -> str:
     """The first thing in the folder that is, or leads to, code which is not surgeon's; nothing where there is none."""
-    native = native_of(config)
+    native = composition_of(config)
     if config.get("auto_map") and (native is None or config["auto_map"] != native.auto_map):
         earlier = str(config.get("model_type")).startswith(PREFIX) and "anatomy" not in config
         of_what = " of an earlier surgeon, whose code this version does not ship" if earlier else ""
@@ -204,7 +203,7 @@ def check_written(config: Mapping[str, Any], shown: str, *, trusted: Any = None)
     For a config that comes from a manifest, which anybody can have edited; `trusted` is the `auto_map` of a folder
     whose own code the user trusts.
     """
-    native = native_of(config)
+    native = composition_of(config)
     mapped = config.get("auto_map") or None
     found = leads_to_code(dict(config), except_auto_map=True)
     if mapped is not None and (native is None or mapped != native.auto_map) and mapped != trusted:

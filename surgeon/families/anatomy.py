@@ -20,8 +20,8 @@ from surgeon.checkpoint.header import QUANTISED_DTYPES, TensorInfo
 from surgeon.errors import BadInput, printable
 from surgeon.families.family import MOST_LAYERS, Family, Part, Sizes
 from surgeon.families.flat import nested
-from surgeon.runtime.known import GRAFTS, kinds, native_of
-from surgeon.runtime.natives import PREFIX
+from surgeon.runtime.composition import PREFIX, composition_of
+from surgeon.runtime.registry import GRAFTS, kinds
 from surgeon.runtime.rules import BRANCH, Kind, read_surgery
 
 # Only a number right after a family's stem (`layers.`) at the known place is a layer index: renaming changes it
@@ -60,6 +60,8 @@ _UNREAD = tuple(dtype for dtype in QUANTISED_DTYPES if dtype not in ("F8_E4M3", 
 class Derivation(ABC):
     """What was found out about a model type, and what can be done with it."""
 
+    # Whether what is known was found out, and proven, of this very base.
+    proven: bool = True
     # What was proven, in one line; and the name of the list of decoder layers in transformers' model.
     evidence: str
     stack: str
@@ -418,7 +420,7 @@ def _trunk_config(config: dict[str, Any]) -> dict[str, Any]:
             "config.json: no `anatomy`, as outputs with grafts of surgeon before 0.1.0 have none, whose code this"
             " version does not ship; apply the plan again on the base"
         )
-    if native_of(config) is None or not isinstance(changed, Mapping):
+    if composition_of(config) is None or not isinstance(changed, Mapping):
         raise BadInput("config.json: `anatomy` cannot be read; get the output's own config.json")
     _check_branches(config.get("surgery"))
     for key in ("surgery", "anatomy", "auto_map"):

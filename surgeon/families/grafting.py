@@ -21,8 +21,8 @@ from surgeon.families.silence import some_tokens
 from surgeon.families.skeleton import Skeleton
 from surgeon.families.twin import shrunk, stored_buffers, twin_of
 from surgeon.runtime.bundle import import_bundle
+from surgeon.runtime.composition import composition_of
 from surgeon.runtime.gate_rules import GATE
-from surgeon.runtime.known import native_of
 from surgeon.runtime.rules import BRANCH
 
 _USE = "use another model, or full fine-tuning"
@@ -185,7 +185,7 @@ def with_grafts(twin: Skeleton, grafted: Mapping[str, Any], heads: int) -> Any:
 
 def _class_of(grafted: Mapping[str, Any]) -> str:
     """The class by which a twin with grafts is compared: a decoder's with its words, whatever head the config names."""
-    native = native_of(grafted)
+    native = composition_of(grafted)
     assert native is not None
     found = None if native.encoder else native.class_of(native.auto)
     return found or str(grafted["architectures"][0])

@@ -300,9 +300,8 @@ def _words_of(model: Any) -> tuple[str, ...]:
 
 def _has_no_words(model: Any, tensors: Mapping[str, TensorInfo]) -> bool:
     """Whether a decoder was saved alone, or with a head that returns no words."""
-    return not any(name.startswith(_base(model)) for name in tensors) or any(
-        name.startswith(_OTHER_HEADS) for name in tensors
-    )
+    base = _base(model)
+    return not any(name.startswith(base) for name in tensors) or any(name.startswith(_OTHER_HEADS) for name in tensors)
 
 
 def _check_loads(
@@ -347,21 +346,23 @@ def _check_loads(
             f"{printable(name)} ({tensors[name].file}): shape {list(tensors[name].shape)}, the config requires"
             f" {wanted}; {ANOTHER}"
         )
-    for target, words in sorted(told.conversion_errors.items()):
+    for target, reason in sorted(told.conversion_errors.items()):
         raise BadInput(
-            f"{printable(target)}: transformers cannot make it of the tensors stored ({printable(str(words))});"
+            f"{printable(target)}: transformers cannot make it of the tensors stored ({printable(str(reason))});"
             f" {ANOTHER}"
         )
     ours = tuple(f"{skeleton.stack}.{index}." for index in shown)
     others = f"{skeleton.stack}."
     tied = set(model.all_tied_weights_keys)
+    base, words = _base(model), _words_of(model)
+    without_words = _has_no_words(model, tensors)
     for target in sorted(told.missing_keys - tied):
         # Heads come and go on encoders, and nothing reads a pooler but they.
-        if skeleton.encoder and (not target.startswith(_base(model)) or "pooler." in target):
+        if skeleton.encoder and (not target.startswith(base) or "pooler." in target):
             continue
-        if target.startswith(_words_of(model)) and _has_no_words(model, tensors):
+        if without_words and target.startswith(words):
             continue
-        if target.startswith(_words_of(model)) and model.config.get_text_config().tie_word_embeddings is False:
+        if target.startswith(words) and model.config.get_text_config().tie_word_embeddings is False:
             raise BadInput(
                 f"{printable(target)}: embeddings are not tied (`tie_word_embeddings`), yet no shard has this tensor;"
                 " set it to true if the model shares them"

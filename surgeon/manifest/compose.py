@@ -32,7 +32,7 @@ from surgeon.operations import OPERATIONS
 from surgeon.operations.prepare import Facts
 from surgeon.plan.plan import NO_OPERATIONS, LoadedPlan, draw, recorded_plan
 from surgeon.runtime.bundle import CODE_FILE
-from surgeon.runtime.known import plugins_in
+from surgeon.runtime.registry import plugins_in
 
 TOOL = Tool(name="surgeon", version=__version__)
 

@@ -25,7 +25,7 @@ from surgeon.manifest.manifest import Base, Manifest
 from surgeon.manifest.moves import homes_of, layers_of, left_at
 from surgeon.manifest.recipe_words import held_of
 from surgeon.runtime.bundle import CODE_FILE, bundle
-from surgeon.runtime.known import native_of
+from surgeon.runtime.composition import composition_of
 
 CODE_NAME = re.compile(r"[A-Za-z0-9_]{1,100}\.py")
 
@@ -252,7 +252,7 @@ def _code(config: Mapping[str, Any], next_surgery: Manifest, out: CheckpointFold
             continue
         if CODE_NAME.fullmatch(name) is None:
             raise BadInput(f"{MANIFEST_FILE}: code of the name {printable(name)}; was it edited by hand?")
-        shipped = bundle(config) if name == CODE_FILE and native_of(config) is not None else None
+        shipped = bundle(config) if name == CODE_FILE and composition_of(config) is not None else None
         candidates = (out.read_code(name), shipped)
         content = next((c for c in candidates if c is not None and hashlib.sha256(c).hexdigest() == digest), None)
         if content is None or len(content) > MAX_CODE_BYTES:

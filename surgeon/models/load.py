@@ -24,7 +24,7 @@ from surgeon.families.names import made_of, stored_twice
 from surgeon.families.skeleton import CAUSAL, IMAGE_TEXT, auto_of
 from surgeon.models.view import PROCESSOR_FILES, TOKENIZER_FILES, view_of_model, view_of_tokenizer
 from surgeon.runtime.bundle import import_bundle
-from surgeon.runtime.known import native_of
+from surgeon.runtime.composition import composition_of
 
 # Above the widest vector registers (64 bytes) and what torch's own CPU allocator gives.
 ALIGNMENT = 64
@@ -98,7 +98,7 @@ def shipped_class(config: Mapping[str, Any], auto: str) -> Any:
 
     Raises ValueError where there is none.
     """
-    native = native_of(config)
+    native = composition_of(config)
     found = native.class_of(auto) if native is not None else None
     if found is None:
         raise ValueError(f"{printable(str(config.get('model_type')))} has no class for {auto}")
@@ -351,7 +351,7 @@ def attention_of(model: Any) -> Attention:
 
 def decoder_class(config: Mapping[str, Any]) -> str:
     """transformers' auto class for the decoder of a config: one for text alone, or for images and text."""
-    native = native_of(config)
+    native = composition_of(config)
     return native.auto if native is not None else auto_of(config) or CAUSAL
 
 

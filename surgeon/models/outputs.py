@@ -19,8 +19,7 @@ from surgeon.families.anatomy import is_encoder
 from surgeon.families.skeleton import BASE, encoder_auto, wordless_auto
 from surgeon.models.compare import ROUNDING
 from surgeon.models.load import load_model, opened, running
-from surgeon.runtime.composition import ENCODER_AUTOS
-from surgeon.runtime.known import native_of
+from surgeon.runtime.composition import ENCODER_AUTOS, composition_of
 
 WHOLE = "whole sequences"
 # What heads return, or the model without one.
@@ -77,7 +76,7 @@ class OutputComparison:
 
 def auto_class(config: Mapping[str, Any]) -> str:
     """The auto class of a checkpoint, by the head its config names; AutoModel where it names none."""
-    native = native_of(config)
+    native = composition_of(config)
     if native is not None:
         named = str(next(iter(config.get("architectures") or ()), ""))
         return next((auto for auto in ENCODER_AUTOS if native.class_of(auto) == named), BASE)

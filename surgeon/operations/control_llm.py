@@ -20,7 +20,7 @@ from surgeon.errors import BadInput
 from surgeon.operations.operation import Legend, OneOf, Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.selectors import LayerSelector, select_layers
 from surgeon.runtime.control_rules import DIVERGENCES, INTERPOLATOR, NO_ATTENTION, InterpolatorRule, InterpolatorSpec
-from surgeon.runtime.known import INTERPOLATORS
+from surgeon.runtime.registry import INTERPOLATORS
 from surgeon.runtime.rules import BRANCH
 
 CONTROL_LLM = Paper(

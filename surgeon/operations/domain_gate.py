@@ -18,7 +18,7 @@ from surgeon.common.formatting import show_layers
 from surgeon.errors import BadInput, printable
 from surgeon.operations.operation import Legend, OneOf, Operation, Paper, TrainingDefaults
 from surgeon.runtime.gate_rules import FORMS, GATE, READS, GateSpec
-from surgeon.runtime.known import GRAFTS
+from surgeon.runtime.registry import GRAFTS
 
 
 class DomainGate(Operation):

@@ -18,7 +18,7 @@ from surgeon.errors import BadInput
 from surgeon.operations.control_llm import CONTROL_LLM
 from surgeon.operations.operation import Operation, Paper, TrainingDefaults
 from surgeon.runtime.control_rules import INTERPOLATOR
-from surgeon.runtime.known import INTERPOLATORS
+from surgeon.runtime.registry import INTERPOLATORS
 from surgeon.runtime.rules import BRANCH
 
 

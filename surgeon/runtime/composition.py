@@ -1,4 +1,4 @@
-"""Which of transformers' classes the upcycled ones of a derived model type are composed of: `anatomy` in config.json.
+"""Which of transformers' classes the upcycled ones of a model type are composed of: `anatomy` in config.json.
 
     "anatomy": {"autos": ["AutoModelForCausalLM"], "config": "models.qwen3_moe.configuration_qwen3_moe.Qwen3MoeConfig",
                 "head": "models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeForCausalLM", …,
@@ -20,8 +20,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from .natives import MODULE
-
+# An output with grafts is of the model type `upcycled_` and its base's.
+PREFIX = "upcycled_"
+MODULE = "modeling_surgeon"
 # By these names grafts know the blocks beside which they stand.
 ATTENTION, FFN = "self_attn", "mlp"
 _CLASS = re.compile(
@@ -144,11 +145,6 @@ class Composition:
         return (*own, *(site.native for site in self.sites), *further)
 
     @property
-    def title(self) -> str:
-        """What people are told that it is."""
-        return self.name
-
-    @property
     def name(self) -> str:
         """The model type, as classes are called."""
         return short_name(self.config).removesuffix("Config")
@@ -208,6 +204,17 @@ def read_composition(model_type: str, told: Any) -> Composition:
         **entries,
         **texts,
     )
+
+
+def composition_of(config: Mapping[str, Any]) -> Composition | None:
+    """What the upcycled classes of a grafted checkpoint are composed of, as its config says; None where it does not."""
+    model_type = str(config.get("model_type"))
+    if not model_type.startswith(PREFIX):
+        return None
+    try:
+        return read_composition(model_type.removeprefix(PREFIX), config.get("anatomy"))
+    except ValueError:
+        return None
 
 
 def _entries(key: str, kind: Any, told: Any) -> Iterator[Any]:

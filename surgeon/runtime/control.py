@@ -197,7 +197,7 @@ class ControlGraft(Graft, ControlRules):
         if block is None:
             return False
         layer.control = block
-        layer.expanded = layer.branch_class(config, block.branch)
+        layer.expanded = layer.twin
         layer.interpolator = self.classes[block.interpolator.kind](block.interpolator, config.hidden_size)
         return True
 

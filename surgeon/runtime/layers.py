@@ -1,20 +1,77 @@
-"""Decoder layers and their blocks with grafts, mixed in before a family's native ones.
+"""Layers and their blocks with grafts, mixed in before native ones; built as native ones, they change their class.
 
-A layer's `forward` is a pure function of tensors, so gradient checkpointing may run it again; `__call__`
-carries what crosses layers (a router's distribution, the auxiliary losses) in and out of the forward's `Flow`. What
-carries gradient goes in by position and comes out as a result; a frame shows it to the layer's own modules.
+An expanded twin is a copy of its layer with the number of its place in the tail, so that it has the layer's kind and
+a cache of its own.
+
+A layer's `forward` is a pure function of tensors, so gradient checkpointing may run it again; `__call__` carries what
+crosses layers (a router's distribution, the auxiliary losses) in and out of the forward's `Flow`. Native code passes
+nothing of ours to its layers, so the flow reaches them through this thread. What carries gradient goes in by position
+and comes out as a result; a frame shows it to the layer's own modules.
 """
 
 from __future__ import annotations
 
+import copy
+import inspect
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from .graft import Frame, Graft, current_frame, enter_frame, only_where
 from .losses import Flow
 from .rules import Surgery
+
+# Attributes by which modules know their layer's number.
+LAYER_NUMBERS = ("layer_idx", "layer_index", "layer_id", "layer_number", "block_idx")
+
+
+class _Forward(threading.local):
+    flow: Flow | None = None
+    # What the layer that runs returned with its hidden states.
+    rest: Any = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As `_Active`."""
+        return type(self), ()
+
+
+_forward = _Forward()
+
+
+def current_flow() -> Flow | None:
+    """The flow of the forward that this thread runs, if it has one."""
+    return _forward.flow
+
+
+@contextmanager
+def in_flow(flow: Flow | None) -> Iterator[None]:
+    """Let the decoder and the layers that this thread runs find `flow`."""
+    previous = _forward.flow
+    _forward.flow = flow
+    try:
+        yield
+    finally:
+        _forward.flow = previous
+
+
+Rest = tuple[Any, ...] | list[Any] | None
+
+
+def one_tensor(made: Any) -> tuple[Tensor, Rest]:
+    """A module's output, and what came with it; None where it came alone."""
+    return (made[0], made[1:]) if isinstance(made, tuple | list) else (made, None)
+
+
+def with_rest(output: Tensor, rest: Rest) -> Any:
+    """The output in the form in which it came."""
+    if rest is None:
+        return output
+    return [output, *rest] if isinstance(rest, list) else (output, *rest)
 
 
 def beside_block(block: Any, grafts: tuple[Graft, ...], x: Tensor, output: Tensor) -> Tensor:
@@ -28,33 +85,78 @@ def beside_block(block: Any, grafts: tuple[Graft, ...], x: Tensor, output: Tenso
     return output
 
 
+class Seat(nn.Module):
+    """Where grafts of a block stand that the model calls by another name."""
+
+
 # A site adds what stands beside its block in `__call__` and leaves `forward` native: vLLM reads the source of a class's
 # `forward` to find where attention is computed and which projections it may fuse.
 class Site(nn.Module):
-    """Mixed in before a native block: `grafts` stand beside it."""
+    """Mixed in before a native block of any form: what it reads comes first, what it writes first in what it returns.
+
+    Grafts stand at the block's usual name, `self_attn` or `mlp`: at the block itself or, where the model calls it
+    otherwise, at a `Seat` beside it.
+    """
 
     grafts: tuple[Graft, ...]
+    seat: nn.Module
+    # What the block calls its input.
+    reads: str
 
-    def beside(self, hidden_states: Tensor, output: Tensor) -> Tensor:
-        """What grafts make of the block's output for `hidden_states`, B T D both."""
-        return beside_block(self, self.grafts, hidden_states, output)
+    def carry(self, seat: nn.Module, grafts: tuple[Graft, ...]) -> None:
+        """Take grafts that stand at `seat`."""
+        # Past nn.Module, which would take the seat for a part of the block.
+        self.__dict__["seat"] = seat
+        self.reads = next(iter(inspect.signature(self.forward).parameters))
+        self.grafts = grafts
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The native output with what grafts make of it; experts may give it as one row a token."""
+        output, rest = one_tensor(super().__call__(*args, **kwargs))
+        x = args[0] if args else kwargs[self.reads]
+        shape = output.shape
+        output = beside_block(self.seat, self.grafts, x, output.reshape(x.shape))
+        return with_rest(output.reshape(shape), rest)
 
 
-# No `nn.Module` in its own bases: where transformers finds such a class of that name in a model's file, it takes the
-# attention for hand-written and ignores `set_attn_implementation`.
 class GraftedLayer(nn.Module):
-    """A native layer into which grafts put their modules; `grafts` are those that have a part in it."""
+    """A native layer, built already, into which grafts put their modules; `grafts` are those that have a part in it."""
 
     grafts: tuple[Graft, ...]
-    # The class of a native layer that stands inside another.
-    branch_class: ClassVar[type[BranchLayer]]
+    # Of each block that can carry grafts: its name, its native class, its usual name, and its class with grafts.
+    sites: ClassVar[tuple[tuple[str, type[nn.Module], str, type[Site]], ...]]
+    # The config field that names the backbone's activation.
+    activation_field: ClassVar[str]
 
-    def _weigh(self, surgery: Surgery, layer_idx: int) -> None:
-        """Keep what is asked for of losses."""
+    def compose(self, config: Any, index: int, surgery: Surgery) -> None:
+        """Let grafts in; `index` is the layer's, of trunk or tail."""
+        self.open_blocks(index, surgery)
+        asked = {role for graft in surgery.rules for role in graft.blocks(surgery, index)}
+        if lacking := sorted(role for role in asked if not self.carries(role)):
+            raise ValueError(f"config.surgery: layer {index} has no `{lacking[0]}` beside which a graft could stand")
+        self.grafts = tuple(graft for graft in surgery.rules if graft.attach(self, config, index, surgery))
+
+    def open_blocks(self, index: int, surgery: Surgery) -> None:
+        """Make the blocks beside which grafts stand able to carry them."""
+        for name, native, role, kind in self.sites:
+            beside = tuple(graft for graft in surgery.rules if role in graft.blocks(surgery, index))
+            found = self._modules.get(name)
+            if type(found) is not native or not beside:
+                continue
+            found.__class__ = kind
+            block: Any = found
+            seat = block if name == role else Seat()
+            setattr(self, role, seat)
+            vars(seat)["activation_field"] = self.activation_field
+            block.carry(seat, beside)
+
+    def carries(self, role: str) -> bool:
+        """Whether a block can carry grafts, by its usual name."""
+        return any(kept == role and isinstance(self._modules.get(name), kind) for name, _, kept, kind in self.sites)
 
 
 class BranchLayer(GraftedLayer):
-    """A native layer inside a trunk layer, at its own index of cache and masks.
+    """An expanded twin, inside its trunk layer, at its own index of cache and masks.
 
     The trunk layer around it is checkpointed as a whole; a second checkpoint inside would only compute twice.
     """
@@ -68,10 +170,15 @@ class BranchLayer(GraftedLayer):
     def gradient_checkpointing(self, value: bool) -> None:
         return
 
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The native hidden states, B T D, without what comes with them."""
+        return one_tensor(super().forward(*args, **kwargs))[0]
+
 
 class UpcycledLayer(GraftedLayer):
-    """A trunk layer: native, with what the surgery put into it and beside it."""
+    """A trunk layer, with what the surgery put into it and beside it."""
 
+    branch_of: ClassVar[type[BranchLayer]]
     # Whether the layer makes the routing, and the gate's decision, that it and those above it read.
     routes = False
     decides = False
@@ -79,37 +186,64 @@ class UpcycledLayer(GraftedLayer):
     gated: frozenset[str] = frozenset()
     layer_gated = False
 
-    def _weigh(self, surgery: Surgery, layer_idx: int) -> None:
+    def compose(self, config: Any, index: int, surgery: Surgery) -> None:
+        """Let grafts in; a control block puts `twin`, the layer's copy at its place in the tail, beside it."""
+        branch = next((branch for branch, home in surgery.homes.items() if home == index), None)
+        # Past nn.Module, until a graft takes it for a part of the layer.
+        self.__dict__["twin"] = None if branch is None else self._twin_at(branch, config, index, surgery)
+        super().compose(config, index, surgery)
+        del self.__dict__["twin"]
         # Whether a surgery inserted the layer whole.
-        self.inserted = layer_idx in surgery.inserted
+        self.inserted = index in surgery.inserted
         self.loss_weights: dict[str, float] = {}
         for graft in surgery.rules:
-            self.loss_weights |= graft.weights(surgery, layer_idx)
+            self.loss_weights |= graft.weights(surgery, index)
 
-    def __call__(self, hidden_states: Tensor, *args: Any, surgery_flow: Flow | None = None, **kwargs: Any) -> Any:
-        """Run the layer; `surgery_flow` brings what crosses layers and takes the losses."""
-        if surgery_flow is None or not (self.grafts or surgery_flow.off):
-            return super().__call__(hidden_states, *args, **kwargs)
-        if surgery_flow.off:
-            return super().__call__(hidden_states, None, *args, off=True, **kwargs)
-        output, *told = super().__call__(
+    def _twin_at(self, branch: int, config: Any, index: int, surgery: Surgery) -> Any:
+        """A copy of this layer, whose number is `index`, as layer `branch` of the tail."""
+        twin: Any = copied(self)
+        twin.__class__ = self.branch_of
+        for module in twin.modules():
+            for name in LAYER_NUMBERS:
+                if vars(module).get(name) == index:
+                    setattr(module, name, branch)
+        twin.compose(config, branch, surgery)
+        return twin
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer in this thread's flow, which takes the losses; what it returns is of the native form."""
+        hidden_states, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
+        flow = current_flow()
+        if flow is None or not (self.grafts or flow.off):
+            output = super().__call__(hidden_states, None, *args, **kwargs)
+        elif flow.off:
+            output = super().__call__(hidden_states, None, *args, off=True, **kwargs)
+        else:
+            output = self._call_in(flow, hidden_states, *args, **kwargs)
+        rest, _forward.rest = _forward.rest, None
+        return with_rest(output, rest)
+
+    def _call_in(self, flow: Flow, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the layer with what `flow` brings, and leave there what is for the layers above, and the losses."""
+        output: Tensor
+        output, *made = super().__call__(
             hidden_states,
-            surgery_flow.routing,
+            flow.routing,
             *args,
-            valid_tokens=surgery_flow.valid,
-            token_domains=surgery_flow.domains,
-            mixing=surgery_flow.mixing,
-            gating=surgery_flow.gating,
-            on=surgery_flow.on,
+            valid_tokens=flow.valid,
+            token_domains=flow.domains,
+            mixing=flow.mixing,
+            gating=flow.gating,
+            on=flow.on,
             in_flow=True,
             **kwargs,
         )
         if self.routes:
-            surgery_flow.routing = told.pop(0)
+            flow.routing = made.pop(0)
         if self.decides:
-            surgery_flow.on = told.pop(0)
-        if told:
-            surgery_flow.add(dict(zip(self.loss_weights, told, strict=True)), self.loss_weights)
+            flow.on = made.pop(0)
+        if made:
+            flow.add(dict(zip(self.loss_weights, made, strict=True)), self.loss_weights)
         return output
 
     def forward(
@@ -137,7 +271,7 @@ class UpcycledLayer(GraftedLayer):
             graft.before(self, hidden_states, frame)
         previous = enter_frame(frame)
         try:
-            output = super().forward(hidden_states, *args, **kwargs)
+            output, _forward.rest = one_tensor(super().forward(hidden_states, *args, **kwargs))
             run = partial(_run, hidden_states, args, kwargs)
             for graft in grafts:
                 output = frame.kept(graft.name, graft.after(self, hidden_states, output, frame, run), output)
@@ -150,7 +284,7 @@ class UpcycledLayer(GraftedLayer):
             output = only_where(frame.on, output, hidden_states)
         if not in_flow:
             return output
-        made = [output]
+        made: list[Any] = [output]
         if self.routes:
             made.append(frame.routing)
         if self.decides:
@@ -163,3 +297,20 @@ class UpcycledLayer(GraftedLayer):
 def _run(hidden_states: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], layer: nn.Module) -> Tensor:
     output: Tensor = layer(hidden_states, *args, **kwargs)
     return output
+
+
+def copied(layer: nn.Module) -> nn.Module:
+    """A layer's copy. Both have one config: what is set there later, such as the attention, holds for both."""
+    held = (value for module in layer.modules() for value in vars(module).values())
+    return copy.deepcopy(layer, {id(value): value for value in held if isinstance(value, PreTrainedConfig)})
+
+
+def copy_unsaved(layer: nn.Module, twin: nn.Module | None) -> None:
+    """Give a layer's twin, if it has one, the layer's buffers that no checkpoint holds."""
+    held = dict(layer.named_modules())
+    for name, module in () if twin is None else twin.named_modules():
+        for key in module._non_persistent_buffers_set:
+            source = held[name]._buffers.get(key) if name in held else None
+            own = module._buffers[key]
+            if own is not None and source is not None and own.shape == source.shape:
+                own.copy_(source)

@@ -13,7 +13,7 @@ from surgeon.families.decoders import USUAL_DECODERS, USUAL_ENCODERS
 from surgeon.operations.inits import INITS
 from surgeon.plan.plan import json_schema
 from surgeon.runtime import adapters_rules, control_rules, gate_rules, states_rules
-from surgeon.runtime.known import INTERPOLATORS
+from surgeon.runtime.registry import INTERPOLATORS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 

@@ -17,7 +17,7 @@ from surgeon.operations import OPERATIONS, legends, origin_of, papers_of
 from surgeon.operations.operation import Operation
 from surgeon.plan.plan import parse_plan
 from surgeon.plan.shipped import load_named
-from surgeon.runtime.known import kinds
+from surgeon.runtime.registry import kinds
 from tests import tiny
 from tests.house import PACKAGE
 from tests.manifest.edits import edited

@@ -11,10 +11,9 @@ import torch
 from surgeon.families.derived import composition_for
 from surgeon.runtime.adapters_rules import GATES
 from surgeon.runtime.bundle import import_bundle
-from surgeon.runtime.composition import Composition, upcycled
+from surgeon.runtime.composition import PREFIX, Composition, upcycled
 from surgeon.runtime.control_rules import INTERPOLATORS
-from surgeon.runtime.known import GRAFTS
-from surgeon.runtime.natives import PREFIX
+from surgeon.runtime.registry import GRAFTS
 from tests import tiny
 
 TRUNK = 6

@@ -13,15 +13,16 @@ from typing import Any
 import pytest
 
 import surgeon.runtime
-from surgeon.runtime.bundle import CODE_FILE, bundle, derived_classes, ordered, part_of, roots_of, uses_of
+from surgeon.runtime.bundle import CODE_FILE, bundle, ordered, part_of, roots_of
+from surgeon.runtime.classes import classes_of, uses_of
 from surgeon.runtime.graft import Graft
-from surgeon.runtime.known import GRAFTS
+from surgeon.runtime.registry import GRAFTS
 from tests import tiny
 from tests.runtime.grafting import alone, composition, everything, joining, states
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNTIME = Path(surgeon.runtime.__file__).parent
-NOT_SHIPPED = {"__init__", "bundle", "composition", "known", "natives"}
+NOT_SHIPPED = {"__init__", "bundle", "classes", "composition", "registry"}
 
 
 def definitions(source: str) -> dict[str, str]:
@@ -58,7 +59,7 @@ def test_joined_file_and_its_parts_agree(family: str, name: str, surgery: dict[s
     expected: dict[str, str] = {}
     for part in ordered(roots_of(native, uses)):
         expected |= definitions((RUNTIME / f"{part.module.rpartition('.')[2]}.py").read_text())
-    expected |= definitions(derived_classes(native, uses))
+    expected |= definitions(classes_of(native, uses))
     assert joined == expected
 
 

@@ -13,8 +13,7 @@ import surgeon
 from surgeon.errors import BadInput
 from surgeon.families.anatomy import changed_fields, native_config
 from surgeon.runtime.bundle import CODE_FILE, bundle
-from surgeon.runtime.composition import read_composition
-from surgeon.runtime.known import native_of
+from surgeon.runtime.composition import composition_of, read_composition
 from tests.decoders import tiny_decoder
 
 QWEN = "models.qwen3_moe.modeling_qwen3_moe.Qwen3Moe"
@@ -92,12 +91,12 @@ def test_the_code_follows_from_the_config_and_imports_torch_and_transformers_alo
 def test_names_alone_are_taken(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"config\.anatomy"):
         read_composition("qwen3_moe", ANATOMY | change)
-    assert native_of({"model_type": "upcycled_qwen3_moe", "anatomy": ANATOMY | change}) is None
+    assert composition_of({"model_type": "upcycled_qwen3_moe", "anatomy": ANATOMY | change}) is None
 
 
 def test_a_model_type_is_a_name_too() -> None:
     for model_type in ('qwen3_moe"\nimport os\n"', "", "qwen3 moe"):
-        assert native_of({"model_type": f"upcycled_{model_type}", "anatomy": ANATOMY}) is None
+        assert composition_of({"model_type": f"upcycled_{model_type}", "anatomy": ANATOMY}) is None
 
 
 def test_fields_that_read_otherwise_are_kept_and_put_back() -> None:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import surgeon
 from surgeon.models.load import load_model
-from surgeon.runtime.known import GRAFTS
+from surgeon.runtime.registry import GRAFTS
 from tests import tiny
 from tests.train.texts import add_tokenizer, corpus, text
 

@@ -1,4 +1,4 @@
-"""Encoders of any model type with control states: as derived decoders, but that controls end where a block does.
+"""Encoders of any model type with control states: as decoders, but that controls end where a block does.
 
 A block of an encoder need not be a module of its own: in BERT the FFN's first matrix stands in one, its second in
 another that adds the residual and normalises. So two modules of a block change class: the one that reads first keeps
@@ -14,9 +14,8 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .derived import DerivedLayer, Seat, one_tensor, with_rest
 from .graft import Graft, current_frame
-from .layers import Site, beside_block
+from .layers import Seat, UpcycledLayer, beside_block, one_tensor, with_rest
 from .rules import Surgery
 
 
@@ -40,9 +39,10 @@ class SpanStart(nn.Module):
         return super().forward(*args, **kwargs)
 
 
-class SpanEnd(Site):
+class SpanEnd(nn.Module):
     """Mixed in before the native module whose output is added to the stream."""
 
+    grafts: tuple[Graft, ...]
     role: str
     seat: nn.Module
 
@@ -73,7 +73,7 @@ def _cover(mixing: Any, x: Tensor) -> None:
         mixing.valid = F.pad(mixing.valid, (0, missing))
 
 
-class DerivedEncoderLayer(DerivedLayer):
+class UpcycledEncoderLayer(UpcycledLayer):
     """A native layer whose blocks may end in a control state."""
 
     # Of each block: its beginning and its end, each as path, native class and class with grafts, and its usual name.

@@ -1,25 +1,44 @@
-"""What upcycled models share: surgery in the config, loading that refuses half a graft, training of grafts alone."""
+"""Models of any type with grafts: the native model is built whole, then its layers become upcycled ones.
+
+transformers' own `__init__` knows what its layers want, so it builds trunk and tail; then the layers of the trunk,
+and the blocks beside which something stands, change their class to a named one composed of theirs, and the tail is
+cut off. Loading refuses half a graft, and grafts can train alone.
+"""
 
 from __future__ import annotations
 
 import copy
+import inspect
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from functools import partial, wraps
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
+from transformers.utils import output_capturing
 
-from .losses import Flow, token_domains
+from .layers import UpcycledLayer, copy_unsaved, current_flow, in_flow
+from .losses import Flow, tell_of_lost_losses, token_domains
 from .newborn import Newborn
 from .prefix import PrefixCache
 from .rules import Surgery, read_surgery
 
+# Names of grafts' own tensors; `*` is any text.
+GRAFT_TENSORS = (
+    "*mlp.adapter.*",
+    "*interpolator.*",
+    "*expert_router.*",
+    "*control_bank.*",
+    "*domain_gate.*",
+    "*.lora_*",
+)
+
 
 class _Off(threading.local):
-    # Base models whose grafts take no part in what this thread runs.
+    # Models whose grafts take no part in what this thread runs.
     models: tuple[nn.Module, ...] = ()
 
 
@@ -27,15 +46,30 @@ _off = _Off()
 
 
 class UpcycledPreTrained(PreTrainedModel):
-    """Loading that refuses half a graft, and training of the grafts alone."""
+    """What upcycled models share; `stack` is the path of the list of layers in the model that holds it."""
+
+    stack: ClassVar[str]
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """No: its modules are native ones, all of whose buffers transformers must fill as it does in its own models."""
+        return False
+
+    def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, Any]:
+        # What a native model keeps in float32 goes by names such as `gate`, which parts of grafts have too.
+        plan: dict[str, Any] = super()._get_dtype_plan(dtype)
+        return dict.fromkeys(GRAFT_TENSORS, dtype) | plan if plan else plan
 
     def graft_parameter_names(self) -> list[str]:
         """Names of the parameters that the surgery added and that train, in the model's order."""
         owners: list[str] = []
         for name, module in self.named_modules():
-            if isinstance(module, UpcycledBase):
+            if isinstance(module, UpcycledModel):
                 prefix = f"{name}." if name else ""
-                owners += [f"{prefix}{owner}" for owner in read_surgery(module.config).trains()]
+                trained = (
+                    each.replace("layers.", f"{self.stack}.", 1) for each in read_surgery(module.config).trains()
+                )
+                owners += [f"{prefix}{owner}" for owner in trained]
         return [name for name, _ in self.named_parameters() if name.startswith(tuple(owners))]
 
     def freeze_base(self) -> list[str]:
@@ -55,7 +89,7 @@ class UpcycledPreTrained(PreTrainedModel):
         `enabled=True` inside of it switches them on again.
         """
         before = _off.models
-        own = tuple(module for module in self.modules() if isinstance(module, UpcycledBase))
+        own = tuple(module for module in self.modules() if isinstance(module, UpcycledModel))
         others = tuple(model for model in before if not any(model is module for module in own))
         _off.models = others if enabled else (*others, *own)
         try:
@@ -100,14 +134,59 @@ class UpcycledPreTrained(PreTrainedModel):
         return (model, info) if output_loading_info else model
 
 
-class UpcycledBase(UpcycledPreTrained):
-    """The base model, whose config's surgery says which grafts stand in it."""
+class UpcycledModel(UpcycledPreTrained):
+    """The model whose config's surgery says which grafts stand in its layers: a text decoder, or an encoder."""
 
     surgery: Surgery
+    layer_classes: ClassVar[Mapping[type[nn.Module], type[UpcycledLayer]]]
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         own_class(config, self.config_class)
         super().__init__(config, *args, **kwargs)
+        self.graft()
+
+    def graft(self) -> None:
+        """Make the native layers upcycled ones; the tail goes, its twins stand beside the trunk."""
+        surgery = self.surgery = read_surgery(self.config)
+        above, _, name = self.stack.rpartition(".")
+        parent = self.get_submodule(above)
+        layers: Any = getattr(parent, name)[: surgery.trunk_layers]
+        setattr(parent, name, layers)
+        for index, layer in enumerate(layers):
+            layer.__class__ = self.layer_classes[type(layer)]
+            layer.compose(self.config, index, surgery)
+        for graft in surgery.rules:
+            graft.complete(self, surgery)
+        # Kept by class when a model is made, and this one was made as another; before 5.23 by the class's name.
+        registry: Any = output_capturing._CAN_RECORD_REGISTRY
+        registry[str(type(self)) if type(registry) is dict else self] = self._can_record_outputs
+        # The native class's, kept by the model itself, would hide this one's.
+        self.__dict__.pop("_no_split_modules", None)
+        self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if module is self:
+            # What a model sets in its layers by walking through them, it does not set in their twins.
+            for layer in cast(nn.ModuleList, self.get_submodule(self.stack)):
+                copy_unsaved(layer, layer._modules.get("expanded"))
+
+    def run_grafted(self, run: Callable[..., Any], given: dict[str, Any], flow: Flow | None) -> Any:
+        """`run`, the native forward, with what crosses layers; `given` are its arguments by name."""
+        flow, domains = current_flow() if flow is None else flow, given.pop("domain_ids", None)
+        if flow is None and self.training:
+            tell_of_lost_losses(self.surgery)
+        crossing, flow = self.crossing(flow, given | {"domain_ids": domains})
+        with in_flow(flow):
+            output = run(**given)
+        if flow is not None:
+            # A model may fill the cache that it is given and not name it in its output (RecurrentGemma).
+            named = getattr(output, "past_key_values", None)
+            cache = given.get("past_key_values") if named is None else named
+            for graft in crossing:
+                graft.close(self, flow, cache)
+        return output
 
     @property
     def grafts_off(self) -> bool:
@@ -169,6 +248,18 @@ class UpcycledBase(UpcycledPreTrained):
                 held[index].activate_past_recording()
 
 
+def model_forward(native: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of an `UpcycledModel` over `native`, with its arguments."""
+    names = tuple(inspect.signature(native).parameters)[1:]
+
+    @wraps(native)
+    def forward(self: UpcycledModel, *args: Any, surgery_flow: Flow | None = None, **kwargs: Any) -> Any:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        return self.run_grafted(partial(native, self), given, surgery_flow)
+
+    return forward
+
+
 def _check_kept_nothing(cache: Any) -> None:
     """ValueError where grafts keep something in a cache, which would miss what is computed without them."""
     if any(isinstance(layer, PrefixCache) for layer in getattr(cache, "layers", ())):
@@ -192,7 +283,7 @@ def counted_modules(surgery: Surgery) -> dict[str, tuple[type[nn.Module], int]]:
 
 def graft_tensors(model: nn.Module) -> list[str]:
     """Names of all tensors that a graft holds, trained or not."""
-    bases = [module for module in model.modules() if isinstance(module, UpcycledBase)]
+    bases = [module for module in model.modules() if isinstance(module, UpcycledModel)]
     kinds = {kind for base in bases for kind, _ in counted_modules(read_surgery(base.config)).values()}
     owners = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, tuple(kinds)))
     return [name for name in model.state_dict() if name.startswith(owners)]
@@ -201,7 +292,7 @@ def graft_tensors(model: nn.Module) -> list[str]:
 def check_sites(model: nn.Module) -> None:
     """Refuse a model whose grafts something (a quantiser, a kernel replacer) has replaced or dropped."""
     for name, base in model.named_modules():
-        if not isinstance(base, UpcycledBase):
+        if not isinstance(base, UpcycledModel):
             continue
         counted = counted_modules(read_surgery(base.config))
         expected = {what: count for what, (_, count) in counted.items()}
@@ -224,3 +315,9 @@ def given_inputs(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tens
     if given is None:
         raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
     return given
+
+
+def recorded_in_trunk(native: type[Any]) -> dict[str, Any]:
+    """What of a native model's modules can be recorded; of its layers' hidden states, those of the trunk."""
+    recorded = dict(getattr(native, "_can_record_outputs", None) or {})
+    return recorded | {key: UpcycledLayer for key in recorded if key == "hidden_states"}

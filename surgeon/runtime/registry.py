@@ -10,12 +10,10 @@ from surgeon.common.plugins import Plugin, Registry, wrong_kind
 from surgeon.errors import BadInput, printable
 
 from .adapters_rules import AdapterRules
-from .composition import Composition, read_composition
 from .control_rules import INTERPOLATORS as BUILT_IN
 from .control_rules import ControlRules, InterpolatorRule
 from .experts_rules import ExpertRules
 from .gate_rules import GateRules
-from .natives import PREFIX
 from .routed_rules import RoutedRules
 from .rules import GraftRules, Kind
 from .states_rules import StatesRules
@@ -66,17 +64,6 @@ def kinds() -> dict[str, Kind]:
     if twice := sorted({key for key in keys if keys.count(key) > 1}):
         raise BadInput(f"plugins: two grafts have the key `{printable(twice[0])}` of config.surgery; uninstall one")
     return {kind.key: kind for rules in GRAFTS.values() for kind in rules.kinds}
-
-
-def native_of(config: Mapping[str, Any]) -> Composition | None:
-    """What the upcycled classes of a grafted checkpoint are composed of, as its config says; None where it does not."""
-    model_type = str(config.get("model_type"))
-    if not model_type.startswith(PREFIX):
-        return None
-    try:
-        return read_composition(model_type.removeprefix(PREFIX), config.get("anatomy"))
-    except ValueError:
-        return None
 
 
 def plugins_in(config: Mapping[str, Any]) -> dict[str, str]:

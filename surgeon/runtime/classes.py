@@ -1,0 +1,254 @@
+"""The source of a model type's named classes with grafts, composed of the runtime's and transformers' own.
+
+`classes.template` has what every model has, with names to be filled in; here are what is there several times or not
+always. `bundle` joins all of it to the modules that it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from .composition import PREFIX, TORCH_CLASSES, Composition, short_name, upcycled
+from .registry import GRAFTS
+from .rules import GraftRules
+
+# How long a line of the joined file may be.
+WIDTH = 120
+
+_TEXT_CONFIG = """
+    def to_dict(self) -> dict[str, Any]:
+        \"""As the native config's.\"""
+        return without_surgery(super().to_dict(), {path})
+
+
+class {text}({native}):
+    \"""The native config of the text decoder, with the `surgery` of the whole.\"""
+
+    encoder_surgery: ClassVar[bool] = False
+    grafts: ClassVar[tuple[Graft, ...]] = {config}.grafts
+"""
+
+_SITE = """
+
+class {upcycled}(Site, {native}):
+    \"""The native block, able to carry grafts.\"""
+"""
+
+_LAYER = """
+
+class {upcycled}Branch(BranchLayer, {native}):
+    \"""The expanded twin of a trunk layer.\"""
+
+    activation_field = "{activation}"
+    sites: ClassVar[Any] = GRAFT_SITES
+
+
+class {upcycled}(UpcycledLayer, {native}):
+    \"""A layer of the trunk.\"""
+
+    activation_field = "{activation}"
+    sites: ClassVar[Any] = GRAFT_SITES
+    branch_of = {upcycled}Branch
+"""
+
+_SPAN_LAYER = """
+
+class {upcycled}(UpcycledEncoderLayer, {native}):
+    \"""A layer.\"""
+
+    spans: ClassVar[Any] = GRAFT_SITES
+"""
+
+# The class at a block's end, at its beginning, or at both: what it is called after the native one, and is composed of.
+_SPAN_PARTS = {
+    "Start": ("SpanStart", "able to keep what the block reads"),
+    "End": ("SpanEnd", "able to carry grafts"),
+    "Block": ("SpanEnd, SpanStart", "able to carry grafts"),
+}
+
+_SPAN = """
+
+class {upcycled}({mixed_in}, {native}):
+    \"""The native module, {able}.\"""
+"""
+
+_PLACES = (
+    "Blocks that can carry grafts: their name in a layer, their class, what grafts call them, their class with grafts."
+)
+_SPAN_PLACES = "Blocks that can carry grafts: path, class and class with grafts of beginning and end; their usual name."
+
+_OUTPUT = """
+
+@dataclass
+class {upcycled}({native}):
+    \"""The native output, and in training the auxiliary losses before their weights (None where they are off).{losses}
+"""
+
+_HEAD = """
+
+class {upcycled}(UpcycledHead, {native}):
+    \"""{what}.\"""
+
+    config_class = {config}
+    stack = "{stack}"
+    decoder_class = {text}
+    output_class = {output}
+    by_token = {by_token}
+    forward = head_forward({native}.forward)
+"""
+
+_OUTER = """
+
+class {model}(UpcycledOuter, {native}):
+    \"""The model without a head.\"""
+
+    config_class = {config}
+    stack = "{stack}"
+    decoder_class = {text}
+"""
+
+
+@dataclass(frozen=True)
+class Use:
+    """A graft in a joined file: its rules, and what it takes by name from other parts (key, module, name)."""
+
+    rules: GraftRules
+    taken: tuple[tuple[str, str, str], ...] | None
+
+    @property
+    def source(self) -> str:
+        """How the config class makes it: `ControlGraft({"lerp": Lerp})`."""
+        if self.taken is None:
+            return f"{self.rules.module}()"
+        taken = ", ".join(f'"{key}": {name}' for key, _, name in self.taken)
+        return f"{self.rules.module}({{{taken}}})"
+
+
+def uses_of(raw: Mapping[str, Any], native: Composition) -> tuple[Use, ...]:
+    """The grafts that a `config.surgery` asks for, as far as such a model can carry them."""
+    rules = [rules for rules in GRAFTS.values() if rules.present(raw) and (rules.on_encoders or not native.encoder)]
+    return tuple(Use(each, each.uses(raw)) for each in rules)
+
+
+def classes_of(native: Composition, uses: tuple[Use, ...]) -> str:
+    """The source of a model type's classes with these grafts, its imports before it."""
+    several = native.text_config != native.config
+    config, text_config = upcycled(native.config), upcycled(native.text_config)
+    model, text = upcycled(native.model), upcycled(native.text)
+    own_heads = (native.head, *(head.native for head in native.heads))
+    outer = list(dict.fromkeys((native.text, native.model, *own_heads)))
+    spans = [told for span in native.spans for told in (span.reader, span.writer)]
+    imports: dict[str, set[str]] = {}
+    for each in (*native.classes, *spans):
+        module, _, name = each.rpartition(".")
+        imports.setdefault(module if each in TORCH_CLASSES else f"transformers.{module}", set()).add(name)
+    layer_classes = "".join(f"\n        {short_name(each)}: {upcycled(each)}," for each in native.layers)
+    sites, places = _spans(native) if native.encoder else _sites(native)
+    layer = _SPAN_LAYER if native.encoder else _LAYER
+    found_by = {**dict.fromkeys(native.autos, native.head), **{head.auto: head.native for head in native.heads}}
+    template = (files(__package__) / "classes.template").read_text(encoding="utf-8")
+    return template.format(
+        imports="\n".join(f"from {name} import {', '.join(held)}" for name, held in imports.items()),
+        Config=config,
+        NativeConfig=short_name(native.config),
+        TextConfig=text_config,
+        text_config=_TEXT_CONFIG.format(
+            config=config, text=text_config, native=short_name(native.text_config), path=native.path
+        )
+        if several
+        else "",
+        model_type=PREFIX + native.model_type,
+        encoder=native.encoder,
+        grafts=f"{uses[0].source}," if len(uses) == 1 else _listed(uses),
+        sites=sites,
+        places_are=_SPAN_PLACES if native.encoder else _PLACES,
+        places="".join(f"\n    {place}," for place in places) + ("\n" if places else ""),
+        layers="".join(
+            layer.format(upcycled=upcycled(each), native=short_name(each), activation=native.activation)
+            for each in native.layers
+        ),
+        Text=text,
+        NativeText=short_name(native.text),
+        text_is="The model without a head" if native.encoder else "The text decoder",
+        stack=native.stack,
+        layer_classes=f"{layer_classes}\n    ",
+        unsplit=", ".join(f'"{upcycled(each)}"' for each in native.layers),
+        model=_OUTER.format(model=model, native=short_name(native.model), config=config, stack=native.stack, text=text)
+        if native.model not in (native.text, native.head)
+        else "",
+        Model=model,
+        heads=_heads(native, uses),
+        registered="\n".join(f'{upcycled(told)}.register_for_auto_class("{auto}")' for auto, told in found_by.items()),
+        conversions="\n".join(f"carry_conversions({upcycled(each)}, {short_name(each)})" for each in outer),
+    )
+
+
+def _sites(native: Composition) -> tuple[str, list[str]]:
+    """The classes of a decoder's blocks with grafts, and where they stand."""
+    kinds = dict.fromkeys(site.native for site in native.sites)
+    return "".join(_SITE.format(upcycled=upcycled(each), native=short_name(each)) for each in kinds), [
+        f'("{site.block}", {short_name(site.native)}, "{site.role}", {upcycled(site.native)})' for site in native.sites
+    ]
+
+
+def _spans(native: Composition) -> tuple[str, list[str]]:
+    """The same of an encoder's."""
+    found: dict[tuple[str, str], None] = {}
+    places: list[str] = []
+    for span in native.spans:
+        parts = ("Block", "Block") if span.reads == span.writes else ("Start", "End")
+        ends = tuple(zip((span.reader, span.writer), parts, strict=True))
+        found |= dict.fromkeys(ends)
+        (reader, start), (writer, end) = ends
+        first = f'"{span.reads}", {short_name(reader)}, {upcycled(reader)}{start}'
+        last = f'"{span.writes}", {short_name(writer)}, {upcycled(writer)}{end}'
+        placed = f'({first}, {last}, "{span.role}")'
+        # As ruff formats what is longer than a line.
+        long = len(placed) > WIDTH - 5
+        places.append(f"(\n        {placed[1:-1].replace(', ', f',{chr(10)}        ')},\n    )" if long else placed)
+    classes = ""
+    for told, part in found:
+        mixed_in, able = _SPAN_PARTS[part]
+        classes += _SPAN.format(upcycled=upcycled(told) + part, mixed_in=mixed_in, native=short_name(told), able=able)
+    return classes, places
+
+
+def _heads(native: Composition, uses: tuple[Use, ...]) -> str:
+    """The classes of heads, and of what they return."""
+    outputs = {native.output: "UpcycledOutput"}
+    outputs |= {head.output: upcycled(head.output) for head in native.heads if head.output != native.output}
+    losses = _losses({name: what for use in uses for name, what in use.rules.losses.items()})
+    made = "".join(
+        _OUTPUT.format(upcycled=own, native=short_name(told), losses=losses) for told, own in outputs.items()
+    )
+    all_heads = [(native.head, native.output), *((head.native, head.output) for head in native.heads)]
+    return made + "".join(
+        _HEAD.format(
+            upcycled=upcycled(told),
+            native=short_name(told),
+            what="The model with its head" if told == native.head else "The model with another head",
+            config=upcycled(native.config),
+            stack=native.stack,
+            text=upcycled(native.text),
+            output=outputs[output],
+            by_token=told == native.head and not native.encoder,
+        )
+        for told, output in all_heads
+    )
+
+
+def _listed(uses: tuple[Use, ...]) -> str:
+    """The grafts one a line, as a tuple that ends with a comma stays."""
+    return "".join(f"\n        {use.source}," for use in uses) + ("\n    " if uses else "")
+
+
+def _losses(fields: Mapping[str, str]) -> str:
+    """The rest of an output class from its docstring on: what its own fields are, and they themselves."""
+    if not fields:
+        return '"""'
+    told = "".join(f"\n    {name}: {what}." for name, what in fields.items())
+    held = "".join(f"\n    {name}: torch.FloatTensor | None = None" for name in fields)
+    return f'\n{told}\n    """\n{held}'
