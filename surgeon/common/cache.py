@@ -20,10 +20,15 @@ _MAX_ENTRIES = 128
 _MAX_BYTES = 128_000_000
 
 
+def is_off() -> bool:
+    """Return whether the user wants everything to be found out anew."""
+    return os.environ.get(VARIABLE, "").strip() == _OFF
+
+
 def cache_folder(kind: str) -> Path | None:
     """Return the folder of entries of this kind; None where the user wants no cache, or there is no home for one."""
     named = os.environ.get(VARIABLE, "").strip()
-    if named == _OFF:
+    if is_off():
         return None
     if named:
         return Path(named).expanduser().absolute() / kind

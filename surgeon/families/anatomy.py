@@ -60,6 +60,8 @@ _UNREAD = tuple(dtype for dtype in QUANTISED_DTYPES if dtype not in ("F8_E4M3", 
 class Derivation(ABC):
     """What was found out about a model type, and what can be done with it."""
 
+    # Whether what is known was found out, and proven, of this very base.
+    proven: bool = True
     # What was proven, in one line; and the name of the list of decoder layers in transformers' model.
     evidence: str
     stack: str
@@ -434,9 +436,11 @@ def _trunk_config(config: dict[str, Any]) -> dict[str, Any]:
                 f"config.json: `anatomy` says of `{printable(str(path))}` what cannot be read; get the output's own"
                 " config.json"
             )
-        part.pop(key, None)
+        # A field that stays has its place.
         if value:
             part[key] = value[0]
+        else:
+            part.pop(key, None)
     return config
 
 

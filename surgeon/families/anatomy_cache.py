@@ -1,9 +1,13 @@
-"""A derived anatomy kept from one preview to the next, so that the second needs neither torch nor a twin.
+"""What is known of a base without deriving it: the anatomies of usual models, and what earlier previews derived.
 
-An entry holds what `dissect` found out of a config and headers, and the answers that its derivation gave since: grown
-configs, and that a growth was proven on a twin. It counts for the same config, tensors, versions and code of surgeon
-alone. Only answers are kept, never refusals: those are made anew each time. An entry is a file that anybody may have
-changed, so it is checked as one, and what writes a checkpoint or verifies one (`apply`, `verify`) never reads it.
+A derived anatomy is kept from one preview to the next, so that the second needs neither torch nor a twin; that of a
+usual model is in a table that surgeon ships (usual.py), so that the first one does not either.
+
+An entry holds what `dissect` found out of a config and headers, and the answers that its derivation gave since, as
+grown configs; proofs of plans are kept beside them (apply/proofs.py). It counts for the same config, tensors, versions
+and code of surgeon alone. Only answers are kept, never refusals: those are made anew each time. An entry is a file that
+anybody may have changed, so it is checked as one. What writes a checkpoint or verifies one (`apply`, `verify`) reads
+neither an entry nor the table.
 """
 
 from __future__ import annotations
@@ -25,11 +29,12 @@ from surgeon._version import __version__
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.own_code import OwnCode
 from surgeon.checkpoint.strict_json import parse_json_strict
-from surgeon.common.cache import MAX_ENTRY_BYTES, cache_folder, read_entry, write_entry
+from surgeon.common.cache import MAX_ENTRY_BYTES, cache_folder, is_off, read_entry, write_entry
 from surgeon.errors import BadInput
 from surgeon.families.anatomy import Anatomy, Derivation, LayerKind, is_grafted
 from surgeon.families.dissect import dissect
 from surgeon.families.family import Family, Sizes
+from surgeon.families.usual import known
 
 # Raised whenever entries mean something else.
 _FORMAT = 3
@@ -154,13 +159,8 @@ class Remembered(Derivation):
         silenced: Sequence[Mapping[str, float]],
         silent: Mapping[int, Mapping[str, float]],
     ) -> None:
-        """As `Derivation` says; once proven, it is not proven again."""
-
-        def proven(own: Derivation) -> bool:
-            own.prove(grown, order, kept, silenced, silent)
-            return True
-
-        self._asked(bool, proven, "prove", grown, [*order], [*kept], [*silenced], sorted(silent.items()))
+        """As `Derivation` says: what was proven is kept by plan (apply/proofs.py)."""
+        self.own.prove(grown, order, kept, silenced, silent)
 
     def check_runs(self, grown: Mapping[str, Any]) -> None:
         """As `Derivation` says; once checked, it is not checked again."""
@@ -172,13 +172,8 @@ class Remembered(Derivation):
         self._asked(bool, runs, "check_runs", grown)
 
     def prove_grafts(self, trunk: Mapping[str, Any], grafted: Mapping[str, Any]) -> None:
-        """As `Derivation` says; once proven, it is not proven again."""
-
-        def proven(own: Derivation) -> bool:
-            own.prove_grafts(trunk, grafted)
-            return True
-
-        self._asked(bool, proven, "prove_grafts", trunk, grafted)
+        """As `Derivation` says: what was proven is kept by plan (apply/proofs.py)."""
+        self.own.prove_grafts(trunk, grafted)
 
     def _asked(self, kind: Any, ask: Callable[[Derivation], _Answer], *question: Any) -> _Answer:
         """The answer kept for this question, if it is one of this kind; else the base's own, which may refuse."""
@@ -194,20 +189,22 @@ class Remembered(Derivation):
 
 
 def recalled(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], own: OwnCode | None = None) -> Anatomy:
-    """As `dissect`, from what is kept of this base where there is something; `keep` then stores what was found out.
+    """As `dissect`, from what is kept of this base, or shipped for its like; `keep` then stores what was found out.
 
     Raises BadInput as `dissect` does.
     """
     folder = cache_folder(_KIND)
-    if folder is None or is_grafted(config):
+    if is_off() or is_grafted(config):
         return dissect(config, tensors, own)
-    key = _key(config, tensors, own)
-    entry = _read(folder, key)
-    if entry is not None:
-        found = _anatomy_of(entry, config, tensors, own)
-        if found is not None:
-            return found
+    entry = None if folder is None else _read(folder, _key(config, tensors, own))
+    found = None if entry is None else _anatomy_of(entry, config, tensors, own)
+    if found is None and own is None and isinstance(config.get("model_type"), str):
+        found = known(config, tensors, lambda: dissect(config, tensors).derivation)
+    if found is not None:
+        return found
     anatomy = dissect(config, tensors, own)
+    if folder is None:
+        return anatomy
     derivation = anatomy.derivation
     return replace(anatomy, derivation=Remembered(lambda: derivation, None, {}))
 

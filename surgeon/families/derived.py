@@ -27,7 +27,6 @@ from surgeon.families.anatomy import (
     Derivation,
     LayerKind,
     Packed,
-    changed_fields,
     layer_of,
     owner_of,
 )
@@ -35,6 +34,7 @@ from surgeon.families.composing import composition_of
 from surgeon.families.decoders import HINTS
 from surgeon.families.encoder_blocks import encoder_composition, told_class
 from surgeon.families.family import OWN_CONFIG, Family, Part, Sizes
+from surgeon.families.grafted_config import config_with_grafts, head_with_grafts
 from surgeon.families.grafting import prove_grafts
 from surgeon.families.growth import grown
 from surgeon.families.kinds import described_kinds, numbered
@@ -44,11 +44,11 @@ from surgeon.families.own_classes import code_of, like, trusted, written
 from surgeon.families.proof import check_runs, layer_axis, prove, run_cached
 from surgeon.families.quantised import check_stored, is_scale, left_out, packed_of, quantizer_of, renumbered, skips
 from surgeon.families.roles import InMemory, with_roles
-from surgeon.families.silence import Silence, silences, some_tokens
+from surgeon.families.silence import Silence, in_words, silences, some_tokens
 from surgeon.families.skeleton import Skeleton, build, is_known
 from surgeon.families.twin import twin_of
 from surgeon.families.whole_heads import heads_move
-from surgeon.runtime.composition import PREFIX, Composition, short_name, upcycled
+from surgeon.runtime.composition import Composition
 from surgeon.runtime.states_rules import BANK
 
 # Ids by which a model is built larger to see what grows with its vocabulary.
@@ -82,21 +82,8 @@ class Derived:
         if self.skeleton.encoder:
             kinds = f", {len(self.titles)} kinds" if len(self.titles) > 1 else ""
             return f"derived: an encoder of {len(self.kind_of)} layers{kinds}; its controls are proven on a twin"
-        proven = sorted({(name, value) for each in self.silence for name, value in each.values.items()})
-        silent = ", ".join(_short([name for name, value in proven if value != 1.0])) or "nothing"
-        scales = "".join(f", {name} = 1" for name in _short([name for name, value in proven if value == 1.0]))
-        kinds = f", {len(self.titles)} kinds of layers" if len(self.titles) > 1 else ""
-        return f"derived, proven on a twin in {self.seconds:.1f} s: {silent} silent{scales}{kinds}"
-
-
-def _short(names: list[str]) -> list[str]:
-    """Parameters by their modules: `o_proj` for weight and bias of `self_attn.o_proj`, `experts.down_proj`."""
-    found = []
-    for name in names:
-        parts = name.split(".")
-        parts = parts[:-1] if parts[-1] in ("weight", "bias") else parts
-        found.append(".".join(parts[-2:]) if len(parts) > 1 and "expert" in parts[-2] else parts[-1])
-    return list(dict.fromkeys(found))
+        found = in_words([each.values for each in self.silence])
+        return f"derived, proven on a twin in {self.seconds:.1f} s: {found}"
 
 
 def derive(config: Mapping[str, Any]) -> Derived:
@@ -270,20 +257,7 @@ class _Found(Derivation):
     ) -> dict[str, Any]:
         """As `Derivation` says."""
         composition = self.composition
-        named = [str(name) for name in trunk.get("architectures") or ()]
-        head = composition.head.rpartition(".")[2]
-        known = (head, *(short_name(each.native) for each in composition.heads), short_name(composition.model))
-        found = next((name for name in known if name in named), None)
-        if composition.encoder:
-            # By a head that has an upcycled class, or none: the base model's then, with the head carried along.
-            head = found or short_name(composition.model)
-        elif named:
-            if found is None or len(named) > 1:
-                raise BadInput(
-                    f"config.json: `architectures` is {printable(repr(named))}; grafts are made for"
-                    f" {', '.join(dict.fromkeys(known))}"
-                )
-            head = found
+        head = head_with_grafts(composition, trunk)
         made = copy.deepcopy(dict(trunk))
         if twins:
             whole = [*order, *(order[twin] for twin in twins)]
@@ -291,14 +265,7 @@ class _Found(Derivation):
             # It names modules of the trunk's layers, whose numbers branches do not change.
             made |= {key: copy.deepcopy(trunk[key]) for key in (QUANTISATION,) if key in trunk}
         made = left_out(made, modules, self.derived.skeleton)
-        made["model_type"] = PREFIX + composition.model_type
-        made["architectures"] = [upcycled(head)]
-        made["auto_map"] = composition.auto_map
-        # An `auto_map` of a tokenizer alone is no part of the trunk's model.
-        unlike = {"model_type", "auto_map"}
-        one, other = ({key: value for key, value in each.items() if key not in unlike} for each in (trunk, made))
-        made["anatomy"] = composition.to_json() | {"trunk": changed_fields(one, other)}
-        return made
+        return config_with_grafts(composition, head, trunk, made)
 
     def prove_grafts(self, trunk: Mapping[str, Any], grafted: Mapping[str, Any]) -> None:
         """As `Derivation` says."""
@@ -782,4 +749,6 @@ def _on_disk(values: Mapping[str, float], stored: Mapping[str, tuple[str, ...]])
             return {}, f"{suffix} is stored in one tensor with {other}, which must not be silent"
         if silent:
             found[suffix] = values[silent[0]]
-    return found, ""
+    # As modules run, in whatever order a checkpoint stores its tensors.
+    runs = {name: index for index, name in enumerate(values)}
+    return dict(sorted(found.items(), key=lambda each: min(runs[name] for name in stored[each[0]]))), ""

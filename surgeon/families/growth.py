@@ -10,6 +10,7 @@ import copy
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from surgeon.errors import BadInput, printable
@@ -133,7 +134,7 @@ def _difference(one: Any, other: Any) -> str:
 def _trials(part: Mapping[str, Any], skeleton: Skeleton, order: Sequence[int]) -> Iterator[dict[str, Any]]:
     """Readings of the config's fields, the likeliest first."""
     count = len(skeleton.layers)
-    stated = _grown_part(part, skeleton, order, {})
+    stated = grown_part(part, count, skeleton.count_key, order)
     full = skeleton.text.to_dict()
     # What the class derives from other fields (a pattern, an interval) and would derive anew, and wrongly.
     derived = {
@@ -143,7 +144,7 @@ def _trials(part: Mapping[str, Any], skeleton: Skeleton, order: Sequence[int]) -
     }
     for extra in ({}, derived):
         whole = dict(part) | extra
-        yield from _unlike(stated, _grown_part(whole, skeleton, order, {}), bool(extra))
+        yield from _unlike(stated, grown_part(whole, count, skeleton.count_key, order), bool(extra))
         choices = [
             (key, change)
             for key, changes in _counted(whole | {k: full[k] for k in full if k not in whole}, order, count).items()
@@ -151,7 +152,7 @@ def _trials(part: Mapping[str, Any], skeleton: Skeleton, order: Sequence[int]) -
         ]
         for picked in (*itertools.combinations(choices, 1), *itertools.combinations(choices, 2)):
             if len({key for key, _ in picked}) == len(picked):
-                yield _grown_part(whole, skeleton, order, dict(picked))
+                yield grown_part(whole, count, skeleton.count_key, order, dict(picked))
 
 
 def _unlike(first: dict[str, Any], second: dict[str, Any], later: bool) -> Iterator[dict[str, Any]]:
@@ -172,13 +173,25 @@ def _counted(fields: Mapping[str, Any], order: Sequence[int], count: int) -> dic
     return {key: values for key, values in found.items() if values}
 
 
-def _grown_part(
-    part: Mapping[str, Any], skeleton: Skeleton, order: Sequence[int], counted: Mapping[str, int]
+def grown_part(
+    part: Mapping[str, Any],
+    count: int,
+    count_key: str | None,
+    order: Sequence[int],
+    counted: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    count = len(skeleton.layers)
+    """A reading of a config's fields for other layers, which says nothing of whether a model so built is the right one.
+
+    Args:
+        part: The fields, those of the text decoder.
+        count: How many layers they are for.
+        count_key: The field that says so.
+        order: Layer `n` of the result is as layer `order[n]`.
+        counted: The new values of fields that count layers, or are the number of one.
+    """
     made: dict[str, Any] = {}
     for key, value in part.items():
-        if key == skeleton.count_key:
+        if key == count_key:
             made[key] = len(order)
         elif key in counted:
             made[key] = counted[key]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,25 @@ class Silence:
     values: dict[str, float]
     reason: str
     identities: dict[str, float]
+
+
+def in_words(kinds: Sequence[Mapping[str, float]]) -> str:
+    """Return which tensors are null in silenced layers of each of these kinds, by their modules, and how many kinds."""
+    values = sorted({(name, value) for each in kinds for name, value in each.items()})
+    silent = ", ".join(_short([name for name, value in values if value != 1.0])) or "nothing"
+    scales = "".join(f", {name} = 1" for name in _short([name for name, value in values if value == 1.0]))
+    several = f", {len(kinds)} kinds of layers" if len(kinds) > 1 else ""
+    return f"{silent} silent{scales}{several}"
+
+
+def _short(names: list[str]) -> list[str]:
+    """Parameters by their modules: `o_proj` for weight and bias of `self_attn.o_proj`, `experts.down_proj`."""
+    found = []
+    for name in names:
+        parts = name.split(".")
+        parts = parts[:-1] if parts[-1] in ("weight", "bias") else parts
+        found.append(".".join(parts[-2:]) if len(parts) > 1 and "expert" in parts[-2] else parts[-1])
+    return list(dict.fromkeys(found))
 
 
 @dataclass

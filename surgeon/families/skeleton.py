@@ -147,7 +147,7 @@ def build(config: Mapping[str, Any], *, buffers: bool = False) -> Skeleton:
 
     encoder = code_of(config) is None and encoder_auto(config) is not None
     shown = printable(str(config.get("model_type")))
-    _check_counts(config)
+    check_counts(config)
     kind, model = _classes(config, shown)
     # In full precision: what is quantised changes where numbers are stored, not what is computed.
     config = {key: value for key, value in config.items() if key != QUANTISATION}
@@ -207,10 +207,11 @@ def _fitting(model: Any, settings: Any) -> Any:
     return text if isinstance(text, wanted) else settings
 
 
-def _check_counts(config: Mapping[str, Any]) -> None:
+def check_counts(config: Mapping[str, Any]) -> None:
+    """Raise BadInput for a count of modules, or any number, that is beyond all that a model has."""
     for key, value in config.items():
         if isinstance(value, Mapping):
-            _check_counts(value)
+            check_counts(value)
         elif type(value) is int and abs(value) > LARGEST_SIZE:
             raise BadInput(f"config.json: `{printable(key)}` is {value}; beyond 2^31 is refused; {OWN_CONFIG}")
         elif type(value) is int and _COUNT.search(key):

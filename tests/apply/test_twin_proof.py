@@ -153,12 +153,13 @@ def test_a_promise_says_how_it_is_known(proofs: Path, tmp_path: Path) -> None:
     base = tiny.checkpoint(tmp_path / "base", "llama")
     before = surgeon.preview("llama-pro", base)
     assert before.proof.text == before.to_json()["proof"]["text"]
-    assert before.proof.text.startswith("proven on a twin (")
+    # Of a usual model nothing is derived, nor proven, until something is written.
+    assert before.proof.text == "promised; apply proves it on a twin before it writes" and not proofs.exists()
+    # What writes proves it again.
+    first, second = (surgeon.apply("llama-pro", base, tmp_path / name) for name in ("first", "second"))
     (entry,) = proofs.iterdir()
     assert entry.stat().st_mode & 0o077 == 0
     assert surgeon.preview("llama-pro", base).proof.text.startswith("proven on a twin of this config before (cached ")
-    # What writes proves it again.
-    first, second = (surgeon.apply("llama-pro", base, tmp_path / name) for name in ("first", "second"))
     assert "promise exact: proven on a twin (" in shown(first) and "promise exact: proven on a twin (" in shown(second)
     assert set(second.manifest.proven) == {"transformers", "torch"}
     assert (tmp_path / "first" / "surgery.json").read_bytes() == (tmp_path / "second" / "surgery.json").read_bytes()
@@ -180,16 +181,16 @@ def test_another_config_version_or_code_is_proven_anew(
     surgeon.apply("llama-pro", base, tmp_path / "out")
     assert how(base) == "cached"
     assert surgeon.preview("copy", base).proof.how != "cached"
-    assert how(changed(tiny.checkpoint(tmp_path / "other", "llama"), rope_theta=5000.0)) == "proven"
+    assert how(changed(tiny.checkpoint(tmp_path / "other", "llama"), rope_theta=5000.0)) == "promised"
     for name, value in (("versions", lambda: {"transformers": "0", "torch": "0"}), ("_code", lambda: "another")):
         with monkeypatch.context() as patched:
             patched.setattr(anatomy_cache, name, value)
-            assert how(base) == "proven"
+            assert how(base) == "promised"
     whole = {entry: entry.read_bytes() for entry in proofs.iterdir()}
     for damaged in (lambda _: b"{", lambda _: b"[]", lambda held: held.replace(b'"key":"', b'"key":"0')):
         for entry, held in whole.items():
             entry.write_bytes(damaged(held))
-        assert how(base) == "proven"
+        assert how(base) == "promised"
 
 
 def test_a_refusal_is_not_kept(proofs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,501 @@
+"""Anatomies of usual models from a table that surgeon ships (usual.json), for what reads alone and proves nothing.
+
+Deriving a base takes seconds, nearly all of them the import of torch and transformers. What comes out depends on sizes
+in ways that are known beforehand, so the table holds it for each usual type and its settings, shapes written as names
+of sizes (`query`, `2*intermediate`). `python -m tests.usual` writes the table, from what is derived of configs whose
+sizes are all different. An entry counts only where nothing that it followed from has changed: the files of surgeon that
+derive, transformers' version and files, and the config, each field of which must be one that the table knows, with a
+value of a form that was tried. The checkpoint must hold exactly the tensors expected, in their shapes. Whatever does
+not fit, there is no entry, and the base is derived.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import importlib.util
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
+
+from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
+from surgeon.errors import BadInput
+from surgeon.families.anatomy import Anatomy, Derivation, LayerKind
+from surgeon.families.decoders import HINTS
+from surgeon.families.family import Family, Kind, Part, Role, Sizes
+from surgeon.families.grafted_config import config_with_grafts, head_with_grafts
+from surgeon.families.growth import grown_part
+from surgeon.families.kinds import numbered
+from surgeon.families.settings import check_settings, check_sizes
+from surgeon.families.silence import in_words
+from surgeon.families.skeleton import check_counts
+from surgeon.runtime.composition import Composition, read_composition
+
+FILE = Path(__file__).with_name("usual.json")
+PACKAGE = Path(__file__).parent.parent
+TYPES = "layer_types"
+# Forms that a field may have whatever its text says.
+ANY_TEXT = "text"
+When = dict[str, JsonValue]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class SizeField(_Model):
+    """The field of a config.json that holds a size, and what counts where it is left out (None: of other sizes).
+
+    `may_be_null`: null is taken for left out.
+    """
+
+    field: str
+    default: int | None = None
+    may_be_null: bool = False
+
+
+class PartShape(_Model):
+    """A tensor of a layer as in `Part`, its numbers written as names of sizes."""
+
+    shape: tuple[str, ...]
+    kind: Kind
+    blocks: tuple[tuple[Role, str], ...] = ()
+    identity: float | None = None
+
+
+class LayerEntry(_Model):
+    """A layer where a config has these settings (`when`); `whole_heads` says it by how heads are grouped."""
+
+    when: When
+    parts: dict[str, PartShape]
+    silence: dict[str, float]
+    refusal: str = ""
+    blocks: dict[str, str]
+    linear: dict[str, tuple[str, str]]
+    whole_heads: dict[str, bool]
+
+
+class OuterTensor(_Model):
+    """A tensor outside the layers. `reads` as in `Derivation.vocabulary_tensors`; None: it has no row for each id."""
+
+    shape: tuple[str, ...]
+    needed: bool
+    reads: bool | None = None
+
+
+class HeadEntry(_Model):
+    """What stands outside the layers where a config has these settings; `composition` is one of the type's."""
+
+    when: When
+    tied: bool
+    outer: dict[str, OuterTensor]
+    composition: str
+
+
+class Period(_Model):
+    """Types of layers where a config has these settings: in turn, where it lists none itself."""
+
+    when: When
+    types: tuple[str, ...]
+
+
+class Pattern(_Model):
+    """The types of layers that a config may list, and those that its class lists by itself.
+
+    `needs` are settings that a type of layers is nothing without, which must be numbers.
+    """
+
+    listed: tuple[Period, ...]
+    unlisted: tuple[Period, ...]
+    needs: dict[str, str]
+
+
+class TypeEntry(_Model):
+    """A model type: `fields` are those that a config.json may have, with the forms that their values may be of.
+
+    `files` are transformers' own, with their digests; `required` are fields that must be there. `activations` are the
+    fields that may name the activation, the first that does counts. `title` is that of layers of a type whose configs
+    list no types of layers. `compositions` are the classes that carry grafts, by the head.
+    """
+
+    files: dict[str, str]
+    stack: str
+    prefix: str
+    stem: str
+    encoder: bool
+    sizes: dict[str, SizeField]
+    required: tuple[str, ...]
+    defaults: dict[str, JsonValue]
+    fields: dict[str, tuple[str, ...]]
+    activations: tuple[str, ...]
+    title: str
+    pattern: Pattern | None
+    compositions: dict[str, dict[str, JsonValue]]
+    layers: tuple[LayerEntry, ...]
+    heads: tuple[HeadEntry, ...]
+
+    def value(self, config: Mapping[str, Any], field: str) -> Any:
+        """A setting of a config, or what counts where it is left out."""
+        return config.get(field, self.defaults.get(field))
+
+    def first(self, entries: Iterable[Any], config: Mapping[str, Any]) -> Any:
+        """The first of these entries that is for such a config; None where there is none."""
+
+        def fits(when: When) -> bool:
+            found = {field: self.value(config, field) for field in when}
+            # JSON tells 1 from true, which are equal to Python.
+            return json.dumps(found) == json.dumps(when)
+
+        return next((entry for entry in entries if fits(entry.when)), None)
+
+
+class Table(_Model):
+    """The whole file: what it was made with, and the types.
+
+    `files` are those of transformers that all types follow from, with their digests; `code` are surgeon's, with one
+    digest of them all.
+    """
+
+    transformers: str
+    files: dict[str, str]
+    code: tuple[str, ...]
+    code_digest: str
+    types: dict[str, TypeEntry]
+
+
+def known(
+    config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], made: Callable[[], Derivation]
+) -> Anatomy | None:
+    """A base's anatomy by the table; None where it has no entry that counts for all of this base.
+
+    Args:
+        config: Its config.json, which carries no grafts and names no code of its own.
+        tensors: Its tensors, by name.
+        made: Derives the base, for what the table does not answer.
+    """
+    entry = _entry_of(config)
+    if entry is None or not _is_tried(config, entry):
+        return None
+    numbers = sizes_of(config, entry)
+    padding = entry.value(config, "pad_token_id")
+    types = types_of(config, entry, numbers["layers"])
+    layer, head = entry.first(entry.layers, config), entry.first(entry.heads, config)
+    fits = _is_regular(numbers) and (padding is None or padding < numbers["vocabulary"])
+    if types is None or layer is None or head is None or not fits:
+        return None
+    sorted_out = _sorted_out(entry, layer, head, numbers, tensors)
+    if sorted_out is None:
+        return None
+    prefix, layers, outer = sorted_out
+    kind_of = numbered(types)
+    titles = [types[kind_of.index(kind)] for kind in range(max(kind_of) + 1)]
+    base = _Base(entry, layer, head, numbers, types, config, tuple(outer))
+    return Anatomy(
+        family=Family(str(config["model_type"]), prefix, entry.stem, entry.encoder),
+        sizes=Sizes(**{key: numbers[key] for key in Sizes.__dataclass_fields__}),
+        kinds=tuple(
+            LayerKind(
+                tuple(_part(suffix, layer.parts[suffix], numbers) for suffix in layers[kind_of.index(kind)]),
+                dict(layer.silence),
+                layer.refusal,
+                title,
+            )
+            for kind, title in enumerate(titles)
+        ),
+        kind_of=tuple(kind_of),
+        prefix=prefix,
+        layers=layers,
+        outer=outer,
+        layer_types=types if len(titles) > 1 else None,
+        tied=head.tied,
+        grafted=tuple({} for _ in layers),
+        bank={},
+        idle=(),
+        derivation=Listed(base, made),
+    )
+
+
+@dataclass(frozen=True)
+class _Base:
+    """A base that the table has entries for: these, its sizes, its layers' types and the names outside its layers."""
+
+    entry: TypeEntry
+    layer: LayerEntry
+    head: HeadEntry
+    numbers: Mapping[str, int]
+    types: list[str]
+    config: Mapping[str, Any]
+    outer: tuple[str, ...]
+
+
+class Listed(Derivation):
+    """A derivation that answers from the table; what the table cannot answer is asked of the base's own.
+
+    Nothing was proven of the base: that takes torch and transformers, and is left to who writes.
+    """
+
+    same_names = True
+    proven = False
+    path = ()
+
+    def __init__(self, base: _Base, made: Callable[[], Derivation]) -> None:
+        self._base = base
+        self._made = made
+        self.stack = base.entry.stack
+        found = in_words([base.layer.silence for _ in set(base.types)])
+        if base.entry.encoder:
+            found = f"an encoder of {len(base.types)} layers"
+        self.evidence = f"from surgeon's table of usual models: {found}; `apply` derives it anew and proves it"
+
+    @cached_property
+    def _own(self) -> Derivation:
+        return self._made()
+
+    @cached_property
+    def _composition(self) -> Composition:
+        base = self._base
+        found = read_composition(str(base.config["model_type"]), base.entry.compositions[base.head.composition])
+        return replace(found, activation=self.activation)
+
+    @property
+    def activation(self) -> str:
+        """As `Derivation` says."""
+        entry, config = self._base.entry, self._base.config
+        return next((key for key in entry.activations if entry.value(config, key) is not None), "")
+
+    def blocks(self, layer: int) -> Mapping[str, str]:
+        """As `Derivation` says."""
+        return dict(self._base.layer.blocks)
+
+    def linear(self, layer: int) -> Mapping[str, tuple[int, ...]]:
+        """As `Derivation` says."""
+        return {path: shape_of(shape, self._base.numbers) for path, shape in self._base.layer.linear.items()}
+
+    def whole_heads(self, layer: int) -> bool:
+        """As `Derivation` says."""
+        found = self._base.layer.whole_heads.get(grouping(self._base.numbers))
+        return self._own.whole_heads(layer) if found is None else found
+
+    def grown(self, order: Sequence[int], opened: Sequence[int] = ()) -> dict[str, Any]:
+        """As `Derivation` says."""
+        base = self._base
+        # Of a single layer no list of the config is known to be of layers.
+        if opened or len(order) < 2:
+            return self._own.grown(order, opened)
+        made = grown_part(base.config, len(base.types), base.entry.sizes["layers"].field, order)
+        types = [base.types[source] for source in order]
+        if base.entry.pattern is not None and types_of(made, base.entry, len(order)) != types:
+            made[TYPES] = types
+        return made
+
+    def grafted(
+        self, trunk: Mapping[str, Any], order: Sequence[int], twins: Sequence[int], modules: Sequence[str]
+    ) -> dict[str, Any]:
+        """As `Derivation` says."""
+        head = head_with_grafts(self._composition, trunk)
+        made = self.grown([*order, *(order[twin] for twin in twins)]) if twins else copy.deepcopy(dict(trunk))
+        return config_with_grafts(self._composition, head, trunk, made)
+
+    def vocabulary_tensors(self, rows: int) -> dict[str, bool]:
+        """As `Derivation` says."""
+        base = self._base
+        below = base.entry.prefix
+        known = {name.removeprefix(below): each for name, each in base.head.outer.items() if each.reads is not None}
+        found = {
+            name: known[short].reads is True for name in base.outer if (short := name.removeprefix(below)) in known
+        }
+        # Of a base model that was saved without its head, it is not known how the head would follow.
+        if any(each.needed and name not in {n.removeprefix(below) for n in found} for name, each in known.items()):
+            return self._own.vocabulary_tensors(rows)
+        return found
+
+    def layer_axis(self, grown: Mapping[str, Any], name: str, layers: int) -> int | None:
+        """As `Derivation` says: no tensor of a usual type outside its layers depends on their number."""
+        return None
+
+    def prove(
+        self,
+        grown: Mapping[str, Any],
+        order: Sequence[int],
+        kept: Sequence[bool],
+        silenced: Sequence[Mapping[str, float]],
+        silent: Mapping[int, Mapping[str, float]],
+    ) -> None:
+        """As `Derivation` says."""
+        self._own.prove(grown, order, kept, silenced, silent)
+
+    def check_runs(self, grown: Mapping[str, Any]) -> None:
+        """As `Derivation` says."""
+        self._own.check_runs(grown)
+
+    def prove_grafts(self, trunk: Mapping[str, Any], grafted: Mapping[str, Any]) -> None:
+        """As `Derivation` says."""
+        self._own.prove_grafts(trunk, grafted)
+
+
+def _entry_of(config: Mapping[str, Any]) -> TypeEntry | None:
+    """The entry of a config's type, where all that it followed from is as it was."""
+    table, model_type = _table(), str(config["model_type"])
+    entry = table.types.get(model_type) if table is not None else None
+    if table is None or entry is None or HINTS.plugin_of(model_type) is not None:
+        return None
+    place = importlib.util.find_spec("transformers")
+    if place is None or not place.submodule_search_locations or metadata.version("transformers") != table.transformers:
+        return None
+    above = Path(place.submodule_search_locations[0])
+    files = {**table.files, **entry.files}
+    return entry if all(digest_of_files(above, (name,)) == found for name, found in files.items()) else None
+
+
+@cache
+def _table() -> Table | None:
+    """The table; None where surgeon's code is another than it was made with, or it cannot be read."""
+    try:
+        table = Table.model_validate_json(FILE.read_bytes())
+    except (OSError, ValidationError):
+        return None
+    return table if digest_of_files(PACKAGE, table.code) == table.code_digest else None
+
+
+def digest_of_files(folder: Path, names: Iterable[str]) -> str:
+    """A digest of files, by their names and content; empty where one cannot be read."""
+    digest = hashlib.sha256()
+    for name in names:
+        try:
+            content = (folder / name).read_bytes()
+        except OSError:
+            return ""
+        digest.update(f"{name} {len(content)}\n".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def form_of(value: Any, *, inside: bool = False) -> str:
+    """What kind of value a config's field has: texts and flags as they are, of numbers only that they are some."""
+    match value:
+        case None | bool():
+            return json.dumps(value)
+        case str():
+            return f"={value}"
+        case int() | float():
+            return "number" if inside else type(value).__name__
+        case list():
+            return f"[{', '.join(sorted({form_of(each, inside=True) for each in value}))}]"
+        case dict():
+            return f"{{{', '.join(f'{key}: {form_of(value[key], inside=True)}' for key in sorted(value))}}}"
+    return type(value).__name__
+
+
+def _is_tried(config: Mapping[str, Any], entry: TypeEntry) -> bool:
+    """Whether each field of a config is one that the entry knows, with a value of a form that it was tried with."""
+    try:
+        check_sizes(config)
+        check_settings(config)
+        check_counts(config)
+    except BadInput:
+        return False
+    sizes = {size.field: size for size in entry.sizes.values()}
+    for field, value in config.items():
+        if field in sizes:
+            fits = type(value) is int or (value is None and sizes[field].may_be_null)
+        elif field == TYPES:
+            fits = entry.pattern is not None and _may_list(config, entry, entry.pattern)
+        else:
+            forms = entry.fields.get(field, ())
+            fits = form_of(value) in forms or (isinstance(value, str) and ANY_TEXT in forms)
+            # What is as long as the stack would be taken for a list of layers.
+            fits = fits and not (isinstance(value, list) and len(value) == config["num_hidden_layers"])
+        if not fits:
+            return False
+    return config.keys() >= set(entry.required)
+
+
+def _may_list(config: Mapping[str, Any], entry: TypeEntry, pattern: Pattern) -> bool:
+    """Whether a config may list the types of layers that it lists."""
+    types = set(config[TYPES] or ())
+    known: Period | None = entry.first(pattern.listed, config)
+    needed = (entry.value(config, pattern.needs[name]) for name in types & pattern.needs.keys())
+    return known is not None and bool(types) and types <= set(known.types) and all(type(n) is int for n in needed)
+
+
+def sizes_of(config: Mapping[str, Any], entry: TypeEntry) -> dict[str, int]:
+    """The sizes of a config by their names: those of `Sizes`, what else tensors are as large as, and their products."""
+    stated = {name: config.get(size.field) or size.default or 0 for name, size in entry.sizes.items()}
+    heads: int = stated["heads"]
+    found = stated | {
+        "kv_heads": stated.get("kv_heads") or heads,
+        "head_dim": stated.get("head_dim") or stated["hidden"] // heads,
+    }
+    return found | {"query": heads * found["head_dim"], "kv": found["kv_heads"] * found["head_dim"]}
+
+
+def _is_regular(numbers: Mapping[str, int]) -> bool:
+    """Whether no size is so small, or so odd, that a layer may come out otherwise."""
+    whole = numbers["hidden"] % numbers["heads"] == 0
+    return whole and numbers["layers"] > 1 and numbers["heads"] > 1 and numbers["head_dim"] % 2 == 0
+
+
+def grouping(numbers: Mapping[str, int]) -> str:
+    """How query heads share key and value heads."""
+    if numbers["heads"] == numbers["kv_heads"]:
+        return "each its own"
+    return "all one" if numbers["kv_heads"] == 1 else "in groups"
+
+
+def types_of(config: Mapping[str, Any], entry: TypeEntry, layers: int) -> list[str] | None:
+    """The type of each layer, or its kind's title; None where the class would list types in a way not known here."""
+    if entry.pattern is None:
+        return [entry.title] * layers
+    if TYPES in config:
+        return list(config[TYPES])
+    found: Period | None = entry.first(entry.pattern.unlisted, config)
+    return None if found is None else [found.types[index % len(found.types)] for index in range(layers)]
+
+
+def shape_of(shape: Iterable[str], numbers: Mapping[str, int]) -> tuple[int, ...]:
+    """A shape in numbers: a dimension is a sum of products of sizes and whole numbers."""
+
+    def product(term: str) -> int:
+        return math.prod(numbers[factor] if factor in numbers else int(factor) for factor in term.split("*"))
+
+    return tuple(sum(product(term) for term in each.split("+")) for each in shape)
+
+
+def _part(suffix: str, found: PartShape, numbers: Mapping[str, int]) -> Part:
+    blocks = tuple((role, shape_of((rows,), numbers)[0]) for role, rows in found.blocks)
+    return Part(suffix, shape_of(found.shape, numbers), found.kind, blocks, found.identity)
+
+
+def _sorted_out(
+    entry: TypeEntry, layer: LayerEntry, head: HeadEntry, numbers: Mapping[str, int], tensors: Mapping[str, TensorInfo]
+) -> tuple[str, tuple[dict[str, TensorInfo], ...], dict[str, TensorInfo]] | None:
+    """What names of the base model begin with, the tensors of each layer by suffix, and those outside.
+
+    None where they are not exactly those expected, in their shapes and in full precision.
+    """
+    prefix = entry.prefix if any(name.startswith(entry.prefix) for name in tensors) else ""
+    expected = {suffix: shape_of(part.shape, numbers) for suffix, part in layer.parts.items()}
+    beside = {name: shape_of(each.shape, numbers) for name, each in head.outer.items()}
+    needed = {name for name, each in head.outer.items() if each.needed and (prefix or name.startswith(entry.prefix))}
+    layers: tuple[dict[str, TensorInfo], ...] = tuple({} for _ in range(numbers["layers"]))
+    outer: dict[str, TensorInfo] = {}
+    above, by_number = f"{prefix}{entry.stem}", {str(index): layer for index, layer in enumerate(layers)}
+    for name, info in tensors.items():
+        number, _, suffix = name.removeprefix(above).partition(".")
+        held = by_number.get(number) if name.startswith(above) else None
+        shape = expected.get(suffix) if held is not None else beside.get(name if prefix else f"{entry.prefix}{name}")
+        if shape != info.shape or info.dtype not in FLOAT_DTYPES:
+            return None
+        if held is not None:
+            held[suffix] = info
+        else:
+            outer[name] = info
+    whole = {name if prefix else f"{entry.prefix}{name}" for name in outer} >= needed
+    return (prefix, layers, outer) if whole and all(len(held) == len(expected) for held in layers) else None

@@ -1,0 +1,623 @@
+"""The table of usual models' anatomies: `python -m tests.usual` derives and writes surgeon/families/usual.json anew.
+
+Each type is derived of configs whose sizes are all different, so that every number of a shape has one reading. What is
+so written is then compared with what is derived of other configs: other sizes and depths, other orders of layers, and
+every form of value that the table lets a field have. A difference ends the run, and nothing is written.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from surgeon.checkpoint.header import TensorInfo
+from surgeon.errors import BadInput
+from surgeon.families import usual
+from surgeon.families.anatomy import Anatomy
+from surgeon.families.composing import _ACTIVATIONS
+from surgeon.families.derived import _Found
+from surgeon.families.dissect import dissect
+from surgeon.families.skeleton import build
+from surgeon.families.usual import (
+    ANY_TEXT,
+    TYPES,
+    HeadEntry,
+    LayerEntry,
+    OuterTensor,
+    PartShape,
+    Pattern,
+    Period,
+    SizeField,
+    Table,
+    TypeEntry,
+    When,
+    digest_of_files,
+    form_of,
+    sizes_of,
+)
+from surgeon.runtime.composition import short_name
+from tests.house import HERE
+
+# By the names of `Sizes`, and the fields of a config.json.
+SIZES = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "intermediate": "intermediate_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "vocabulary": "vocab_size",
+}
+# All different, the products among them too. Seven layers are enough for each pattern to show.
+DISTINCT: dict[str, int] = {
+    "num_hidden_layers": 7,
+    "hidden_size": 66,
+    "intermediate_size": 94,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "vocab_size": 130,
+}
+COMPOSED = ("2*intermediate", "query+2*kv")
+# So many as classes take for theirs where a config does not say how many share a key.
+MANY_HEADS = {"num_attention_heads": 32, "hidden_size": 384}
+# And so many words as their own padding is one of.
+MANY_WORDS = {"vocab_size": 40_000}
+# Key and value heads by which a type is derived, for each way in which heads share them.
+KV_HEADS = (6, 2, 1)
+SHARED_FILES = (
+    "configuration_utils.py",
+    "conversion_mapping.py",
+    "core_model_loading.py",
+    "modeling_utils.py",
+    "models/auto/modeling_auto.py",
+)
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+Samples = Mapping[str, Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Usual:
+    """A usual type: `settings` change a layer, `free` do not, `ropes` are ways to set rotary embeddings."""
+
+    head: str
+    base: str
+    settings: Samples
+    free: Samples
+    ropes: Sequence[Mapping[str, Any]]
+    pattern: Pattern | None = None
+
+
+_THETA = {"rope_theta": 10000.0}
+_LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+_YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
+# As they were written by transformers before and since its version 5.
+ROPES: tuple[Mapping[str, Any], ...] = (
+    {},
+    {"rope_theta": 1000000.0},
+    {"rope_theta": 1000000, "rope_scaling": None},
+    {"rope_theta": 500000.0, "rope_scaling": {**_LLAMA3, "rope_type": "llama3"}},
+    {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    {"rope_theta": 10000.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    {"rope_theta": 10000.0, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+    {"rope_theta": 10000.0, "rope_scaling": {**_YARN, "type": "yarn"}},
+    {"rope_theta": 10000.0, "rope_scaling": {**_YARN, "rope_type": "yarn"}},
+    {"rope_parameters": {**_THETA, "rope_type": "default"}},
+    {"rope_parameters": {**_THETA, **_LLAMA3, "rope_type": "llama3"}},
+    {"rope_parameters": {**_THETA, "rope_type": "linear", "factor": 2.0}},
+    {"rope_parameters": {**_THETA, "rope_type": "dynamic", "factor": 2.0}},
+    {"rope_parameters": {**_THETA, **_YARN, "rope_type": "yarn"}},
+)
+_BY_TYPE = {SLIDING: {**_THETA, "rope_type": "default"}, FULL: {**_THETA, "rope_type": "default"}}
+_BY_TYPE_LINEAR = {**_BY_TYPE, FULL: {**_THETA, "rope_type": "linear", "factor": 8.0}}
+GEMMA3_ROPES: tuple[Mapping[str, Any], ...] = (
+    {},
+    {"rope_theta": 1000000, "rope_local_base_freq": 10000, "rope_scaling": None},
+    {"rope_theta": 1000000.0, "rope_local_base_freq": 10000.0},
+    {"rope_theta": 1000000.0, "rope_local_base_freq": 10000.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    {"rope_parameters": _BY_TYPE},
+    {"rope_parameters": _BY_TYPE_LINEAR},
+)
+PHI3_ROPES: tuple[Mapping[str, Any], ...] = (
+    {},
+    {"rope_theta": 10000.0, "rope_scaling": None},
+    {"rope_theta": 250000},
+    {"rope_parameters": {**_THETA, "partial_rotary_factor": 1.0, "rope_type": "default"}},
+)
+
+_ACTIVATION_NAMES = ("silu", "gelu", "gelu_pytorch_tanh")
+FREE: Samples = {
+    "dtype": ("bfloat16", "float16", "float32"),
+    "torch_dtype": ("bfloat16", "float16", "float32"),
+    "use_cache": (True, False),
+    "initializer_range": (0.02, 0.01),
+    "rms_norm_eps": (1e-6, 1e-5),
+    "max_position_embeddings": (2048, 131072),
+    "bos_token_id": (1, None),
+    "eos_token_id": (2, [2, 3], None),
+    "pad_token_id": (None, 0, -1),
+    "attention_dropout": (0.0, 0.1),
+    "hidden_act": _ACTIVATION_NAMES,
+}
+_BIAS: Samples = {"attention_bias": (False, True)}
+_WINDOW: Samples = {"sliding_window": (None, 4096)}
+_QWEN: Samples = {
+    **_WINDOW,
+    "use_sliding_window": (False, True),
+    "max_window_layers": (28, 1),
+    "use_mrope": (False,),
+}
+_GEMMA: Samples = {
+    "hidden_activation": (None, *_ACTIVATION_NAMES),
+    "use_bidirectional_attention": (None, False),
+}
+_GEMMA2: Samples = {
+    **_GEMMA,
+    "hidden_act": (*_ACTIVATION_NAMES, None),
+    "hidden_activation": _ACTIVATION_NAMES,
+    "query_pre_attn_scalar": (256, 144),
+    "sliding_window": (4096, 512),
+    "sliding_window_size": (4096,),
+    "cache_implementation": ("hybrid",),
+    "final_logit_softcapping": (30.0, None),
+    "attn_logit_softcapping": (50.0, None),
+}
+_NEEDS = {SLIDING: "sliding_window"}
+_QWEN_PATTERN = Pattern(
+    listed=(
+        Period(when={"use_sliding_window": False}, types=(FULL,)),
+        Period(when={"use_sliding_window": True}, types=(FULL, SLIDING)),
+    ),
+    unlisted=(Period(when={"use_sliding_window": False}, types=(FULL,)),),
+    needs=_NEEDS,
+)
+
+
+def _gemmas(when: When, types: Sequence[str]) -> Pattern:
+    return Pattern(
+        listed=(Period(when={}, types=(FULL, SLIDING)),),
+        unlisted=(Period(when=when, types=tuple(types)),),
+        needs=_NEEDS,
+    )
+
+
+USUAL: dict[str, Usual] = {
+    "llama": Usual(
+        "LlamaForCausalLM",
+        "LlamaModel",
+        {**_BIAS, "mlp_bias": (False, True)},
+        {**FREE, "pretraining_tp": (1, 2)},
+        ROPES,
+    ),
+    "mistral": Usual("MistralForCausalLM", "MistralModel", {}, {**FREE, **_WINDOW}, ROPES),
+    "qwen2": Usual("Qwen2ForCausalLM", "Qwen2Model", {}, {**FREE, **_QWEN}, ROPES, _QWEN_PATTERN),
+    "qwen3": Usual("Qwen3ForCausalLM", "Qwen3Model", _BIAS, {**FREE, **_QWEN}, ROPES, _QWEN_PATTERN),
+    "gemma": Usual("GemmaForCausalLM", "GemmaModel", _BIAS, {**FREE, **_GEMMA}, ROPES),
+    "gemma2": Usual(
+        "Gemma2ForCausalLM",
+        "Gemma2Model",
+        _BIAS,
+        {**FREE, **_GEMMA2},
+        ROPES,
+        _gemmas({}, [SLIDING, FULL]),
+    ),
+    "gemma3_text": Usual(
+        "Gemma3ForCausalLM",
+        "Gemma3TextModel",
+        _BIAS,
+        {
+            **FREE,
+            **_GEMMA2,
+            "use_bidirectional_attention": (False,),
+            "sliding_window_pattern": (6,),
+            "_sliding_window_pattern": (6,),
+        },
+        GEMMA3_ROPES,
+        _gemmas({"sliding_window_pattern": 6, "_sliding_window_pattern": 6}, [*[SLIDING] * 5, FULL]),
+    ),
+    "olmo2": Usual("Olmo2ForCausalLM", "Olmo2Model", _BIAS, FREE, ROPES),
+    "phi3": Usual(
+        "Phi3ForCausalLM",
+        "Phi3Model",
+        {},
+        {
+            **FREE,
+            **_WINDOW,
+            "attention_bias": (False,),
+            "embd_pdrop": (0.0, 0.1),
+            "resid_pdrop": (0.0, 0.1),
+            "original_max_position_embeddings": (4096,),
+        },
+        PHI3_ROPES,
+    ),
+}
+# Whatever they say, nothing follows from it.
+_TEXTS = ("_name_or_path", "transformers_version")
+# Fields that the class does not have.
+_DEFAULTS: When = {"sliding_window_pattern": 6}
+
+
+def headers_of(config: Mapping[str, Any], *, below: str = "") -> dict[str, TensorInfo]:
+    """The tensors of a model of this config as it is saved; those `below` a prefix alone, without it."""
+    model = build(config).model
+    held = model.state_dict(keep_vars=True)
+    names = [name for name in sorted(held) if name not in model.all_tied_weights_keys and name.startswith(below)]
+    return {name.removeprefix(below): _info(name.removeprefix(below), tuple(held[name].shape)) for name in names}
+
+
+def _info(name: str, shape: tuple[int, ...]) -> TensorInfo:
+    size = 2
+    for each in shape:
+        size *= each
+    return TensorInfo(name, "BF16", shape, "model.safetensors", 0, size)
+
+
+def config_for(model_type: str, **changes: Any) -> dict[str, Any]:
+    """A config.json of a usual type, of the distinct sizes but for `changes`."""
+    told = {"model_type": model_type, "architectures": [USUAL[model_type].head], **DISTINCT}
+    return told | {"pad_token_id": 0, **changes}
+
+
+def derived_anatomy(config: Mapping[str, Any]) -> Anatomy:
+    return dissect(config, headers_of(config))
+
+
+def _combinations(samples: Samples) -> Iterator[dict[str, Any]]:
+    for values in itertools.product(*samples.values()):
+        yield dict(zip(samples, values, strict=True))
+
+
+def type_entry(model_type: str, *, settings: Sequence[When] | None = None) -> TypeEntry:
+    """A type's entry, derived; for these of its settings of layers alone where they are given."""
+    from transformers import CONFIG_MAPPING
+
+    told = USUAL[model_type]
+    kind = CONFIG_MAPPING[model_type]
+    stated = {each.name: each.default for each in fields(kind)}
+    left_out = kind().to_dict()
+    one = derived_anatomy(config_for(model_type))
+    assert isinstance(one.derivation, _Found) and one.derivation.same_names
+    first = TypeEntry(
+        files=_files(model_type, kind),
+        stack=one.derivation.stack,
+        prefix=one.prefix,
+        stem=one.family.stem,
+        encoder=one.family.encoder,
+        sizes={name: _size(model_type, field, stated.get(field)) for name, field in SIZES.items()},
+        required=_required(model_type),
+        defaults={
+            field: left_out.get(field, _DEFAULTS.get(field))
+            for field in sorted(
+                {*told.settings, *_activations(told), *_conditions(told), "pad_token_id", "tie_word_embeddings"}
+            )
+        },
+        fields=_forms(told),
+        activations=_activations(told),
+        title="" if told.pattern is not None else one.kinds[0].title,
+        pattern=told.pattern,
+        compositions={told.head: one.derivation.composition.to_json()},
+        layers=(),
+        heads=(),
+    )
+    chosen = [dict(each) for each in settings] if settings is not None else [*_combinations(told.settings)]
+    return first.model_copy(
+        update={
+            "layers": tuple(_layer_entry(model_type, first, when) for when in chosen),
+            "heads": tuple(_head_entry(model_type, first, {"tie_word_embeddings": tied}) for tied in (False, True)),
+        }
+    )
+
+
+def _files(model_type: str, kind: Any) -> dict[str, str]:
+    import transformers
+
+    above = Path(transformers.__file__).parent
+    module = Path(sys.modules[kind.__module__].__file__ or "")
+    own = [module, module.with_name(module.name.replace("configuration_", "modeling_"))]
+    return _digests(above, [str(file.relative_to(above)) for file in own])
+
+
+def _digests(above: Path, names: Iterable[str]) -> dict[str, str]:
+    return {name: digest_of_files(above, (name,)) for name in names}
+
+
+def _conditions(told: Usual) -> list[str]:
+    if told.pattern is None:
+        return []
+    return [
+        *told.pattern.needs.values(),
+        *(field for period in (*told.pattern.listed, *told.pattern.unlisted) for field in period.when),
+    ]
+
+
+def _activations(told: Usual) -> tuple[str, ...]:
+    return tuple(key for key in _ACTIVATIONS if key in told.free)
+
+
+def _size(model_type: str, field: str, default: Any) -> SizeField:
+    if field not in ("num_key_value_heads", "head_dim"):
+        return SizeField(field=field)
+    config = without(field, config_for(model_type, **MANY_HEADS))
+    absent = _sizes(config)
+    same = absent is not None and absent == _sizes(config | {field: None})
+    return SizeField(field=field, default=default if type(default) is int else None, may_be_null=same)
+
+
+def without(field: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key != field}
+
+
+def _required(model_type: str) -> tuple[str, ...]:
+    """The fields without which a config cannot be derived."""
+    config = config_for(model_type, **MANY_HEADS, **MANY_WORDS)
+    fields = ("pad_token_id", *SIZES.values())
+    return tuple(field for field in fields if _sizes(without(field, config)) is None)
+
+
+def _sizes(config: Mapping[str, Any]) -> Any:
+    """The sizes that a config comes to; None where it cannot be derived."""
+    try:
+        return derived_anatomy(config).sizes
+    except BadInput:
+        return None
+
+
+def _forms(told: Usual) -> dict[str, tuple[str, ...]]:
+    found: dict[str, set[str]] = {"model_type": {ANY_TEXT}, **{field: {ANY_TEXT} for field in _TEXTS}}
+    found["architectures"] = {form_of(None), form_of([told.head]), form_of([told.base])}
+    found["tie_word_embeddings"] = {form_of(True), form_of(False)}
+    ropes = [(field, value) for rope in told.ropes for field, value in rope.items()]
+    samples = [(field, value) for held in (told.settings, told.free) for field, of in held.items() for value in of]
+    for field, value in (*ropes, *samples):
+        found.setdefault(field, set()).add(form_of(value))
+    return {field: tuple(sorted(forms)) for field, forms in sorted(found.items())}
+
+
+def _names(entry: TypeEntry, config: Mapping[str, Any]) -> dict[int, str]:
+    """The one name of each number that a shape may have."""
+    numbers = sizes_of(config, entry)
+    named = {name: usual.shape_of((name,), numbers)[0] for name in (*numbers, *COMPOSED) if name != "layers"}
+    found = {number: name for name, number in named.items()}
+    assert len(found) == len(named), "two sizes are equal"
+    return found
+
+
+def _layer_entry(model_type: str, entry: TypeEntry, when: When) -> LayerEntry:
+    config = config_for(model_type, **when)
+    anatomy, name = derived_anatomy(config), _names(entry, config)
+    kind, derivation = anatomy.kinds[0], anatomy.derivation
+    # Kinds of one model differ in their titles alone.
+    assert {replace(each, title="") for each in map(_hashable, anatomy.kinds)} == {replace(_hashable(kind), title="")}
+    return LayerEntry(
+        when=when,
+        parts={
+            part.suffix: PartShape(
+                shape=tuple(name[each] for each in part.shape),
+                kind=part.kind,
+                blocks=tuple((role, name[rows]) for role, rows in part.blocks),
+                identity=part.identity,
+            )
+            for part in kind.parts
+        },
+        silence=dict(kind.silence),
+        refusal=kind.refusal,
+        blocks=dict(derivation.blocks(0)),
+        linear={path: (name[rows], name[columns]) for path, (rows, columns) in derivation.linear(0).items()},
+        whole_heads={
+            usual.grouping(sizes_of(other, entry)): derived_anatomy(other).derivation.whole_heads(0)
+            for other in (config | {"num_key_value_heads": count} for count in KV_HEADS)
+        },
+    )
+
+
+def _hashable(kind: Any) -> Any:
+    return replace(kind, silence=tuple(kind.silence.items()), packed=())
+
+
+def _head_entry(model_type: str, entry: TypeEntry, when: When) -> HeadEntry:
+    config = config_for(model_type, **when)
+    name = _names(entry, config)
+    held = {each: _info(each, tuple(value.shape)) for each, value in build(config).model.state_dict().items()}
+    saved = headers_of(config)
+    anatomy = dissect(config, held)
+    assert isinstance(anatomy.derivation, _Found)
+    reads = anatomy.derivation.vocabulary_tensors(anatomy.sizes.vocabulary)
+    composition = anatomy.derivation.composition
+    named = short_name(composition.head)
+    assert entry.compositions[named] == composition.to_json()
+    return HeadEntry(
+        when=when,
+        tied=anatomy.tied,
+        outer={
+            each: OuterTensor(
+                shape=tuple(name[size] for size in info.shape), needed=each in saved, reads=reads.get(each)
+            )
+            for each, info in anatomy.outer.items()
+        },
+        composition=named,
+    )
+
+
+def differences(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> list[str]:
+    """In what the table's anatomy of a base is another than the derived one; where one of them is none, that."""
+    listed = usual.known(config, tensors, lambda: dissect(config, tensors).derivation)
+    try:
+        derived = dissect(config, tensors)
+    except BadInput as error:
+        return [] if listed is None else [f"the table has an entry, and deriving refuses: {error}"]
+    if listed is None:
+        return ["the table has no entry for it"]
+    found = [
+        each.name
+        for each in fields(Anatomy)
+        if each.name != "derivation" and getattr(listed, each.name) != getattr(derived, each.name)
+    ]
+    found += [
+        f"order of layer {index}"
+        for index, (one, other) in enumerate(zip(listed.layers, derived.layers, strict=True))
+        if [*one] != [*other]
+    ]
+    found += [] if [*listed.kinds[0].silence] == [*derived.kinds[0].silence] else ["order of silence"]
+    for question, ask in _questions(derived).items():
+        one, other = _answer(ask, listed), _answer(ask, derived)
+        if one != other or (isinstance(one, dict) and [*one] != [*other]):
+            found.append(f"{question}: {one} in place of {other}")
+    return found
+
+
+def _answer(ask: Any, anatomy: Anatomy) -> Any:
+    try:
+        return ask(anatomy.derivation)
+    except BadInput as error:
+        return str(error)
+
+
+def _questions(anatomy: Anatomy) -> dict[str, Any]:
+    count = anatomy.sizes.layers
+    whole = list(range(count))
+    asked: dict[str, Any] = {
+        "stack": lambda own: own.stack,
+        "path": lambda own: own.path,
+        "same names": lambda own: own.same_names,
+        "activation": lambda own: own.activation,
+        "vocabulary": lambda own: own.vocabulary_tensors(anatomy.sizes.vocabulary),
+    }
+    for layer in {anatomy.kind_of.index(kind) for kind in set(anatomy.kind_of)}:
+        asked[f"blocks of {layer}"] = lambda own, layer=layer: dict(own.blocks(layer))
+        asked[f"linear of {layer}"] = lambda own, layer=layer: dict(own.linear(layer))
+        asked[f"heads of {layer}"] = lambda own, layer=layer: own.whole_heads(layer)
+    for order in orders(count):
+        asked[f"grown {order}"] = lambda own, order=order: own.grown(order)
+    twins = [0, count - 1]
+    asked["grafted"] = lambda own: own.grafted(own.grown([*whole, 0]), [*whole, 0], (), ())
+    asked["grafted with twins"] = lambda own: own.grafted(own.grown([*whole, 1]), [*whole, 1], twins, ())
+    asked["axes"] = lambda own: [own.layer_axis(own.grown([*whole, 0]), name, count + 1) for name in anatomy.outer]
+    return asked
+
+
+def orders(count: int) -> list[list[int]]:
+    """Orders of layers that plans make: a copy above every second, all stacked, a period more, some out, one moved."""
+    whole = list(range(count))
+    return [
+        [each for layer in whole for each in ([layer, layer] if layer % 2 else [layer])],
+        [*whole, *whole],
+        [*whole, *whole[-2:]],
+        whole[: count // 2 + 1],
+        [0, *whole],
+    ]
+
+
+def variations(model_type: str) -> Iterator[dict[str, Any]]:
+    """Configs of a type: every form of every field, every setting, other sizes, depths and types of layers."""
+    told = USUAL[model_type]
+    samples = {**told.free, **dict.fromkeys(_TEXTS, ("a/b", "5.0.0"))}
+    for number in range(max(map(len, samples.values()))):
+        config = config_for(model_type, **{field: of[number % len(of)] for field, of in samples.items()})
+        yield config | ({TYPES: [FULL] * 7} if config.get("use_sliding_window") else {})
+    for rope in told.ropes:
+        yield config_for(model_type, **rope)
+    for settings in _combinations({**told.settings, "tie_word_embeddings": (False, True)}):
+        yield config_for(model_type, **settings)
+    for architectures in (None, [told.base]):
+        yield config_for(model_type, architectures=architectures)
+    for sizes in OTHER_SIZES:
+        yield config_for(model_type, **sizes)
+    for layers in (2, 3, 13):
+        yield config_for(model_type, num_hidden_layers=layers)
+    for left_out in ("head_dim", "num_key_value_heads"):
+        yield without(left_out, config_for(model_type, **MANY_HEADS))
+    yield without("pad_token_id", config_for(model_type, **MANY_WORDS))
+    if told.pattern is not None:
+        for types in ([FULL] * 7, [SLIDING] * 7, [FULL, SLIDING] * 3 + [FULL], [SLIDING] * 3 + [FULL] * 4):
+            yield config_for(model_type, layer_types=types, **{**_on(told), "sliding_window": 8})
+            yield config_for(model_type, layer_types=types)
+
+
+def _on(told: Usual) -> dict[str, Any]:
+    return {"use_sliding_window": True, "max_window_layers": 3} if "use_sliding_window" in told.free else {}
+
+
+OTHER_SIZES: tuple[dict[str, int], ...] = (
+    # All of one size, so that each of them has several readings.
+    {
+        **dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 64),
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+    },
+    {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 32, "hidden_size": 64, "vocab_size": 1000},
+    {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "hidden_size": 64, "intermediate_size": 512},
+)
+
+
+def code_files() -> tuple[str, ...]:
+    """The files of surgeon that derive a base: those that derived.py imports, and what these import."""
+    found: dict[str, None] = {}
+    todo = ["surgeon.families.derived", "surgeon.families.dissect"]
+    while todo:
+        module = todo.pop()
+        if module not in found:
+            found[module] = None
+            todo += sorted(HERE.dependencies(module))
+    return tuple(sorted(str(HERE.modules[module].relative_to(HERE.package)) for module in found))
+
+
+def table(types: Mapping[str, TypeEntry]) -> Table:
+    import transformers
+
+    files = code_files()
+    digest = digest_of_files(usual.PACKAGE, files)
+    return Table(
+        transformers=transformers.__version__,
+        files=_digests(Path(transformers.__file__).parent, SHARED_FILES),
+        code=files,
+        code_digest=digest,
+        types=dict(types),
+    )
+
+
+def written(made: Table) -> str:
+    """As the file has it: one line for each tensor and field."""
+    return f"{_block(made.model_dump(mode='json', exclude_defaults=True), 0)}\n"
+
+
+def _block(value: Any, depth: int) -> str:
+    line = json.dumps(value, ensure_ascii=False)
+    if len(line) + depth <= 118 or not isinstance(value, dict | list):
+        return line
+    inside = " " * (depth + 1)
+    if isinstance(value, list):
+        held = [f"{inside}{_block(each, depth + 1)}" for each in value]
+        return "[\n" + ",\n".join(held) + f"\n{' ' * depth}]"
+    held = [f"{inside}{json.dumps(key)}: {_block(each, depth + 1)}" for key, each in value.items()]
+    return "{\n" + ",\n".join(held) + f"\n{' ' * depth}}}"
+
+
+def faults(types: Mapping[str, TypeEntry]) -> Iterator[str]:
+    """What the table of these types would say that is not derived so, for each variation of them."""
+    made = table(types)
+    with patch.object(usual, "_table", lambda: made):
+        for model_type in types:
+            for config in variations(model_type):
+                found = differences(config, headers_of(config))
+                if found:
+                    yield "\n  ".join([json.dumps(config), *found])
+
+
+def main() -> None:
+    """Write the table, or end with what is wrong of it."""
+    types = {model_type: type_entry(model_type) for model_type in USUAL}
+    if found := [*faults(types)]:
+        sys.exit("\n".join([*found, "nothing is written"]))
+    usual.FILE.write_text(written(table(types)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
