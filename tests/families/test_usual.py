@@ -507,7 +507,7 @@ def without_notes(shown: Any) -> dict[str, Any]:
     """All but what is known of its proof."""
     told = shown.to_json()
     del told["proof"]
-    return told | {"notes": [note for note in told["notes"] if not note.startswith((FROM_TABLE, "derived"))]}
+    return told | {"notes": [note for note in told["notes"] if not note.startswith((FROM_TABLE, "proven on a twin", "an encoder"))]}
 
 
 @of_this_version
@@ -530,7 +530,7 @@ def test_a_preview_from_the_table_is_the_derived_one(
     if isinstance(other, SurgeonError):
         assert str(one) == str(other)
         return
-    assert any(note.startswith(FROM_TABLE) for note in one.notes) and other.notes[0].startswith("derived, proven")
+    assert any(note.startswith(FROM_TABLE) for note in one.notes) and other.notes[0].startswith("proven on a twin")
     assert without_notes(one) == without_notes(other)
     assert one.blueprint == other.blueprint
 
@@ -572,11 +572,11 @@ def test_apply_and_verify_never_read_the_table(
 
     monkeypatch.setattr(anatomy_cache, "known", refuse)
     applied = surgeon.apply("llama-pro", base, tmp_path / "out")
-    assert applied.preview.notes[0].startswith("derived, proven")
+    assert applied.preview.notes[0].startswith("proven on a twin")
     assert surgeon.verify(base, tmp_path / "out", logits=False).holds
 
 
 def test_without_a_cache_a_preview_derives_and_proves(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(cache.VARIABLE, "off")
     shown = surgeon.preview("llama-pro", base)
-    assert shown.notes[0].startswith("derived, proven") and shown.proof.how == "proven"
+    assert shown.notes[0].startswith("proven on a twin") and shown.proof.how == "proven"
