@@ -428,7 +428,8 @@ def _shown(
     def run(as_json: AsJson = False, quiet: QuietOption = False, **given: Any) -> None:
         with _listening(quiet) as listener:
             result = getattr(surgeon, function)(**given, listener=listener)
-        module = import_module(f"surgeon.{surgeon._HOMES[function]}")
+        # A public view has a home of its own.
+        module = import_module(f"surgeon.{surgeon._HOMES.get(view, surgeon._HOMES[function])}")
         _show(result, getattr(module, view), as_json=as_json, quiet=quiet and not always)
         if failed := code(result):
             raise typer.Exit(failed)

@@ -29,7 +29,7 @@ from surgeon.manifest.manifest import MANIFEST_FILE
 from surgeon.manifest.reading import manifest_of
 from surgeon.operations.grow_vocabulary import TextCounts, VocabularyFacts
 from surgeon.operations.prepare import Facts, OpenedBase
-from surgeon.plan.plan import LoadedPlan, draw, parse_plan, prepare
+from surgeon.plan.plan import LoadedPlan, draw, parse_plan, placed, prepare
 from surgeon.plan.shipped import load_named
 
 
@@ -201,9 +201,10 @@ def preview_of(
     facts = prepare(loaded, base)
     blueprint = draw(loaded, anatomy, folder.config, facts)
     check_taken(blueprint, folder, base.models)
-    check_shapes(blueprint, anatomy, folder.own)
     texts = texts_of(blueprint, base.plan_folder)
-    proof = _proof(blueprint, base, recall=recall)
+    with placed(loaded):
+        check_shapes(blueprint, anatomy, folder.own)
+        proof = _proof(blueprint, base, recall=recall)
     shards = lay_out(blueprint.outputs, folder.tensors, max_new_shard_bytes=max_shard_bytes)
     outputs = blueprint.outputs
     new = sum(_new_numbers(output, folder) for output in outputs if output.new)

@@ -13,6 +13,7 @@ from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
 from surgeon.families.dissect import dissect
 from surgeon.families.family import OWN_CONFIG
+from surgeon.families.names import ANOTHER
 
 
 def check_taken(blueprint: Blueprint, base: CheckpointFolder, models: Mapping[str, CheckpointFolder]) -> None:
@@ -31,18 +32,25 @@ def check_taken(blueprint: Blueprint, base: CheckpointFolder, models: Mapping[st
 def check_shapes(blueprint: Blueprint, anatomy: Anatomy, own: OwnCode | None = None) -> None:
     """Where widths changed: the config must ask for just the tensors that there will be. Raises BadInput."""
     if blueprint.resized:
-        planned = [TensorInfo(o.name, o.recipe.dtype, o.recipe.shape, "", 0, 0) for o in blueprint.outputs]
         from surgeon.families.skeleton import build
 
+        shown = printable(anatomy.family.model_type)
+        planned = [TensorInfo(o.name, o.recipe.dtype, o.recipe.shape, "planned", 0, 0) for o in blueprint.outputs]
         try:
             if blueprint.native and own is None:
                 build(blueprint.config)
-            dissect(blueprint.config, {info.name: info for info in planned}, own)
         except BadInput as error:
-            shown = printable(anatomy.family.model_type)
             advice = _groups_that_fit(blueprint, anatomy) or "choose other widths"
             why = str(error).removesuffix(f"; {OWN_CONFIG}")
             raise BadInput(f"{shown}: a model of these widths cannot be described; {advice}: {why}") from error
+        try:
+            dissect(blueprint.config, {info.name: info for info in planned}, own)
+        except BadInput as error:
+            why = str(error).removesuffix(f"; {ANOTHER}")
+            raise BadInput(
+                f"{shown}: its code wants other tensors at these widths than are known to change with them; widen"
+                f" something else, or insert layers: {why}"
+            ) from error
 
 
 # Groups of heads that are tried where a plan's number does not fit.

@@ -117,6 +117,24 @@ def compare(
         BadInput: The study, its texts or the base are not as they must be; also what `train` raises.
     """
     listener = listener or Quiet()
+    _check_options(device, jobs, minutes)
+    loaded = load_study(study, new=new, original=original, replayed=replayed)
+    target = Path(results)
+    opened = open_checkpoint(base, revision=revision, trust_remote_code=trust_remote_code)
+    loaded = _fitted(loaded, opened, target, trust_remote_code=trust_remote_code)
+
+    from surgeon.compare.study import Request
+
+    device, kept = devices.resolve(device), target / KEPT_FOLDER if keep else None
+    gpus = _gpus() if device == "cuda" else 0
+    request = Request(
+        loaded, opened, target / WORK_FOLDER, kept, device, trust_remote_code, minutes, listener, take_over
+    )
+    return _carried_out(request, target, jobs or _jobs(opened, gpus), gpus)
+
+
+def _check_options(device: str, jobs: int | None, minutes: float | None) -> None:
+    """Raise BadInput for a device or a number that there is not, and under torchrun."""
     devices.check(device)
     if device.startswith("cuda:"):
         raise BadInput(f"--device {printable(device)}: runs take auto, cpu or cuda; CUDA_VISIBLE_DEVICES chooses")
@@ -125,31 +143,19 @@ def compare(
     for option, given in (("--jobs", jobs), ("--minutes", minutes)):
         if given is not None and not (given > 0 and math.isfinite(given)):
             raise BadInput(f"{option} {given:g}: give a number above 0")
-    loaded = load_study(study, new=new, original=original, replayed=replayed)
-    target = Path(results)
-    opened = open_checkpoint(base, revision=revision, trust_remote_code=trust_remote_code)
-    _check_base(opened, loaded)
-    loaded = suited(loaded, opened)
-    _check_place(target, opened)
+
+
+def _fitted(loaded: LoadedStudy, base: Checkpoint, target: Path, *, trust_remote_code: bool) -> LoadedStudy:
+    """Return the study with what it leaves out chosen for the base.
+
+    Raises BadInput where the base, the folder of results or a method's plan does not allow it.
+    """
+    _check_base(base, loaded)
+    loaded = suited(loaded, base)
+    _check_place(target, base)
     # Every run is of the commit that was read here, whatever becomes of a branch.
-    _check_plans(loaded, base, opened.revision, trust_remote_code=trust_remote_code)
-
-    from surgeon.compare.study import Request
-
-    device = devices.resolve(device)
-    gpus = _gpus() if device == "cuda" else 0
-    request = Request(
-        loaded,
-        opened,
-        target / WORK_FOLDER,
-        target / KEPT_FOLDER if keep else None,
-        device,
-        trust_remote_code,
-        minutes,
-        listener,
-        take_over,
-    )
-    return _carried_out(request, target, jobs or _jobs(opened, gpus), gpus)
+    _check_plans(loaded, base.name, base.revision, trust_remote_code=trust_remote_code)
+    return loaded
 
 
 def _carried_out(request: Request, target: Path, jobs: int, gpus: int) -> Compared:

@@ -35,44 +35,22 @@ from surgeon.common.names import check_new_name
 from surgeon.common.schema import BEGIN, TEMPLATE
 from surgeon.common.signed import UNSIGNED, check_own, read_signed, write_signed
 from surgeon.common.tables import FittedTable
-from surgeon.common.work_folders import WorkFolder, read_own, sync, working_in, write_durably
+from surgeon.common.work_folders import read_own, sync, working_in, write_durably
 from surgeon.common.yaml import check_given
 from surgeon.data.layouts import Document, document_of
+from surgeon.data.recalled_text import RECORD, Counts, NearlyNothing, TextSoFar, judge
 from surgeon.data.specs import GenerateSpec
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import is_encoder
 from surgeon.models.templates import template_of
 
 if TYPE_CHECKING:
-    from surgeon.data.writing import Writer, Written
+    from surgeon.data.writing import Writer
 
 # The longest document where nothing is said: longer ones drift from what a model has read.
 LENGTH = 512
-_RECORD, _PART = "run.json", "part.jsonl"
-# With fewer documents kept than this share, of this many batches, something is wrong.
-_LEAST_KEPT, _JUDGED = 0.05, 4
+# With more documents filtered than this share, the user is advised.
 _MANY_LOST = 0.3
-
-
-class _NearlyNothing(BadInput):
-    """Raised where nearly nothing of what a model writes can be kept."""
-
-
-@dataclass(frozen=True)
-class Counts:
-    """What became of the documents that a model wrote; `tokens` are of those that were kept.
-
-    `cut`: of the kept ones, how many reached the longest length before the model ended them.
-    """
-
-    batches: int = 0
-    written: int = 0
-    kept: int = 0
-    tokens: int = 0
-    cut: int = 0
-    loops: int = 0
-    duplicates: int = 0
-    empty: int = 0
 
 
 @dataclass(frozen=True)
@@ -168,13 +146,7 @@ def recall(
     check_new_name(target)
     devices.check(device)
     spec = check_given(
-        GenerateSpec,
-        tokens=tokens,
-        prompts=prompts,
-        temperature=temperature,
-        top_p=top_p,
-        length=length,
-        batch=batch,
+        GenerateSpec, tokens=tokens, prompts=prompts, temperature=temperature, top_p=top_p, length=length, batch=batch
     )
     located = locate(str(base), revision=revision, code=trust_remote_code)
     folder = CheckpointFolder.open(located.path, trust_remote_code=trust_remote_code)
@@ -236,23 +208,23 @@ def recalled(
         expected = Recalled(target, shown, digest, settings, Counts(), "", 0, 0.0, None)
         return _there(expected, beside, take_over=take_over, say=listener.say)
     kept = f"what was written is kept in {printable(str(place))}: the same command continues"
-    with writing(place, kept=kept), working_in(place, target=target, marker=_RECORD) as work:
-        part = _Part.open(work, fingerprint, take_over=take_over, say=listener.say)
-        made = Recalled(target, shown, digest, settings, part.counts, "", part.counts.tokens, 0.0, None)
+    with writing(place, kept=kept), working_in(place, target=target, marker=RECORD) as work:
+        text = TextSoFar.open(work, fingerprint, take_over=take_over, say=listener.say)
+        made = Recalled(target, shown, digest, settings, text.counts, "", text.counts.tokens, 0.0, None)
         try:
-            made = _written(made, part, writer, device, listener)
-        except _NearlyNothing:
+            made = _written(made, text, writer, device, listener)
+        except NearlyNothing:
             # Nothing to go on with: other settings may have the name.
-            work.remove(last=_RECORD)
+            work.remove(last=RECORD)
             raise
         record = json.dumps(made.record(), indent=1) + "\n"
         write_durably(beside, record)
         if once:
             write_signed(_signed_file(target), hashlib.sha256(record.encode()).hexdigest())
         work.check_there()
-        part.path.rename(target)
+        text.path.rename(target)
         sync(target.parent)
-        work.remove(last=_RECORD)
+        work.remove(last=RECORD)
     return made
 
 
@@ -288,14 +260,14 @@ def sampled(
     begun = time.perf_counter()
     batch = writer.write(0)
     seconds = time.perf_counter() - begun
-    part = _Part(Path(), "", Counts(), hashlib.sha256())
-    lines = _kept(part, batch, settings["tokens"]).splitlines()
+    text = TextSoFar.in_memory()
+    lines = text.keep(batch, settings["tokens"]).splitlines()
     if not lines:
-        raise _nearly_nothing(part.counts, settings)
+        raise NearlyNothing.of(text.counts, settings)
     chat, shown = settings["prompts"] == TEMPLATE, printable(str(folder.path))
     documents = [document_of(json.loads(line), shown, key=None, chat=chat) for line in lines]
     # Of the last batch not all may be needed.
-    return Sampled(documents, part.counts.written, part.counts.tokens, seconds * part.counts.written / len(batch))
+    return Sampled(documents, text.counts.written, text.counts.tokens, seconds * text.counts.written / len(batch))
 
 
 def _there(expected: Recalled, beside: Path, *, take_over: bool, say: Callable[[str], None]) -> Recalled:
@@ -364,79 +336,6 @@ def _lines(path: str) -> str:
     return text
 
 
-class _Part:
-    """The text so far, and a record of it that is written after every batch."""
-
-    def __init__(self, path: Path, fingerprint: str, counts: Counts, digest: Any) -> None:
-        self.path = path
-        self.fingerprint = fingerprint
-        self.counts = counts
-        self.digest = digest
-        self.seen: set[bytes] = set()
-
-    @classmethod
-    def open(cls, work: WorkFolder, fingerprint: str, *, take_over: bool, say: Callable[[str], None]) -> _Part:
-        """What is there, without what was cut off.
-
-        Raises BadInput where it is another run's, not what was kept, or, but for `take_over`, came from elsewhere.
-        """
-        path, file = work.path / _PART, work.path / _RECORD
-        try:
-            found = read_signed(file)
-        except ValueError as error:
-            raise _damaged(file, printable(str(error))) from None
-        if found is None:
-            check_own(None, work.path, "", take_over=take_over, say=say)
-            part = cls(path, fingerprint, Counts(), hashlib.sha256())
-            # Before the text: a folder with text and no record would be nobody's, where the disk took no more between.
-            part._record(0)
-            return part
-        try:
-            record = found.data
-            counts = Counts(**record["counts"])
-            if not all(type(number) is int for number in (record["bytes"], *asdict(counts).values())):
-                raise TypeError("it is no record of a recall")
-        except (ValueError, TypeError, KeyError) as error:
-            raise _damaged(file, printable(str(error))) from None
-        if record["fingerprint"] != fingerprint:
-            raise BadInput(
-                f"{printable(str(work.path))}: holds text of another recall (model or settings differ); remove it, or"
-                " choose another name"
-            )
-        holds = f"what a model wrote so far, {counts.tokens:,} tokens"
-        check_own(found, work.path, holds, take_over=take_over, say=say)
-        written = (read_own(path) or b"")[: record["bytes"]]
-        digest = hashlib.sha256(written)
-        if digest.hexdigest() != record["sha256"]:
-            raise _damaged(path, "it is not what was written")
-        part = cls(path, fingerprint, counts, digest)
-        with path.open("ab") as open_file:
-            open_file.truncate(len(written))
-        part.seen = {_key(line) for line in written.splitlines()}
-        if not found.here:
-            part.save(b"")
-        return part
-
-    def save(self, lines: bytes) -> None:
-        """Add lines, durably, and record that they are there."""
-        with self.path.open("ab") as file:
-            file.write(lines)
-            file.flush()
-            os.fsync(file.fileno())
-            size = file.tell()
-        self.digest.update(lines)
-        self._record(size)
-
-    def _record(self, size: int) -> None:
-        """Record that so many bytes of text are there."""
-        record = {"fingerprint": self.fingerprint, "counts": asdict(self.counts), "bytes": size}
-        write_signed(self.path.with_name(_RECORD), record | {"sha256": self.digest.hexdigest()})
-
-
-def _damaged(file: Path, why: str) -> BadInput:
-    return BadInput(f"{printable(str(file))}: damaged or edited ({why}); remove its folder, and the recall begins anew")
-
-
 def _writer(folder: CheckpointFolder, settings: dict[str, Any]) -> Writer:
     """Make the writer for the settings. Raises BadInput where the model has no such beginnings."""
     lines = None if settings["prompts"] in (BEGIN, TEMPLATE) else _lines(settings["prompts"])
@@ -446,92 +345,38 @@ def _writer(folder: CheckpointFolder, settings: dict[str, Any]) -> Writer:
     return Writer(folder, settings, lines)
 
 
-def _written(made: Recalled, part: _Part, writer: Writer, device: str, listener: Listener) -> Recalled:
+def _written(made: Recalled, text: TextSoFar, writer: Writer, device: str, listener: Listener) -> Recalled:
     """Write batch after batch until there is enough."""
     settings, goal = made.settings, made.settings["tokens"]
     listener.begin("recalling", goal, "tokens")
-    listener.advance(part.counts.tokens)
+    listener.advance(text.counts.tokens)
     begun, spent, sampled = time.perf_counter(), 0.0, 0
-    if part.counts.tokens < goal:
+    if text.counts.tokens < goal:
         writer.load(devices.resolve(device), listener.say)
         begun = time.perf_counter()
-    while part.counts.tokens < goal:
-        before = part.counts
+    while text.counts.tokens < goal:
+        before = text.counts
         batch = writer.write(before.batches)
         sampled += sum(each.tokens for each in batch)
-        part.save(_kept(part, batch, goal))
-        _judge(part.counts, settings)
-        listener.advance(part.counts.tokens - before.tokens)
+        text.save(text.keep(batch, goal))
+        judge(text.counts, settings)
+        listener.advance(text.counts.tokens - before.tokens)
         spent = time.perf_counter() - begun
-        if 10 * before.tokens // goal < 10 * part.counts.tokens // goal:
-            left = max(0, goal - part.counts.tokens) * spent / max(1, part.counts.tokens - made.resumed_at)
+        if 10 * before.tokens // goal < 10 * text.counts.tokens // goal:
+            left = max(0, goal - text.counts.tokens) * spent / max(1, text.counts.tokens - made.resumed_at)
             listener.say(
-                f"recalled {part.counts.tokens:,} of {goal:,} tokens, {sampled / spent:,.0f} tokens/s,"
+                f"recalled {text.counts.tokens:,} of {goal:,} tokens, {sampled / spent:,.0f} tokens/s,"
                 f" {datetime.timedelta(seconds=round(left))} left"
             )
-    lost = part.counts.written - part.counts.kept
-    if lost > _MANY_LOST * part.counts.written:
-        listener.say(f"{_filtered(part.counts)}; another temperature (now {settings['temperature']:g}) may lose fewer")
+    lost = text.counts.written - text.counts.kept
+    if lost > _MANY_LOST * text.counts.written:
+        listener.say(f"{text.counts.filtered}; another temperature (now {settings['temperature']:g}) may lose fewer")
     return replace(
         made,
-        counts=part.counts,
-        sha256=part.digest.hexdigest(),
+        counts=text.counts,
+        sha256=text.digest.hexdigest(),
         seconds=spent,
         tokens_per_second=sampled / spent if sampled else None,
-    )
-
-
-def _kept(part: _Part, batch: list[Written], goal: int) -> bytes:
-    """Return the lines of a batch's documents that are kept, up to the first that is enough; counts all of them."""
-    found = asdict(part.counts)
-    found["batches"] += 1
-    lines = b""
-    for document in batch:
-        if found["tokens"] >= goal:
-            break
-        found["written"] += 1
-        line = json.dumps(document.entry, ensure_ascii=False).encode() + b"\n"
-        key = _key(line)
-        if document.empty:
-            found["empty"] += 1
-        elif document.loops:
-            found["loops"] += 1
-        elif key in part.seen:
-            found["duplicates"] += 1
-        else:
-            part.seen.add(key)
-            found["kept"] += 1
-            found["tokens"] += document.tokens
-            found["cut"] += not document.ended
-            lines += line
-    part.counts = Counts(**found)
-    return lines
-
-
-def _key(line: bytes) -> bytes:
-    """Return the key that equal documents share: the words, whatever their case and the white space between them."""
-    return hashlib.sha256(" ".join(line.decode().split()).casefold().encode()).digest()
-
-
-def _judge(counts: Counts, settings: dict[str, Any]) -> None:
-    """Raise BadInput where nearly nothing of what the model writes can be kept."""
-    if counts.batches >= _JUDGED and counts.kept < _LEAST_KEPT * counts.written:
-        raise _nearly_nothing(counts, settings)
-
-
-def _nearly_nothing(counts: Counts, settings: dict[str, Any]) -> _NearlyNothing:
-    temperature = settings["temperature"]
-    other = "a higher one, 1 say" if temperature < 1 else "a lower one, 0.8 say"
-    why = "they loop" if counts.loops >= counts.empty + counts.duplicates else "they are empty or the same"
-    advice = f"temperature is {temperature:g}: try {other}, or give `prompts`, a file with a beginning a line"
-    return _NearlyNothing(f"{_filtered(counts)}, since {why}; {advice}")
-
-
-def _filtered(counts: Counts) -> str:
-    lost = counts.written - counts.kept
-    return (
-        f"{lost} of {counts.written} documents ({lost / counts.written:.0%}) were filtered: {counts.loops} loop,"
-        f" {counts.duplicates} are duplicates, {counts.empty} are empty"
     )
 
 

@@ -95,16 +95,11 @@ def evaluate(
         BadInput: An option is out of range, a model or text cannot be opened, or models are of different kinds.
     """
     listener = listener or Quiet()
-    for option, given, least in (("length", length, 2), ("batch", batch, 1), ("most", most, 0)):
-        if given is not None and given < least:
-            raise BadInput(f"{option} is {given}; it must be at least {least}")
-    given_models = [models] if isinstance(models, Model) else list(models)
-    if not given_models:
-        raise BadInput("no model to evaluate: give a folder or a Hub id")
+    _check_numbers(length, batch, most)
+    rows = _rows(models, base)
     devices.check(device)
     Checkpoint.check_dtype(dtype)
-    given_models = [*([] if base is None else [base]), *given_models]
-    for model in given_models:
+    for model in rows:
         if not isinstance(model, Checkpoint):
             check_model(model, trust_remote_code=trust_remote_code)
     texts = open_texts(data, only=sources or (), most=most, say=listener.say, labels=labels)
@@ -113,13 +108,30 @@ def evaluate(
     from surgeon.evaluate.texts import evaluate_texts
 
     device = devices.resolve(device)
-    opened = [
-        model if isinstance(model, Checkpoint) else open_checkpoint(model, trust_remote_code=trust_remote_code)
-        for model in given_models
-    ]
+    opened = [_opened(model, trust_remote_code=trust_remote_code) for model in rows]
     return (evaluate_labels if labels else evaluate_texts)(
         opened, texts, length=length, batch=batch, dtype=dtype, device=device, listener=listener
     )
+
+
+def _check_numbers(length: int | None, batch: int, most: int) -> None:
+    """Raise BadInput for a number that is too small."""
+    for option, given, least in (("length", length, 2), ("batch", batch, 1), ("most", most, 0)):
+        if given is not None and given < least:
+            raise BadInput(f"{option} is {given}; it must be at least {least}")
+
+
+def _rows(models: Model | Sequence[Model], base: Model | None) -> list[Model]:
+    """Return the models in the order of their rows, the base first. Raises BadInput where there is none but a base."""
+    given = [models] if isinstance(models, Model) else list(models)
+    if not given:
+        raise BadInput("no model to evaluate: give a folder or a Hub id")
+    return given if base is None else [base, *given]
+
+
+def _opened(model: Model, *, trust_remote_code: bool) -> Checkpoint:
+    """Return the model opened, unless it is."""
+    return model if isinstance(model, Checkpoint) else open_checkpoint(model, trust_remote_code=trust_remote_code)
 
 
 def evaluation_view(evaluation: Evaluation[Any]) -> RenderableType:

@@ -436,9 +436,11 @@ def _trunk_config(config: dict[str, Any]) -> dict[str, Any]:
                 f"config.json: `anatomy` says of `{printable(str(path))}` what cannot be read; get the output's own"
                 " config.json"
             )
-        part.pop(key, None)
+        # A field that stays has its place.
         if value:
             part[key] = value[0]
+        else:
+            part.pop(key, None)
     return config
 
 

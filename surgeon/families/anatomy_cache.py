@@ -304,6 +304,7 @@ def _key(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], own: OwnC
     return digest_of([_FORMAT, found_with(), config, held, own and own.digest])
 
 
+@cache
 def versions() -> dict[str, str]:
     """The versions of the libraries that a proof runs on."""
     return {name: metadata.version(name) for name in _LIBRARIES}

@@ -60,6 +60,7 @@ def composition_of(config: Mapping[str, Any], skeleton: Skeleton, twin: Skeleton
             layers=tuple(dict.fromkeys(told_class(type(layer)) for layer in skeleton.layers)),
             sites=sites,
             heads=heads_of(model, OTHER_AUTOS),
+            first_position=_first_position(twin),
         )
     except ValueError as error:
         raise _unfit(config, str(error)) from error
@@ -134,6 +135,25 @@ def _probed(twin: Skeleton, layers: Sequence[int]) -> tuple[tuple[SiteClass, ...
                 if chosen is not None:
                     found[SiteClass(chosen.name, told_class(type(chosen.block)), role)] = None
     return tuple(found), output
+
+
+def _first_position(twin: Skeleton) -> int:
+    """What the model counts positions from where it gives its decoder some of its own: PaliGemma does, from 1."""
+    import torch
+
+    firsts: list[int] = []
+
+    def hook(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+        positions = given.get("position_ids")
+        firsts.append(int(positions[0, 0]) if isinstance(positions, torch.Tensor) and positions.dim() == 2 else 0)
+
+    handle = twin.model.get_submodule(twin.stack.rpartition(".")[0]).register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        with torch.no_grad(), one_thread():
+            twin.model(input_ids=some_tokens(twin), use_cache=False)
+    finally:
+        handle.remove()
+    return next(iter(firsts), 0)
 
 
 def _chosen(runs: Sequence[_Run], role: str) -> _Run | None:

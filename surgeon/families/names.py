@@ -18,7 +18,8 @@ from surgeon.common.library import LOAD_FAILURES, first_line, passed_over, quiet
 from surgeon.errors import BadInput, printable
 from surgeon.families.skeleton import Skeleton
 
-_ANOTHER = "is config.json another model's?"
+# What to ask of tensors that do not fit.
+ANOTHER = "is config.json another model's?"
 
 
 @dataclass(frozen=True)
@@ -234,7 +235,7 @@ def _stem(places: Mapping[str, int], skeleton: Skeleton) -> str:
         stem = "".join(f"{part}." for part in parts[: parts.index(str(index))])
         found.setdefault(stem, name)
     if not found:
-        raise BadInput(f"no tensor belongs to a layer of `{skeleton.stack}`; {_ANOTHER}")
+        raise BadInput(f"no tensor belongs to a layer of `{skeleton.stack}`; {ANOTHER}")
     if len(found) > 1:
         first, second, *_ = found.values()
         raise BadInput(f"layers are named both as {printable(first)} and as {printable(second)}; keep one set of them")
@@ -251,14 +252,14 @@ def _check_beyond(
         name = f"{stem}{same}.{beyond[same][0]}"
         raise BadInput(
             f"{printable(name)} ({tensors[name].file}): the config has `num_hidden_layers` {count}, so there is no"
-            f" layer {same}; {_ANOTHER}"
+            f" layer {same}; {ANOTHER}"
         )
     if beyond and sorted(beyond) != list(range(count, count + len(beyond))):
         index = next(index for nth, index in enumerate(sorted(beyond)) if index != count + nth)
         name = f"{stem}{index}.{beyond[index][0]}"
         raise BadInput(
             f"{printable(name)} ({tensors[name].file}): the config has {count} layers, so there is no layer {index};"
-            f" {_ANOTHER}"
+            f" {ANOTHER}"
         )
 
 
@@ -272,18 +273,18 @@ def _check_alike(
         if extra := min(layers[like].keys() ^ layers[index].keys(), default=None):
             if not layers[index]:
                 lacking = printable(f"{stem}{index}.{extra}")
-                raise BadInput(f"{lacking}: the config requires this tensor, no shard has it; {_ANOTHER}")
+                raise BadInput(f"{lacking}: the config requires this tensor, no shard has it; {ANOTHER}")
             has, lacks = (index, like) if extra in layers[index] else (like, index)
             raise BadInput(
                 f"{printable(f'{stem}{has}.{extra}')}: layer {lacks}, which is of the same kind, has no such tensor;"
-                f" {_ANOTHER}"
+                f" {ANOTHER}"
             )
         for suffix in layers[index]:
             here, there = tensors[f"{stem}{index}.{suffix}"], tensors[f"{stem}{like}.{suffix}"]
             if here.shape != there.shape:
                 raise BadInput(
                     f"{printable(here.name)} ({here.file}): shape {list(here.shape)}, layer {like}'s has"
-                    f" {list(there.shape)}; {_ANOTHER}"
+                    f" {list(there.shape)}; {ANOTHER}"
                 )
 
 
@@ -337,18 +338,18 @@ def _check_loads(
         with quiet_transformers():
             told, _ = convert_and_load_state_dict_in_model(model, given, options, None)
     except LOAD_FAILURES as error:
-        raise BadInput(f"transformers cannot load these tensors ({first_line(error)}); {_ANOTHER}") from error
+        raise BadInput(f"transformers cannot load these tensors ({first_line(error)}); {ANOTHER}") from error
     for target, *_ in sorted(told.mismatched_keys):
         name = next(name for name, targets in renamed.items() if target in targets)
         wanted = list(model.state_dict(keep_vars=True)[target].shape)
         raise BadInput(
             f"{printable(name)} ({tensors[name].file}): shape {list(tensors[name].shape)}, the config requires"
-            f" {wanted}; {_ANOTHER}"
+            f" {wanted}; {ANOTHER}"
         )
     for target, reason in sorted(told.conversion_errors.items()):
         raise BadInput(
             f"{printable(target)}: transformers cannot make it of the tensors stored ({printable(str(reason))});"
-            f" {_ANOTHER}"
+            f" {ANOTHER}"
         )
     ours = tuple(f"{skeleton.stack}.{index}." for index in shown)
     others = f"{skeleton.stack}."
@@ -367,7 +368,7 @@ def _check_loads(
                 " set it to true if the model shares them"
             )
         if not target.startswith(others) or target.startswith(ours):
-            raise BadInput(f"{printable(target)}: the config requires this tensor, no shard has it; {_ANOTHER}")
+            raise BadInput(f"{printable(target)}: the config requires this tensor, no shard has it; {ANOTHER}")
     ignored = passed_over(model)
     for index in sorted(shown):
         for suffix, targets in layers[index].items():
@@ -377,5 +378,5 @@ def _check_loads(
                 expected = dict.fromkeys(_EXPERT.sub("…", each, count=1) for each in known)
                 raise BadInput(
                     f"{printable(name)} ({tensors[name].file}): a layer of this architecture and config has no such"
-                    f" tensor; expected {printable(', '.join(expected))}: {_ANOTHER}"
+                    f" tensor; expected {printable(', '.join(expected))}: {ANOTHER}"
                 )

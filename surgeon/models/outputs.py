@@ -130,25 +130,34 @@ def compare_outputs(
     name, identical, difference, largest = "", True, 0.0, 0.0
     batches = (torch.split(values.to(device), batch_size) for values in (ids, mask))
     for ids_BT, mask_BT in zip(*batches, strict=True):
-        outputs = []
-        for model in (base_model, out_model):
-            with torch.inference_mode(), running(model):
-                outputs.append(model(input_ids=ids_BT, attention_mask=mask_BT))
-        name = next(key for key in _OUTPUTS if key in outputs[0])
-        first, second = (_compared(_whole(output, name), mask_BT) for output in outputs)
-        if first.isnan().any():
-            raise BadInput(
-                f"the base computes NaN {name} in {_plain(base_model.dtype)}, so there is no function to preserve;"
-                " try another dtype"
-            )
-        if first.shape != second.shape:
-            raise PromiseBroken(
-                f"the output gives {name} of shape {list(second.shape)}, the base {list(first.shape)}; they must agree"
-            )
+        name, first, second = _both(base_model, out_model, ids_BT, mask_BT)
         identical = identical and torch.equal(first, second)
         difference = max(difference, float((first.float() - second.float()).abs().nan_to_num(nan=torch.inf).max()))
         largest = max(largest, float(first.float().abs().max()))
     return OutputComparison(WHOLE, _plain(base_model.dtype), name, int(mask.sum()), identical, difference, largest)
+
+
+def _both(base: Any, out: Any, ids_BT: Tensor, mask_BT: Tensor) -> tuple[str, Tensor, Tensor]:
+    """Run two models on the same tokens; return what their head gives, by its name, and the values of each.
+
+    Raises BadInput where the base's are no numbers, PromiseBroken where the output's have another shape.
+    """
+    outputs = []
+    for model in (base, out):
+        with torch.inference_mode(), running(model):
+            outputs.append(model(input_ids=ids_BT, attention_mask=mask_BT))
+    name = next(key for key in _OUTPUTS if key in outputs[0])
+    first, second = (_compared(_whole(output, name), mask_BT) for output in outputs)
+    if first.isnan().any():
+        raise BadInput(
+            f"the base computes NaN {name} in {_plain(base.dtype)}, so there is no function to preserve; try another"
+            " dtype"
+        )
+    if first.shape != second.shape:
+        raise PromiseBroken(
+            f"the output gives {name} of shape {list(second.shape)}, the base {list(first.shape)}; they must agree"
+        )
+    return name, first, second
 
 
 def _whole(output: Any, name: str) -> Tensor:

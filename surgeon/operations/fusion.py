@@ -52,27 +52,19 @@ def fuse_layers(
     a map that nothing but them needs is not computed (down_proj's, in families without post-norms); o_proj's is,
     since gate and up take it as their T_in.
     """
-    if support is not None:
-        _check_of_base(draft, below)
-    lower, upper = draft.layers[below].tensors, draft.layers[below + 1].tensors
     kind = draft.kind_of(below)
+    if support is not None:
+        _check_support(draft, below, kind)
     _check_aligned(draft.anatomy.family.model_type, kind, skip, unaligned)
-    router = router_of(kind.parts)
-    if router is not None and support is not None:
-        raise BadInput(
-            "`support: activations` compares what linear modules put out, and the experts of a layer are not such"
-            " modules; use `support: weights`"
-        )
-    if heads == "blocks" and not draft.anatomy.derivation.whole_heads(draft.layers[below].like):
-        raise BadInput(
-            f"`heads: blocks` aligns whole heads, and on a twin of this {draft.anatomy.family.model_type} those of"
-            f" layer {below} cannot change places; use `heads: free`"
-        )
+    if heads == "blocks":
+        _check_whole_heads(draft, below)
+    lower, upper = draft.layers[below].tensors, draft.layers[below + 1].tensors
     parts = tuple(part for part in kind.parts if not is_of_experts(part))
     flow_of = _Flow(flow, heads, label, parts)
     whole_heads = _whole_heads(draft, parts, lower, upper, label) if heads == "blocks" else None
-    wanted = _wanted_roles(parts, flow_of, skip, experts=router is not None)
-    for role in (role for role in _SOLVED if role in wanted):
+    cost_first = order == "cost_first"
+    needed = _needed_roles(parts, flow_of, skip, experts=router_of(kind.parts) is not None)
+    for role in (role for role in _SOLVED if role in needed):
         part, start, stop = _rows_of(parts, role)
         draft.add_coupling(
             Coupling(
@@ -85,18 +77,11 @@ def fuse_layers(
                 settings=tuple(sorted(settings.items())),
                 whole_heads=whole_heads if role in _OF_HEADS else None,
                 support=support,
-                cost_first=order == "cost_first",
+                cost_first=cost_first,
             )
         )
-    experts = fuse_experts(
-        draft,
-        below,
-        label=label,
-        t_in=flow_of.t_in("router"),
-        settings=settings,
-        cost_first=order == "cost_first",
-        skip=skip,
-    )
+    t_in = flow_of.t_in("router")
+    experts = fuse_experts(draft, below, label=label, t_in=t_in, settings=settings, cost_first=cost_first, skip=skip)
     return _fused_tensors(lower, upper, parts, flow_of, skip, experts)
 
 
@@ -170,13 +155,28 @@ def _fused_tensors(
     return tensors
 
 
-def _check_of_base(draft: Draft, below: int) -> None:
+def _check_whole_heads(draft: Draft, below: int) -> None:
+    """Raise BadInput where the heads of a layer cannot change places."""
+    if not draft.anatomy.derivation.whole_heads(draft.layers[below].like):
+        raise BadInput(
+            f"`heads: blocks` aligns whole heads, and on a twin of this {draft.anatomy.family.model_type} those of"
+            f" layer {below} cannot change places; use `heads: free`"
+        )
+
+
+def _check_support(draft: Draft, below: int, kind: LayerKind) -> None:
+    """Raise BadInput where two layers cannot be compared by activations: not of the base, or with experts."""
     for index in (below, below + 1):
         if draft.layers[index].base is None or draft.layers[index].rewritten:
             raise BadInput(
                 f"`support: activations` needs layers of the base on both sides; layer {index} was made by an earlier"
                 " operation: put this one first, or use `support: weights`"
             )
+    if router_of(kind.parts) is not None:
+        raise BadInput(
+            "`support: activations` compares what linear modules put out, and the experts of a layer are not such"
+            " modules; use `support: weights`"
+        )
 
 
 @dataclass(frozen=True)
@@ -193,12 +193,12 @@ class _Flow:
         """Whether the attention output's columns are aligned by the query's map: of layers that are described so."""
         if self.heads == "free" and self.kind not in ("vanilla_output", "vanilla"):
             return False
-        query, output = _held(self.parts, "query"), _held(self.parts, "output")
+        query, output = _weight_rows(self.parts, "query"), _weight_rows(self.parts, "output")
         return query is not None and output is not None and output[0].shape[1] == query[2] - query[1]
 
     def t_in(self, role: Role) -> MapRef:
         """Table 1 (and 7): what aligns a matrix within its layer. A router reads what gate and up read."""
-        if role in _READ_OUTPUT and _held(self.parts, "output") is not None:
+        if role in _READ_OUTPUT and _weight_rows(self.parts, "output") is not None:
             return MapRef(f"{self.label}.output", half_identity=self.kind in ("vanilla_mlp", "vanilla"))
         if role == "output" and self.output_follows_query:
             return MapRef(f"{self.label}.query")
@@ -221,23 +221,23 @@ def _whole_heads(
     )
 
 
-def _wanted_roles(parts: tuple[Part, ...], flow: _Flow, skip: frozenset[str], *, experts: bool) -> set[Role]:
+def _needed_roles(parts: tuple[Part, ...], flow: _Flow, skip: frozenset[str], *, experts: bool) -> set[Role]:
     """Roles whose maps some tensor of the fused layer needs, directly or as another map's T_in."""
-    wanted: set[Role] = set()
+    needed: set[Role] = set()
     for part in parts:
         if part.suffix in skip:
             continue
         for role, _ in part.blocks:
             source = _source(role)
             if source is not None and _fits(parts, part, role):
-                wanted.add(source)
-    if (experts or wanted & _READ_OUTPUT) and _held(parts, "output") is not None:
-        wanted.add("output")
-    if "output" in wanted and flow.output_follows_query:
-        wanted.add("query")
-    if flow.heads == "blocks" and wanted & set(_OF_HEADS):
-        wanted.update(_OF_HEADS)
-    return wanted
+                needed.add(source)
+    if (experts or needed & _READ_OUTPUT) and _weight_rows(parts, "output") is not None:
+        needed.add("output")
+    if "output" in needed and flow.output_follows_query:
+        needed.add("query")
+    if flow.heads == "blocks" and needed & set(_OF_HEADS):
+        needed.update(_OF_HEADS)
+    return needed
 
 
 def _source(role: Role) -> Role | None:
@@ -263,8 +263,8 @@ def _fits(parts: tuple[Part, ...], part: Part, role: Role) -> bool:
     source = _source(role)
     if source is None or source == role:
         return True
-    held = _held(parts, source)
-    return held is not None and part.shape[0] == held[2] - held[1]
+    found = _weight_rows(parts, source)
+    return found is not None and part.shape[0] == found[2] - found[1]
 
 
 def _t_out(part: Part, role: Role, label: str, parts: tuple[Part, ...]) -> MapRef:
@@ -287,19 +287,19 @@ def _blocks(part: Part, flow: _Flow, parts: tuple[Part, ...]) -> tuple[Block, ..
 
 def _rows_of(parts: tuple[Part, ...], role: Role) -> tuple[Part, int, int]:
     """The weight that holds a module, and its rows there."""
-    held = _held(parts, role)
-    assert held is not None, f"no weight holds the module {role}"
-    return held
+    found = _weight_rows(parts, role)
+    assert found is not None, f"no weight holds the module {role}"
+    return found
 
 
-def _held(parts: tuple[Part, ...], role: Role) -> tuple[Part, int, int] | None:
+def _weight_rows(parts: tuple[Part, ...], role: Role) -> tuple[Part, int, int] | None:
     """As `_rows_of`; None where no weight is known to hold the module."""
     for part in parts:
         if part.kind != "weight":
             continue
         start = 0
-        for held, rows in part.blocks:
-            if held == role:
+        for other, rows in part.blocks:
+            if other == role:
                 return part, start, start + rows
             start += rows
     return None

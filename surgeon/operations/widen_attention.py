@@ -61,8 +61,8 @@ class WidenAttention(Operation):
         wide = narrow * each
         rows: dict[Role, int] = {"query": wide, "key": narrow, "value": narrow, "output": wide}
         for index, layer in enumerate(draft.layers):
-            _check_norms(draft, index)
             parts = parts_with(draft, index, (*_READING, "output"))
+            _check_norms(draft, index)
             more = {role: self._pieces(draft, number, index, parts, role, count) for role, count in rows.items()}
             layer.rewritten |= dict.fromkeys(widen(draft, index, _READING, "output", more), number)
         heads, kv_heads = sizes.heads + groups * each, sizes.kv_heads + groups

@@ -132,7 +132,7 @@ def prepare(loaded: LoadedPlan, base: OpenedBase) -> dict[int, Facts]:
         if base.anatomy.family.encoder and not operation.on_encoders:
             # `draw` says why it is refused.
             continue
-        with _placed(loaded, number):
+        with placed(loaded, number):
             facts = operation.prepare(replace(base, number=number))
         if facts is not None:
             found[number] = facts
@@ -149,19 +149,25 @@ def draw(
     draft = Draft(anatomy, config, seed=loaded.plan.seed)
     known = facts or {}
     for number, operation in enumerate(loaded.plan.operations):
-        with _placed(loaded, number):
+        with placed(loaded, number):
             carry_out(operation, draft, known.get(number))
     return draft.finish()
 
 
 @contextmanager
-def _placed(loaded: LoadedPlan, number: int) -> Iterator[None]:
-    """Put file, line and operation before what a BadInput that is raised within says."""
+def placed(loaded: LoadedPlan, number: int | None = None) -> Iterator[None]:
+    """Put file, line and operation before what a BadInput that is raised within says.
+
+    Without a `number` it is of the plan as a whole: its operation where it has one alone, else its file.
+    """
     try:
         yield
     except BadInput as error:
         kind = WeightsNeeded if isinstance(error, WeightsNeeded) else BadInput
-        raise kind(f"{loaded.operation(number)}: {error}") from None
+        alone = 0 if len(loaded.plan.operations) == 1 else None
+        place = number if number is not None else alone
+        where = printable(loaded.source) if place is None else loaded.operation(place)
+        raise kind(f"{where}: {error}") from None
 
 
 def carry_out(operation: Operation, draft: Draft, facts: Facts | None = None) -> None:

@@ -174,6 +174,7 @@ def classes_of(native: Composition, uses: tuple[Use, ...]) -> str:
         NativeText=short_name(native.text),
         text_is="The model without a head" if native.encoder else "The text decoder",
         stack=native.stack,
+        first_position=f"\n    first_position = {native.first_position}" if native.first_position else "",
         layer_classes=f"{layer_classes}\n    ",
         unsplit=", ".join(f'"{upcycled(each)}"' for each in native.layers),
         model=_OUTER.format(model=model, native=short_name(native.model), config=config, stack=native.stack, text=text)

@@ -7,7 +7,7 @@
 
 `heads` are further heads, each with the auto class that finds it and what it returns. An encoder has `spans` in place
 of `sites`: of each of a layer's blocks the module that reads what the block reads, and the one whose output is added to
-the stream. Both keys are left out where there are none.
+the stream. Both keys are left out where there are none, and so is `first_position` where it is 0.
 
 `trunk` are the fields of config.json, by their path, that read otherwise without branches: a list of the one value, or
 an empty list where the field is not there.
@@ -84,7 +84,8 @@ class Composition:
     `autos` are the auto classes that find `head`, its own first; `model` is what AutoModel finds; `text` the text
     decoder, whose list of layers is called `stack`, and whose config is `text_config`, at `path` in config.json.
     `output` is what `head` returns, `activation` the text config's field that names the activation, empty where it has
-    none. Of an encoder `text` and `model` are the base model, `stack` is a path in it.
+    none. Of an encoder `text` and `model` are the base model, `stack` is a path in it. `first_position` is what the
+    model counts a text's positions from where it gives them to its decoder itself.
     """
 
     model_type: str
@@ -102,6 +103,7 @@ class Composition:
     sites: tuple[SiteClass, ...]
     heads: tuple[HeadClass, ...] = ()
     spans: tuple[SpanClass, ...] = ()
+    first_position: int = 0
 
     def __post_init__(self) -> None:
         classes = self.classes
@@ -125,6 +127,8 @@ class Composition:
         others = [head.auto for head in self.heads]
         if set(others) - set(OTHER_AUTOS) or len({*others, *self.autos}) < len(others) + len(self.autos):
             raise ValueError("config.anatomy: `heads` names an auto class that is not known, or one twice")
+        if type(self.first_position) is not int or not 0 <= self.first_position < 1000:
+            raise ValueError("config.anatomy: `first_position` is no small number")
         if self.spans and (self.sites or self.path):
             raise ValueError("config.anatomy: `spans` are an encoder's, `sites` and `path` a decoder's")
         short: dict[str, str] = {}
@@ -176,7 +180,9 @@ class Composition:
         told = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "model_type"}
         listed = {key: [asdict(each) for each in told.pop(key)] for key in _ENTRIES}
         kept = {key: value for key, value in listed.items() if value or key == "sites"}
-        return told | {key: [*told[key]] for key in _LISTS} | kept
+        first = {"first_position": told.pop("first_position")} if self.first_position else {}
+        told.pop("first_position", None)
+        return told | {key: [*told[key]] for key in _LISTS} | kept | first
 
 
 # Keys of `anatomy` that are lists of entries.
@@ -188,12 +194,12 @@ def read_composition(model_type: str, told: Any) -> Composition:
     if not isinstance(told, Mapping):
         raise ValueError("config.anatomy is not there")
     known = {each.name for each in fields(Composition)} - {"model_type"}
-    told = {"heads": [], "spans": []} | dict(told)
+    told = {"heads": [], "spans": [], "first_position": 0} | dict(told)
     if lacking := sorted((known ^ set(told)) - {"trunk"}):
         raise ValueError(f"config.anatomy: `{lacking[0]}` is missing or unknown")
     entries: dict[str, Any] = {key: tuple(_entries(key, kind, told[key])) for key, kind in _ENTRIES.items()}
     listed = {key: told[key] for key in _LISTS}
-    texts = {key: told[key] for key in known - {*_ENTRIES, *_LISTS}}
+    texts = {key: told[key] for key in known - {*_ENTRIES, *_LISTS, "first_position"}}
     if not all(isinstance(value, list) and _texts(value) for value in listed.values()) or not _texts([*texts.values()]):
         raise ValueError("config.anatomy: names of classes must be texts")
     return Composition(
@@ -201,6 +207,7 @@ def read_composition(model_type: str, told: Any) -> Composition:
         autos=tuple(listed["autos"]),
         path=tuple(listed["path"]),
         layers=tuple(listed["layers"]),
+        first_position=told["first_position"],
         **entries,
         **texts,
     )

@@ -49,6 +49,8 @@ class UpcycledPreTrained(PreTrainedModel):
     """What upcycled models share; `stack` is the path of the list of layers in the model that holds it."""
 
     stack: ClassVar[str]
+    # What the native model counts a text's positions from where it gives its decoder some.
+    first_position: ClassVar[int] = 0
 
     @classmethod
     def is_custom_code(cls) -> bool:
@@ -212,7 +214,9 @@ class UpcycledModel(UpcycledPreTrained):
             flow.packed = any(given.get(name) is not None for name in ("cu_seq_lens_q", "seq_idx"))
         if flow is not None and found:
             inputs = given_inputs(given.get("input_ids"), given.get("inputs_embeds"))
-            flow.positions = given.get("position_ids")
+            positions = given.get("position_ids")
+            # Counted from 0, as grafts know them.
+            flow.positions = positions if positions is None else positions - self.first_position
             if flow.domains is None:
                 flow.domains = token_domains(given.get("domain_ids"), torch.Size(inputs.shape[:2]))
             for graft in found:

@@ -114,9 +114,8 @@ def fit_gate(
     tensors = {name: getattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names}
     record = RunRecord.read(work)
     if record is not None and record.gate is not None and record.gate == _digest_of(work):
-        figures = GateFigures(**json.loads((work / FIGURES_FILE).read_text(encoding="utf-8")))
         _take(tensors, safetensors.torch.load_file(work / GATE_FILE))
-        return figures
+        return GateFigures(**json.loads((work / FIGURES_FILE).read_text(encoding="utf-8")))
     before = model.training
     model.to(device).eval()
     say("fitting the domain gate")
@@ -124,12 +123,7 @@ def fit_gate(
     fitted = _classifier(gate, _parts(model, layer, mixture, tokens), seed)
     rounded = {name: fitted[name.rpartition(".")[2]].to(dtypes[name]) for name in names}
     _take(tensors, rounded)
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _HELD_LENGTH
-    length = max(mixture.streams[0].packer.length, min(_HELD_LENGTH, context))
-    original, new = (
-        {name: _Scored.of(model, layer, sequences) for name, sequences in of_domain.items()}
-        for of_domain in _by_domain({name: each(max(1, _HELD_TOKENS // length), length) for name, each in held.items()})
-    )
+    original, new = _scored_by_domain(model, layer, held, mixture.streams[0].packer.length)
     threshold = next(name for name in names if name.endswith(".threshold"))
     rounded[threshold] = _threshold(gate, list(original.values()), dtypes[threshold])
     _take(tensors, rounded)
@@ -138,15 +132,18 @@ def fit_gate(
     model.train(before)
     _judge(figures, say)
     if leads:
-        safetensors.torch.save_file(
-            {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, work / GATE_FILE
-        )
-        sync(work / GATE_FILE)
-        write_durably(work / FIGURES_FILE, json.dumps(figures.to_json()))
-        if record is not None:
-            record.gate = _digest_of(work)
-            record.write(work)
+        _keep(work, tensors, figures, record)
     return figures
+
+
+def _keep(work: Path, tensors: Mapping[str, Tensor], figures: GateFigures, record: RunRecord | None) -> None:
+    """Write the fitted tensors and the figures to the work folder, and their digest to its record."""
+    safetensors.torch.save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, work / GATE_FILE)
+    sync(work / GATE_FILE)
+    write_durably(work / FIGURES_FILE, json.dumps(figures.to_json()))
+    if record is not None:
+        record.gate = _digest_of(work)
+        record.write(work)
 
 
 def _digest_of(work: Path) -> str | None:
@@ -173,6 +170,26 @@ def _from_the_first(tensors: dict[str, Tensor]) -> None:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         for tensor in tensors.values():
             torch.distributed.broadcast(tensor, 0)
+
+
+def _scored_by_domain(
+    model: Any, layer: nn.Module, held: Mapping[str, Callable[[int, int], list[PackedSequence]]], length: int
+) -> list[dict[str, _Scored]]:
+    """Return, by source, the gate's scores on held-out text of the original domain, and those of new ones.
+
+    Args:
+        model: the model.
+        layer: its layer that has the gate.
+        held: by source, what returns so many held-out sequences of such a length.
+        length: the tokens of a sequence at least; more where the model takes them.
+    """
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _HELD_LENGTH
+    length = max(length, min(_HELD_LENGTH, context))
+    drawn = {name: draw(max(1, _HELD_TOKENS // length), length) for name, draw in held.items()}
+    return [
+        {name: _Scored.of(model, layer, sequences) for name, sequences in of_domain.items()}
+        for of_domain in _by_domain(drawn)
+    ]
 
 
 def _by_domain(held: Mapping[str, Sequence[PackedSequence]]) -> list[dict[str, Sequence[PackedSequence]]]:

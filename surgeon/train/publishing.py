@@ -295,17 +295,10 @@ def publishing_job(
     beside = _Beside.of(out, manifest, made, final, of_base if keep or manifest.kept else None)
     if final.adapter is not None:
         added = {**added, ADAPTER_CONFIG_FILE: final.adapter}
-    # What surgery put there, and no other file of code that the user trusts.
-    ours = [name for name in manifest.code if CODE_NAME.fullmatch(name) and name not in out.side_files]
-    code = {name: content for name in ours if (content := out.read_code(name)) is not None}
 
     def finish(proof: ReadBack) -> Mapping[str, bytes]:
         """Write manifest and card. Raises PromiseBroken where a tensor that did not train is not what it was."""
-        for name, digest in proof.digests.items():
-            if name not in beside.origins and name not in final.changes and digest != digests.get(name):
-                raise PromiseBroken(
-                    f"{printable(name)}: did not train, yet is not what surgery.json says; nothing was published"
-                )
+        _check_untrained(proof, digests, {*beside.origins, *final.changes})
         run = _training_entry(proof, digests, final, entry, beside, of_base)
         files = {name: digest for name, digest in proof.files.items() if not name.startswith(f"{ADAPTER_FOLDER}/")}
         after = manifest.changed(training=[*manifest.training, run], files=beside_weights(files))
@@ -315,7 +308,7 @@ def publishing_job(
         shards=(*shards, *beside.shards),
         origins={**origins_in(out, shards), **trained, **beside.origins},
         twins=twins_in(out, shards),
-        files=model_files(out.config, shards, code) | dict(added),
+        files=model_files(out.config, shards, _code_of(out, manifest)) | dict(added),
         carried=out,
         finish=finish,
         # Trained values are known by their digest: their file is another one after each call.
@@ -328,6 +321,21 @@ def publishing_job(
             "out": out.identity(),
         },
     )
+
+
+def _code_of(out: CheckpointFolder, manifest: Manifest) -> dict[str, bytes]:
+    """Return the files of code that surgery put there, and no other ones that the user trusts."""
+    ours = [name for name in manifest.code if CODE_NAME.fullmatch(name) and name not in out.side_files]
+    return {name: content for name in ours if (content := out.read_code(name)) is not None}
+
+
+def _check_untrained(proof: ReadBack, digests: Mapping[str, str], changed: Collection[str]) -> None:
+    """Raise PromiseBroken where a tensor that was read back, and is not among the `changed`, is not what it was."""
+    for name, digest in proof.digests.items():
+        if name not in changed and digest != digests.get(name):
+            raise PromiseBroken(
+                f"{printable(name)}: did not train, yet is not what surgery.json says; nothing was published"
+            )
 
 
 def _training_entry(

@@ -124,15 +124,24 @@ def run_training(
         if work is None:
             return None
         work.check_there()
-        whole = run.work / WHOLE_FOLDER if deliver else target
-        if deliver and whole.exists():
-            # Of a run that was cut off between the two.
-            shutil.rmtree(whole)
-        trained = _publish(trained, run, whole, digests, link=link)
-        if deliver:
-            deliver(whole)
+        trained = _delivered(trained, run, digests, deliver, link=link)
         work.remove(last=RUN_FILE)
         shutil.rmtree(memory_folder(target), ignore_errors=True)
+    return trained
+
+
+def _delivered(
+    trained: Trained, run: Run, digests: dict[str, str], deliver: Callable[[Path], object] | None, *, link: bool
+) -> Trained:
+    """Publish the run as its target; with `deliver`, in the work folder, out of which that makes the target."""
+    if deliver is None:
+        return _publish(trained, run, run.target, digests, link=link)
+    whole = run.work / WHOLE_FOLDER
+    if whole.exists():
+        # Of a run that was cut off between the two.
+        shutil.rmtree(whole)
+    trained = _publish(trained, run, whole, digests, link=link)
+    deliver(whole)
     return trained
 
 

@@ -123,15 +123,7 @@ def sinkhorn(
     """
     cost_MN = make_cost()
     m, n = cost_MN.shape
-    lowest, highest = (float(end) for end in torch.aminmax(cost_MN))
-    number = torch.finfo(cost_MN.dtype)
-    least = max((highest - lowest) * number.eps, number.tiny)
-    if reg < least:
-        raise ValueError(
-            f"reg {reg:g} is below the rounding of the costs, which differ by up to {highest - lowest:.3g}; use at"
-            f" least {least:.1e}, or the solver emd"
-        )
-    stages = schedule(highest - lowest, reg)
+    stages = schedule(_spread(cost_MN, reg), reg)
     if max_iterations < len(stages):
         stages = [reg]
     g_N = torch.zeros_like(cost_MN[0])
@@ -163,6 +155,19 @@ def sinkhorn(
         cost=cost * unit,
     )
     return DenseMap(state.kernel_MN, factor=factor, solution=solution)
+
+
+def _spread(cost_MN: Tensor, reg: float) -> float:
+    """Return by how much the costs differ. Raises ValueError where `reg` is below their rounding."""
+    lowest, highest = (float(end) for end in torch.aminmax(cost_MN))
+    number = torch.finfo(cost_MN.dtype)
+    least = max((highest - lowest) * number.eps, number.tiny)
+    if reg < least:
+        raise ValueError(
+            f"reg {reg:g} is below the rounding of the costs, which differ by up to {highest - lowest:.3g}; use at"
+            f" least {least:.1e}, or the solver emd"
+        )
+    return highest - lowest
 
 
 def schedule(spread: float, reg: float) -> list[float]:

@@ -15,7 +15,7 @@ from surgeon.checkpoint.source import is_side_file
 from surgeon.common.json_results import same_json
 from surgeon.manifest.compose import surgeries_of
 from surgeon.manifest.lineage import Lineage, State
-from surgeon.manifest.manifest import Manifest, StoredTensor
+from surgeon.manifest.manifest import Base, Manifest, StoredTensor
 from surgeon.manifest.moves import held_by
 from surgeon.manifest.reading import manifest_of
 from surgeon.verify.base_bytes import changed_by_training, copy_of
@@ -80,21 +80,10 @@ def check_earlier(
     again = redrawn(state.undone, base.tensors, base.own, first=state.number + 1, file=file)
     last = again.drawn[-1]
     now = digests_of(out, out.tensors, advance)
-    retrained = manifest.changed_of_base.keys()
-    moved: list[str] = []
-    trained = 0
-    for name, lying in state.held.items():
-        place = lying.tensors[0]
-        digest = now[place] if lying.is_all_of(out.tensors[place]) else digest_of_pieces(out, lying)
-        if digest == found.tensors[name].sha256:
-            continue
-        if retrained.isdisjoint(lying.tensors):
-            moved.append(place)
-        else:
-            trained += 1
-    held = held_by(manifest, file=file)
-    edited = [name for name, digest in now.items() if held.get(name) != StoredTensor.of(out.tensors[name], digest)]
-    edited += [name for name in held if name not in now]
+    moved, trained = _changed_since(state, manifest, found, out, now)
+    left = held_by(manifest, file=file)
+    edited = [name for name, digest in now.items() if left.get(name) != StoredTensor.of(out.tensors[name], digest)]
+    edited += [name for name in left if name not in now]
     return [
         checked,
         check_config(last.blueprint, out),
@@ -115,6 +104,33 @@ def check_earlier(
             f"all {len(now)} tensors are as the last surgery or training left them",
         ),
     ]
+
+
+def _changed_since(
+    state: State, manifest: Manifest, base: Base, out: CheckpointFolder, digests: Mapping[str, str]
+) -> tuple[list[str], int]:
+    """Return the output's tensors that are not the base's although nothing trained them, and how many were trained.
+
+    Args:
+        state: The earlier state, which says where the output has each of its tensors.
+        manifest: The output's manifest.
+        base: What was found of the base, whose state it is.
+        out: The output.
+        digests: Of all its tensors.
+    """
+    retrained = manifest.changed_of_base.keys()
+    moved: list[str] = []
+    trained = 0
+    for name, lying in state.held.items():
+        place = lying.tensors[0]
+        digest = digests[place] if lying.is_all_of(out.tensors[place]) else digest_of_pieces(out, lying)
+        if digest == base.tensors[name].sha256:
+            continue
+        if retrained.isdisjoint(lying.tensors):
+            moved.append(place)
+        else:
+            trained += 1
+    return moved, trained
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import surgeon
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
 from surgeon.families.anatomy import vocabulary_tensors
@@ -18,7 +19,7 @@ from surgeon.families.growth import grown
 from surgeon.families.kinds import described_kinds, numbered
 from surgeon.families.proof import prove
 from surgeon.families.silence import silences
-from surgeon.families.skeleton import build
+from surgeon.families.skeleton import IMAGE_TEXT, build
 from surgeon.families.twin import shrunk, twin_of
 from tests import tiny
 from tests.decoders import tiny_config, tiny_decoder
@@ -156,3 +157,14 @@ def test_a_second_embedding_of_tokens_keeps_the_vocabulary_as_it_is(tmp_path: Pa
     folder = CheckpointFolder.open(tiny_decoder(tmp_path / "base", "gemma4_text", hidden_size_per_layer_input=8))
     with pytest.raises(BadInput, match=r"embed_tokens_per_layer: tokens are read .* `vocab_size_per_layer_input` rows"):
         vocabulary_tensors(dissect(folder.config, folder.tensors))
+
+
+def test_positions_that_a_model_counts_from_one_are_known_to_grafts(tmp_path: Path) -> None:
+    """PaliGemma gives its decoder positions from 1; what takes a whole text would miss a token before them."""
+    for model_type, first in (("paligemma", 1), ("llava", None)):
+        base, out = tiny_decoder(tmp_path / model_type, model_type, IMAGE_TEXT), tmp_path / f"{model_type}-out"
+        plan = tmp_path / "plan.yaml"
+        plan.write_text('{"surgeon": 1, "operations": [{"op": "mixture_of_control", "rank": 4}]}')
+        surgeon.apply(plan, base, out)
+        assert json.loads((out / "config.json").read_text())["anatomy"].get("first_position") == first
+        assert surgeon.verify(base, out, window=12, windows=2).identical

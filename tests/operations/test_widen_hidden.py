@@ -116,7 +116,7 @@ def test_what_cannot_be_wider_is_refused_in_a_line(tmp_path: Path) -> None:
         (base, [ffn, TWICE], "in a plan of its own"),
         (base, [TWICE, {"op": "gated_adapters", "size": 4}], "apply two plans"),
         (grafted, [TWICE], "layer 0 carries a graft as wide as the stream"),
-        (gemma, [TWICE], "multiplies embeddings"),
+        (gemma, [TWICE], r"plan\.yaml:\d+: operations\[0\] \(widen_hidden\): gemma2: .* multiplies embeddings"),
         (experts, [TWICE], "whether it reads or writes the residual stream is not known"),
     ):
         with pytest.raises(BadInput, match=words) as refused:

@@ -1,0 +1,176 @@
+"""The text that a recall has written so far: durable, recorded after every batch, and what is filtered out of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from surgeon.common.signed import check_own, read_signed, write_signed
+from surgeon.common.work_folders import WorkFolder, read_own
+from surgeon.errors import BadInput, printable
+
+if TYPE_CHECKING:
+    from surgeon.data.writing import Written
+
+RECORD, _PART = "run.json", "part.jsonl"
+# With fewer documents kept than this share, of this many batches, something is wrong.
+_LEAST_KEPT, _JUDGED = 0.05, 4
+
+
+class NearlyNothing(BadInput):
+    """Raised where nearly nothing of what a model writes can be kept."""
+
+    @classmethod
+    def of(cls, counts: Counts, settings: dict[str, Any]) -> NearlyNothing:
+        """Return the error that says what was filtered, why, and which setting may help."""
+        temperature = settings["temperature"]
+        other = "a higher one, 1 say" if temperature < 1 else "a lower one, 0.8 say"
+        why = "they loop" if counts.loops >= counts.empty + counts.duplicates else "they are empty or the same"
+        advice = f"temperature is {temperature:g}: try {other}, or give `prompts`, a file with a beginning a line"
+        return cls(f"{counts.filtered}, since {why}; {advice}")
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What became of the documents that a model wrote; `tokens` are of those that were kept.
+
+    `cut`: of the kept ones, how many reached the longest length before the model ended them.
+    """
+
+    batches: int = 0
+    written: int = 0
+    kept: int = 0
+    tokens: int = 0
+    cut: int = 0
+    loops: int = 0
+    duplicates: int = 0
+    empty: int = 0
+
+    @property
+    def filtered(self) -> str:
+        """How many documents were filtered, and why, in words."""
+        lost = self.written - self.kept
+        return (
+            f"{lost} of {self.written} documents ({lost / self.written:.0%}) were filtered: {self.loops} loop,"
+            f" {self.duplicates} are duplicates, {self.empty} are empty"
+        )
+
+
+class TextSoFar:
+    """The text so far, and a record of it that is written after every batch."""
+
+    def __init__(self, path: Path, fingerprint: str, counts: Counts, digest: Any) -> None:
+        self.path = path
+        self.fingerprint = fingerprint
+        self.counts = counts
+        self.digest = digest
+        self.seen: set[bytes] = set()
+
+    @classmethod
+    def open(cls, work: WorkFolder, fingerprint: str, *, take_over: bool, say: Callable[[str], None]) -> TextSoFar:
+        """Return the text that is in the work folder, without what was cut off.
+
+        Raises BadInput where it is another run's, not what was kept, or, but for `take_over`, came from elsewhere.
+        """
+        path, file = work.path / _PART, work.path / RECORD
+        try:
+            found = read_signed(file)
+        except ValueError as error:
+            raise _damaged(file, printable(str(error))) from None
+        if found is None:
+            check_own(None, work.path, "", take_over=take_over, say=say)
+            part = cls(path, fingerprint, Counts(), hashlib.sha256())
+            # Before the text: a folder with text and no record would be nobody's, where the disk took no more between.
+            part._record(0)
+            return part
+        try:
+            record = found.data
+            counts = Counts(**record["counts"])
+            if not all(type(number) is int for number in (record["bytes"], *asdict(counts).values())):
+                raise TypeError("it is no record of a recall")
+        except (ValueError, TypeError, KeyError) as error:
+            raise _damaged(file, printable(str(error))) from None
+        if record["fingerprint"] != fingerprint:
+            raise BadInput(
+                f"{printable(str(work.path))}: holds text of another recall (model or settings differ); remove it, or"
+                " choose another name"
+            )
+        holds = f"what a model wrote so far, {counts.tokens:,} tokens"
+        check_own(found, work.path, holds, take_over=take_over, say=say)
+        written = (read_own(path) or b"")[: record["bytes"]]
+        digest = hashlib.sha256(written)
+        if digest.hexdigest() != record["sha256"]:
+            raise _damaged(path, "it is not what was written")
+        part = cls(path, fingerprint, counts, digest)
+        with path.open("ab") as open_file:
+            open_file.truncate(len(written))
+        part.seen = {_key(line) for line in written.splitlines()}
+        if not found.here:
+            part.save(b"")
+        return part
+
+    @classmethod
+    def in_memory(cls) -> TextSoFar:
+        """No text yet, to which lines are added without being saved."""
+        return cls(Path(), "", Counts(), hashlib.sha256())
+
+    def keep(self, batch: list[Written], goal: int) -> bytes:
+        """Count a batch's documents, and return the lines of those that are kept, up to the first that is enough."""
+        found = asdict(self.counts)
+        found["batches"] += 1
+        lines = b""
+        for document in batch:
+            if found["tokens"] >= goal:
+                break
+            found["written"] += 1
+            line = json.dumps(document.entry, ensure_ascii=False).encode() + b"\n"
+            key = _key(line)
+            if document.empty:
+                found["empty"] += 1
+            elif document.loops:
+                found["loops"] += 1
+            elif key in self.seen:
+                found["duplicates"] += 1
+            else:
+                self.seen.add(key)
+                found["kept"] += 1
+                found["tokens"] += document.tokens
+                found["cut"] += not document.ended
+                lines += line
+        self.counts = Counts(**found)
+        return lines
+
+    def save(self, lines: bytes) -> None:
+        """Add lines, durably, and record that they are there."""
+        with self.path.open("ab") as file:
+            file.write(lines)
+            file.flush()
+            os.fsync(file.fileno())
+            size = file.tell()
+        self.digest.update(lines)
+        self._record(size)
+
+    def _record(self, size: int) -> None:
+        """Record that so many bytes of text are there."""
+        record = {"fingerprint": self.fingerprint, "counts": asdict(self.counts), "bytes": size}
+        write_signed(self.path.with_name(RECORD), record | {"sha256": self.digest.hexdigest()})
+
+
+def _damaged(file: Path, why: str) -> BadInput:
+    return BadInput(f"{printable(str(file))}: damaged or edited ({why}); remove its folder, and the recall begins anew")
+
+
+def _key(line: bytes) -> bytes:
+    """Return the key that equal documents share: the words, whatever their case and the white space between them."""
+    return hashlib.sha256(" ".join(line.decode().split()).casefold().encode()).digest()
+
+
+def judge(counts: Counts, settings: dict[str, Any]) -> None:
+    """Raise NearlyNothing where, after some batches, nearly nothing of what the model writes can be kept."""
+    if counts.batches >= _JUDGED and counts.kept < _LEAST_KEPT * counts.written:
+        raise NearlyNothing.of(counts, settings)
