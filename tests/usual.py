@@ -182,11 +182,8 @@ def _sizes(config: Mapping[str, Any]) -> Any:
 
 def _forms(told: Usual) -> dict[str, tuple[str, ...]]:
     found: dict[str, set[str]] = {"model_type": {ANY_TEXT}, **{field: {ANY_TEXT} for field in _TEXTS}}
-    found["architectures"] = {
-        form_of([told.head]),
-        form_of([told.base]),
-        *({form_of(None)} - {told.encoder and "null"}),
-    }
+    # An encoder without them is taken without its head, as few are saved.
+    found["architectures"] = {form_of(named) for named in ([told.head], [told.base], *([] if told.encoder else [None]))}
     free = [(field, value) for field, values in told.free.items() for value in values]
     stated = [each for when in (*told.ropes, *told.settings, *told.outside) for each in when.items()]
     for field, value in (*free, *stated):

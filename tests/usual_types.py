@@ -179,13 +179,8 @@ _DEBERTA_FREE: Samples = {
 
 def _heads(name: str, *more: When) -> list[When]:
     """What stands outside layers with each of the heads, where a config has one of these settings `more`."""
-    heads: tuple[JsonValue, ...] = (
-        [f"{name}ForMaskedLM"],
-        [f"{name}ForSequenceClassification"],
-        [f"{name}Model"],
-        None,
-    )
-    return [{"architectures": head, "tie_word_embeddings": True, **each} for head in heads for each in (more or ({},))]
+    heads = [[f"{name}{head}"] for head in ("ForMaskedLM", "ForSequenceClassification", "Model")]
+    return [{"architectures": [*head], "tie_word_embeddings": True, **each} for head in heads for each in more or ({},)]
 
 
 # As published models have them, in lists or as a text, and in v3 with keys that serve both.

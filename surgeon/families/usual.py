@@ -443,11 +443,12 @@ def _may_list(config: Mapping[str, Any], entry: TypeEntry, pattern: Pattern) -> 
 
 def sizes_of(config: Mapping[str, Any], entry: TypeEntry) -> dict[str, int]:
     """The sizes of a config by their names: those of `Sizes`, what else tensors are as large as, and their products."""
-    held = {name: (config.get(size.field), size.default or 0) for name, size in entry.sizes.items()}
-    # Of labels, their number.
-    stated = {
-        name: len(found) if isinstance(found, dict) else found or default for name, (found, default) in held.items()
-    }
+    stated: dict[str, int] = {}
+    for name, size in entry.sizes.items():
+        value = config.get(size.field)
+        value = size.default or 0 if value is None else value
+        # Of labels, their number.
+        stated[name] = len(value) if isinstance(value, dict) else value
     heads: int = stated["heads"]
     found = stated | {
         "kv_heads": stated.get("kv_heads") or heads,
