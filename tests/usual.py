@@ -152,12 +152,22 @@ def _activations(told: Usual) -> tuple[str, ...]:
 
 
 def _size(model_type: str, field: str, default: Any) -> SizeField:
+    whole = 2 if field == LABELS else default if type(default) is int else None
     if field not in ("num_key_value_heads", "head_dim"):
-        return SizeField(field=field, default=2 if field == LABELS else default if type(default) is int else None)
+        zero = field == "type_vocab_size" and _has_blocks(config_for(model_type, **{field: 0}))
+        return SizeField(field=field, default=whole, may_be_zero=zero)
     config = without(field, config_for(model_type, **MANY_HEADS))
     absent = _sizes(config)
     same = absent is not None and absent == _sizes(config | {field: None})
-    return SizeField(field=field, default=default if type(default) is int else None, may_be_null=same)
+    return SizeField(field=field, default=whole, may_be_null=same)
+
+
+def _has_blocks(config: Mapping[str, Any]) -> bool:
+    """Whether a model of this config runs, so that its blocks are found."""
+    try:
+        return bool(derived_anatomy(config).derivation.blocks(0))
+    except BadInput:
+        return False
 
 
 def without(field: str, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -369,7 +379,8 @@ def variations(model_type: str) -> Iterator[dict[str, Any]]:
         yield without(left_out, config_for(model_type, **MANY_HEADS))
     yield without("pad_token_id", config_for(model_type, **MANY_WORDS))
     if told.encoder:
-        yield config_for(model_type, type_vocab_size=0)
+        if model_type != "roberta":  # which cannot be run without them
+            yield config_for(model_type, type_vocab_size=0)
         yield config_for(model_type, id2label={"0": "no", "1": "yes"}, label2id={"no": 0, "yes": 1})
         yield without(LABELS, config_for(model_type))
         if "relative" in told.sizes:

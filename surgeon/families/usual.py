@@ -54,12 +54,14 @@ class _Model(BaseModel):
 class SizeField(_Model):
     """The field of a config.json that holds a size, and what counts where it is left out (None: of other sizes).
 
-    `may_be_null`: null is taken for left out.
+    `may_be_null`: null is taken for left out. `may_be_zero`: a model runs without what it counts, as without types of
+    tokens.
     """
 
     field: str
     default: int | None = None
     may_be_null: bool = False
+    may_be_zero: bool = False
 
 
 class PartShape(_Model):
@@ -407,7 +409,8 @@ def _is_tried(config: Mapping[str, Any], entry: TypeEntry) -> bool:
     sizes = {size.field: size for size in entry.sizes.values()}
     for field, value in config.items():
         if field in sizes:
-            fits = type(value) is int or (value is None and sizes[field].may_be_null) or field == LABELS
+            null, zero = sizes[field].may_be_null, sizes[field].may_be_zero
+            fits = field == LABELS or (null if value is None else type(value) is int and (zero or value != 0))
         elif field == NUMBERS:
             fits = LABELS in sizes
         elif field == TYPES:
