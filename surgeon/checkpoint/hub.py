@@ -66,8 +66,8 @@ def locate(
     """Find a base: a local path, else a Hub id (`user/name`) through the Hub's cache, downloaded at need.
 
     It downloads config, index, manifest, allow-listed side files and, with `weights`, exactly the shards that hold
-    them; never a pickle, and Python files only with `code`. Without `download` only the cache is asked. Raises BadInput
-    where it is not found, gated, of an unknown revision, or neither cached nor reachable.
+    them; never a pickle, and Python files only with `code`. Without `download` only the cache is searched. Raises
+    BadInput where it is not found, gated, of an unknown revision, or neither cached nor reachable.
     """
     if Path(base).exists():
         if revision is not None:
@@ -77,11 +77,11 @@ def locate(
     if offline() or not download:
         return _cached(base, revision)
 
-    def wanted(repository: _Repository) -> list[str]:
-        names = [name for name in repository.files if _is_wanted(name, repository.files[name], code=code)]
+    def choose(repository: _Repository) -> list[str]:
+        names = [name for name in repository.files if _comes_along(name, repository.files[name], code=code)]
         return [*names, *choose_weights(repository).files] if weights else names
 
-    return _at_one_commit(base, revision, wanted)
+    return _at_one_commit(base, revision, choose)
 
 
 def locate_adapter(adapter: str) -> Located:
@@ -94,11 +94,11 @@ def locate_adapter(adapter: str) -> Located:
     if offline():
         return _snapshot(repo_id, revision or None, [ADAPTER_CONFIG, ADAPTER_WEIGHTS], offline=True)
 
-    def wanted(repository: _Repository) -> list[str]:
+    def choose(repository: _Repository) -> list[str]:
         check_adapter_files(repository.files, repository.shown)
         return [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
 
-    return _at_one_commit(repo_id, revision or None, wanted)
+    return _at_one_commit(repo_id, revision or None, choose)
 
 
 def locate_delta(delta: str) -> Located:
@@ -113,17 +113,17 @@ def locate_delta(delta: str) -> Located:
     if offline():
         return _snapshot(repo_id, revision or None, [DELTA_FILE], offline=True)
 
-    def wanted(repository: _Repository) -> list[str]:
+    def choose(repository: _Repository) -> list[str]:
         if DELTA_FILE not in repository.files:
             raise BadInput(f"{repository.shown}: no {DELTA_FILE} there, so this is not a delta; check the name")
         return [
             name
             for name, size in repository.files.items()
-            if _is_wanted(name, size, code=True)
+            if _comes_along(name, size, code=True)
             or ("/" not in name and name.endswith((".safetensors", ".md", ".json")))
         ]
 
-    return _at_one_commit(repo_id, revision or None, wanted)
+    return _at_one_commit(repo_id, revision or None, choose)
 
 
 def remote_folder(repo_id: str, revision: str | None, *, trust_remote_code: bool = False) -> CheckpointFolder:
@@ -139,14 +139,14 @@ def remote_folder(repo_id: str, revision: str | None, *, trust_remote_code: bool
     return CheckpointFolder.assemble(repository, path=Path(repo_id), trust_remote_code=trust_remote_code)
 
 
-def _at_one_commit(repo_id: str, revision: str | None, wanted: Callable[[_Repository], list[str]]) -> Located:
-    """Download what is `wanted` of a repository, from the commit that it was listed at.
+def _at_one_commit(repo_id: str, revision: str | None, choose: Callable[[_Repository], list[str]]) -> Located:
+    """Download the files that `choose` names of a repository, from the commit that it was listed at.
 
     The client gets the revision's own name, so that its cache knows which commit that was.
     """
     for _ in range(_MOVES):
         repository = _Repository.ask(repo_id, revision)
-        names = wanted(repository)
+        names = choose(repository)
         seconds = _seconds_for(sum(repository.files.get(name, 0) for name in names))
         found = _snapshot(repo_id, revision, names, within=seconds)
         if found.revision == repository.commit:
@@ -342,7 +342,8 @@ def check_id(base: str) -> None:
         )
 
 
-def _is_wanted(name: str, size: int, *, code: bool) -> bool:
+def _comes_along(name: str, size: int, *, code: bool) -> bool:
+    """Whether a file beside the weights is downloaded with them."""
     if is_side_file(name):
         return size <= MAX_SIDE_FILE_BYTES
     # The output's card repeats the licence and languages of the base's.
@@ -366,7 +367,7 @@ def _cached(repo_id: str, revision: str | None) -> Located:
 
 
 def _snapshot(
-    repo_id: str, revision: str | None, wanted: list[str], *, offline: bool = False, within: float | None = None
+    repo_id: str, revision: str | None, names: list[str], *, offline: bool = False, within: float | None = None
 ) -> Located:
     from huggingface_hub import snapshot_download
 
@@ -376,7 +377,7 @@ def _snapshot(
                 repo_id,
                 revision=revision,
                 local_files_only=offline,
-                allow_patterns=[glob.escape(name) for name in wanted],
+                allow_patterns=[glob.escape(name) for name in names],
             ),
             repo_id,
             revision,

@@ -161,7 +161,7 @@ class DomainGate(Operation):
 
 
 def _added(draft: Draft) -> dict[int, tuple[dict[str, Any], str]]:
-    """By layer: what the plan added there, as an entry of `gated`, and in words."""
+    """Return, by layer, what the plan added there, as an entry of `gated`, and in words."""
     graft_of = {kind.key: rules.name for rules in GRAFTS.values() for kind in rules.kinds}
     found: dict[int, tuple[dict[str, Any], str]] = {}
     for index, layer in enumerate(draft.layers):

@@ -167,7 +167,7 @@ class MixtureOfControl(Operation):
         )
 
     def _sites_of(self, draft: Draft, layer: int) -> list[Site]:
-        """The sites asked for that a layer has."""
+        """Return the plan's sites that a layer has."""
         blocks = draft.blocks(layer)
         return [site for site in SITES if site in self.sites and _ROLES[site] in blocks]
 
@@ -182,7 +182,7 @@ class MixtureOfControl(Operation):
             )
 
     def _inference_routing(self, draft: Draft) -> str:
-        """The one asked for; BadInput where this kind of base has no such mean."""
+        """Return the plan's routing of inference; BadInput where this kind of base has no such mean."""
         family = draft.anatomy.family
         own, other = ("sequence_mean", "prefix_mean") if family.encoder else ("prefix_mean", "sequence_mean")
         if self.routing.inference == other:

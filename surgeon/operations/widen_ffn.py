@@ -109,8 +109,8 @@ def place_of(parts: Mapping[str, Part], role: Role) -> tuple[str, int]:
     """The weight that holds a module, and the first of its rows there."""
     for suffix, part in parts.items():
         begin = 0
-        for held, rows in part.blocks if part.kind == "weight" else ():
-            if held == role:
+        for other, rows in part.blocks if part.kind == "weight" else ():
+            if other == role:
                 return suffix, begin
             begin += rows
     raise AssertionError(role)

@@ -116,8 +116,8 @@ def _check(draft: Draft) -> None:
     """Raise BadInput for a model whose stream cannot become wider."""
     grafted = next((index for index, layer in enumerate(draft.layers) if layer.grafts), None)
     if grafted is not None or draft.bank is not None:
-        held = "the model carries control states" if grafted is None else f"layer {grafted} carries a graft"
-        raise BadInput(f"{held} as wide as the stream is now; revert it, or fold or merge it first")
+        what = "the model carries control states" if grafted is None else f"layer {grafted} carries a graft"
+        raise BadInput(f"{what} as wide as the stream is now; revert it, or fold or merge it first")
 
 
 def _again(source: Copy, times: int) -> tuple[Recipe, ...]:

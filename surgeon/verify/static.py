@@ -69,7 +69,7 @@ class Drawn:
         own: OwnCode | None,
         file: str,
     ) -> Drawn:
-        """Draw the plan of a manifest, which stands in `file`. Raises BadInput where that cannot be done."""
+        """Draw the plan of a manifest, which was read from `file`. Raises BadInput where that cannot be done."""
         loaded = recorded_plan(manifest.plan, source=f"{file} (plan)")
         anatomy = dissect(config, tensors, own)
         facts = facts_of(manifest, loaded.plan, file=file)
