@@ -26,7 +26,7 @@ from typing import Any
 
 import surgeon
 from surgeon.apply.preview import open_headers, opened_for, preview_of
-from surgeon.blueprint.draft import Blueprint
+from surgeon.blueprint.blueprint import Blueprint
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
 from surgeon.manifest.recipe_words import base_bytes_of

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Never, TypeVar
 
-from surgeon.checkpoint.hub import TIMEOUT, bars_on_terminals_only, first_line, is_commit, is_repo_id, offline
+from surgeon.checkpoint.hub_calls import TIMEOUT, bars_on_terminals_only, first_line, is_commit, is_repo_id, offline
 from surgeon.errors import BadInput, printable
 
 _T = TypeVar("_T")

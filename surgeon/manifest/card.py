@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-from surgeon.blueprint.draft import Layer
+from surgeon.blueprint.blueprint import Layer
 from surgeon.checkpoint.card_metadata import Metadata, block_of
 from surgeon.checkpoint.header import DTYPE_BITS
 from surgeon.common.promises import PROMISE_STYLES

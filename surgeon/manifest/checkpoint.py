@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from surgeon.checkpoint.folder import RECORD_FILE, CheckpointFolder, digests_of
 from surgeon.checkpoint.header import TensorInfo, check_dtype
-from surgeon.checkpoint.hub import check_id, locate
+from surgeon.checkpoint.hub import locate
+from surgeon.checkpoint.hub_calls import check_id
 from surgeon.checkpoint.labels import is_classifier, label_names
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
 from surgeon.errors import BadInput, printable

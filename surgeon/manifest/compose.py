@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from surgeon._version import __version__
-from surgeon.blueprint.draft import Blueprint
+from surgeon.blueprint.blueprint import Blueprint
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.families.anatomy import Anatomy, is_grafted, native_config
 from surgeon.families.decoders import HINTS

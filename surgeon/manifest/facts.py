@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from surgeon.blueprint.draft import Blueprint
+from surgeon.blueprint.blueprint import Blueprint
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.manifest import Surgery
 from surgeon.operations.drop_layers import LayerFacts

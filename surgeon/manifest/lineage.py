@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from surgeon.blueprint.draft import weakest
+from surgeon.blueprint.blueprint import weakest
 from surgeon.checkpoint.folder import MANIFEST_FILE, CheckpointFolder
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.pieces import Pieces

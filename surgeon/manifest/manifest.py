@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from surgeon.blueprint.draft import Promise, Trains
+from surgeon.blueprint.blueprint import Promise, Trains
 from surgeon.checkpoint.folder import MANIFEST_FILE as MANIFEST_FILE
 from surgeon.checkpoint.header import DTYPE_BITS, TensorInfo
 from surgeon.errors import printable

@@ -12,7 +12,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from surgeon.blueprint.draft import Claim, Draft, OperationRecord
+from surgeon.blueprint.blueprint import Claim, OperationRecord
+from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.grafts import Graft, recipes_of
 from surgeon.common.formatting import show_layers
 from surgeon.errors import BadInput, printable

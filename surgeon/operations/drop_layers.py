@@ -13,7 +13,8 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from surgeon.blueprint.draft import Claim, Draft, OperationRecord
+from surgeon.blueprint.blueprint import Claim, OperationRecord
+from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Constant, Recipe, Summed
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import DTYPE_BITS

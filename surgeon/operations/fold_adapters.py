@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from surgeon.blueprint.draft import Claim, Draft, OperationRecord
+from surgeon.blueprint.blueprint import Claim, OperationRecord
+from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.grafts import Graft
 from surgeon.blueprint.recipes import Constant, Recipe
 from surgeon.common.formatting import show_layers

@@ -11,7 +11,8 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from surgeon.blueprint.draft import Claim, Draft, OperationRecord
+from surgeon.blueprint.blueprint import Claim, OperationRecord
+from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.grafts import Graft, recipes_of
 from surgeon.blueprint.recipes import Recipe
 from surgeon.common.formatting import show_layers

@@ -16,7 +16,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from surgeon.blueprint.draft import Claim, Draft, OperationRecord
+from surgeon.blueprint.blueprint import Claim, OperationRecord
+from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import HEAD_BLOCK, Copy, extended
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
 from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, GrownVocabulary

@@ -10,7 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from surgeon.blueprint.draft import Claim, Draft, OperationRecord
+from surgeon.blueprint.blueprint import Claim, OperationRecord
+from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.grafts import Graft
 from surgeon.blueprint.recipes import Interpolated, Recipe
 from surgeon.common.formatting import show

@@ -15,7 +15,8 @@ from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaH
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from surgeon.blueprint.draft import Draft, OperationRecord
+from surgeon.blueprint.blueprint import OperationRecord
+from surgeon.blueprint.draft import Draft
 from surgeon.operations.prepare import Facts, OpenedBase
 
 Schedule = Literal["cosine", "linear", "constant"]

@@ -12,7 +12,8 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from surgeon.blueprint.draft import Claim, Draft, OperationRecord
+from surgeon.blueprint.blueprint import Claim, OperationRecord
+from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Constant, Copy, Joined, Recipe, side_by_side, sliced
 from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.errors import BadInput, printable

@@ -15,7 +15,7 @@ from surgeon.apply.job import Job, manifest_and_card, model_files, origins_in, t
 from surgeon.apply.linked_shards import Moved as HowMoved
 from surgeon.apply.readback import ReadBack
 from surgeon.apply.write import check_output, execute
-from surgeon.blueprint.draft import Output
+from surgeon.blueprint.blueprint import Output
 from surgeon.blueprint.recipes import Copy
 from surgeon.blueprint.shards import lay_out
 from surgeon.checkpoint.card_metadata import metadata_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from surgeon.blueprint.draft import Blueprint, Output
+from surgeon.blueprint.blueprint import Blueprint, Output
 from surgeon.checkpoint.folder import CheckpointFolder, holds_pieces
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.pieces import Pieces

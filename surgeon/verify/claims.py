@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from surgeon._version import __version__
-from surgeon.blueprint.draft import Blueprint, Output
+from surgeon.blueprint.blueprint import Blueprint, Output
 from surgeon.checkpoint.card_metadata import Metadata
 from surgeon.checkpoint.folder import (
     CARD_FILE,

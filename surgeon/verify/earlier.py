@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from surgeon.blueprint.draft import Output
+from surgeon.blueprint.blueprint import Output
 from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import MANIFEST_FILE, RECORD_FILE, CheckpointFolder, digest_of_pieces, digests_of
 from surgeon.checkpoint.header import TensorInfo

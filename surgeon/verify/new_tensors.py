@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from surgeon.blueprint.draft import Blueprint
+from surgeon.blueprint.blueprint import Blueprint
 from surgeon.blueprint.recipes import Constant
 from surgeon.checkpoint.folder import CheckpointFolder, digest_of_pieces
 from surgeon.checkpoint.pieces import Pieces

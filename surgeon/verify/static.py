@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from surgeon._version import __version__
-from surgeon.blueprint.draft import Blueprint
+from surgeon.blueprint.blueprint import Blueprint
 from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import (
     MANIFEST_FILE,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from surgeon.blueprint.draft import Blueprint
+from surgeon.blueprint.blueprint import Blueprint
 from surgeon.blueprint.recipes import Copy
 from surgeon.blueprint.shards import lay_out
 from surgeon.checkpoint.folder import CheckpointFolder

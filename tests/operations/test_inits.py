@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import surgeon
-from surgeon.blueprint.draft import Blueprint
+from surgeon.blueprint.blueprint import Blueprint
 from surgeon.errors import BadInput
 from surgeon.operations.inits import INITS
 from surgeon.operations.insert_layers import InsertLayers
