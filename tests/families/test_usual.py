@@ -508,7 +508,8 @@ def without_notes(shown: Any) -> dict[str, Any]:
     """All but what is known of its proof."""
     told = shown.to_json()
     del told["proof"]
-    return told | {"notes": [note for note in told["notes"] if not note.startswith((FROM_TABLE, "proven on a twin", "an encoder"))]}
+    findings = (FROM_TABLE, "proven on a twin", "an encoder")
+    return told | {"notes": [note for note in told["notes"] if not note.startswith(findings)]}
 
 
 @of_this_version
