@@ -26,10 +26,10 @@ from typing import Any
 
 import surgeon
 from surgeon.apply.preview import open_headers, opened_for, preview_of
-from surgeon.blueprint.draft import Blueprint
+from surgeon.blueprint.blueprint import Blueprint
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
-from surgeon.manifest.recipe_words import held_of
+from surgeon.manifest.recipe_words import base_bytes_of
 from tests import tiny, vocabularies
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "combining.md"
@@ -267,7 +267,7 @@ def changed(out: Path) -> Path:
             value = held[name]
             moved = value + 0.05 * torch.randn(value.shape, generator=noise).to(value.dtype)
             old, new = (each.contiguous().view(-1).view(torch.uint8) for each in (value, moved))
-            for kept in held_of(manifest.new_tensors[name], manifest).kept.spans:
+            for kept in base_bytes_of(manifest.new_tensors[name], manifest).kept.spans:
                 for begin, end in kept.places:
                     new[begin:end] = old[begin:end]
             held[name] = moved

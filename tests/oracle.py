@@ -10,8 +10,9 @@ surgery.json are compared, without those of runtime files. Exit code 1 where som
 differences. With `--plans FOLDER`, the plans/ of the tree before, a plan of the same meaning counts as written the
 same: what was a plan of its own may be a point of a sweep since. `--only PATTERN` tries the cases whose names match.
 
-What was changed on purpose is put back before digests are taken (`_config_before`, `_ZEROS`), nothing else: the classes
-of the types that once had code of their own are composed as all others are.
+What was changed on purpose is put back before digests are taken (`_config_before`, `_as_on_disk`), nothing else: the
+classes of the types that once had code of their own are composed as all others are, and silent tensors are named as
+modules run. Refusals that are none any more, or read otherwise, stand in `_SERVED` and `_SAID`.
 """
 
 from __future__ import annotations
@@ -91,10 +92,8 @@ _PLANS = "SURGEON_ORACLE_PLANS"
 _DESCRIBED = frozenset((*tiny.FAMILIES, *tiny.ENCODERS))
 _MORE_HEADS = ("AutoModelForTokenClassification", "AutoModelForQuestionAnswering")
 _CLASS, _CLASS_BEFORE = "UpcycledGemma3ForCausalLM", "UpcycledGemma3TextForCausalLM"
-_ZEROS, _ZEROS_BEFORE = (
-    "mlp.down_proj.weight, self_attn.o_proj.weight are zero",
-    "self_attn.o_proj.weight, mlp.down_proj.weight are zero",
-)
+# What is silent in new layers, which for all other types was named in the order of the tensors on disk.
+_SILENT = re.compile(r"(?<=residual stream: )[\w.*]+(, [\w.*]+)+(?= (are zero|have effective scale zero))")
 # Refusals that are none any more, or are for another reason: cases, and what was said.
 _SERVED = (
     (r"^decoder \| ", "is known of the model types that surgeon describes alone"),
@@ -102,6 +101,8 @@ _SERVED = (
     # Kinds that differ in a setting alone, as sliding and full attention.
     (r"\| gpt_oss", "are of different kinds, so there is nothing between them"),
     (r"^twice \| .*(ffn|attention|hidden)/", "widened in more than one way since"),
+    # The grafts that the base carries are looked at first.
+    (r"^twice \| gemma3_text \| .*/hidden$", "by √hidden_size, so"),
 )
 # Other words for the same reason: what was said, and what is.
 _SAID = (
@@ -177,7 +178,7 @@ def digests_of(out: Path, plan: str = "") -> Digests:
         held = json.loads(manifest.read_text(encoding="utf-8"))
         # The base's own config is that of the surgery before.
         configs = {_written(each): _written(_config_before(each)) for each in (config, held["base"]["config"])}
-        recorded = _plain(held, configs, plan, zeros=_was_described(held["base"]["config"]))
+        recorded = _plain(held, configs, held["base"]["config"], plan)
         found["surgery"] = {key: _digest(value) for key, value in recorded.items()}
     return found
 
@@ -204,14 +205,24 @@ def _written(config: dict[str, Any]) -> str:
     return hashlib.sha256((json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()).hexdigest()
 
 
-def _plain(manifest: Any, configs: dict[str, str], plan: str = "", *, zeros: bool) -> Any:
+def _as_on_disk(reason: str, base: dict[str, Any]) -> str:
+    """A reason with silent tensors in the order in which a `base` of this config stores its own."""
+
+    def place(name: str) -> tuple[bool, str]:
+        # gpt-oss's stand in two shards; in MXFP4 its experts' matrices are stored as blocks.
+        packed = "quantization_config" in base and name.endswith(".experts.down_proj")
+        return base["model_type"] == "gpt_oss" and name.startswith("mlp."), f"{name}_blocks" if packed else name
+
+    return _SILENT.sub(lambda names: ", ".join(sorted(names[0].split(", "), key=place)), reason)
+
+
+def _plain(manifest: Any, configs: dict[str, str], base: dict[str, Any], plan: str = "") -> Any:
     """A manifest without the digests of code, and without the seals, which are over them.
 
-    `configs` are the digests of config.json files, by what they are now, as they were before; `zeros`: silent tensors
-    were named in the order of a layer's modules.
+    `configs` are the digests of config.json files, by what they are now, as they were before; `base` is the base's.
     """
     if isinstance(manifest, list):
-        return [_plain(entry, configs, zeros=zeros) for entry in manifest]
+        return [_plain(entry, configs, base) for entry in manifest]
     if not isinstance(manifest, dict):
         return manifest
     sealed = "surgeon_manifest" in manifest
@@ -222,14 +233,14 @@ def _plain(manifest: Any, configs: dict[str, str], plan: str = "", *, zeros: boo
         match key, value:
             case "plan", str():
                 found[key] = _as_before(value, plan)
-            case "reason", str() if zeros:
-                found[key] = value.replace(_ZEROS, _ZEROS_BEFORE)
+            case "reason", str() if not _was_described(base):
+                found[key] = _as_on_disk(value, base)
             case "config.json", str():
                 found[key] = configs.get(value, value)
             case "config", dict():
                 found[key] = _config_before(value)
             case _:
-                found[key] = _plain(value, configs, zeros=zeros)
+                found[key] = _plain(value, configs, base)
     return found
 
 

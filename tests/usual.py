@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,13 +26,12 @@ from surgeon.families.dissect import dissect
 from surgeon.families.skeleton import build
 from surgeon.families.usual import (
     ANY_TEXT,
+    LABELS,
     TYPES,
     HeadEntry,
     LayerEntry,
     OuterTensor,
     PartShape,
-    Pattern,
-    Period,
     SizeField,
     Table,
     TypeEntry,
@@ -43,34 +42,13 @@ from surgeon.families.usual import (
 )
 from surgeon.runtime.composition import short_name
 from tests.house import HERE
+from tests.usual_types import FULL, SLIDING, USUAL, Usual
 
-# By the names of `Sizes`, and the fields of a config.json.
-SIZES = {
-    "layers": "num_hidden_layers",
-    "hidden": "hidden_size",
-    "intermediate": "intermediate_size",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "vocabulary": "vocab_size",
-}
-# All different, the products among them too. Seven layers are enough for each pattern to show.
-DISTINCT: dict[str, int] = {
-    "num_hidden_layers": 7,
-    "hidden_size": 66,
-    "intermediate_size": 94,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 10,
-    "vocab_size": 130,
-}
-COMPOSED = ("2*intermediate", "query+2*kv")
 # So many as classes take for theirs where a config does not say how many share a key.
 MANY_HEADS = {"num_attention_heads": 32, "hidden_size": 384}
 # And so many words as their own padding is one of.
 MANY_WORDS = {"vocab_size": 40_000}
-# Key and value heads by which a type is derived, for each way in which heads share them.
-KV_HEADS = (6, 2, 1)
+
 SHARED_FILES = (
     "configuration_utils.py",
     "conversion_mapping.py",
@@ -78,166 +56,6 @@ SHARED_FILES = (
     "modeling_utils.py",
     "models/auto/modeling_auto.py",
 )
-FULL, SLIDING = "full_attention", "sliding_attention"
-
-Samples = Mapping[str, Sequence[Any]]
-
-
-@dataclass(frozen=True)
-class Usual:
-    """A usual type: `settings` change a layer, `free` do not, `ropes` are ways to set rotary embeddings."""
-
-    head: str
-    base: str
-    settings: Samples
-    free: Samples
-    ropes: Sequence[Mapping[str, Any]]
-    pattern: Pattern | None = None
-
-
-_THETA = {"rope_theta": 10000.0}
-_LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
-_YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
-# As they were written by transformers before and since its version 5.
-ROPES: tuple[Mapping[str, Any], ...] = (
-    {},
-    {"rope_theta": 1000000.0},
-    {"rope_theta": 1000000, "rope_scaling": None},
-    {"rope_theta": 500000.0, "rope_scaling": {**_LLAMA3, "rope_type": "llama3"}},
-    {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
-    {"rope_theta": 10000.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
-    {"rope_theta": 10000.0, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
-    {"rope_theta": 10000.0, "rope_scaling": {**_YARN, "type": "yarn"}},
-    {"rope_theta": 10000.0, "rope_scaling": {**_YARN, "rope_type": "yarn"}},
-    {"rope_parameters": {**_THETA, "rope_type": "default"}},
-    {"rope_parameters": {**_THETA, **_LLAMA3, "rope_type": "llama3"}},
-    {"rope_parameters": {**_THETA, "rope_type": "linear", "factor": 2.0}},
-    {"rope_parameters": {**_THETA, "rope_type": "dynamic", "factor": 2.0}},
-    {"rope_parameters": {**_THETA, **_YARN, "rope_type": "yarn"}},
-)
-_BY_TYPE = {SLIDING: {**_THETA, "rope_type": "default"}, FULL: {**_THETA, "rope_type": "default"}}
-_BY_TYPE_LINEAR = {**_BY_TYPE, FULL: {**_THETA, "rope_type": "linear", "factor": 8.0}}
-GEMMA3_ROPES: tuple[Mapping[str, Any], ...] = (
-    {},
-    {"rope_theta": 1000000, "rope_local_base_freq": 10000, "rope_scaling": None},
-    {"rope_theta": 1000000.0, "rope_local_base_freq": 10000.0},
-    {"rope_theta": 1000000.0, "rope_local_base_freq": 10000.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
-    {"rope_parameters": _BY_TYPE},
-    {"rope_parameters": _BY_TYPE_LINEAR},
-)
-PHI3_ROPES: tuple[Mapping[str, Any], ...] = (
-    {},
-    {"rope_theta": 10000.0, "rope_scaling": None},
-    {"rope_theta": 250000},
-    {"rope_parameters": {**_THETA, "partial_rotary_factor": 1.0, "rope_type": "default"}},
-)
-
-_ACTIVATION_NAMES = ("silu", "gelu", "gelu_pytorch_tanh")
-FREE: Samples = {
-    "dtype": ("bfloat16", "float16", "float32"),
-    "torch_dtype": ("bfloat16", "float16", "float32"),
-    "use_cache": (True, False),
-    "initializer_range": (0.02, 0.01),
-    "rms_norm_eps": (1e-6, 1e-5),
-    "max_position_embeddings": (2048, 131072),
-    "bos_token_id": (1, None),
-    "eos_token_id": (2, [2, 3], None),
-    "pad_token_id": (None, 0, -1),
-    "attention_dropout": (0.0, 0.1),
-    "hidden_act": _ACTIVATION_NAMES,
-}
-_BIAS: Samples = {"attention_bias": (False, True)}
-_WINDOW: Samples = {"sliding_window": (None, 4096)}
-_QWEN: Samples = {
-    **_WINDOW,
-    "use_sliding_window": (False, True),
-    "max_window_layers": (28, 1),
-    "use_mrope": (False,),
-}
-_GEMMA: Samples = {
-    "hidden_activation": (None, *_ACTIVATION_NAMES),
-    "use_bidirectional_attention": (None, False),
-}
-_GEMMA2: Samples = {
-    **_GEMMA,
-    "hidden_act": (*_ACTIVATION_NAMES, None),
-    "hidden_activation": _ACTIVATION_NAMES,
-    "query_pre_attn_scalar": (256, 144),
-    "sliding_window": (4096, 512),
-    "sliding_window_size": (4096,),
-    "cache_implementation": ("hybrid",),
-    "final_logit_softcapping": (30.0, None),
-    "attn_logit_softcapping": (50.0, None),
-}
-_NEEDS = {SLIDING: "sliding_window"}
-_QWEN_PATTERN = Pattern(
-    listed=(
-        Period(when={"use_sliding_window": False}, types=(FULL,)),
-        Period(when={"use_sliding_window": True}, types=(FULL, SLIDING)),
-    ),
-    unlisted=(Period(when={"use_sliding_window": False}, types=(FULL,)),),
-    needs=_NEEDS,
-)
-
-
-def _gemmas(when: When, types: Sequence[str]) -> Pattern:
-    return Pattern(
-        listed=(Period(when={}, types=(FULL, SLIDING)),),
-        unlisted=(Period(when=when, types=tuple(types)),),
-        needs=_NEEDS,
-    )
-
-
-USUAL: dict[str, Usual] = {
-    "llama": Usual(
-        "LlamaForCausalLM",
-        "LlamaModel",
-        {**_BIAS, "mlp_bias": (False, True)},
-        {**FREE, "pretraining_tp": (1, 2)},
-        ROPES,
-    ),
-    "mistral": Usual("MistralForCausalLM", "MistralModel", {}, {**FREE, **_WINDOW}, ROPES),
-    "qwen2": Usual("Qwen2ForCausalLM", "Qwen2Model", {}, {**FREE, **_QWEN}, ROPES, _QWEN_PATTERN),
-    "qwen3": Usual("Qwen3ForCausalLM", "Qwen3Model", _BIAS, {**FREE, **_QWEN}, ROPES, _QWEN_PATTERN),
-    "gemma": Usual("GemmaForCausalLM", "GemmaModel", _BIAS, {**FREE, **_GEMMA}, ROPES),
-    "gemma2": Usual(
-        "Gemma2ForCausalLM",
-        "Gemma2Model",
-        _BIAS,
-        {**FREE, **_GEMMA2},
-        ROPES,
-        _gemmas({}, [SLIDING, FULL]),
-    ),
-    "gemma3_text": Usual(
-        "Gemma3ForCausalLM",
-        "Gemma3TextModel",
-        _BIAS,
-        {
-            **FREE,
-            **_GEMMA2,
-            "use_bidirectional_attention": (False,),
-            "sliding_window_pattern": (6,),
-            "_sliding_window_pattern": (6,),
-        },
-        GEMMA3_ROPES,
-        _gemmas({"sliding_window_pattern": 6, "_sliding_window_pattern": 6}, [*[SLIDING] * 5, FULL]),
-    ),
-    "olmo2": Usual("Olmo2ForCausalLM", "Olmo2Model", _BIAS, FREE, ROPES),
-    "phi3": Usual(
-        "Phi3ForCausalLM",
-        "Phi3Model",
-        {},
-        {
-            **FREE,
-            **_WINDOW,
-            "attention_bias": (False,),
-            "embd_pdrop": (0.0, 0.1),
-            "resid_pdrop": (0.0, 0.1),
-            "original_max_position_embeddings": (4096,),
-        },
-        PHI3_ROPES,
-    ),
-}
 # Whatever they say, nothing follows from it.
 _TEXTS = ("_name_or_path", "transformers_version")
 # Fields that the class does not have.
@@ -261,7 +79,7 @@ def _info(name: str, shape: tuple[int, ...]) -> TensorInfo:
 
 def config_for(model_type: str, **changes: Any) -> dict[str, Any]:
     """A config.json of a usual type, of the distinct sizes but for `changes`."""
-    told = {"model_type": model_type, "architectures": [USUAL[model_type].head], **DISTINCT}
+    told = {"model_type": model_type, "architectures": [USUAL[model_type].head], **USUAL[model_type].distinct}
     return told | {"pad_token_id": 0, **changes}
 
 
@@ -269,13 +87,8 @@ def derived_anatomy(config: Mapping[str, Any]) -> Anatomy:
     return dissect(config, headers_of(config))
 
 
-def _combinations(samples: Samples) -> Iterator[dict[str, Any]]:
-    for values in itertools.product(*samples.values()):
-        yield dict(zip(samples, values, strict=True))
-
-
-def type_entry(model_type: str, *, settings: Sequence[When] | None = None) -> TypeEntry:
-    """A type's entry, derived; for these of its settings of layers alone where they are given."""
+def type_entry(model_type: str) -> TypeEntry:
+    """A type's entry, derived."""
     from transformers import CONFIG_MAPPING
 
     told = USUAL[model_type]
@@ -286,31 +99,29 @@ def type_entry(model_type: str, *, settings: Sequence[When] | None = None) -> Ty
     assert isinstance(one.derivation, _Found) and one.derivation.same_names
     first = TypeEntry(
         files=_files(model_type, kind),
-        stack=one.derivation.stack,
         prefix=one.prefix,
         stem=one.family.stem,
         encoder=one.family.encoder,
-        sizes={name: _size(model_type, field, stated.get(field)) for name, field in SIZES.items()},
+        sizes={name: _size(model_type, field, stated.get(field)) for name, (field, _) in told.sizes.items()},
         required=_required(model_type),
         defaults={
             field: left_out.get(field, _DEFAULTS.get(field))
-            for field in sorted(
-                {*told.settings, *_activations(told), *_conditions(told), "pad_token_id", "tie_word_embeddings"}
-            )
+            for field in sorted({*_activations(told), *_conditions(told), "pad_token_id"})
         },
         fields=_forms(told),
         activations=_activations(told),
         title="" if told.pattern is not None else one.kinds[0].title,
         pattern=told.pattern,
-        compositions={told.head: one.derivation.composition.to_json()},
+        compositions={},
         layers=(),
         heads=(),
     )
-    chosen = [dict(each) for each in settings] if settings is not None else [*_combinations(told.settings)]
+    heads = [_head_entry(model_type, first, when) for when in told.outside]
     return first.model_copy(
         update={
-            "layers": tuple(_layer_entry(model_type, first, when) for when in chosen),
-            "heads": tuple(_head_entry(model_type, first, {"tie_word_embeddings": tied}) for tied in (False, True)),
+            "layers": tuple(_layer_entry(model_type, first, when) for when in told.settings),
+            "heads": tuple(head for head, _ in heads),
+            "compositions": {head.composition: composition for head, composition in heads},
         }
     )
 
@@ -329,25 +140,34 @@ def _digests(above: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def _conditions(told: Usual) -> list[str]:
-    if told.pattern is None:
-        return []
-    return [
-        *told.pattern.needs.values(),
-        *(field for period in (*told.pattern.listed, *told.pattern.unlisted) for field in period.when),
-    ]
+    """The fields by which entries are chosen."""
+    pattern = told.pattern
+    periods = (*pattern.listed, *pattern.unlisted) if pattern else ()
+    whens = [*told.settings, *told.outside, *(period.when for period in periods)]
+    return [*(pattern.needs.values() if pattern else ()), *(field for when in whens for field in when)]
 
 
 def _activations(told: Usual) -> tuple[str, ...]:
-    return tuple(key for key in _ACTIVATIONS if key in told.free)
+    return () if told.encoder else tuple(key for key in _ACTIVATIONS if key in told.free)
 
 
 def _size(model_type: str, field: str, default: Any) -> SizeField:
+    whole = 2 if field == LABELS else default if type(default) is int else None
     if field not in ("num_key_value_heads", "head_dim"):
-        return SizeField(field=field)
+        zero = field == "type_vocab_size" and _has_blocks(config_for(model_type, **{field: 0}))
+        return SizeField(field=field, default=whole, may_be_zero=zero)
     config = without(field, config_for(model_type, **MANY_HEADS))
     absent = _sizes(config)
     same = absent is not None and absent == _sizes(config | {field: None})
-    return SizeField(field=field, default=default if type(default) is int else None, may_be_null=same)
+    return SizeField(field=field, default=whole, may_be_null=same)
+
+
+def _has_blocks(config: Mapping[str, Any]) -> bool:
+    """Whether a model of this config runs, so that its blocks are found."""
+    try:
+        return bool(derived_anatomy(config).derivation.blocks(0))
+    except BadInput:
+        return False
 
 
 def without(field: str, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -357,8 +177,9 @@ def without(field: str, config: Mapping[str, Any]) -> dict[str, Any]:
 def _required(model_type: str) -> tuple[str, ...]:
     """The fields without which a config cannot be derived."""
     config = config_for(model_type, **MANY_HEADS, **MANY_WORDS)
-    fields = ("pad_token_id", *SIZES.values())
-    return tuple(field for field in fields if _sizes(without(field, config)) is None)
+    # Of sizes that an encoder's class has values of its own for, a twin would be as large as they say.
+    held = ("pad_token_id", *(field for field, _ in USUAL[model_type].sizes.values() if field != LABELS))
+    return tuple(field for field in held if _sizes(without(field, config)) is None)
 
 
 def _sizes(config: Mapping[str, Any]) -> Any:
@@ -371,11 +192,11 @@ def _sizes(config: Mapping[str, Any]) -> Any:
 
 def _forms(told: Usual) -> dict[str, tuple[str, ...]]:
     found: dict[str, set[str]] = {"model_type": {ANY_TEXT}, **{field: {ANY_TEXT} for field in _TEXTS}}
-    found["architectures"] = {form_of(None), form_of([told.head]), form_of([told.base])}
-    found["tie_word_embeddings"] = {form_of(True), form_of(False)}
-    ropes = [(field, value) for rope in told.ropes for field, value in rope.items()]
-    samples = [(field, value) for held in (told.settings, told.free) for field, of in held.items() for value in of]
-    for field, value in (*ropes, *samples):
+    # An encoder without them is taken without its head, as few are saved.
+    found["architectures"] = {form_of(named) for named in ([told.head], [told.base], *([] if told.encoder else [None]))}
+    free = [(field, value) for field, values in told.free.items() for value in values]
+    stated = [each for when in (*told.ropes, *told.settings, *told.outside) for each in when.items()]
+    for field, value in (*free, *stated):
         found.setdefault(field, set()).add(form_of(value))
     return {field: tuple(sorted(forms)) for field, forms in sorted(found.items())}
 
@@ -383,7 +204,11 @@ def _forms(told: Usual) -> dict[str, tuple[str, ...]]:
 def _names(entry: TypeEntry, config: Mapping[str, Any]) -> dict[int, str]:
     """The one name of each number that a shape may have."""
     numbers = sizes_of(config, entry)
-    named = {name: usual.shape_of((name,), numbers)[0] for name in (*numbers, *COMPOSED) if name != "layers"}
+    told = USUAL[str(config["model_type"])]
+    # An encoder's heads are as wide together as its stream, each with keys of its own.
+    left_out = ("layers", *(("query", "kv", "kv_heads", "head_dim") if told.encoder else ()))
+    known = [name for name in (*numbers, *told.composed) if name not in left_out]
+    named = {name: usual.shape_of((name,), numbers)[0] for name in known}
     found = {number: name for name, number in named.items()}
     assert len(found) == len(named), "two sizes are equal"
     return found
@@ -412,37 +237,53 @@ def _layer_entry(model_type: str, entry: TypeEntry, when: When) -> LayerEntry:
         linear={path: (name[rows], name[columns]) for path, (rows, columns) in derivation.linear(0).items()},
         whole_heads={
             usual.grouping(sizes_of(other, entry)): derived_anatomy(other).derivation.whole_heads(0)
-            for other in (config | {"num_key_value_heads": count} for count in KV_HEADS)
+            for other in _grouped(model_type, config)
         },
     )
+
+
+def _grouped(model_type: str, config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The config with heads that share keys in each of the ways."""
+    told = USUAL[model_type]
+    return [{**config, "num_key_value_heads": count} for count in told.kv_heads] or [dict(config)]
 
 
 def _hashable(kind: Any) -> Any:
     return replace(kind, silence=tuple(kind.silence.items()), packed=())
 
 
-def _head_entry(model_type: str, entry: TypeEntry, when: When) -> HeadEntry:
+def _head_entry(model_type: str, entry: TypeEntry, when: When) -> tuple[HeadEntry, dict[str, Any]]:
+    """What stands outside the layers, and the classes that carry grafts."""
     config = config_for(model_type, **when)
     name = _names(entry, config)
     held = {each: _info(each, tuple(value.shape)) for each, value in build(config).model.state_dict().items()}
     saved = headers_of(config)
     anatomy = dissect(config, held)
     assert isinstance(anatomy.derivation, _Found)
-    reads = anatomy.derivation.vocabulary_tensors(anatomy.sizes.vocabulary)
+    reads = {} if entry.encoder else anatomy.derivation.vocabulary_tensors(anatomy.sizes.vocabulary)
     composition = anatomy.derivation.composition
-    named = short_name(composition.head)
-    assert entry.compositions[named] == composition.to_json()
-    return HeadEntry(
+
+    def whole(each: str) -> str:
+        """The name as a model with a head has it."""
+        return each if anatomy.prefix else f"{entry.prefix}{each}"
+
+    def is_needed(each: str) -> bool:
+        # Heads come and go on encoders, and the pooler that they alone read.
+        return each in saved and (not entry.encoder or (whole(each).startswith(entry.prefix) and "pooler." not in each))
+
+    made = HeadEntry(
         when=when,
+        stack=anatomy.derivation.stack,
         tied=anatomy.tied,
         outer={
-            each: OuterTensor(
-                shape=tuple(name[size] for size in info.shape), needed=each in saved, reads=reads.get(each)
+            whole(each): OuterTensor(
+                shape=tuple(name[size] for size in info.shape), needed=is_needed(each), reads=reads.get(each)
             )
             for each, info in anatomy.outer.items()
         },
-        composition=named,
+        composition=short_name(composition.head),
     )
+    return made, composition.to_json()
 
 
 def differences(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> list[str]:
@@ -487,8 +328,9 @@ def _questions(anatomy: Anatomy) -> dict[str, Any]:
         "path": lambda own: own.path,
         "same names": lambda own: own.same_names,
         "activation": lambda own: own.activation,
-        "vocabulary": lambda own: own.vocabulary_tensors(anatomy.sizes.vocabulary),
     }
+    if not anatomy.family.encoder:
+        asked["vocabulary"] = lambda own: own.vocabulary_tensors(anatomy.sizes.vocabulary)
     for layer in {anatomy.kind_of.index(kind) for kind in set(anatomy.kind_of)}:
         asked[f"blocks of {layer}"] = lambda own, layer=layer: dict(own.blocks(layer))
         asked[f"linear of {layer}"] = lambda own, layer=layer: dict(own.linear(layer))
@@ -523,17 +365,26 @@ def variations(model_type: str) -> Iterator[dict[str, Any]]:
         yield config | ({TYPES: [FULL] * 7} if config.get("use_sliding_window") else {})
     for rope in told.ropes:
         yield config_for(model_type, **rope)
-    for settings in _combinations({**told.settings, "tie_word_embeddings": (False, True)}):
-        yield config_for(model_type, **settings)
-    for architectures in (None, [told.base]):
+    for settings, outside in itertools.product(told.settings, told.outside):
+        if all(outside.get(field, value) == value for field, value in settings.items()):
+            yield config_for(model_type, **settings, **{k: v for k, v in outside.items() if k not in settings})
+    for architectures in ([told.base],) if told.encoder else (None, [told.base]):
         yield config_for(model_type, architectures=architectures)
     for sizes in OTHER_SIZES:
-        yield config_for(model_type, **sizes)
+        held = {field for field, _ in told.sizes.values()}
+        yield config_for(model_type, **{field: value for field, value in sizes.items() if field in held})
     for layers in (2, 3, 13):
         yield config_for(model_type, num_hidden_layers=layers)
-    for left_out in ("head_dim", "num_key_value_heads"):
+    for left_out in () if told.encoder else ("head_dim", "num_key_value_heads"):
         yield without(left_out, config_for(model_type, **MANY_HEADS))
     yield without("pad_token_id", config_for(model_type, **MANY_WORDS))
+    if told.encoder:
+        if model_type != "roberta":  # which cannot be run without them
+            yield config_for(model_type, type_vocab_size=0)
+        yield config_for(model_type, id2label={"0": "no", "1": "yes"}, label2id={"no": 0, "yes": 1})
+        yield without(LABELS, config_for(model_type))
+        if "relative" in told.sizes:
+            yield config_for(model_type, max_relative_positions=-1)
     if told.pattern is not None:
         for types in ([FULL] * 7, [SLIDING] * 7, [FULL, SLIDING] * 3 + [FULL], [SLIDING] * 3 + [FULL] * 4):
             yield config_for(model_type, layer_types=types, **{**_on(told), "sliding_window": 8})

@@ -18,7 +18,7 @@ from surgeon.apply.linked_shards import Moved
 from surgeon.apply.preview import Preview, loaded_plan, opened_for, preview_of, proved, texts_of
 from surgeon.apply.readback import ReadBack
 from surgeon.apply.write import assist, check_output, execute
-from surgeon.blueprint.draft import Blueprint
+from surgeon.blueprint.blueprint import Blueprint
 from surgeon.blueprint.shards import MAX_NEW_SHARD_BYTES
 from surgeon.checkpoint.card_metadata import Metadata, metadata_of
 from surgeon.checkpoint.folder import CARD_FILE, CheckpointFolder, digests_of

@@ -19,7 +19,7 @@ from surgeon.apply.couplings import Maps
 from surgeon.apply.finiteness import FiniteCheck
 from surgeon.apply.prediction import PredictionSettings, Predictor, learn
 from surgeon.apply.prompts import read_by_mlps
-from surgeon.blueprint.draft import Blueprint, Output
+from surgeon.blueprint.blueprint import Blueprint, Output
 from surgeon.blueprint.recipes import MapRef, Place, Predicted, Recipe
 from surgeon.checkpoint.folder import CheckpointFolder, ReadAhead
 from surgeon.checkpoint.header import FLOAT_DTYPES

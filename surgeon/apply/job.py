@@ -11,7 +11,7 @@ from typing import Any
 
 from surgeon._version import __version__
 from surgeon.apply.readback import Origin, ReadBack
-from surgeon.blueprint.draft import Blueprint, Output
+from surgeon.blueprint.blueprint import Blueprint, Output
 from surgeon.blueprint.recipes import Copy
 from surgeon.blueprint.shards import Shard, is_unchanged
 from surgeon.checkpoint.card_metadata import Metadata

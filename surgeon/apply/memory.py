@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from surgeon.blueprint.draft import Blueprint
+from surgeon.blueprint.blueprint import Blueprint
 from surgeon.blueprint.recipes import Predicted
 from surgeon.blueprint.shards import group_by_layer
 from surgeon.checkpoint.folder import MOST_AHEAD

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from surgeon.blueprint.draft import Blueprint
+from surgeon.blueprint.blueprint import Blueprint
 from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.common.library import LOAD_FAILURES, first_line, quiet_transformers
 from surgeon.errors import BadInput, printable

@@ -11,7 +11,7 @@ from surgeon.apply.job import twins_in
 from surgeon.apply.memory import peak_memory
 from surgeon.apply.proofs import NOTHING_TO_PROVE, Proof, known_proof, prove
 from surgeon.apply.shapes import check_shapes, check_taken
-from surgeon.blueprint.draft import Blueprint, Output
+from surgeon.blueprint.blueprint import Blueprint, Output
 from surgeon.blueprint.shards import MAX_NEW_SHARD_BYTES, Shard, is_unchanged, lay_out
 from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import CheckpointFolder

@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from surgeon.apply.preview import Preview
-from surgeon.blueprint.draft import Blueprint, Layer
+from surgeon.blueprint.blueprint import Blueprint, Layer
 from surgeon.checkpoint.own_code import has_own_code
 from surgeon.common.formatting import count, size, span
 from surgeon.common.promises import PROMISE_STYLES

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from surgeon.blueprint.draft import Blueprint, Layer, Output
+from surgeon.blueprint.blueprint import Blueprint, Layer, Output
 from surgeon.blueprint.recipes import Constant, Joined, Means
 from surgeon.checkpoint.own_code import OwnCode
 from surgeon.checkpoint.strict_json import parse_json_strict

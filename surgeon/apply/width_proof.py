@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from surgeon.apply.twin_proof import SEEDS, agree, held_tensor, place_in, running_twin, tensors_of, value_of
-from surgeon.blueprint.draft import Blueprint
+from surgeon.blueprint.blueprint import Blueprint
 from surgeon.blueprint.recipes import Constant, Copy, Joined, Recipe
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.common.devices import one_thread

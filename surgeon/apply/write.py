@@ -21,7 +21,7 @@ from surgeon.apply.job import Job
 from surgeon.apply.linked_shards import Moved as HowMoved
 from surgeon.apply.linked_shards import Unmoved, bytes_to_move, way_to
 from surgeon.apply.readback import ReadBack, Way
-from surgeon.blueprint.draft import Output
+from surgeon.blueprint.blueprint import Output
 from surgeon.blueprint.recipes import Constant
 from surgeon.blueprint.shards import Shard, group_by_layer, header_of
 from surgeon.checkpoint.header import header_bytes

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from surgeon.blueprint.draft import Output
+from surgeon.blueprint.blueprint import Output
 from surgeon.checkpoint.header import ALIGNMENT, Header, TensorInfo, build_header
 from surgeon.checkpoint.weights import SINGLE_FILE
 

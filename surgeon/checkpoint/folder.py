@@ -176,10 +176,10 @@ class ReadAhead:
     def expect(self, now: Sequence[str], then: Sequence[str]) -> None:
         """Read what is needed now, each once, then what is needed after it; drop earlier expectations."""
         self._room = min(max(self._bytes(now), self._bytes(then)), self._most)
-        wanted = list(dict.fromkeys([*now, *then]))
-        for name in self._coming.keys() - set(wanted):
+        needed = list(dict.fromkeys([*now, *then]))
+        for name in self._coming.keys() - set(needed):
             self._coming.pop(name).cancel()
-        self._waiting = deque(name for name in wanted if name not in self._coming)
+        self._waiting = deque(name for name in needed if name not in self._coming)
         self._fill()
 
     def read(self, name: str) -> bytearray:

@@ -123,7 +123,7 @@ def read_header(fd: int, *, file: str) -> Header:
 
 
 def header_bytes(fd: int, header: Header, *, file: str) -> bytes:
-    """What stands before the data of the open file `fd`, whose header was `header`; BadInput where it changed."""
+    """Return the bytes before the data of the open file `fd`, whose header was `header`; BadInput where it changed."""
     found = _pread(fd, header.data_begin, 0)
     if hashlib.sha256(found).hexdigest() != header.sha256:
         raise BadInput(f"{printable(file)}: changed meanwhile; start again when nothing writes to it")

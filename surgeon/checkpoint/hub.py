@@ -6,18 +6,14 @@ HF_HUB_OFFLINE, HF_HUB_DISABLE_PROGRESS_BARS); offline, no socket is opened.
 
 from __future__ import annotations
 
-import contextlib
 import glob
-import os
 import re
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Never, TypeVar
+from typing import Any
 
 from surgeon.checkpoint.folder import (
     CARD_FILE,
@@ -28,21 +24,25 @@ from surgeon.checkpoint.folder import (
     CheckpointFolder,
 )
 from surgeon.checkpoint.header import Header, header_length, parse_header
+from surgeon.checkpoint.hub_calls import (
+    TIMEOUT,
+    bars_on_terminals_only,
+    call_hub,
+    check_id,
+    in_time,
+    is_commit,
+    is_transient,
+    offline,
+    refuse_call,
+    seconds_for,
+)
 from surgeon.checkpoint.peft_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_adapter_files
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, LocalSource, is_side_file, read_capped
 from surgeon.checkpoint.weights import INDEX_FILE, choose_weights
 from surgeon.errors import BadInput, printable
 from surgeon.runtime.bundle import CODE_FILE
 
-_T = TypeVar("_T")
-
-REPO_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}")
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 _SMALL = (CONFIG_FILE, INDEX_FILE, MANIFEST_FILE)
-# Request timeout in seconds: how long the client waits for the next bytes.
-TIMEOUT = 20.0
-# How long a header, a small file or a whole download may take, in seconds, and for how many bytes a second more.
-PATIENCE, SLOWEST = 60.0, 32_000
 # A list of ten thousand files.
 _ANSWER = 2_000_000
 # A branch that moves while it is read is read again.
@@ -66,8 +66,8 @@ def locate(
     """Find a base: a local path, else a Hub id (`user/name`) through the Hub's cache, downloaded at need.
 
     It downloads config, index, manifest, allow-listed side files and, with `weights`, exactly the shards that hold
-    them; never a pickle, and Python files only with `code`. Without `download` only the cache is asked. Raises BadInput
-    where it is not found, gated, of an unknown revision, or neither cached nor reachable.
+    them; never a pickle, and Python files only with `code`. Without `download` only the cache is searched. Raises
+    BadInput where it is not found, gated, of an unknown revision, or neither cached nor reachable.
     """
     if Path(base).exists():
         if revision is not None:
@@ -77,11 +77,11 @@ def locate(
     if offline() or not download:
         return _cached(base, revision)
 
-    def wanted(repository: _Repository) -> list[str]:
-        names = [name for name in repository.files if _is_wanted(name, repository.files[name], code=code)]
+    def choose(repository: _Repository) -> list[str]:
+        names = [name for name in repository.files if _comes_along(name, repository.files[name], code=code)]
         return [*names, *choose_weights(repository).files] if weights else names
 
-    return _at_one_commit(base, revision, wanted)
+    return _at_one_commit(base, revision, choose)
 
 
 def locate_adapter(adapter: str) -> Located:
@@ -94,11 +94,11 @@ def locate_adapter(adapter: str) -> Located:
     if offline():
         return _snapshot(repo_id, revision or None, [ADAPTER_CONFIG, ADAPTER_WEIGHTS], offline=True)
 
-    def wanted(repository: _Repository) -> list[str]:
+    def choose(repository: _Repository) -> list[str]:
         check_adapter_files(repository.files, repository.shown)
         return [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
 
-    return _at_one_commit(repo_id, revision or None, wanted)
+    return _at_one_commit(repo_id, revision or None, choose)
 
 
 def locate_delta(delta: str) -> Located:
@@ -113,17 +113,17 @@ def locate_delta(delta: str) -> Located:
     if offline():
         return _snapshot(repo_id, revision or None, [DELTA_FILE], offline=True)
 
-    def wanted(repository: _Repository) -> list[str]:
+    def choose(repository: _Repository) -> list[str]:
         if DELTA_FILE not in repository.files:
             raise BadInput(f"{repository.shown}: no {DELTA_FILE} there, so this is not a delta; check the name")
         return [
             name
             for name, size in repository.files.items()
-            if _is_wanted(name, size, code=True)
+            if _comes_along(name, size, code=True)
             or ("/" not in name and name.endswith((".safetensors", ".md", ".json")))
         ]
 
-    return _at_one_commit(repo_id, revision or None, wanted)
+    return _at_one_commit(repo_id, revision or None, choose)
 
 
 def remote_folder(repo_id: str, revision: str | None, *, trust_remote_code: bool = False) -> CheckpointFolder:
@@ -139,15 +139,15 @@ def remote_folder(repo_id: str, revision: str | None, *, trust_remote_code: bool
     return CheckpointFolder.assemble(repository, path=Path(repo_id), trust_remote_code=trust_remote_code)
 
 
-def _at_one_commit(repo_id: str, revision: str | None, wanted: Callable[[_Repository], list[str]]) -> Located:
-    """Download what is `wanted` of a repository, from the commit that it was listed at.
+def _at_one_commit(repo_id: str, revision: str | None, choose: Callable[[_Repository], list[str]]) -> Located:
+    """Download the files that `choose` names of a repository, from the commit that it was listed at.
 
     The client gets the revision's own name, so that its cache knows which commit that was.
     """
     for _ in range(_MOVES):
         repository = _Repository.ask(repo_id, revision)
-        names = wanted(repository)
-        seconds = _seconds_for(sum(repository.files.get(name, 0) for name in names))
+        names = choose(repository)
+        seconds = seconds_for(sum(repository.files.get(name, 0) for name in names))
         found = _snapshot(repo_id, revision, names, within=seconds)
         if found.revision == repository.commit:
             return found
@@ -170,11 +170,11 @@ class _Repository:
     def ask(cls, repo_id: str, revision: str | None) -> _Repository:
         from huggingface_hub import HfApi
 
-        info = _call(
+        info = call_hub(
             lambda: HfApi().model_info(repo_id, revision=revision, files_metadata=True, timeout=TIMEOUT),
             repo_id,
             revision,
-            within=_seconds_for(_ANSWER),
+            within=seconds_for(_ANSWER),
         )
         files = {entry.rfilename: entry.size or 0 for entry in info.siblings or []}
         return cls(repo_id, _commit_of(info, repo_id), dict(sorted(files.items())))
@@ -214,11 +214,11 @@ class _Repository:
                 " the right repository?"
             )
         with bars_on_terminals_only():
-            path = _call(
+            path = call_hub(
                 lambda: hf_hub_download(self.repo_id, name, revision=self.commit),
                 self.repo_id,
                 self.commit,
-                within=_seconds_for(self.files.get(name, 0)),
+                within=seconds_for(self.files.get(name, 0)),
             )
         folder = Path(path)
         for _ in name.split("/"):
@@ -245,15 +245,15 @@ class _Repository:
 
     def _prefix(self, file: str, count: int) -> tuple[bytes, int]:
         """The first `count` bytes of a file and its whole size."""
-        within = _seconds_for(count)
+        within = seconds_for(count)
         for attempt in range(_ATTEMPTS - 1):
             try:
-                return _in_time(lambda: self._request(file, count), self.repo_id, within)
+                return in_time(lambda: self._request(file, count), self.repo_id, within)
             except Exception as error:
-                if not _is_transient(error):
-                    _refuse(error, self.repo_id, self.commit)
+                if not is_transient(error):
+                    refuse_call(error, self.repo_id, self.commit)
             time.sleep(0.5 * 2**attempt)
-        return _call(lambda: self._request(file, count), self.repo_id, self.commit, within=within)
+        return call_hub(lambda: self._request(file, count), self.repo_id, self.commit, within=within)
 
     def _request(self, file: str, count: int) -> tuple[bytes, int]:
         from huggingface_hub import constants, hf_hub_url
@@ -309,11 +309,11 @@ def dataset_commit(repo_id: str, revision: str | None) -> str:
     from huggingface_hub import HfApi
 
     shown = f"datasets/{repo_id}"
-    info = _call(
+    info = call_hub(
         lambda: HfApi().dataset_info(repo_id, revision=revision, timeout=TIMEOUT),
         shown,
         revision,
-        within=_seconds_for(_ANSWER),
+        within=seconds_for(_ANSWER),
     )
     return _commit_of(info, shown)
 
@@ -324,38 +324,14 @@ def _commit_of(info: Any, repo_id: str) -> str:
     return str(info.sha)
 
 
-def is_commit(revision: str) -> bool:
-    """Whether a revision is a full commit hash, which never moves."""
-    return _COMMIT.fullmatch(revision) is not None
-
-
-def is_repo_id(name: str) -> bool:
-    """Whether the Hub can have a repository of this name."""
-    return REPO_ID.fullmatch(name) is not None and ".." not in name and "--" not in name
-
-
-def check_id(base: str) -> None:
-    """Raise BadInput for what is no id of the Hub."""
-    if not is_repo_id(base):
-        raise BadInput(
-            f"{printable(base)}: no such folder, and not a Hub id either (`user/name`); check the path, or the id"
-        )
-
-
-def _is_wanted(name: str, size: int, *, code: bool) -> bool:
+def _comes_along(name: str, size: int, *, code: bool) -> bool:
+    """Whether a file beside the weights is downloaded with them."""
     if is_side_file(name):
         return size <= MAX_SIDE_FILE_BYTES
     # The output's card repeats the licence and languages of the base's.
     if name == CARD_FILE:
         return size <= MAX_CARD_BYTES
     return name in (*_SMALL, CODE_FILE) or (code and name.endswith(".py") and "/" not in name)
-
-
-def offline() -> bool:
-    """Whether the client's environment forbids network access."""
-    from huggingface_hub import constants
-
-    return bool(constants.HF_HUB_OFFLINE)
 
 
 def _cached(repo_id: str, revision: str | None) -> Located:
@@ -366,17 +342,17 @@ def _cached(repo_id: str, revision: str | None) -> Located:
 
 
 def _snapshot(
-    repo_id: str, revision: str | None, wanted: list[str], *, offline: bool = False, within: float | None = None
+    repo_id: str, revision: str | None, names: list[str], *, offline: bool = False, within: float | None = None
 ) -> Located:
     from huggingface_hub import snapshot_download
 
     with bars_on_terminals_only():
-        found = _call(
+        found = call_hub(
             lambda: snapshot_download(
                 repo_id,
                 revision=revision,
                 local_files_only=offline,
-                allow_patterns=[glob.escape(name) for name in wanted],
+                allow_patterns=[glob.escape(name) for name in names],
             ),
             repo_id,
             revision,
@@ -384,122 +360,3 @@ def _snapshot(
         )
     path = Path(found)
     return Located(path, repo_id, path.name)
-
-
-@contextlib.contextmanager
-def bars_on_terminals_only() -> Iterator[None]:
-    """The client's progress bars on a terminal, none elsewhere."""
-    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-
-    if sys.stderr.isatty() or are_progress_bars_disabled() or "HF_HUB_DISABLE_PROGRESS_BARS" in os.environ:
-        yield
-        return
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        enable_progress_bars()
-
-
-def _seconds_for(nbytes: int) -> float:
-    """How long so many bytes may take, over a slow line too."""
-    return PATIENCE + nbytes / SLOWEST
-
-
-def _in_time(ask: Callable[[], _T], repo_id: str, within: float) -> _T:
-    """What the client finds `within` so many seconds. Raises BadInput after that, and what the client raises.
-
-    The client's own timeouts are for each read: a server that sends a byte now and then is never late.
-    """
-    found: list[_T] = []
-    raised: list[BaseException] = []
-
-    def answer() -> None:
-        try:
-            found.append(ask())
-        except BaseException as error:
-            raised.append(error)
-
-    # Left alone when it is late; the end of the program does not wait for it.
-    asking = threading.Thread(target=answer, daemon=True, name="hub")
-    asking.start()
-    asking.join(within)
-    if raised:
-        raise raised[0]
-    if not found:
-        raise BadInput(
-            f"{printable(repo_id)}: the Hub has not answered in full within {within:.0f} s; check the network and"
-            " HF_ENDPOINT, then run the same command again"
-        )
-    return found[0]
-
-
-def _call(ask: Callable[[], _T], repo_id: str, revision: str | None, *, within: float | None = None) -> _T:
-    """Call the client; whatever it or a library below it raises becomes one line, as what takes too long does."""
-    try:
-        return ask() if within is None else _in_time(ask, repo_id, within)
-    except Exception as error:
-        _refuse(error, repo_id, revision)
-
-
-def _is_transient(error: Exception) -> bool:
-    """Whether a retry may help: a broken connection or an error inside the server."""
-    from huggingface_hub import errors
-
-    if isinstance(error, errors.HfHubHTTPError):
-        return error.response.status_code >= 500 or error.response.status_code == 429
-    return not isinstance(error, BadInput | MemoryError | errors.OfflineModeIsEnabled)
-
-
-def _refuse(error: Exception, repo_id: str, revision: str | None) -> Never:
-    from huggingface_hub import constants, errors
-
-    if isinstance(error, BadInput | MemoryError):
-        raise error
-
-    shown = printable(repo_id)
-    if isinstance(error, errors.GatedRepoError):
-        problem = (
-            f"gated: accept its conditions at {constants.ENDPOINT}/{shown}, then log in (`hf auth login`, or a token in"
-            " HF_TOKEN)"
-        )
-    elif isinstance(error, errors.RevisionNotFoundError):
-        named_by = "`revision:`" if repo_id.startswith("datasets/") else "`--revision`"
-        problem = f"has no revision {printable(revision or 'main')!r}; check {named_by}"
-    elif isinstance(error, errors.RepositoryNotFoundError):
-        problem = (
-            "no such folder here and no such repository on the Hub, or a private one; check the name, or log in"
-            " (`hf auth login`, or a token in HF_TOKEN)"
-        )
-    elif isinstance(error, errors.HfHubHTTPError):
-        problem = _status(error.response.status_code)
-    elif constants.HF_HUB_OFFLINE or isinstance(error, errors.OfflineModeIsEnabled):
-        problem = (
-            "offline (HF_HUB_OFFLINE), and the cache does not hold all of it; run once online, or give a local folder"
-        )
-    elif isinstance(error, PermissionError):
-        problem = f"the Hub's cache cannot be written ({first_line(error)}); set HF_HOME to a folder of yours"
-    else:
-        problem = f"the Hub cannot be reached ({first_line(error)}); check the network, then run the same command again"
-    raise BadInput(f"{shown}: {problem}") from error
-
-
-def _status(code: int) -> str:
-    if code in (401, 403):
-        return (
-            f"access refused by the Hub ({code}); log in with a token that may read it (`hf auth login`, or HF_TOKEN)"
-        )
-    if code == 404:
-        return "a file that the listing names is not there (404); try again"
-    if code == 429:
-        return "the Hub answers too many requests (429); wait some minutes, or log in for a higher limit"
-    return f"the Hub answers {code}; try again later"
-
-
-def first_line(error: BaseException) -> str:
-    """The type and first line of the error that caused this one."""
-    cause: BaseException = error
-    while cause.__cause__ is not None:
-        cause = cause.__cause__
-    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-    return printable(f"{type(cause).__name__}: {lines[0]}" if lines else type(cause).__name__)

@@ -1,4 +1,4 @@
-"""What a path leads to, by names and first lines alone, and whether arguments stand in each other's places."""
+"""What a path leads to, by names and first lines alone, and whether arguments were swapped."""
 
 from __future__ import annotations
 
@@ -99,10 +99,10 @@ def mixed_up(arguments: Sequence[Argument]) -> str:
     if first is None:
         return ""
     argument = arguments[first]
-    wanted = " or ".join(sorted(argument.takes - {NEW, NAME})) or (
+    expected = " or ".join(sorted(argument.takes - {NEW, NAME})) or (
         "a new name" if NEW in argument.takes else "a Hub id"
     )
-    return f"{printable(argument.given)} is {kinds[first]}, {argument.called} takes {wanted}"
+    return f"{printable(argument.given)} is {kinds[first]}, {argument.called} takes {expected}"
 
 
 def _all_fit(order: Sequence[int], kinds: Sequence[Kind], arguments: Sequence[Argument]) -> bool:

@@ -25,7 +25,7 @@ _SETTLED_NS = 2_000_000_000
 
 @dataclass(frozen=True)
 class Stamp:
-    """By what a file that somebody touched is known."""
+    """What differs once somebody touched a file."""
 
     device: int
     inode: int
@@ -35,7 +35,7 @@ class Stamp:
 
     @classmethod
     def of(cls, found: os.stat_result) -> Stamp:
-        """Of what `stat` finds; the time of change cannot be set back."""
+        """Return the stamp of what `stat` finds; the time of change cannot be set back."""
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
     def same_content(self, other: Stamp) -> bool:

@@ -39,8 +39,8 @@ class OwnCode:
     @cached_property
     def digest(self) -> str:
         """One digest of all of it."""
-        held = {name: hashlib.sha256(content).hexdigest() for name, content in self.files.items()}
-        return hashlib.sha256(json.dumps([held, dict(self.classes)], sort_keys=True).encode()).hexdigest()
+        digests = {name: hashlib.sha256(content).hexdigest() for name, content in self.files.items()}
+        return hashlib.sha256(json.dumps([digests, dict(self.classes)], sort_keys=True).encode()).hexdigest()
 
 
 def has_own_code(config: Mapping[str, Any]) -> bool:

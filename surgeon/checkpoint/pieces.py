@@ -41,7 +41,7 @@ class Span:
 
     @property
     def places(self) -> Iterator[tuple[int, int]]:
-        """Where its runs lie in what holds it, as (from, to)."""
+        """Return where its runs lie in what holds it, as (from, to)."""
         return ((at, at + self.length) for at in (self.at + run * self.every for run in range(self.count)))
 
     def runs(self, first: int, stop: int) -> Span:
@@ -175,7 +175,7 @@ def _through(outer: Span, inner: Span) -> Iterator[Span]:
 
 
 def _within(begin: int, length: int, step: int, count: int, region: Span) -> Iterator[tuple[int, int, int, int]]:
-    """Of runs that begin at `begin`, `begin + step`, … those in a region, as (first, stop, from, to).
+    """Yield the runs in a region, of those that begin at `begin`, `begin + step`, …, as (first, stop, from, to).
 
     Runs `first` to before `stop` have their bytes `from` to `to` in the region at `region.at`: all of them where a run
     lies in it whole, a part of those at its two ends.
@@ -218,11 +218,11 @@ def _row_by_row(outer: Span, inner: Span) -> Iterator[Span]:
 
 
 def turned(maps: Mapping[str, Pieces], sizes: Mapping[str, int]) -> dict[str, Pieces]:
-    """Where the tensors that maps read lie in the tensors that they make: the maps seen from the other side.
+    """Return where the tensors that maps read lie in the tensors that they make: the maps seen from the other side.
 
-    `sizes` are the bytes of those that are asked for. A byte that stands at several places is taken from the first,
-    but where one tensor holds all of another it is taken from there. Tensors that are not there whole have less than
-    all of their bytes covered (`Pieces.covered`).
+    `sizes` are the bytes of those to look for. A byte that is at several places is taken from the first, but where one
+    tensor holds all of another it is taken from there. Tensors that are not there whole have less than all of their
+    bytes covered (`Pieces.covered`).
     """
     places: dict[str, dict[str, list[Span]]] = {name: {} for name in sizes}
     for holder, pieces in maps.items():
@@ -232,12 +232,12 @@ def turned(maps: Mapping[str, Pieces], sizes: Mapping[str, int]) -> dict[str, Pi
     return {name: _assembled(sizes[name], list(by_holder.values())) for name, by_holder in places.items()}
 
 
-def _assembled(nbytes: int, held: Sequence[list[Span]]) -> Pieces:
-    """A tensor of what several others hold of it."""
-    alone = (Pieces.of(nbytes, spans) for spans in held)
+def _assembled(nbytes: int, by_holder: Sequence[list[Span]]) -> Pieces:
+    """Return a tensor as put together from what several others have of it."""
+    alone = (Pieces.of(nbytes, spans) for spans in by_holder)
     if (found := next((one for one in alone if one.covered and _apart(one.spans)), None)) is not None:
         return found
-    every = [span for spans in held for span in spans]
+    every = [span for spans in by_holder for span in spans]
     return Pieces.of(nbytes, every if _apart(every) else _first_of_each(every))
 
 

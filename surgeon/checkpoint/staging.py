@@ -78,8 +78,8 @@ class Staging:
         self._say = say
         self._journal = -1
         self._done: dict[str, dict[str, Any]] = {}
-        # Files that this run needs or wrote: an earlier run may have left more.
-        self._wanted: set[str] = set()
+        # Files that this run took over or wrote: an earlier run may have left more.
+        self._used: set[str] = set()
         self._writing = threading.Lock()
         self._published = False
 
@@ -105,7 +105,7 @@ class Staging:
         """The journal's record of a file that nobody has touched since, else None."""
         record = self._unchanged(file)
         if record is not None:
-            self._wanted.add(file)
+            self._used.add(file)
         return record
 
     def _unchanged(self, file: str) -> dict[str, Any] | None:
@@ -124,7 +124,7 @@ class Staging:
         entry = {"file": file, **_facts(found), "record": record}
         self._append(entry)
         self._done[file] = entry
-        self._wanted.add(file)
+        self._used.add(file)
 
     def abandon(self) -> None:
         """Drop what is done, so that leaving removes it: for a run that the same command could never finish."""
@@ -139,12 +139,12 @@ class Staging:
         self._work.check_there()
         staged = self._staged()
         assert staged <= self._done.keys(), f"not journalled: {sorted(staged - self._done.keys())}"
-        assert self._wanted <= staged, f"journalled, yet not there: {sorted(self._wanted - staged)}"
-        for name in staged - self._wanted:
+        assert self._used <= staged, f"journalled, yet not there: {sorted(self._used - staged)}"
+        for name in staged - self._used:
             (self.folder / name).unlink()
             if "/" in name and not any((self.folder / name).parent.iterdir()):
                 (self.folder / name).parent.rmdir()
-        folders = {(self.folder / name).parent for name in self._wanted} | {self.folder}
+        folders = {(self.folder / name).parent for name in self._used} | {self.folder}
         for folder in sorted(folders, reverse=True):
             sync(folder)
         found = self.folder.stat()
@@ -263,7 +263,7 @@ def _is_as(file: Path, entry: dict[str, Any] | None) -> bool:
 
 
 def _facts(found: os.stat_result) -> dict[str, int]:
-    """By what a file that somebody touched is known: the time of its last change cannot be set back."""
+    """Return what differs once somebody touched a file: the time of its last change cannot be set back."""
     return {"size": found.st_size, "mtime_ns": found.st_mtime_ns, "ctime_ns": found.st_ctime_ns, "inode": found.st_ino}
 
 

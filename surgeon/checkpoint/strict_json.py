@@ -45,7 +45,7 @@ def parse_json_strict(
 
     `constants` admits NaN and Infinity, which Python writes where a loss was no number: for files of surgeon's own.
     Raises BadInput for what is too large, too deep, not JSON, not UTF-8, for a number that a float cannot hold, and
-    for a key that stands there twice or half of a UTF-16 pair.
+    for a key that occurs twice or half of a UTF-16 pair.
     """
     shown = printable(file)
     if len(data) > max_bytes:

@@ -1,8 +1,8 @@
 """A tokenizer's files, and the same files with more tokens: bytes are inserted, none is changed or taken out.
 
-What a base has stands in the output byte for byte around what was inserted, so that taking the inserted bytes out gives
+The output has what the base has, byte for byte, around what was inserted, so that taking the inserted bytes out gives
 the base's files back. Old ids stay: new ones come after the embedding's rows, and whatever id below that has no entry
-in the model's vocabulary (special tokens that stand above it, padded rows) gets one, as `tokenizers` counts entries to
+in the model's vocabulary (special tokens above it, padded rows) gets one, as `tokenizers` counts entries to
 find the next free id. Entries without a merge are never made of text, so they change nothing.
 
 Format: https://huggingface.co/docs/tokenizers/api/models, as `tokenizers` reads and writes it.
@@ -149,8 +149,8 @@ def grown_files(
     read = TokenizerJson.parse(files[TOKENIZER_FILE])
     names = {number: content for content, number in taken.items()}
     # Ids below the first new one that the model's vocabulary has no entry for.
-    held = set(read.vocabulary.values())
-    fillers = {names.get(number) or _unused(number, taken): number for number in range(rows) if number not in held}
+    used = set(read.vocabulary.values())
+    fillers = {names.get(number) or _unused(number, taken): number for number in range(rows) if number not in used}
     entries = fillers | {token.content: rows + nth for nth, token in enumerate(tokens)}
     merges = [token.merge for token in tokens if token.merge is not None]
     grown = {TOKENIZER_FILE: _grown_json(read, entries, tokens, merges)}
@@ -235,7 +235,7 @@ _DECODER = json.JSONDecoder()
 
 
 def _value_at(text: str, path: tuple[str, ...]) -> tuple[int, int]:
-    """Where the value at a path of keys begins and ends."""
+    """Return where the value at a path of keys begins and ends."""
     begin = len(text) - len(text.lstrip())
     end = len(text.rstrip())
     for key in path:

@@ -27,7 +27,7 @@ Classes = Literal["installed", "shipped", "own"]
 
 # Vocabularies: large, and nothing in them is a setting.
 _VOCABULARIES = frozenset({"tokenizer.json", "vocab.json", "added_tokens.json"})
-# Read where a processor is asked for; surgeon carries some of them along.
+# Read where a processor is loaded; surgeon carries some of them along.
 _PROCESSORS = re.compile(r"[A-Za-z0-9_]*processor_config\.json")
 _PARSED = "config.json"
 
@@ -151,13 +151,13 @@ def _walk(content: Any) -> Iterator[tuple[str, Any]]:
         key, value = waiting.pop()
         yield key, value
         if isinstance(value, dict):
-            waiting.extend((str(inner), held) for inner, held in value.items())
+            waiting.extend((str(inner), item) for inner, item in value.items())
         elif isinstance(value, list):
             waiting.extend((key, item) for item in value)
 
 
 def _strings(value: Any) -> Iterator[str]:
-    return (held for _, held in _walk(value) if isinstance(held, str))
+    return (item for _, item in _walk(value) if isinstance(item, str))
 
 
 def check_trusted(brought: Brought, shown: str, *, trust_remote_code: bool) -> None:

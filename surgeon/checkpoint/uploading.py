@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Never, TypeVar
 
-from surgeon.checkpoint.hub import TIMEOUT, bars_on_terminals_only, first_line, is_commit, is_repo_id, offline
+from surgeon.checkpoint.hub_calls import TIMEOUT, bars_on_terminals_only, first_line, is_commit, is_repo_id, offline
 from surgeon.errors import BadInput, printable
 
 _T = TypeVar("_T")
@@ -169,7 +169,7 @@ def send(
 ) -> Commit:
     """Create the repository and branch at need, upload `files`, and commit them without the `stale` ones.
 
-    `check_unchanged` raises where a file is no longer what was checked; it is asked between upload and commit. Raises
+    `check_unchanged` raises where a file is no longer what was checked; it is called between upload and commit. Raises
     BadInput where the Hub refuses or cannot be reached; the repository then has not changed, and blobs that arrived are
     not sent again.
     """
@@ -179,7 +179,7 @@ def send(
     with _with_timeout(), bars_on_terminals_only(), _warnings_shown(say):
         if not before.exists:
             _call(
-                # One that stands there all the same may be public: it was not looked at.
+                # One that exists all the same may be public: it was not looked at.
                 lambda: api.create_repo(to.repo_id, private=not to.public, exist_ok=False),
                 to,
                 "create the repository",

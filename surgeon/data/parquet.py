@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from surgeon.checkpoint.hub import first_line
+from surgeon.checkpoint.hub_calls import first_line
 from surgeon.data.row_sizes import check_sizes, rows_of
 from surgeon.errors import BadInput, printable
 

@@ -27,6 +27,7 @@ from surgeon.checkpoint.folder import CheckpointFolder, digests_of
 from surgeon.checkpoint.hub import locate
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
 from surgeon.common import devices
+from surgeon.common.checked_yaml import check_given
 from surgeon.common.disk_space import writing
 from surgeon.common.files import read_given
 from surgeon.common.json_results import plain_fields
@@ -36,7 +37,6 @@ from surgeon.common.schema import BEGIN, TEMPLATE
 from surgeon.common.signed import UNSIGNED, check_own, read_signed, write_signed
 from surgeon.common.tables import FittedTable
 from surgeon.common.work_folders import read_own, sync, working_in, write_durably
-from surgeon.common.yaml import check_given
 from surgeon.data.layouts import Document, document_of
 from surgeon.data.recalled_text import RECORD, Counts, NearlyNothing, TextSoFar, judge
 from surgeon.data.specs import GenerateSpec

@@ -11,7 +11,7 @@ from struct import error as StructError
 from struct import unpack_from
 from typing import Any
 
-from surgeon.checkpoint.hub import first_line
+from surgeon.checkpoint.hub_calls import first_line
 from surgeon.checkpoint.source import open_regular, read_capped
 from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.errors import BadInput, printable

@@ -17,7 +17,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from surgeon.checkpoint.hub import bars_on_terminals_only, dataset_commit, first_line, is_commit, offline
+from surgeon.checkpoint.hub import dataset_commit
+from surgeon.checkpoint.hub_calls import bars_on_terminals_only, first_line, is_commit, offline
 from surgeon.common.schema import BEGIN, TEMPLATE
 from surgeon.data.documents import Corpus, Documents, is_blank, stamps, text_files
 from surgeon.data.layouts import Document, columns_of, document_of

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from surgeon.checkpoint.hub import REPO_ID
+from surgeon.checkpoint.hub_calls import REPO_ID
 from surgeon.common.schema import BEGIN, NEW, ORIGINAL, TEMPLATE, Entry
 
 _DATASET, _SPLIT = "dataset:", "split:"

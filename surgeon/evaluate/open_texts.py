@@ -16,8 +16,9 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from surgeon import HeldOut, TextSpec, check_source, held_out_text, load_config
+from surgeon.common.checked_yaml import check_yaml, keys_by_section, where
 from surgeon.common.schema import Entry
-from surgeon.common.yaml import check_yaml, keys_by_section, parse_yaml, read_text, where
+from surgeon.common.yaml import parse_yaml, read_text
 from surgeon.errors import BadInput, bad_input, printable
 
 _NAMED = re.compile(r"([A-Za-z0-9_-]{1,60})=(.+)", re.S)

@@ -81,9 +81,9 @@ class Derived:
         """What was proven, in one line."""
         if self.skeleton.encoder:
             kinds = f", {len(self.titles)} kinds" if len(self.titles) > 1 else ""
-            return f"derived: an encoder of {len(self.kind_of)} layers{kinds}; its controls are proven on a twin"
+            return f"an encoder of {len(self.kind_of)} layers{kinds}; its controls are proven on a twin"
         found = in_words([each.values for each in self.silence])
-        return f"derived, proven on a twin in {self.seconds:.1f} s: {found}"
+        return f"proven on a twin in {self.seconds:.1f} s: {found}"
 
 
 def derive(config: Mapping[str, Any]) -> Derived:

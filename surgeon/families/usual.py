@@ -41,6 +41,7 @@ from surgeon.runtime.composition import Composition, read_composition
 FILE = Path(__file__).with_name("usual.json")
 PACKAGE = Path(__file__).parent.parent
 TYPES = "layer_types"
+LABELS, NUMBERS = "id2label", "label2id"
 # Forms that a field may have whatever its text says.
 ANY_TEXT = "text"
 When = dict[str, JsonValue]
@@ -53,12 +54,14 @@ class _Model(BaseModel):
 class SizeField(_Model):
     """The field of a config.json that holds a size, and what counts where it is left out (None: of other sizes).
 
-    `may_be_null`: null is taken for left out.
+    `may_be_null`: null is taken for left out. `may_be_zero`: a model runs without what it counts, as without types of
+    tokens.
     """
 
     field: str
     default: int | None = None
     may_be_null: bool = False
+    may_be_zero: bool = False
 
 
 class PartShape(_Model):
@@ -94,6 +97,7 @@ class HeadEntry(_Model):
     """What stands outside the layers where a config has these settings; `composition` is one of the type's."""
 
     when: When
+    stack: str
     tied: bool
     outer: dict[str, OuterTensor]
     composition: str
@@ -126,7 +130,6 @@ class TypeEntry(_Model):
     """
 
     files: dict[str, str]
-    stack: str
     prefix: str
     stem: str
     encoder: bool
@@ -248,7 +251,7 @@ class Listed(Derivation):
     def __init__(self, base: _Base, made: Callable[[], Derivation]) -> None:
         self._base = base
         self._made = made
-        self.stack = base.entry.stack
+        self.stack = base.head.stack
         found = in_words([base.layer.silence for _ in set(base.types)])
         if base.entry.encoder:
             found = f"an encoder of {len(base.types)} layers"
@@ -306,6 +309,8 @@ class Listed(Derivation):
     def vocabulary_tensors(self, rows: int) -> dict[str, bool]:
         """As `Derivation` says."""
         base = self._base
+        if base.entry.encoder:
+            return self._own.vocabulary_tensors(rows)
         below = base.entry.prefix
         known = {name.removeprefix(below): each for name, each in base.head.outer.items() if each.reads is not None}
         found = {
@@ -404,7 +409,10 @@ def _is_tried(config: Mapping[str, Any], entry: TypeEntry) -> bool:
     sizes = {size.field: size for size in entry.sizes.values()}
     for field, value in config.items():
         if field in sizes:
-            fits = type(value) is int or (value is None and sizes[field].may_be_null)
+            null, zero = sizes[field].may_be_null, sizes[field].may_be_zero
+            fits = field == LABELS or (null if value is None else type(value) is int and (zero or value != 0))
+        elif field == NUMBERS:
+            fits = LABELS in sizes
         elif field == TYPES:
             fits = entry.pattern is not None and _may_list(config, entry, entry.pattern)
         else:
@@ -414,7 +422,18 @@ def _is_tried(config: Mapping[str, Any], entry: TypeEntry) -> bool:
             fits = fits and not (isinstance(value, list) and len(value) == config["num_hidden_layers"])
         if not fits:
             return False
-    return config.keys() >= set(entry.required)
+    return config.keys() >= set(entry.required) and _are_labels(config)
+
+
+def _are_labels(config: Mapping[str, Any]) -> bool:
+    """Whether labels, where there are any, have the numbers from 0 on, and are by name what they are by number."""
+    names, numbers = config.get(LABELS), config.get(NUMBERS)
+    if names is None:
+        return numbers is None
+    by_number = isinstance(names, dict) and list(names) == [str(number) for number in range(len(names))]
+    if not by_number or not all(isinstance(name, str) for name in names.values()):
+        return False
+    return numbers is None or numbers == {name: int(number) for number, name in names.items()}
 
 
 def _may_list(config: Mapping[str, Any], entry: TypeEntry, pattern: Pattern) -> bool:
@@ -427,7 +446,12 @@ def _may_list(config: Mapping[str, Any], entry: TypeEntry, pattern: Pattern) -> 
 
 def sizes_of(config: Mapping[str, Any], entry: TypeEntry) -> dict[str, int]:
     """The sizes of a config by their names: those of `Sizes`, what else tensors are as large as, and their products."""
-    stated = {name: config.get(size.field) or size.default or 0 for name, size in entry.sizes.items()}
+    stated: dict[str, int] = {}
+    for name, size in entry.sizes.items():
+        value = config.get(size.field)
+        value = size.default or 0 if value is None else value
+        # Of labels, their number.
+        stated[name] = len(value) if isinstance(value, dict) else value
     heads: int = stated["heads"]
     found = stated | {
         "kv_heads": stated.get("kv_heads") or heads,
@@ -484,6 +508,8 @@ def _sorted_out(
     expected = {suffix: shape_of(part.shape, numbers) for suffix, part in layer.parts.items()}
     beside = {name: shape_of(each.shape, numbers) for name, each in head.outer.items()}
     needed = {name for name, each in head.outer.items() if each.needed and (prefix or name.startswith(entry.prefix))}
+    # Of none there is no tensor.
+    needed = {name for name in needed if 0 not in beside[name]}
     layers: tuple[dict[str, TensorInfo], ...] = tuple({} for _ in range(numbers["layers"]))
     outer: dict[str, TensorInfo] = {}
     above, by_number = f"{prefix}{entry.stem}", {str(index): layer for index, layer in enumerate(layers)}

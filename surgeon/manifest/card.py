@@ -1,7 +1,7 @@
 """The model card: README.md of an output, for the Hub and for who opens the folder.
 
 A function of the manifest, the tensors' sizes and what the base's card said, so the same surgery gives the same bytes.
-Manifest and base are written by anybody: their words stand in code spans and blocks that they cannot close.
+Manifest and base are written by anybody: their words are in code spans and blocks that they cannot close.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-from surgeon.blueprint.draft import Layer
+from surgeon.blueprint.blueprint import Layer
 from surgeon.checkpoint.card_metadata import Metadata, block_of
 from surgeon.checkpoint.header import DTYPE_BITS
 from surgeon.common.promises import PROMISE_STYLES
@@ -20,7 +20,7 @@ from surgeon.families.format_depth import other_scale
 from surgeon.families.periods import broken_pattern
 from surgeon.manifest.manifest import MANIFEST_FILE, LayerEntry, Manifest, NewTensor
 from surgeon.manifest.moves import has_other_names
-from surgeon.manifest.recipe_words import held_of
+from surgeon.manifest.recipe_words import base_bytes_of
 from surgeon.operations import papers_of
 from surgeon.operations.grow_vocabulary import VocabularyFacts
 
@@ -141,7 +141,7 @@ def _sizes(manifest: Manifest, sizes: Mapping[str, int]) -> str:
 
 def _kept_numbers(manifest: Manifest, made: NewTensor) -> int:
     """How many numbers of a new tensor are the base's."""
-    kept = held_of(made, manifest).kept
+    kept = base_bytes_of(made, manifest).kept
     numbers = sum(span.nbytes for span in kept.spans) * 8 // DTYPE_BITS[made.dtype]
     # A part of a new layer is a copy of an old one's.
     return min(numbers, sum(math.prod(manifest.base.tensors[name].shape) for name in kept.tensors))
@@ -163,10 +163,10 @@ def _done(manifest: Manifest) -> str:
         what = f"{changed} base tensor{'s' * (changed != 1)} changed by training" if changed else ""
         lines += ["", f"Trained since, {what or 'only what the surgeries made'}:", ""]
         for run in manifest.training[-_MOST_NAMED:]:
-            told = [
+            by_source = [
                 f"{_code(name)} {values[0]:.4f} → {values[-1]:.4f}" for name, values in run.losses.items() if values
             ]
-            losses = f"; loss by source, first and last: {', '.join(told[:_MOST_NAMED])}" if told else ""
+            losses = f"; loss by source, first and last: {', '.join(by_source[:_MOST_NAMED])}" if by_source else ""
             lines.append(f"- {run.steps:,} steps on {run.tokens:,} tokens{losses}")
             lines += _gate(run.gate)
     for grown in manifest.vocabularies.values():
@@ -348,8 +348,8 @@ def _training(manifest: Manifest, repo_id: str | None) -> str:
         return head + "As the base: every parameter, some layers, or a LoRA (`surgeon train`).\n"
     if any(entry.trains == "all" for entry in manifest.operations):
         return head + "Every parameter: the surgery is meant to be healed by training the whole model.\n"
-    held = {name: held_of(made, manifest) for name, made in manifest.new_tensors.items()}
-    rows = {name: each.grown_from for name, each in held.items() if each.grown_from is not None}
+    starts = {name: base_bytes_of(made, manifest) for name, made in manifest.new_tensors.items()}
+    rows = {name: each.grown_from for name, each in starts.items() if each.grown_from is not None}
     if _is_converted(manifest):
         code = (
             "for name, parameter in model.named_parameters():\n"
@@ -370,7 +370,7 @@ def _training(manifest: Manifest, repo_id: str | None) -> str:
         imports += "from huggingface_hub import hf_hub_download\n"
         fetched = f'hf_hub_download("{repo_id}", "{MANIFEST_FILE}", revision=revision)'
     # What holds a part for each layer holds those of the base's too.
-    stays = any(each.stays for each in held.values())
+    stays = any(each.stays for each in starts.values())
     frozen = 'new = {name for name, made in new.items() if "per_layer" not in made["recipe"]}\n' if stays else ""
     code = (
         f"{imports}\nwith open({fetched}) as manifest:\n    new = json.load(manifest)"

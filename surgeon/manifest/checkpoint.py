@@ -1,4 +1,4 @@
-"""A checkpoint as a researcher opens it: what its files say of it, its weights once they are asked for."""
+"""A checkpoint as a researcher opens it: what its files say of it, its weights once they are read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from surgeon.checkpoint.folder import RECORD_FILE, CheckpointFolder, digests_of
 from surgeon.checkpoint.header import TensorInfo, check_dtype
-from surgeon.checkpoint.hub import check_id, locate
+from surgeon.checkpoint.hub import locate
+from surgeon.checkpoint.hub_calls import check_id
 from surgeon.checkpoint.labels import is_classifier, label_names
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
 from surgeon.errors import BadInput, printable
@@ -19,7 +20,7 @@ from surgeon.families.anatomy import Anatomy, is_encoder
 from surgeon.families.dissect import dissect
 from surgeon.families.skeleton import wordless_auto
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, StoredTensor
-from surgeon.manifest.moves import held_by
+from surgeon.manifest.moves import recorded_tensors
 from surgeon.manifest.reading import manifest_of
 from surgeon.models.linear_modules import linear_modules
 from surgeon.models.templates import no_template, template_of
@@ -148,11 +149,9 @@ class Checkpoint:
 
     def changed_tensors(self) -> list[str]:
         """Return the tensors that are not what surgery.json says of them. Raises BadInput where there is none."""
-        held = held_by(manifest_of(self.folder), file=str(self.path / MANIFEST_FILE))
-        found = self.digests()
-        return [
-            name for name, info in self.folder.tensors.items() if held.get(name) != StoredTensor.of(info, found[name])
-        ]
+        recorded = recorded_tensors(manifest_of(self.folder), file=str(self.path / MANIFEST_FILE))
+        digests, infos = self.digests(), self.folder.tensors
+        return [name for name, info in infos.items() if recorded.get(name) != StoredTensor.of(info, digests[name])]
 
     @staticmethod
     def check_dtype(name: str) -> None:
@@ -217,7 +216,7 @@ def open_checkpoint(model: str | Path, *, revision: str | None = None, trust_rem
 def check_model(model: str | Path, *, trust_remote_code: bool = False) -> None:
     """Raise BadInput for what cannot be a checkpoint: a folder that cannot be opened, or no id of the Hub.
 
-    The Hub itself is not asked, so that what is wrong is said before anything is downloaded.
+    The Hub itself is not called, so that what is wrong is said before anything is downloaded.
     """
     if Path(model).exists():
         open_checkpoint(model, trust_remote_code=trust_remote_code)

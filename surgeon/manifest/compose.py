@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from surgeon._version import __version__
-from surgeon.blueprint.draft import Blueprint
+from surgeon.blueprint.blueprint import Blueprint
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.families.anatomy import Anatomy, is_grafted, native_config
 from surgeon.families.decoders import HINTS
@@ -48,13 +48,14 @@ class BaseId:
 def base_entry(
     base: CheckpointFolder, base_id: BaseId, *, layers: int, digests: Mapping[str, str], files: Mapping[str, str]
 ) -> Base:
-    """What a manifest says of an opened base whose tensors have `digests` and whose side files have those of `files`.
+    """Return what a manifest says of an opened base.
 
-    Raises BadInput where its file of code cannot be read.
+    `digests` are those of its tensors, `files` those of its side files, by name. Raises BadInput where its file of code
+    cannot be read.
     """
-    held = {name: files[name] for name in base.side_files}
+    beside = {name: files[name] for name in base.side_files}
     if is_grafted(base.config) and (code := base.read_code(CODE_FILE)) is not None:
-        held[CODE_FILE] = hashlib.sha256(code).hexdigest()
+        beside[CODE_FILE] = hashlib.sha256(code).hexdigest()
     tensors = {name: StoredTensor.of(base.tensors[name], digests[name]) for name in sorted(digests)}
     return Base(
         id=base_id.name,
@@ -63,7 +64,7 @@ def base_entry(
         layers=layers,
         config=base.config,
         tensors=tensors,
-        files=dict(sorted(held.items())),
+        files=dict(sorted(beside.items())),
     )
 
 
@@ -93,7 +94,7 @@ def compose(
     facts: Mapping[int, Facts],
     written: Written,
 ) -> Manifest:
-    """The manifest of a finished execution.
+    """Return the manifest of a finished execution.
 
     Args:
         loaded: the plan.

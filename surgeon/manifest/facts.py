@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from surgeon.blueprint.draft import Blueprint
+from surgeon.blueprint.blueprint import Blueprint
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.manifest import Surgery
 from surgeon.operations.drop_layers import LayerFacts
@@ -19,7 +19,7 @@ from surgeon.plan.plan import Plan
 def facts_of(surgery: Surgery, plan: Plan, *, file: str) -> dict[int, Facts]:
     """The facts that a surgery keeps for the operations of its plan, by their numbers.
 
-    Raises BadInput for facts that are none of the operation's, or contradict themselves; `file` is where they stand.
+    Raises BadInput, which names `file`, for facts that are none of the operation's or contradict themselves.
     """
     found: dict[int, Facts] = {}
     for number, operation in enumerate(plan.operations):
@@ -50,7 +50,7 @@ def _read(operation: Operation, kind: type[Facts], kept: object, file: str) -> F
 def sections_of(facts: Mapping[int, Facts], plan: Plan, blueprint: Blueprint) -> dict[str, Any]:
     """The fields of surgery.json that keep the facts of a plan's operations; those that would be empty are left out.
 
-    Layers of the base that an operation took out stand in `dropped`, whatever its facts are.
+    Layers of the base that an operation took out are in `dropped`, whatever its facts are.
     """
     found: dict[str, dict[str, Any]] = {}
     for number, layers in blueprint.dropped.items():

@@ -1,7 +1,7 @@
-"""The surgeries that an output went through: its earlier states, and where their tensors stand now.
+"""The surgeries that an output went through: its earlier states, and where their tensors are now.
 
 A surgery is one applied plan. After S of them an output has states 0 (the first base) to S (itself); its manifest
-holds what every state held, by digests.
+has what every state had, by digests.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from surgeon.blueprint.draft import weakest
+from surgeon.blueprint.blueprint import weakest
 from surgeon.checkpoint.folder import MANIFEST_FILE, CheckpointFolder
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.pieces import Pieces
@@ -23,7 +23,7 @@ from surgeon.errors import BadInput, printable
 from surgeon.families.dissect import dissect
 from surgeon.manifest.manifest import Base, Manifest
 from surgeon.manifest.moves import homes_of, layers_of, left_at
-from surgeon.manifest.recipe_words import held_of
+from surgeon.manifest.recipe_words import base_bytes_of
 from surgeon.runtime.bundle import CODE_FILE, bundle
 from surgeon.runtime.composition import composition_of
 
@@ -129,13 +129,13 @@ class Lineage:
                 )
 
     def _more(self, number: int, found: Mapping[str, Pieces], out: CheckpointFolder) -> dict[str, int]:
-        """Of tensors that got more rows since, as a vocabulary grows, how many."""
+        """Return how many rows tensors got since, by name: those of a vocabulary that grew."""
         since = self.since(number)
         grown = {
             name
             for manifest in since
             for name, made in manifest.new_tensors.items()
-            if held_of(made, manifest).grown_from is not None
+            if base_bytes_of(made, manifest).grown_from is not None
         }
         then = since[0].base.tensors
         lying = {name: each.tensors[0] for name, each in found.items() if len(each.tensors) == 1}
@@ -145,7 +145,7 @@ class Lineage:
         return self.file if number == self.count else f"{self.file} (surgery {number})"
 
     def _kept(self, number: int) -> dict[str, Pieces]:
-        """Where the tensors of state `number` lie in the output. Raises BadInput where a surgery left others."""
+        """Return where the tensors of state `number` lie in the output. Raises BadInput where a surgery left others."""
         undone = self.since(number)
         first = undone[0].base.tensors
         found: dict[str, Pieces] = {}
@@ -160,12 +160,12 @@ class Lineage:
                 )
             if nth > number + 1:
                 self._check_as_then(found, number, manifest, nth)
-            wanted = first if nth == number + 1 else dict.fromkeys(t for each in found.values() for t in each.tensors)
-            moved = left_at(manifest, wanted, file=file)
+            names = first if nth == number + 1 else dict.fromkeys(t for each in found.values() for t in each.tensors)
+            moved = left_at(manifest, names, file=file)
             found = moved if nth == number + 1 else {name: each.through(moved) for name, each in found.items()}
             torn = next((name for name in first if name not in found or not found[name].covered), None)
             if torn is not None:
-                # Where it would stand: by the name that a layer's number gives it.
+                # Where it would be: by the name that a layer's number gives it.
                 home = homes_of(manifest, [torn], file=file).get(torn, torn) if nth == number + 1 else torn
                 made = manifest.new_tensors.get(home)
                 how = f" ({_operation(manifest, made.operation)})" if made is not None else ""
@@ -197,7 +197,7 @@ class Lineage:
 class State:
     """State `number` of an output.
 
-    `manifest` is that state's own (None for state 0), `undone` those of the surgeries after it, oldest first. `held`
+    `manifest` is that state's own (None for state 0), `undone` those of the surgeries after it, oldest first. `pieces`
     says of that state's tensors where their bytes lie in the output, `tensors` of which dtype and shape they are, and
     `more` how many rows those have there that got more since. `code` are the files of code that lie beside its weights.
     """
@@ -206,7 +206,7 @@ class State:
     lineage: Lineage
     manifest: Manifest | None
     undone: tuple[Manifest, ...]
-    held: Mapping[str, Pieces]
+    pieces: Mapping[str, Pieces]
     config: dict[str, Any]
     code: Mapping[str, bytes]
     tensors: Mapping[str, TensorInfo]
@@ -265,7 +265,7 @@ def _code(config: Mapping[str, Any], next_surgery: Manifest, out: CheckpointFold
 
 
 def shown_name(name: str, place: str) -> str:
-    """A tensor as errors call it: where it stands, and its name of then where that was another."""
+    """Return how errors call a tensor: its name now, and its name of then where that was another."""
     return printable(place) if name == place else f"{printable(place)} (then {printable(name)})"
 
 

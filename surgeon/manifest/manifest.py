@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from surgeon.blueprint.draft import Promise, Trains
+from surgeon.blueprint.blueprint import Promise, Trains
 from surgeon.checkpoint.folder import MANIFEST_FILE as MANIFEST_FILE
 from surgeon.checkpoint.header import DTYPE_BITS, TensorInfo
 from surgeon.errors import printable
@@ -73,7 +73,7 @@ class StoredTensor(Entry):
 
 
 class Base(Entry):
-    """The checkpoint that was operated on: where it came from and what it held.
+    """The checkpoint that was operated on: where it came from and what was in it.
 
     `config` is its config.json as data; `files` are digests of the files beside its weights that came along: tokenizer
     and other side files, and the code of its grafts.
@@ -130,7 +130,7 @@ class NewTensor(StoredTensor):
 class TrainedTensor(Entry):
     """What training made of a tensor: its digest, max |Δ| and ‖Δ‖ / ‖before‖ (None: it was zero before).
 
-    `before` is the digest that it had before the run, where it held something of the base's that was to change.
+    `before` is the digest that it had before the run, where something of the base's was in it that was to change.
     """
 
     sha256: Sha256
@@ -191,8 +191,8 @@ class Surgery(Entry):
     `files` are digests of every file beside the weights but the card and the manifest itself. `sha256` is over all of
     this and the `sha256` of the surgery before (`seal_of`), so that no field can be edited alone. `proven`: the
     libraries, with versions, by which a promise of exactness was proven on a twin before anything was written.
-    What operations found out of the base before the plan was drawn (`surgeon/operations/prepare.py`) stands by their
-    numbers in `vocabularies`, `dropped` and `facts`, and in `adapters` by the plan's names.
+    What operations found out of the base before the plan was drawn (`surgeon/operations/prepare.py`) is in the fields
+    `vocabularies`, `dropped` and `facts` by their numbers, and in `adapters` by the plan's names.
     """
 
     surgeon_manifest: Literal[1]
@@ -225,7 +225,7 @@ class Surgery(Entry):
 
     @property
     def inserted(self) -> dict[str, list[list[int]]]:
-        """Of the tokenizer files that grew, where bytes were inserted, and how many."""
+        """Return where bytes were inserted into tokenizer files that grew, and how many, by the files' names."""
         return {name: where for grown in self.vocabularies.values() for name, where in grown.inserted.items()}
 
     @property
@@ -277,8 +277,8 @@ class Surgery(Entry):
     @property
     def kept(self) -> dict[str, Sha256]:
         """Digests of what lies in `base-tensors/` of this very output, by the tensors' names."""
-        held = set(self.training[-1].kept) if self.training else set()
-        return {name: digest for name, digest in self.changed_of_base.items() if name in held}
+        there = set(self.training[-1].kept) if self.training else set()
+        return {name: digest for name, digest in self.changed_of_base.items() if name in there}
 
     @property
     def adapter(self) -> AdapterEntry | None:
@@ -303,7 +303,10 @@ class Manifest(Surgery):
         return changed.model_copy(update={"sha256": seal_of(changed.data())})
 
     def data(self) -> dict[str, Any]:
-        """As JSON data. Fields that came after an entry was written stay out of it: its seal is without them."""
+        """Return the manifest as JSON data.
+
+        Fields that came after an entry was written stay out of it: its seal is without them.
+        """
         return self.model_dump(exclude_unset=True)
 
     def to_bytes(self) -> bytes:
@@ -314,7 +317,7 @@ class Manifest(Surgery):
 def seal_of(data: Mapping[str, Any]) -> str:
     """What `sha256` of a manifest (as JSON data) must be: a digest of all else in it.
 
-    Of the surgeries before it counts the seal of the last, which stands for those before.
+    Of the surgeries before it the last one's seal counts, which covers those before.
     """
     own = {key: value for key, value in data.items() if key not in ("sha256", "lineage")}
     lineage = data.get("lineage")

@@ -12,7 +12,7 @@ from surgeon.checkpoint.pieces import Pieces, turned
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import of_graft, places_of
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, StoredTensor, Surgery
-from surgeon.manifest.recipe_words import Held, held_of
+from surgeon.manifest.recipe_words import BaseBytes, base_bytes_of
 
 
 def slices_of(pieces: Pieces, shape: Sequence[int], bits: int) -> tuple[int, tuple[tuple[int, int], ...]]:
@@ -53,18 +53,18 @@ def layers_of(manifest: Manifest, *, file: str) -> dict[int, int]:
 
 
 def left_at(manifest: Manifest, names: Iterable[str], *, file: str = MANIFEST_FILE) -> dict[str, Pieces]:
-    """Where the base's tensors of these names lie in the output; nowhere, or not whole, what another value replaced.
+    """Return where the base's tensors of these names lie in the output.
 
-    One that has a place of its own is there; else it is a part of others. Those of layers that were taken out are left
-    out. Raises BadInput where the manifest does not say.
+    What another value replaced lies nowhere, or not whole. A tensor that has a place of its own is there; else it is a
+    part of others. Those of layers that were taken out are left out. Raises BadInput where the manifest does not say.
     """
     homes = homes_of(manifest, names, file=file)
     homes = {name: home for name, home in homes.items() if name in manifest.base.tensors}
     sizes = {name: manifest.base.tensors[name].nbytes for name in homes}
-    held = {name: held_of(made, manifest) for name, made in manifest.new_tensors.items()}
-    found = {home: Pieces.whole(name, sizes[name]) for name, home in _at_home(manifest, homes, held).items()}
-    # What the output does not train comes first. What a graft, or a new layer, begins as stands in its own place too.
-    for name, each in sorted(held.items(), key=lambda item: not item[1].stays):
+    starts = {name: base_bytes_of(made, manifest) for name, made in manifest.new_tensors.items()}
+    found = {home: Pieces.whole(name, sizes[name]) for name, home in _at_home(manifest, homes, starts).items()}
+    # What the output does not train comes first. What a graft, or a new layer, begins as is in its own place too.
+    for name, each in sorted(starts.items(), key=lambda item: not item[1].stays):
         begins = of_graft(name) or each.is_copy
         if not begins or any(homes.get(source) == name for source in each.pieces.tensors):
             found[name] = each.pieces
@@ -72,10 +72,10 @@ def left_at(manifest: Manifest, names: Iterable[str], *, file: str = MANIFEST_FI
     return {name: lying[name] for name in homes}
 
 
-def _at_home(manifest: Surgery, homes: Mapping[str, str], held: Mapping[str, Held]) -> dict[str, str]:
+def _at_home(manifest: Surgery, homes: Mapping[str, str], made: Mapping[str, BaseBytes]) -> dict[str, str]:
     """Those of the base's tensors that are in the output as they are, at home: no other took one in, or its place."""
     taken_in = {
-        source for name, each in held.items() if not (each.is_copy or of_graft(name)) for source in each.pieces.tensors
+        source for name, each in made.items() if not (each.is_copy or of_graft(name)) for source in each.pieces.tensors
     }
     return {name: home for name, home in homes.items() if name not in taken_in and home not in manifest.new_tensors}
 
@@ -109,9 +109,9 @@ def homes_of(manifest: Manifest, names: Iterable[str], *, file: str = MANIFEST_F
 
 def _with_those_beyond(layers: Mapping[int, int], manifest: Manifest) -> dict[int, int]:
     """Layers of the base above its stack, which predict further tokens, stay above the output's."""
-    held = {index for _, index, _ in places_of(manifest.base.tensors).values()}
+    numbers = {index for _, index, _ in places_of(manifest.base.tensors).values()}
     grown = len(manifest.layers) - manifest.base.layers
-    return dict(layers) | {index: index + grown for index in held if index >= manifest.base.layers}
+    return dict(layers) | {index: index + grown for index in numbers if index >= manifest.base.layers}
 
 
 def kept_as_they_are(manifest: Manifest, *, file: str = MANIFEST_FILE) -> dict[str, str]:
@@ -129,7 +129,7 @@ def kept_as_they_are(manifest: Manifest, *, file: str = MANIFEST_FILE) -> dict[s
 def has_other_names(manifest: Manifest, *, file: str = MANIFEST_FILE) -> bool:
     """Whether something of the base's lies under other names only: the output is of another class. Raises BadInput."""
     homes = homes_of(manifest, manifest.base.tensors, file=file)
-    return not held_by(manifest, file=file).keys() >= {*homes.values()}
+    return not recorded_tensors(manifest, file=file).keys() >= {*homes.values()}
 
 
 def made_of_base(manifest: Manifest) -> dict[str, Pieces]:
@@ -137,19 +137,19 @@ def made_of_base(manifest: Manifest) -> dict[str, Pieces]:
 
     Without copies: they begin as a tensor that keeps its own place.
     """
-    held = {name: held_of(made, manifest) for name, made in manifest.new_tensors.items()}
-    return {name: each.pieces for name, each in held.items() if each.pieces.covered and not each.is_copy}
+    starts = {name: base_bytes_of(made, manifest) for name, made in manifest.new_tensors.items()}
+    return {name: each.pieces for name, each in starts.items() if each.pieces.covered and not each.is_copy}
 
 
-def held_by(manifest: Manifest, *, file: str) -> dict[str, StoredTensor]:
-    """What every tensor of the output holds, as far as the manifest says: born, kept, trained since."""
+def recorded_tensors(manifest: Manifest, *, file: str) -> dict[str, StoredTensor]:
+    """Return dtype, shape and digest of every tensor of the output as the manifest says: born, kept, trained since."""
     homes = homes_of(manifest, manifest.base.tensors, file=file)
-    made = {name: held_of(new, manifest) for name, new in manifest.new_tensors.items()}
-    held = {home: manifest.base.tensors[name] for name, home in _at_home(manifest, homes, made).items()}
+    made = {name: base_bytes_of(new, manifest) for name, new in manifest.new_tensors.items()}
+    recorded = {home: manifest.base.tensors[name] for name, home in _at_home(manifest, homes, made).items()}
     for name, new in manifest.new_tensors.items():
-        held[name] = StoredTensor(dtype=new.dtype, shape=new.shape, sha256=new.sha256)
+        recorded[name] = StoredTensor(dtype=new.dtype, shape=new.shape, sha256=new.sha256)
     for name, sha256 in manifest.trained.items():
-        if name not in held:
+        if name not in recorded:
             raise BadInput(f"{printable(file)}: `training` names {printable(name)}, which the output does not have")
-        held[name] = held[name].model_copy(update={"sha256": sha256})
-    return held
+        recorded[name] = recorded[name].model_copy(update={"sha256": sha256})
+    return recorded

@@ -21,8 +21,8 @@ class ImpossiblePieces(ValueError):
 
 
 @dataclass(frozen=True)
-class Held:
-    """What a new tensor holds of the base at birth.
+class BaseBytes:
+    """The bytes of the base in a new tensor at birth.
 
     `pieces` are the bytes that the base has there, without those that are repeated from a tensor which lies whole in
     it or elsewhere; of these, `kept` do not train with what is new. `is_copy`: it begins as one tensor that keeps a
@@ -41,19 +41,19 @@ class Held:
         return bool(self.kept.spans) and self.kept.covered
 
 
-def held_of(made: NewTensor, surgery: Surgery) -> Held:
-    """What a new tensor of a surgery holds of its base.
+def base_bytes_of(made: NewTensor, surgery: Surgery) -> BaseBytes:
+    """Return the bytes of its base in a new tensor of a surgery.
 
     Raises ImpossiblePieces where the base has no such tensor, or it does not fit.
     """
-    return _Reader(surgery.base.tensors, made.dtype).held(made.recipe, made.shape)
+    return _Reader(surgery.base.tensors, made.dtype).read(made.recipe, made.shape)
 
 
 def check_words(surgery: Surgery, file: str) -> None:
     """Raise BadInput where a tensor is said to hold bytes of the base's that cannot be in it."""
     for name, made in surgery.new_tensors.items():
         try:
-            held_of(made, surgery)
+            base_bytes_of(made, surgery)
         except ImpossiblePieces as error:
             raise BadInput(
                 f"{printable(file)}: {printable(name)} is said to hold {error}, which it cannot; was it edited by hand?"
@@ -67,21 +67,21 @@ class _Reader:
     tensors: Mapping[str, StoredTensor]
     dtype: str
 
-    def held(self, recipe: object, shape: Sequence[int]) -> Held:
-        """What a tensor of `shape` holds that is made as `recipe` says. Raises ImpossiblePieces."""
+    def read(self, recipe: object, shape: Sequence[int]) -> BaseBytes:
+        """Return the bytes of the base in a tensor of `shape` that `recipe` makes. Raises ImpossiblePieces."""
         none = Pieces(self._nbytes(shape), ())
         match recipe:
             case {"per_layer": str(name), "axis": int(axis), "order": [*order]}:
                 return _kept(self._per_layer(name, axis, order, shape))
             case {"rows": [*rows], "still": bool(still)}:
                 pieces = self._rows(rows, shape)
-                return _kept(pieces) if still else Held(pieces, none)
+                return _kept(pieces) if still else BaseBytes(pieces, none)
             case {"extended": {"copy": str(name)}}:
                 of = self._source(name).shape
                 if not of or of[1:] != [*shape[1:]] or not 0 < of[0] <= shape[0]:
                     raise ImpossiblePieces(f"the rows of the base's {printable(name)} and more")
                 pieces = Pieces(none.nbytes, Pieces.whole(name, self._nbytes(of)).spans)
-                return Held(pieces, _own(pieces), grown_from=of[0])
+                return BaseBytes(pieces, _own(pieces), grown_from=of[0])
             case {"joined": [*parts], "sizes": [*sizes], "axis": axis}:
                 return _kept(self._joined(parts, sizes, axis, shape))
             case {"copy": str(name), "rows": [int(start), int(stop)]}:
@@ -89,8 +89,8 @@ class _Reader:
             case {"copy": str(name)}:
                 if self._source(name).shape != [*shape]:
                     raise ImpossiblePieces(f"a copy of the base's {printable(name)}")
-                return Held(Pieces.whole(name, none.nbytes), none, is_copy=True)
-        return Held(none, none)
+                return BaseBytes(Pieces.whole(name, none.nbytes), none, is_copy=True)
+        return BaseBytes(none, none)
 
     def _nbytes(self, shape: Sequence[int]) -> int:
         return math.prod(shape) * DTYPE_BITS[self.dtype] // 8
@@ -144,17 +144,17 @@ class _Reader:
         ):
             raise ImpossiblePieces("parts that do not make it")
         inner = [
-            self.held(part, [*shape[:axis], size, *shape[axis + 1 :]]).pieces
+            self.read(part, [*shape[:axis], size, *shape[axis + 1 :]]).pieces
             for part, size in zip(parts, lengths, strict=True)
         ]
         return stacked(inner, before=math.prod(shape[:axis]))
 
 
-def _kept(pieces: Pieces) -> Held:
+def _kept(pieces: Pieces) -> BaseBytes:
     """Pieces of the base's that stay as they are."""
-    return Held(pieces, _own(pieces))
+    return BaseBytes(pieces, _own(pieces))
 
 
 def _own(pieces: Pieces) -> Pieces:
-    """Without what a graft held, which is as new as it was."""
+    """Return the pieces without those of a graft of the base, which is as new as it was."""
     return Pieces(pieces.nbytes, tuple(span for span in pieces.spans if not of_graft(span.tensor)))

@@ -21,7 +21,7 @@ from surgeon.families.dissect import dissect
 from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import Manifest
 from surgeon.manifest.moves import slices_of
-from surgeon.manifest.recipe_words import held_of
+from surgeon.manifest.recipe_words import base_bytes_of
 from surgeon.operations.operation import Spec
 from surgeon.operations.selectors import LayerSelector, select_layers
 
@@ -121,15 +121,15 @@ def _whole(out: CheckpointFolder, manifest: Manifest | None, what: What, anatomy
         title = "the base's own tensors"
     else:
         names, title = set(out.tensors), "every tensor"
-    wanted = tuple(name for name in out.tensors if name in names - idle - added.fitted)
-    if not wanted:
+    training = tuple(name for name in out.tensors if name in names - idle - added.fitted)
+    if not training:
         raise BadInput(
             f"{printable(str(out.path))}: nothing to train: `what` has no tensor that the model computes with"
         )
-    of_base = frozenset(wanted) - (added.names - added.fixed.keys())
+    of_base = frozenset(training) - (added.names - added.fixed.keys())
     # Where only the base's own tensors train there is nothing yet for a gate to let through.
-    fits = manifest is not None and not added.names.isdisjoint(wanted)
-    return TrainableSet(wanted, (), fixed, of_base, title, _fitted(manifest) if manifest and fits else ())
+    fits = manifest is not None and not added.names.isdisjoint(training)
+    return TrainableSet(training, (), fixed, of_base, title, _fitted(manifest) if manifest and fits else ())
 
 
 @dataclass(frozen=True)
@@ -179,15 +179,15 @@ def _of(
             if tensor.operation in fits:
                 fitted.add(place)
                 continue
-            held = held_of(tensor, surgery)
-            if held.stays:
+            start = base_bytes_of(tensor, surgery)
+            if start.stays:
                 # What holds a part of the base more than once holds what is new too.
-                still |= {place} if held.pieces.repeats else set()
+                still |= {place} if start.pieces.repeats else set()
                 continue
             chosen[place] = None
-            if held.kept.spans:
+            if start.kept.spans:
                 # Where a vocabulary grew twice, all that came after the first base trains.
-                fixed.setdefault(place, Fixed(*slices_of(held.kept, tensor.shape, DTYPE_BITS[tensor.dtype])))
+                fixed.setdefault(place, Fixed(*slices_of(start.kept, tensor.shape, DTYPE_BITS[tensor.dtype])))
         if lineage is not None and nth < lineage.count:
             # A later merge may have folded an earlier surgery's branches away.
             chosen = {name: None for name in chosen if name in out.tensors}
@@ -214,9 +214,9 @@ def _added(out: CheckpointFolder, manifest: Manifest, what: What) -> TrainableSe
         assert not isinstance(only, LayersSpec | str)
         found = _of(out, (manifest,), only, None)
     if found.everything:
-        wanted = tuple(name for name in out.tensors if name not in found.fitted)
-        of_base = frozenset(wanted) - (found.names - found.fixed.keys())
-        return TrainableSet(wanted, found.operations, {}, of_base, fitted=_fitted(manifest))
+        names = tuple(name for name in out.tensors if name not in found.fitted)
+        of_base = frozenset(names) - (found.names - found.fixed.keys())
+        return TrainableSet(names, found.operations, {}, of_base, fitted=_fitted(manifest))
     missing = [name for name in found.names if name not in out.tensors]
     if missing:
         raise BadInput(
@@ -232,7 +232,7 @@ def _added(out: CheckpointFolder, manifest: Manifest, what: What) -> TrainableSe
 
 
 def _fitted(manifest: Manifest) -> tuple[str, ...]:
-    """Of the last surgery, what its first run fits: a later one leaves it, as all that trained did so behind it."""
+    """Return what the last surgery's first run fits: a later one leaves it, as all that trained did so behind it."""
     fits = {number for number, operation in enumerate(manifest.operations) if operation.trains == "fitted"}
     done = {name for run in manifest.training for name in run.tensors}
     return tuple(name for name, new in manifest.new_tensors.items() if new.operation in fits and name not in done)

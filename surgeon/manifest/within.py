@@ -16,12 +16,12 @@ from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import layer_of
 from surgeon.manifest.lineage import Lineage, instead_of, shown_name
 from surgeon.manifest.manifest import Manifest
-from surgeon.manifest.moves import held_by
+from surgeon.manifest.moves import recorded_tensors
 
 
 @dataclass(frozen=True)
 class Within:
-    """Where the base is: all but `inserted` of the output's `layers` layers, `rows` of the embeddings (None: all).
+    """Where the base is in an output: all layers but `inserted`, of `layers`; `rows` of the embeddings (None: all).
 
     `newborn`: the surgeries promise the base's function, and nothing was trained yet, so the output computes it.
     `apart`: tensors of the base are to train, so only a frozen copy of the output goes on holding it. `grafts`: those
@@ -45,15 +45,15 @@ def base_within(
     """The base that the first surgery of `out` began with, as far as headers and digests show; no weights are read.
 
     With `last` the model that the last surgery began with. `training` are tensors of `out` whose values will change,
-    but for first rows that are held. Raises BadInput naming the first tensor of the base that the output no longer has,
-    and where grafts of the base and new ones stand side by side.
+    but for first rows that stay as they are. Raises BadInput naming the first tensor of the base that the output no
+    longer has, and where grafts of the base and new ones are side by side.
     """
     file = str(out.path / MANIFEST_FILE)
     lineage = Lineage.of(manifest, file=file)
     number = lineage.count - 1 if last else 0
     state = lineage.state(number, out)
-    now = held_by(manifest, file=file)
-    for name, lying in state.held.items():
+    now = recorded_tensors(manifest, file=file)
+    for name, lying in state.pieces.items():
         place, whole = lying.tensors[0], lying.is_all_of(out.tensors[lying.tensors[0]])
         if not whole and (layer_of(name) is not None or len(lying.tensors) > 1):
             raise BadInput(
@@ -74,7 +74,7 @@ def base_within(
     inserted = tuple(layer for layer in range(len(manifest.layers)) if layer not in kept)
     grown = [state.tensors[name].shape[0] for name in state.more]
     newborn = state.promise == "exact" and not state.trained
-    apart = not {place for lying in state.held.values() for place in lying.tensors}.isdisjoint(training)
+    apart = not {place for lying in state.pieces.values() for place in lying.tensors}.isdisjoint(training)
     grafts = number > 0 and _grafts_are_old(manifest, inserted, str(out.path))
     shown = "the base"
     if number:

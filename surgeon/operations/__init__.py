@@ -1,7 +1,7 @@
 """The operations a plan can ask for: one file each, listed here.
 
 An operation is a pydantic spec (what the plan may say) with a method `edit(draft, facts)` that changes the
-draft and returns an `OperationRecord`; everything else that the house asks of it stands in its class too
+draft and returns an `OperationRecord`; everything else that the house needs to know of it is in its class too
 (operation.py). A new operation is one file here and its line in the table below.
 """
 

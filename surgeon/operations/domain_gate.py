@@ -12,7 +12,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from surgeon.blueprint.draft import Claim, Draft, OperationRecord
+from surgeon.blueprint.blueprint import Claim, OperationRecord
+from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.grafts import Graft, recipes_of
 from surgeon.common.formatting import show_layers
 from surgeon.errors import BadInput, printable
@@ -161,7 +162,7 @@ class DomainGate(Operation):
 
 
 def _added(draft: Draft) -> dict[int, tuple[dict[str, Any], str]]:
-    """By layer: what the plan added there, as an entry of `gated`, and in words."""
+    """Return, by layer, what the plan added there, as an entry of `gated`, and in words."""
     graft_of = {kind.key: rules.name for rules in GRAFTS.values() for kind in rules.kinds}
     found: dict[int, tuple[dict[str, Any], str]] = {}
     for index, layer in enumerate(draft.layers):

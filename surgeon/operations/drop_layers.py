@@ -13,7 +13,8 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from surgeon.blueprint.draft import Claim, Draft, OperationRecord
+from surgeon.blueprint.blueprint import Claim, OperationRecord
+from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Constant, Recipe, Summed
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import DTYPE_BITS
@@ -69,7 +70,7 @@ class LayerFacts(Facts):
 
     @property
     def becomes(self) -> dict[int, dict[int, int]]:
-        """Of each layer that takes others in, by layer the factor."""
+        """For each layer that takes others in, the factors of these, by layer."""
         return {int(layer): {int(of): by for of, by in made.items()} for layer, made in self.merged.items()}
 
 
@@ -258,7 +259,7 @@ class DropLayers(Operation):
         return gone
 
     def _merged(self, draft: Draft, facts: LayerFacts, gone: Sequence[int]) -> Mapping[int, Mapping[int, int]]:
-        """Of each layer that takes others in, the factors of the layers that it becomes."""
+        """Return, for each layer that takes others in, the factors of the layers that it becomes."""
         if self.by != "laco":
             return {}
         if self.layers is None:
@@ -318,8 +319,8 @@ def _check_grafts(draft: Draft, layers: Sequence[int]) -> None:
     """Raise BadInput where something beside the native layers would go with them."""
     carrying = [layer for layer in layers if draft.layers[layer].grafts]
     if carrying or draft.bank is not None:
-        held = f"{show_layers(carrying)} carry" if carrying else "the model's layers carry"
-        raise BadInput(f"{held} grafts, which cannot go with a layer: take layers out before grafting, or revert first")
+        what = f"{show_layers(carrying)} carry" if carrying else "the model's layers carry"
+        raise BadInput(f"{what} grafts, which cannot go with a layer: take layers out before grafting, or revert first")
 
 
 def _is_silent(draft: Draft, layer: int, silent: Sequence[int]) -> bool:
@@ -327,9 +328,9 @@ def _is_silent(draft: Draft, layer: int, silent: Sequence[int]) -> bool:
     home, values = draft.layers[layer], draft.kind_of(layer).silence
     if home.base is not None and not home.rewritten:
         return home.base in silent
-    held = {suffix: home.tensors[suffix] for suffix in values}
-    return bool(held) and all(
-        isinstance(recipe, Constant) and recipe.value == values[suffix] for suffix, recipe in held.items()
+    recipes = {suffix: home.tensors[suffix] for suffix in values}
+    return bool(recipes) and all(
+        isinstance(recipe, Constant) and recipe.value == values[suffix] for suffix, recipe in recipes.items()
     )
 
 

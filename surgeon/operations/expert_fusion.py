@@ -84,13 +84,13 @@ def fuse_experts(
             moved = _router_block(part, matching, t_in)
             tensors[part.suffix] = Fused(lower[part.suffix], upper[part.suffix], (moved,))
     experts = [part for part in kind.parts if part.expert is not None]
-    wanted = {role for part in experts if part.suffix not in skip for role, _ in part.blocks}
+    needed = {role for part in experts if part.suffix not in skip for role, _ in part.blocks}
     for bank in _banks(experts):
         first, second = _shares(bank, lower), _shares(bank, upper)
         pairs = [(Matched(first, number, matching), own) for number, own in enumerate(second)]
         blocks = [_neuron_blocks(bank[0], f"{matching}.{number}", t_in) for number in range(len(pairs))]
         if bank[0].kind == "weight":
-            _add_maps(draft, pairs, blocks, wanted, kept, cost_first)
+            _add_maps(draft, pairs, blocks, needed, kept, cost_first)
         fused = tuple(Fused(*pair, moved) for pair, moved in zip(pairs, blocks, strict=True))
         stored = bank[0].expert
         assert stored is not None
@@ -105,7 +105,7 @@ def _add_maps(
     draft: Draft,
     pairs: Sequence[tuple[Recipe, Recipe]],
     blocks: Sequence[tuple[Block, ...]],
-    wanted: Collection[Role],
+    needed: Collection[Role],
     settings: tuple[tuple[str, object], ...],
     cost_first: bool,
 ) -> None:
@@ -114,7 +114,7 @@ def _add_maps(
         for block in moved:
             name = block.t_out.coupling
             assert name is not None
-            if name.rpartition(".")[2] in wanted:
+            if name.rpartition(".")[2] in needed:
                 coupling = Coupling(
                     name, lower, upper, block.start, block.stop, block.t_in, settings, cost_first=cost_first
                 )
@@ -144,7 +144,7 @@ def _neuron_blocks(part: Part, expert: str, t_in: MapRef) -> tuple[Block, ...]:
 
 
 def _banks(parts: Iterable[Part]) -> list[list[Part]]:
-    """Tensors of the same modules, in the order of experts; what holds all experts stands alone. Weights come first."""
+    """Tensors of the same modules, in the order of experts; what holds all experts is alone. Weights come first."""
     found: dict[object, list[Part]] = {}
     for part in parts:
         assert part.expert is not None

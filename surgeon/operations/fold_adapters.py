@@ -1,4 +1,4 @@
-"""`fold_adapters`: adapters without a gate become a part of the FFN beside which they stand.
+"""`fold_adapters`: adapters without a gate become a part of the FFN that they are beside.
 
 FFN and adapter are both W_d (σ(W_g x) ⊙ W_u x) with one σ, so their sum is an FFN with [W_g; G], [W_u; U] and [W_d, D]:
 the native class with a larger `intermediate_size`, and the same function.
@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from surgeon.blueprint.draft import Claim, Draft, OperationRecord
+from surgeon.blueprint.blueprint import Claim, OperationRecord
+from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.grafts import Graft
 from surgeon.blueprint.recipes import Constant, Recipe
 from surgeon.common.formatting import show_layers
@@ -75,7 +76,7 @@ def _check(draft: Draft, folded: Mapping[int, Graft]) -> None:
 
 
 def _pieces(graft: Graft | None, role: Role, size: int, hidden: int, dtype: str) -> tuple[Recipe, ...]:
-    """What stands beside an FFN's projection: the adapter's, and zeros up to the width of the widest."""
+    """The columns or rows beside an FFN's projection: the adapter's, and zeros up to the width of the widest."""
     own = () if graft is None else (graft.tensors[f"{ADAPTER}{_PROJECTIONS[role]}.weight"],)
     rest = size - (int(graft.entry["size"]) if graft is not None else 0)
     if not rest:

@@ -293,7 +293,7 @@ def _rows_of(parts: tuple[Part, ...], role: Role) -> tuple[Part, int, int]:
 
 
 def _weight_rows(parts: tuple[Part, ...], role: Role) -> tuple[Part, int, int] | None:
-    """As `_rows_of`; None where no weight is known to hold the module."""
+    """Return what `_rows_of` does; None where no weight is known to hold the module."""
     for part in parts:
         if part.kind != "weight":
             continue

@@ -11,7 +11,8 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from surgeon.blueprint.draft import Claim, Draft, OperationRecord
+from surgeon.blueprint.blueprint import Claim, OperationRecord
+from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.grafts import Graft, recipes_of
 from surgeon.blueprint.recipes import Recipe
 from surgeon.common.formatting import show_layers
@@ -162,7 +163,7 @@ class GatedAdapters(Operation):
             )
 
     def _size(self, draft: Draft, count: int, parameters: int) -> int:
-        """Hidden size by which `count` adapters take the wanted share of the model's parameters."""
+        """Hidden size by which `count` adapters take the plan's share of the model's parameters."""
         assert self.extra_weights is not None
         width = draft.anatomy.sizes.hidden
         gates = width if self.gate != "none" else 0
@@ -175,17 +176,17 @@ class GatedAdapters(Operation):
         return recipes_of(births, ADAPTER, f"operations[{number}].layer[{layer}].", draft.dtype_of(layer))
 
     def _set_losses(self, draft: Draft) -> None:
-        """The local losses are one setting of the model: two operations that differ in it cannot stand together."""
-        wanted = dict.fromkeys(LOCAL_LOSSES, 0.0) | self.losses
+        """The local losses are one setting of the model: two operations that differ in it do not go together."""
+        losses = dict.fromkeys(LOCAL_LOSSES, 0.0) | self.losses
         earlier = draft.settings.get("local_loss")
-        if earlier is not None and earlier != wanted:
+        if earlier is not None and earlier != losses:
             raise BadInput(
-                f"`local_loss` here means {wanted}, adapters that are already there have {earlier}; a model has one"
+                f"`local_loss` here means {losses}, adapters that are already there have {earlier}; a model has one"
                 " setting for all its adapters"
             )
         gates = {g.entry.get("gate", "relu") for layer in draft.layers for g in layer.grafts if g.kind == "adapters"}
-        if wanted["cross_entropy"] and gates != {"sigmoid"}:
+        if losses["cross_entropy"] and gates != {"sigmoid"}:
             raise BadInput(
                 "local_loss `cross_entropy` needs a sigmoid gate at every adapter, and earlier ones have none"
             )
-        draft.settings["local_loss"] = wanted
+        draft.settings["local_loss"] = losses

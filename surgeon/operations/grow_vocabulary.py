@@ -16,7 +16,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from surgeon.blueprint.draft import Claim, Draft, OperationRecord
+from surgeon.blueprint.blueprint import Claim, OperationRecord
+from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import HEAD_BLOCK, Copy, extended
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
 from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, GrownVocabulary
@@ -143,12 +144,12 @@ class GrowVocabulary(Operation):
 
     @model_validator(mode="after")
     def _check_keep(self) -> GrowVocabulary:
-        asked = self.tokens
-        if isinstance(asked, Learn) and asked.how == "unseen" and asked.keep is None:
+        tokens = self.tokens
+        if isinstance(tokens, Learn) and tokens.how == "unseen" and tokens.keep is None:
             raise ValueError("`how: unseen` needs `keep`, the text that is to tokenise as before")
-        if isinstance(asked, Learn) and asked.how != "unseen" and asked.keep is not None:
+        if isinstance(tokens, Learn) and tokens.how != "unseen" and tokens.keep is not None:
             raise ValueError(
-                f"`keep` has no meaning with `how: {asked.how}`; name the text in `measure` to see what changes"
+                f"`keep` has no meaning with `how: {tokens.how}`; name the text in `measure` to see what changes"
             )
         return self
 
@@ -164,8 +165,8 @@ class GrowVocabulary(Operation):
 
         rows, measure = base.anatomy.sizes.vocabulary, _paths(base, self.measure)
         if isinstance(self.tokens, Learn):
-            asked = self.tokens
-            learned = LearnedTokens(_paths(base, asked.learn), asked.count, _paths(base, asked.keep), asked.how)
+            learn = self.tokens
+            learned = LearnedTokens(_paths(base, learn.learn), learn.count, _paths(base, learn.keep), learn.how)
             grown = grow(base.folder, learned, rows=rows, measure=measure)
         elif isinstance(self.tokens, str):
             path = base.text(self.tokens)

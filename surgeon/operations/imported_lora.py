@@ -95,7 +95,7 @@ def imported_modules(draft: Draft, name: str, adapter: Adapter) -> dict[int, tup
     if not pairs:
         raise BadInput(f"{printable(name)}: the adapter holds no tensors")
     shapes = {layer: draft.linear(homes[layer]) for layer, _ in pairs}
-    order = {layer: list(held) for layer, held in shapes.items()}
+    order = {layer: list(modules) for layer, modules in shapes.items()}
     found: dict[int, list[ImportedModule]] = {}
     for layer, target in sorted(pairs, key=lambda key: (key[0], order[key[0]].index(key[1]))):
         down, up = _pair(name, pairs[layer, target])

@@ -47,7 +47,7 @@ _LESA = Paper(
 
 @dataclass(frozen=True)
 class Gap:
-    """Where one new layer goes: new layer number `nth` (from 0) of `per_gap` above layer `below` of the draft.
+    """The place of one new layer: new layer number `nth` (from 0) of `per_gap` above layer `below` of the draft.
 
     `label` names the layer by the model as the operation found it: random draws are seeded by it, so it begins the
     key of each. `zeroed` are the suffixes whose recipes a constant replaces afterwards.
@@ -208,7 +208,7 @@ class TransportInit(Init):
 
     @property
     def transport_settings(self) -> dict[str, object]:
-        """As the plan says."""
+        """The settings of the transport problems, as the plan says."""
         return {
             "reg": self.reg,
             "solver": self.solver,
@@ -229,7 +229,7 @@ class OtFusion(TransportInit):
 
 
 class Shuffle(TransportInit):
-    """As ot_fusion, then the elements of every matrix in random order (Table 7's ablation)."""
+    """A layer made as by ot_fusion, then the elements of every matrix in random order (Table 7's ablation)."""
 
     origin: ClassVar[Origin] = "made"
 
@@ -271,7 +271,7 @@ class CopyInit(Init):
     kind: Literal["copy"]
 
     def reads_below(self, per_gap: int) -> int:
-        """As many as are copied."""
+        """As many layers as are copied."""
         return per_gap
 
     def make(self, gap: Gap) -> NewLayer:

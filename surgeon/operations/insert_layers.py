@@ -11,7 +11,8 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from surgeon.blueprint.draft import Claim, Draft, LayerDraft, OperationRecord, silence
+from surgeon.blueprint.blueprint import Claim, OperationRecord
+from surgeon.blueprint.draft import Draft, LayerDraft, silence
 from surgeon.common.formatting import show_layers
 from surgeon.errors import BadInput
 from surgeon.families.anatomy import LayerKind

@@ -10,7 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from surgeon.blueprint.draft import Claim, Draft, OperationRecord
+from surgeon.blueprint.blueprint import Claim, OperationRecord
+from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.grafts import Graft
 from surgeon.blueprint.recipes import Interpolated, Recipe
 from surgeon.common.formatting import show
@@ -45,11 +46,11 @@ class MergeBranches(Operation):
             layer = draft.layers[index]
             control = layer.graft("control")
             assert control is not None
-            held = next((graft for graft in layer.grafts if graft.in_branch), None)
-            if held is not None:
+            inside = next((graft for graft in layer.grafts if graft.in_branch), None)
+            if inside is not None:
                 raise BadInput(
-                    f"the control block of layer {index} holds more than a layer ({held.text}), which cannot be folded"
-                    " into one"
+                    f"the control block of layer {index} holds more than a layer ({inside.text}), which cannot be"
+                    " folded into one"
                 )
             self._merge(draft, control, index, draft.number)
         share = "α at inference" if self.alpha is None else f"α {self.alpha:g}"

@@ -11,7 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from surgeon.blueprint.draft import Claim, Draft, OperationRecord
+from surgeon.blueprint.blueprint import Claim, OperationRecord
+from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.grafts import Graft, recipes_of
 from surgeon.common.formatting import show
 from surgeon.errors import BadInput
@@ -167,7 +168,7 @@ class MixtureOfControl(Operation):
         )
 
     def _sites_of(self, draft: Draft, layer: int) -> list[Site]:
-        """The sites asked for that a layer has."""
+        """Return the plan's sites that a layer has."""
         blocks = draft.blocks(layer)
         return [site for site in SITES if site in self.sites and _ROLES[site] in blocks]
 
@@ -182,7 +183,7 @@ class MixtureOfControl(Operation):
             )
 
     def _inference_routing(self, draft: Draft) -> str:
-        """The one asked for; BadInput where this kind of base has no such mean."""
+        """Return the plan's routing of inference; BadInput where this kind of base has no such mean."""
         family = draft.anatomy.family
         own, other = ("sequence_mean", "prefix_mean") if family.encoder else ("prefix_mean", "sequence_mean")
         if self.routing.inference == other:

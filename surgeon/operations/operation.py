@@ -1,6 +1,6 @@
 """What every operation is: a part of a plan that edits the draft, and what the rest of the house asks of it.
 
-A fact about an operation stands in its class: its papers, what it was trained with, what bases it takes, which grafts
+A fact about an operation is in its class: its papers, what it was trained with, what bases it takes, which grafts
 it attaches. Nothing outside this folder asks which operation it has before it.
 """
 
@@ -15,7 +15,8 @@ from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaH
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from surgeon.blueprint.draft import Draft, OperationRecord
+from surgeon.blueprint.blueprint import OperationRecord
+from surgeon.blueprint.draft import Draft
 from surgeon.operations.prepare import Facts, OpenedBase
 
 Schedule = Literal["cosine", "linear", "constant"]

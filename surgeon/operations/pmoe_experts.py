@@ -15,7 +15,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from surgeon.blueprint.draft import Claim, Draft, OperationRecord
+from surgeon.blueprint.blueprint import Claim, OperationRecord
+from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.grafts import Graft, recipes_of
 from surgeon.blueprint.recipes import Recipe
 from surgeon.common.formatting import show
@@ -34,7 +35,7 @@ from surgeon.operations.sites import check_adapted
 from surgeon.runtime.composition import ATTENTION
 from surgeon.runtime.experts_rules import ROUTER, RouterSlotSpec, RouterSpec, SlotSpec
 
-# Where queries and values are made in attention that is not four matrices, or in what stands in its place.
+# Where queries and values are made in attention that is not four matrices, or in what is in its place.
 _QUERY_VALUE = re.compile(
     r"(to_|w)?[qv](_b)?(_proj)?|kv_b_proj|query|value|w?qkv(_proj)?|query_key_value|att_proj|c_attn|in_proj(_qkvz?)?",
     re.IGNORECASE,
@@ -61,7 +62,7 @@ class _Present:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where an operation's slots go: the operation's number, the router's layer, the first new slot, their group."""
+    """The place of an operation's slots: its number, the router's layer, the first new slot, their group."""
 
     number: int
     layer: int
@@ -146,7 +147,7 @@ class PMoEExperts(Operation):
 
     @property
     def needs_task_ids(self) -> bool:
-        """Where the router is trained to name the task."""
+        """Whether the router is trained to name the task."""
         return isinstance(self.router_loss, RouterLoss)
 
     def prepare(self, base: OpenedBase) -> AdapterFacts | None:
@@ -252,15 +253,15 @@ class PMoEExperts(Operation):
         return self.threshold if isinstance(self.threshold, int) else int(self.threshold * count)
 
     def _targets(self, draft: Draft, place: _Place, present: _Present | None) -> dict[int, tuple[str, ...]]:
-        """Of each layer that gets slots the paths of their modules in it."""
+        """Return, by layer that gets slots, the paths of their modules in it."""
         layers = range(place.layer if present is not None else 0, len(draft.layers))
         linear = {index: draft.linear(index) for index in layers}
         if self.targets is not None:
             self._check_targets([path for paths in linear.values() for path in paths])
-        asked = self.targets or (present.targets if present is not None else ())
+        targets = self.targets or (present.targets if present is not None else ())
         found = {
-            index: tuple(path for name in asked for path in paths if path == name or path.endswith(f".{name}"))
-            if asked
+            index: tuple(path for name in targets for path in paths if path == name or path.endswith(f".{name}"))
+            if targets
             else _query_and_value(draft, index, paths)
             for index, paths in linear.items()
         }
@@ -389,13 +390,13 @@ def _present(draft: Draft) -> _Present | None:
         return None
     layer = found[0][0]
     columns = [column for _, slots in found for column in slots]
-    held = [
+    routed = [
         graft
         for home in draft.layers[layer:]
         for graft in home.grafts
         if graft.kind == "experts" and graft.entry["routed"] and not graft.in_branch
     ]
-    targets = tuple(held[0].entry["slots"][0]["targets"]) if held else ()
+    targets = tuple(routed[0].entry["slots"][0]["targets"]) if routed else ()
     return _Present(layer, len(columns), max(column.get("group", 0) for column in columns), targets)
 
 

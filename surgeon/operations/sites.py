@@ -1,7 +1,7 @@
-"""The layers that have the block beside which a graft is to stand: in hybrids, not all have an FFN or an attention.
+"""The layers that have the block that a graft is to be beside: in hybrids, not all have an FFN or an attention.
 
 Where transformers multiplies quantised numbers as they are stored, it puts modules of its own in the place of the
-model's. A graft that stands at such a place would not be there then: it is refused.
+model's. A graft at such a place would not be there then: it is refused.
 """
 
 from __future__ import annotations

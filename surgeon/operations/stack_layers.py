@@ -13,7 +13,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from surgeon.blueprint.draft import Claim, Draft, OperationRecord
+from surgeon.blueprint.blueprint import Claim, OperationRecord
+from surgeon.blueprint.draft import Draft
 from surgeon.common.formatting import show
 from surgeon.errors import BadInput
 from surgeon.operations.insert_layers import InsertLayers

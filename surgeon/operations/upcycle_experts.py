@@ -17,7 +17,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from surgeon.blueprint.draft import Claim, Draft, LayerDraft, OperationRecord
+from surgeon.blueprint.blueprint import Claim, OperationRecord
+from surgeon.blueprint.draft import Draft, LayerDraft
 from surgeon.blueprint.grafts import Graft
 from surgeon.blueprint.recipes import (
     Constant,

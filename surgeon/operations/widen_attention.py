@@ -12,7 +12,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from surgeon.blueprint.draft import Claim, Draft, OperationRecord
+from surgeon.blueprint.blueprint import Claim, OperationRecord
+from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Constant, Copy, Random, Recipe
 from surgeon.errors import BadInput
 from surgeon.families.family import Part, Role

@@ -12,7 +12,8 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from surgeon.blueprint.draft import Claim, Draft, OperationRecord
+from surgeon.blueprint.blueprint import Claim, OperationRecord
+from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Constant, Copy, Random, Recipe, sliced
 from surgeon.errors import BadInput
 from surgeon.families.family import LARGEST_SIZE, Part, Role
@@ -109,8 +110,8 @@ def place_of(parts: Mapping[str, Part], role: Role) -> tuple[str, int]:
     """The weight that holds a module, and the first of its rows there."""
     for suffix, part in parts.items():
         begin = 0
-        for held, rows in part.blocks if part.kind == "weight" else ():
-            if held == role:
+        for other, rows in part.blocks if part.kind == "weight" else ():
+            if other == role:
                 return suffix, begin
             begin += rows
     raise AssertionError(role)

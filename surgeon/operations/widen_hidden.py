@@ -12,7 +12,8 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from surgeon.blueprint.draft import Claim, Draft, OperationRecord
+from surgeon.blueprint.blueprint import Claim, OperationRecord
+from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Constant, Copy, Joined, Recipe, side_by_side, sliced
 from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.errors import BadInput, printable
@@ -116,8 +117,8 @@ def _check(draft: Draft) -> None:
     """Raise BadInput for a model whose stream cannot become wider."""
     grafted = next((index for index, layer in enumerate(draft.layers) if layer.grafts), None)
     if grafted is not None or draft.bank is not None:
-        held = "the model carries control states" if grafted is None else f"layer {grafted} carries a graft"
-        raise BadInput(f"{held} as wide as the stream is now; revert it, or fold or merge it first")
+        what = "the model carries control states" if grafted is None else f"layer {grafted} carries a graft"
+        raise BadInput(f"{what} as wide as the stream is now; revert it, or fold or merge it first")
 
 
 def _again(source: Copy, times: int) -> tuple[Recipe, ...]:

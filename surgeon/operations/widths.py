@@ -44,10 +44,10 @@ def parts_with(draft: Draft, layer: int, roles: Sequence[Role]) -> dict[str, Par
             )
         if named:
             found[part.suffix] = part
-    held = [role for part in found.values() if part.kind == "weight" for role, _ in part.blocks]
-    if wrong := next((role for role in roles if held.count(role) != 1), None):
+    known = [role for part in found.values() if part.kind == "weight" for role, _ in part.blocks]
+    if wrong := next((role for role in roles if known.count(role) != 1), None):
         raise BadInput(
-            f"layer {layer}: {held.count(wrong)} modules are known as its {wrong} projection, where one is needed; the"
+            f"layer {layer}: {known.count(wrong)} modules are known as its {wrong} projection, where one is needed; the"
             " width of this model cannot change"
         )
     if kind.packed:

@@ -12,16 +12,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import ErrorDetails
 
-from surgeon.blueprint.draft import Blueprint, Draft
-from surgeon.common.yaml import (
-    Place,
-    check_yaml,
-    editor_schema,
-    override,
-    parse_yaml,
-    read_text,
-    written_yaml,
-)
+from surgeon.blueprint.blueprint import Blueprint
+from surgeon.blueprint.draft import Draft
+from surgeon.common.checked_yaml import check_yaml, editor_schema
+from surgeon.common.yaml import Place, override, parse_yaml, read_text, written_yaml
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
 from surgeon.operations import OPERATIONS, AnyOperation

@@ -17,7 +17,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 from pydantic_core import ErrorDetails
 
-from surgeon.common.yaml import Place, check_yaml, editor_schema, parse_yaml, read_text
+from surgeon.common.checked_yaml import check_yaml, editor_schema
+from surgeon.common.yaml import Place, parse_yaml, read_text
 
 _WHAT = "sweep"
 _NEEDS = "`surgeon_sweep: 1`, `plan:` and `values:` or `points:`"

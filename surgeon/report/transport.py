@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from surgeon.blueprint.draft import Blueprint, Draft
+from surgeon.blueprint.blueprint import Blueprint
+from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Coupling, MapRef
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common import devices

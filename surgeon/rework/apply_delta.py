@@ -16,7 +16,7 @@ from surgeon.apply.job import Job, copied, index_of, origin_in
 from surgeon.apply.linked_shards import Moved
 from surgeon.apply.readback import Origin, ReadBack
 from surgeon.apply.write import check_output, execute
-from surgeon.blueprint.draft import Output
+from surgeon.blueprint.blueprint import Output
 from surgeon.blueprint.shards import Shard
 from surgeon.checkpoint.folder import CONFIG_FILE, DELTA_FILE, CheckpointFolder
 from surgeon.checkpoint.header import Header, TensorInfo

@@ -15,7 +15,7 @@ from surgeon.apply.job import Job, manifest_and_card, model_files, origins_in, t
 from surgeon.apply.linked_shards import Moved as HowMoved
 from surgeon.apply.readback import ReadBack
 from surgeon.apply.write import check_output, execute
-from surgeon.blueprint.draft import Output
+from surgeon.blueprint.blueprint import Output
 from surgeon.blueprint.recipes import Copy
 from surgeon.blueprint.shards import lay_out
 from surgeon.checkpoint.card_metadata import metadata_of
@@ -209,7 +209,7 @@ def reverting_job(out: CheckpointFolder, state: State, layout: Mapping[str, Tens
     check_written(state.config, printable(str(out.path / MANIFEST_FILE)), trusted=trusted)
     outputs = [
         Output(name, Copy(lying.spans, state.tensors[name].dtype, state.tensors[name].shape), None)
-        for name, lying in state.held.items()
+        for name, lying in state.pieces.items()
     ]
     shards = lay_out(outputs, layout)
     files = model_files(state.config, shards, state.code) | _grown_files(out, state)
@@ -221,11 +221,11 @@ def reverting_job(out: CheckpointFolder, state: State, layout: Mapping[str, Tens
         """BadInput where a tensor or a file is not what the first surgery that is undone found."""
         if torn := [name for name, digest in carried.items() if proof.files[name] != digest]:
             raise BadInput(f"{printable(torn[0])}: changed meanwhile; start again when nothing writes to it")
-        changed = [name for name in state.held if proof.digests[name] != state.base.tensors[name].sha256]
+        changed = [name for name in state.pieces if proof.digests[name] != state.base.tensors[name].sha256]
         if changed:
             more = f" (and {len(changed) - 1} more tensors)" if len(changed) > 1 else ""
             raise BadInput(
-                f"{shown_name(changed[0], state.held[changed[0]].tensors[0])}{more}: trained or edited since surgery"
+                f"{shown_name(changed[0], state.pieces[changed[0]].tensors[0])}{more}: trained or edited since surgery"
                 f" {state.number + 1}, so what stood there then is not in {printable(out.source.shown)}"
                 f" (`keep_base: true` in a training config keeps it); {instead_of(state.undone[0])}"
             )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from surgeon.apply.job import in_order
 from surgeon.apply.readback import Origin
-from surgeon.blueprint.draft import Output
+from surgeon.blueprint.blueprint import Output
 from surgeon.blueprint.recipes import Copy
 from surgeon.blueprint.shards import Shard
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of

@@ -14,7 +14,8 @@ from rich.text import Text
 
 from surgeon.checkpoint.card_metadata import NOTHING_KNOWN, Metadata, check_license, metadata_of, read_metadata
 from surgeon.checkpoint.folder import CARD_FILE, CONFIG_FILE, MAX_CARD_BYTES, RECORD_FILE, CheckpointFolder
-from surgeon.checkpoint.hub import is_commit, is_repo_id, locate
+from surgeon.checkpoint.hub import locate
+from surgeon.checkpoint.hub_calls import is_commit, is_repo_id
 from surgeon.checkpoint.open_files import HeldFolder
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, is_side_file
 from surgeon.checkpoint.uploading import Commit, Destination, Repository, check_token, look, send

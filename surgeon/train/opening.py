@@ -20,7 +20,7 @@ from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
 from surgeon.manifest.compose import BaseId, without_surgery
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, StoredTensor
-from surgeon.manifest.moves import held_by
+from surgeon.manifest.moves import recorded_tensors
 from surgeon.manifest.trainable import TrainableSet
 from surgeon.manifest.within import Within
 from surgeon.models.load import CLASSIFIER
@@ -186,8 +186,10 @@ def check_as_left(out: CheckpointFolder, manifest: Manifest | None, listener: Li
     found = digests_of(out, out.tensors, listener.advance)
     if manifest is None:
         return found
-    held = held_by(manifest, file=str(out.path / MANIFEST_FILE))
-    changed = [name for name, digest in found.items() if held.get(name) != StoredTensor.of(out.tensors[name], digest)]
+    recorded = recorded_tensors(manifest, file=str(out.path / MANIFEST_FILE))
+    changed = [
+        name for name, digest in found.items() if recorded.get(name) != StoredTensor.of(out.tensors[name], digest)
+    ]
     if changed:
         more = f" (and {len(changed) - 1} more tensors)" if len(changed) > 1 else ""
         raise BadInput(

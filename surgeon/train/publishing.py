@@ -29,7 +29,7 @@ from surgeon.apply.job import (
     twins_in,
 )
 from surgeon.apply.readback import Origin, ReadBack
-from surgeon.blueprint.draft import Output
+from surgeon.blueprint.blueprint import Output
 from surgeon.blueprint.recipes import Copy
 from surgeon.blueprint.shards import Shard
 from surgeon.checkpoint.card_metadata import metadata_of

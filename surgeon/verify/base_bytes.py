@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from surgeon.blueprint.draft import Blueprint, Output
+from surgeon.blueprint.blueprint import Blueprint, Output
 from surgeon.checkpoint.folder import CheckpointFolder, holds_pieces
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.pieces import Pieces
@@ -55,8 +55,10 @@ def _expected(blueprint: Blueprint, manifest: Manifest) -> dict[str, Pieces]:
     """The bytes of the base that outputs must still hold, of those that hold any."""
     trains_all = any(record.trains == "all" for record in blueprint.operations)
     free = manifest.trained.keys() if trains_all else manifest.changed_of_base.keys()
-    held = {o.name: o.kept if o.name in manifest.trained else o.pieces for o in blueprint.outputs if o.name not in free}
-    return {name: pieces for name, pieces in held.items() if pieces.spans}
+    expected = {
+        o.name: o.kept if o.name in manifest.trained else o.pieces for o in blueprint.outputs if o.name not in free
+    }
+    return {name: pieces for name, pieces in expected.items() if pieces.spans}
 
 
 def copy_of(output: Output, base: Mapping[str, TensorInfo]) -> str | None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from surgeon._version import __version__
-from surgeon.blueprint.draft import Blueprint, Output
+from surgeon.blueprint.blueprint import Blueprint, Output
 from surgeon.checkpoint.card_metadata import Metadata
 from surgeon.checkpoint.folder import (
     CARD_FILE,
@@ -63,7 +63,7 @@ def base_differences(claimed: Base, found: Base) -> list[str]:
 def manifest_differences(
     manifest: Manifest, loaded: LoadedPlan, blueprint: Blueprint, facts: Mapping[int, Facts]
 ) -> list[str]:
-    """Where a manifest says something else than its plan makes of its base, field by field; see `base_differences`.
+    """Return where a manifest says something else than its plan makes of its base; see `base_differences`.
 
     `facts` are those that the manifest keeps, by which the blueprint was drawn.
     """
@@ -172,8 +172,8 @@ def check_files(manifest: Manifest, out: CheckpointFolder, beside: Beside, metad
     """Every file beside the weights: those of the manifest by digest, the index, the card, and those that it lacks."""
     found = digests_beside(out, manifest.files)
     # A record of measurements stays with the run that was measured: a state taken back is without it.
-    held = {name: digest for name, digest in manifest.files.items() if name != RECORD_FILE or name in found}
-    wrong = [name for name, digest in held.items() if found.get(name) != digest]
+    recorded = {name: digest for name, digest in manifest.files.items() if name != RECORD_FILE or name in found}
+    wrong = [name for name, digest in recorded.items() if found.get(name) != digest]
     # A run's chat template is known by its digest, as it was in no base.
     added = {TEMPLATE_FILE} if any(run.config.get("chat_template") for run in manifest.training) else set()
     wrong += [name for name in beside.names ^ manifest.files.keys() if name not in (RECORD_FILE, *added)]

@@ -97,15 +97,15 @@ def compare(a: CheckpointFolder, b: CheckpointFolder, *, exact: bool, listener: 
         described = None
     read = [folder for folder in (a, b) if described is None or folder is not described[0]]
     listener.begin("reading", sum(info.nbytes for folder in read for info in folder.tensors.values()))
-    held = [
+    digests = [
         described[1].base.digests
         if described and described[0] is folder
         else digests_of(folder, folder.tensors, listener.advance)
         for folder in (a, b)
     ]
     values = [
-        {name: (info.dtype, info.shape, digests[name]) for name, info in folder.tensors.items()}
-        for folder, digests in zip((a, b), held, strict=True)
+        {name: (info.dtype, info.shape, by_name[name]) for name, info in folder.tensors.items()}
+        for folder, by_name in zip((a, b), digests, strict=True)
     ]
     if layers is None:
         layers = _matched(*values)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from surgeon.blueprint.draft import Output
+from surgeon.blueprint.blueprint import Output
 from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import MANIFEST_FILE, RECORD_FILE, CheckpointFolder, digest_of_pieces, digests_of
 from surgeon.checkpoint.header import TensorInfo
@@ -16,7 +16,7 @@ from surgeon.common.json_results import same_json
 from surgeon.manifest.compose import surgeries_of
 from surgeon.manifest.lineage import Lineage, State
 from surgeon.manifest.manifest import Base, Manifest, StoredTensor
-from surgeon.manifest.moves import held_by
+from surgeon.manifest.moves import recorded_tensors
 from surgeon.manifest.reading import manifest_of
 from surgeon.verify.base_bytes import changed_by_training, copy_of
 from surgeon.verify.check import Check
@@ -34,7 +34,7 @@ from surgeon.verify.static import ANOTHER_BASE, Drawn, base_found, check_config
 def earlier_state(base: CheckpointFolder, out: CheckpointFolder, manifest: Manifest) -> State | None:
     """The state of `out`, whose manifest is `manifest`, that `base` is; None unless that is before the last base.
 
-    Raises BadInput where what stood in that state is lost, or the base's own manifest was edited.
+    Raises BadInput where what was in that state is lost, or the base's own manifest was edited.
     """
     # By shapes too: where the vocabulary grew, names are those of before.
     shapes = {name: list(info.shape) for name, info in base.tensors.items()}
@@ -81,7 +81,7 @@ def check_earlier(
     last = again.drawn[-1]
     now = digests_of(out, out.tensors, advance)
     moved, trained = _changed_since(state, manifest, found, out, now)
-    left = held_by(manifest, file=file)
+    left = recorded_tensors(manifest, file=file)
     edited = [name for name, digest in now.items() if left.get(name) != StoredTensor.of(out.tensors[name], digest)]
     edited += [name for name in left if name not in now]
     return [
@@ -94,7 +94,7 @@ def check_earlier(
             "tensors since then",
             [] if again.trains_all else moved,
             "not byte-identical to the base's",
-            f"{len(state.held) - len(moved) - trained} of the base's are byte-identical"
+            f"{len(state.pieces) - len(moved) - trained} of the base's are byte-identical"
             + (f"; {changed_by_training(trained)}" if trained else ""),
         ),
         Check.of(
@@ -121,7 +121,7 @@ def _changed_since(
     retrained = manifest.changed_of_base.keys()
     moved: list[str] = []
     trained = 0
-    for name, lying in state.held.items():
+    for name, lying in state.pieces.items():
         place = lying.tensors[0]
         digest = digests[place] if lying.is_all_of(out.tensors[place]) else digest_of_pieces(out, lying)
         if digest == base.tensors[name].sha256:
@@ -162,7 +162,7 @@ def redrawn(
     for number, manifest in enumerate(surgeries, first):
         claimed = manifest.base
         where = f"surgery {number}: "
-        if not same_json(_told(config), _told(claimed.config)):
+        if not same_json(_own(config), _own(claimed.config)):
             wrong.append(f"{where}base.config")
         # What a surgery made may have been trained before the next one: of that its shape alone is known.
         found = {
@@ -198,6 +198,6 @@ def _planned(output: Output) -> TensorInfo:
     return TensorInfo(output.name, recipe.dtype, recipe.shape, "", 0, output.nbytes)
 
 
-def _told(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config without what another tool that saves it writes of itself."""
+def _own(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config without what another tool that saves it writes of itself."""
     return {key: value for key, value in config.items() if key not in ("transformers_version", "_name_or_path")}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from surgeon.blueprint.draft import Blueprint
+from surgeon.blueprint.blueprint import Blueprint
 from surgeon.blueprint.recipes import Constant
 from surgeon.checkpoint.folder import CheckpointFolder, digest_of_pieces
 from surgeon.checkpoint.pieces import Pieces
@@ -25,7 +25,7 @@ def check_new_tensors(
 
 
 def _silence(blueprint: Blueprint, manifest: Manifest, anatomy: Anatomy, out: CheckpointFolder) -> Check:
-    """From the anatomy, not from the recipes: which tensors of new layers must hold which constant."""
+    """Return which tensors of new layers must be which constant: from the anatomy, not from the recipes."""
     trained = manifest.trained
     loud: list[str] = []
     checked = 0

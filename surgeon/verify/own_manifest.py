@@ -9,7 +9,7 @@ from surgeon.checkpoint.own_code import has_own_code
 from surgeon.families.anatomy import Anatomy
 from surgeon.manifest.manifest import Manifest, StoredTensor
 from surgeon.manifest.moves import kept_as_they_are
-from surgeon.manifest.recipe_words import held_of
+from surgeon.manifest.recipe_words import base_bytes_of
 from surgeon.verify.base_bytes import changed_by_training
 from surgeon.verify.check import Check, some
 from surgeon.verify.claims import digests_beside
@@ -73,9 +73,9 @@ def _own_code(manifest: Manifest, out: CheckpointFolder) -> list[Check]:
     if manifest.native and not manifest.code:
         return []
     if has_own_code(out.config):
-        held = digests_beside(out, manifest.code)
-        wrong = [name for name, digest in manifest.code.items() if held.get(name) != digest]
-        return [Check.of("code", wrong, "not the base's own files", f"the base's own, {some(list(held))}, by digest")]
+        found = digests_beside(out, manifest.code)
+        wrong = [name for name, digest in manifest.code.items() if found.get(name) != digest]
+        return [Check.of("code", wrong, "not the base's own files", f"the base's own, {some(list(found))}, by digest")]
     if not manifest.code:
         return [Check("code", False, f"none of it is in {MANIFEST_FILE}")]
     return [same_code(manifest, manifest.code.keys(), out)]
@@ -85,10 +85,10 @@ def _own_base_tensors(
     manifest: Manifest, places: dict[str, str], out: CheckpointFolder, digests: dict[str, str]
 ) -> Check:
     there = {name: place for name, place in places.items() if place in digests}
-    held = {place: StoredTensor.of(out.tensors[place], digests[place]) for place in there.values()}
-    changed = [place for name, place in there.items() if held[place] != manifest.base.tensors[name]]
-    told = manifest.changed_of_base
-    recorded = [place for place in changed if place in told and digests[place] == manifest.trained[place]]
+    now = {place: StoredTensor.of(out.tensors[place], digests[place]) for place in there.values()}
+    changed = [place for name, place in there.items() if now[place] != manifest.base.tensors[name]]
+    known = manifest.changed_of_base
+    recorded = [place for place in changed if place in known and digests[place] == manifest.trained[place]]
     if len(recorded) == len(changed) and recorded:
         kept = f"{len(there) - len(changed)} byte-identical in their places; {changed_by_training(len(changed))}"
         return Check("base tensors", True, kept)
@@ -100,9 +100,9 @@ def _own_base_tensors(
 
 def _own_new_tensors(manifest: Manifest, digests: dict[str, str]) -> Check:
     changed = [name for name, tensor in manifest.new_tensors.items() if digests[name] != tensor.sha256]
-    held = [name for name in changed if held_of(manifest.new_tensors[name], manifest).stays]
-    if held and not any(entry.trains == "all" for entry in manifest.operations):
-        return Check("new tensors", False, f"trained, though they hold what is the base's: {some(held)}")
+    fixed = [name for name in changed if base_bytes_of(manifest.new_tensors[name], manifest).stays]
+    if fixed and not any(entry.trains == "all" for entry in manifest.operations):
+        return Check("new tensors", False, f"trained, though they hold what is the base's: {some(fixed)}")
     trained = len(changed)
     rest = f"{len(manifest.new_tensors) - trained} as they were born"
     return Check("new tensors", True, f"{rest}, {trained} trained since" if trained else rest)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from surgeon._version import __version__
-from surgeon.blueprint.draft import Blueprint
+from surgeon.blueprint.blueprint import Blueprint
 from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import (
     MANIFEST_FILE,
@@ -69,7 +69,7 @@ class Drawn:
         own: OwnCode | None,
         file: str,
     ) -> Drawn:
-        """Draw the plan of a manifest, which stands in `file`. Raises BadInput where that cannot be done."""
+        """Draw the plan of a manifest, which was read from `file`. Raises BadInput where that cannot be done."""
         loaded = recorded_plan(manifest.plan, source=f"{file} (plan)")
         anatomy = dissect(config, tensors, own)
         facts = facts_of(manifest, loaded.plan, file=file)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from surgeon.apply.compute import Evaluator
-from surgeon.blueprint.draft import Blueprint, Output
+from surgeon.blueprint.blueprint import Blueprint, Output
 from surgeon.blueprint.recipes import (
     Bench,
     Constant,

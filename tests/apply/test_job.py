@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from surgeon.apply.job import Job, copied, model_files
 from surgeon.apply.readback import Origin, ReadBack
 from surgeon.apply.write import execute
-from surgeon.blueprint.draft import Output
+from surgeon.blueprint.blueprint import Output
 from surgeon.blueprint.recipes import Constant
 from surgeon.blueprint.shards import Shard
 from surgeon.checkpoint.folder import CheckpointFolder

@@ -18,7 +18,7 @@ import surgeon
 from surgeon.apply.apply import Applied, applied_view
 from surgeon.apply.preview import open_headers
 from surgeon.apply.twin_proof import prove_blueprint
-from surgeon.blueprint.draft import Blueprint
+from surgeon.blueprint.blueprint import Blueprint
 from surgeon.blueprint.recipes import Constant, Copy, renamed
 from surgeon.common import cache
 from surgeon.errors import BadInput

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from surgeon.blueprint.draft import Blueprint, Draft
+from surgeon.blueprint.blueprint import Blueprint
+from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Constant, Copy
 from surgeon.blueprint.shards import lay_out
 from surgeon.checkpoint.folder import CheckpointFolder

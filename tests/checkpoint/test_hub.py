@@ -40,8 +40,8 @@ for line in sys.stdin:
     sockets.clear()
     try:
         if call == "set":
-            import surgeon.checkpoint.hub
-            vars(surgeon.checkpoint.hub).update(options)
+            import surgeon.checkpoint.hub_calls
+            vars(surgeon.checkpoint.hub_calls).update(options)
             told = {}
         elif call == "locate":
             located = locate(options.pop("base"), **options)

@@ -19,11 +19,12 @@ import surgeon
 from surgeon.common import cache
 from surgeon.errors import SurgeonError
 from surgeon.families import anatomy_cache, usual
-from surgeon.families.decoders import USUAL_DECODERS
+from surgeon.families.decoders import USUAL_DECODERS, USUAL_ENCODERS
 from surgeon.families.dissect import dissect
 from tests import tiny
 from tests import usual as generator
-from tests.usual import USUAL, config_for, differences, headers_of
+from tests.usual import config_for, differences, headers_of
+from tests.usual_types import USUAL
 
 FROM_TABLE = "from surgeon's table of usual models"
 PLANS = ("llama-pro", "neutral-residues", "control-llm/lerp8-mse-0-star", "opt-deus")
@@ -348,7 +349,7 @@ def test_the_table_is_of_the_pinned_transformers() -> None:
 
 def test_the_table_is_of_the_code_that_derives(table: usual.Table) -> None:
     assert table.code == generator.code_files()
-    assert set(table.types) == set(USUAL) == set(USUAL_DECODERS)
+    assert set(table.types) == set(USUAL) == {*USUAL_DECODERS, *USUAL_ENCODERS}
 
 
 @of_this_version
@@ -362,7 +363,7 @@ def test_an_entry_is_what_is_derived(model_type: str, table: usual.Table) -> Non
 @pytest.mark.parametrize("model_type", USUAL)
 def test_of_other_configs_too_the_table_says_what_is_derived(model_type: str) -> None:
     # All of them are compared when the table is written.
-    for config in islice(generator.variations(model_type), USUAL_DECODERS.index(model_type) % 7, None, 7):
+    for config in islice(generator.variations(model_type), [*USUAL].index(model_type) % 7, None, 9):
         assert not differences(config, headers_of(config)), config
 
 
@@ -507,7 +508,8 @@ def without_notes(shown: Any) -> dict[str, Any]:
     """All but what is known of its proof."""
     told = shown.to_json()
     del told["proof"]
-    return told | {"notes": [note for note in told["notes"] if not note.startswith((FROM_TABLE, "derived"))]}
+    findings = (FROM_TABLE, "proven on a twin", "an encoder")
+    return told | {"notes": [note for note in told["notes"] if not note.startswith(findings)]}
 
 
 @of_this_version
@@ -530,9 +532,36 @@ def test_a_preview_from_the_table_is_the_derived_one(
     if isinstance(other, SurgeonError):
         assert str(one) == str(other)
         return
-    assert any(note.startswith(FROM_TABLE) for note in one.notes) and other.notes[0].startswith("derived, proven")
+    assert any(note.startswith(FROM_TABLE) for note in one.notes) and other.notes[0].startswith("proven on a twin")
     assert without_notes(one) == without_notes(other)
     assert one.blueprint == other.blueprint
+
+
+@of_this_version
+@pytest.mark.parametrize("family", ["roberta", "deberta"])
+@pytest.mark.parametrize("head", tiny.ENCODER_HEADS)
+def test_a_preview_of_an_encoder_is_the_derived_one(
+    family: str, head: str, fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = tmp_path / "base"
+    tiny.model(family, dtype="bfloat16", head=head).save_pretrained(base)
+    one = surgeon.preview("mixture-of-control/glue", base)
+    monkeypatch.setenv(cache.VARIABLE, "off")
+    other = surgeon.preview("mixture-of-control/glue", base)
+    assert f"{FROM_TABLE}: an encoder of 6 layers" in one.notes[0] and "derived" in other.notes[0]
+    assert without_notes(one) == without_notes(other) and one.blueprint == other.blueprint
+
+
+@of_this_version
+def test_an_encoder_alone_or_below_its_name_is_in_the_table() -> None:
+    whole = config_for("roberta")
+    held = {name: info for name, info in headers_of(whole).items() if name.startswith("roberta.")}
+    below = {
+        name.removeprefix("roberta."): replace(info, name=name.removeprefix("roberta.")) for name, info in held.items()
+    }
+    for config in (whole, whole | {"architectures": ["RobertaModel"]}):
+        assert not differences(config, held)
+        assert not differences(config, below)
 
 
 @of_this_version
@@ -572,11 +601,11 @@ def test_apply_and_verify_never_read_the_table(
 
     monkeypatch.setattr(anatomy_cache, "known", refuse)
     applied = surgeon.apply("llama-pro", base, tmp_path / "out")
-    assert applied.preview.notes[0].startswith("derived, proven")
+    assert applied.preview.notes[0].startswith("proven on a twin")
     assert surgeon.verify(base, tmp_path / "out", logits=False).holds
 
 
 def test_without_a_cache_a_preview_derives_and_proves(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(cache.VARIABLE, "off")
     shown = surgeon.preview("llama-pro", base)
-    assert shown.notes[0].startswith("derived, proven") and shown.proof.how == "proven"
+    assert shown.notes[0].startswith("proven on a twin") and shown.proof.how == "proven"

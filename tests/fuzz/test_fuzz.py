@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 import surgeon
 from surgeon.cli import app
-from surgeon.common.yaml import MOST_PROBLEMS
+from surgeon.common.checked_yaml import MOST_PROBLEMS
 from tests import tiny
 from tests.fuzz.mutations import mutated_bytes, mutated_json, mutated_shard, mutated_text
 from tests.models.test_tokens import byte_tokenizer

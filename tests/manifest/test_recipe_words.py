@@ -15,7 +15,7 @@ from surgeon.errors import BadInput
 from surgeon.manifest.manifest import Manifest, NewTensor
 from surgeon.manifest.moves import has_other_names, left_at, made_of_base
 from surgeon.manifest.reading import manifest_of, parse
-from surgeon.manifest.recipe_words import Held, ImpossiblePieces, held_of
+from surgeon.manifest.recipe_words import BaseBytes, ImpossiblePieces, base_bytes_of
 from surgeon.verify.static import Drawn
 from tests import tiny
 from tests.decoders import tiny_decoder
@@ -36,32 +36,34 @@ def surgery() -> Manifest:
     )
 
 
-def held(recipe: dict[str, Any], *shape: int, dtype: str = "F16") -> Held:
+def read_back(recipe: dict[str, Any], *shape: int, dtype: str = "F16") -> BaseBytes:
     made = NewTensor(dtype=dtype, shape=list(shape), sha256="0" * 64, operation=0, recipe=recipe)
-    return held_of(made, surgery())
+    return base_bytes_of(made, surgery())
 
 
 def test_what_the_words_say() -> None:
-    copy = held({"copy": "table"}, 6, 4)
+    copy = read_back({"copy": "table"}, 6, 4)
     assert copy.pieces == Pieces.whole("table", 48) and copy.is_copy and not copy.kept.spans and not copy.stays
-    layers = held({"per_layer": "table", "axis": 0, "order": [0, 0, 2]}, 6, 4)
+    layers = read_back({"per_layer": "table", "axis": 0, "order": [0, 0, 2]}, 6, 4)
     assert layers.pieces.spans == (Span("table", 0, 16), Span("table", 0, 16, 16), Span("table", 32, 16, 32))
     assert layers.stays and layers.pieces.repeats
-    columns = held({"per_layer": "table", "axis": 1, "order": [1]}, 6, 2)
+    columns = read_back({"per_layer": "table", "axis": 1, "order": [1]}, 6, 2)
     assert columns.pieces.spans == (Span("table", 4, 4, 0, 6, 8, 4),) and columns.stays and not columns.pieces.repeats
     rows = [["table", 4, 6], ["row", 0, 4]]
-    still, begins = (held({"rows": rows, "still": still}, 3, 4) for still in (True, False))
+    still, begins = (read_back({"rows": rows, "still": still}, 3, 4) for still in (True, False))
     assert still.pieces == begins.pieces == Pieces(24, (Span("table", 32, 16), Span("row", 0, 8, 16)))
     assert still.stays and not begins.kept.spans and not begins.is_copy
-    grown = held({"extended": {"copy": "table"}, "rows": 2, "named": 0}, 8, 4)
+    grown = read_back({"extended": {"copy": "table"}, "rows": 2, "named": 0}, 8, 4)
     assert grown.pieces == grown.kept == Pieces(64, (Span("table", 0, 48),)) and grown.grown_from == 6
     zeros, again = {"constant": 0.0}, {"again": "table", "rows": [0, 6]}
-    wider = held({"joined": [{"copy": "table"}, zeros, again], "axis": 1, "sizes": [4, 1, 4]}, 6, 9)
+    wider = read_back({"joined": [{"copy": "table"}, zeros, again], "axis": 1, "sizes": [4, 1, 4]}, 6, 9)
     assert wider.pieces == wider.kept == Pieces(108, (Span("table", 0, 8, 0, 6, 8, 18),)) and not wider.stays
     between = [{"copy": "table", "rows": [0, 2]}, zeros, {"copy": "table", "rows": [2, 6]}]
-    wider = held({"joined": between, "axis": 0, "sizes": [2, 3, 4]}, 9, 4)
+    wider = read_back({"joined": between, "axis": 0, "sizes": [2, 3, 4]}, 9, 4)
     assert wider.pieces.spans == (Span("table", 0, 16), Span("table", 16, 32, 40))
-    assert held({"average": [{"copy": "table"}, {"copy": "table"}]}, 6, 4) == Held(Pieces(48, ()), Pieces(48, ()))
+    assert read_back({"average": [{"copy": "table"}, {"copy": "table"}]}, 6, 4) == BaseBytes(
+        Pieces(48, ()), Pieces(48, ())
+    )
 
 
 def test_where_a_surgery_left_what_the_base_held() -> None:
@@ -113,12 +115,12 @@ IMPOSSIBLE: list[tuple[dict[str, Any], list[int]]] = [
 @pytest.mark.parametrize(("recipe", "shape"), IMPOSSIBLE, ids=lambda value: json.dumps(value))
 def test_words_that_cannot_be(recipe: dict[str, Any], shape: list[int]) -> None:
     with pytest.raises(ImpossiblePieces):
-        held(recipe, *shape)
+        read_back(recipe, *shape)
 
 
 def test_bytes_of_another_dtype_cannot_be_held() -> None:
     with pytest.raises(ImpossiblePieces, match="bytes of the base's table"):
-        held({"copy": "table"}, 6, 4, dtype="BF16")
+        read_back({"copy": "table"}, 6, 4, dtype="BF16")
 
 
 def test_sizes_that_a_manifest_claims_cost_nothing() -> None:
@@ -128,7 +130,7 @@ def test_sizes_that_a_manifest_claims_cost_nothing() -> None:
     manifest = manifest.model_copy(update={"base": manifest.base.model_copy(update={"tensors": {"table": of}})})
     words = {"per_layer": "table", "axis": 1, "order": [1, 0]}
     made = NewTensor(dtype="F16", shape=[10**9, 10**9], sha256="0" * 64, operation=0, recipe=words)
-    assert len(held_of(made, manifest).pieces.spans) == 2
+    assert len(base_bytes_of(made, manifest).pieces.spans) == 2
 
 
 @pytest.mark.parametrize(
@@ -147,7 +149,7 @@ def test_words_are_read_as_they_were_meant(family: str, structure: str, tmp_path
     planned = {o.name: o for o in Drawn.of(manifest, of.config, of.tensors, of.own, "").blueprint.outputs if o.new}
     assert planned.keys() == manifest.new_tensors.keys()
     for name, made in manifest.new_tensors.items():
-        found = held_of(made, manifest)
+        found = base_bytes_of(made, manifest)
         assert found.kept == planned[name].kept, name
         assert holds_pieces(out, name, found.pieces, of), name
 

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 import surgeon
 from surgeon.apply.compute import Evaluator
-from surgeon.blueprint.draft import Output
+from surgeon.blueprint.blueprint import Output
 from surgeon.blueprint.recipes import recipe
 from surgeon.cli import app
 from surgeon.errors import BadInput, PromiseBroken

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import surgeon
-from surgeon.blueprint.draft import Blueprint
+from surgeon.blueprint.blueprint import Blueprint
 from surgeon.errors import BadInput
 from surgeon.operations.inits import INITS
 from surgeon.operations.insert_layers import InsertLayers

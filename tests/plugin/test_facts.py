@@ -226,7 +226,7 @@ def test_facts_in_a_manifest_are_a_claim(
 
 STRAY = """
 from typing import Literal
-from surgeon.blueprint.draft import Claim, OperationRecord
+from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.operations.operation import Operation
 class Stray(Operation):
     "Writes what nobody could take out again."

@@ -21,8 +21,10 @@ from surgeon import (
     shipped_studies,
     text_files,
 )
-from surgeon.common.yaml import Place, check_yaml, did_you_mean, editor_schema, keys_by_section, parse_yaml, read_text
-from surgeon.common.yaml import where as place_of
+from surgeon.common.checked_yaml import check_yaml, editor_schema, keys_by_section
+from surgeon.common.checked_yaml import where as place_of
+from surgeon.common.suggestions import did_you_mean
+from surgeon.common.yaml import Place, parse_yaml, read_text
 from surgeon.compare.config.schema import (
     PEERS,
     Study,

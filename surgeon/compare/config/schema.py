@@ -15,7 +15,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from surgeon import GenerateSpec, LoraSpec, PreserveSpec, RunSettings
 from surgeon.common.schema import Entry, check_shares, first_doubled
-from surgeon.common.yaml import did_you_mean
+from surgeon.common.suggestions import did_you_mean
 
 _NAME = r"^[A-Za-z0-9_.-]{1,60}$"
 

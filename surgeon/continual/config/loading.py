@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from surgeon.common.yaml import Place, check_yaml, editor_schema, keys_by_section, parse_yaml, read_text
+from surgeon.common.checked_yaml import check_yaml, editor_schema, keys_by_section
+from surgeon.common.yaml import Place, parse_yaml, read_text
 from surgeon.continual.config.schema import TasksConfig
 from surgeon.errors import BadInput, printable
 

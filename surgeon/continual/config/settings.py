@@ -19,8 +19,9 @@ from surgeon import (
     parse_plan,
     settle,
 )
+from surgeon.common.checked_yaml import where
 from surgeon.common.schema import ORIGINAL
-from surgeon.common.yaml import Place, where, written_yaml
+from surgeon.common.yaml import Place, written_yaml
 from surgeon.continual.config.loading import SLOTS, LoadedTasks, at_line, surgery_name
 from surgeon.continual.config.schema import NOTHING, TasksConfig, TaskSource, TaskSpec
 from surgeon.errors import BadInput, bad_input, printable

@@ -7,16 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from surgeon.common.yaml import (
-    Place,
-    check_yaml,
-    editor_schema,
-    keys_by_section,
-    override,
-    parse_yaml,
-    read_text,
-    where,
-)
+from surgeon.common.checked_yaml import check_yaml, editor_schema, keys_by_section, where
+from surgeon.common.yaml import Place, override, parse_yaml, read_text
 from surgeon.errors import printable
 from surgeon.train.config.schema import TrainConfig
 

@@ -7,7 +7,8 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 from surgeon_scale.recipe import Clipped
 
-from surgeon.blueprint.draft import Claim, Draft, OperationRecord, silence
+from surgeon.blueprint.blueprint import Claim, OperationRecord
+from surgeon.blueprint.draft import Draft, silence
 from surgeon.blueprint.recipes import Recipe
 from surgeon.operations.operation import Operation, TrainingDefaults
 
