@@ -57,7 +57,7 @@ ORDER = (
 INNER = {"train": ("steps", "losses", "saved", "trainable", "processes", "config")}
 
 # Folders of data that can compute: what WITHOUT names they import inside functions alone, where they compute.
-COMPUTING = ("blueprint/recipes",)
+COMPUTING = ("blueprint/recipes", "operations")
 
 # What rooms that work on bytes and data alone never import, not even inside a function, and where else that holds.
 WITHOUT = {

@@ -280,6 +280,8 @@ class Draft:
             config = with_vocabulary(config, self.anatomy, self.sizes[VOCABULARY_KEY])
         for index, layer in enumerate(self.layers):
             stem = self.anatomy.layer_name(index, "")
+            if layer.base is None and not self.widths:
+                _check_like(stem, layer, self.kind_of(index))
             for suffix, recipe in layer.tensors.items():
                 operation = layer.rewritten.get(suffix, layer.operation)
                 outputs.append(Output(f"{stem}{suffix}", recipe, operation))
@@ -374,6 +376,17 @@ class Draft:
         if self.bank is not None:
             found.append(f"{derivation.stack.rpartition('.')[0]}.{BANK}".strip("."))
         return list(dict.fromkeys(found))
+
+
+def _check_like(stem: str, layer: LayerDraft, kind: LayerKind) -> None:
+    """Raise BadInput for a tensor of a new layer that an operation made in another shape than its kind has."""
+    for part in kind.parts:
+        recipe = layer.tensors.get(part.suffix)
+        if recipe is not None and part.suffix not in layer.rewritten and recipe.shape != part.shape:
+            raise BadInput(
+                f"{printable(stem + part.suffix)}: the plan makes this tensor ({printable(layer.init)}) of shape"
+                f" {list(recipe.shape)}, a layer of this model has {list(part.shape)}; make it of that shape"
+            )
 
 
 def _check_stored(output: Output) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -519,15 +519,9 @@ def anatomy_of(
             f"{printable(named)} ({tensors[named].file}): the name of control states, which this checkpoint has none"
             " of; take the tensor out"
         )
-    count = len(found.kind_of)
-    for name in (*tensors, *(info.name for held in grafts.values() for info in held.values())):
-        place = layer_of(name)
-        if (place is not None and place[0]) != (name.startswith(names.stem) and names.stem):
-            raise BadInput(
-                f"{printable(name)}: layers of this checkpoint are called `{printable(names.stem)}…`, a name that"
-                " surgeon does not know layers by; save the model with transformers once, and operate on that"
-            )
+    _check_stems(names, (*tensors, *(info.name for graft in grafts.values() for info in graft.values())))
     _check_numbers(names, tensors)
+    count = len(found.kind_of)
     layers = tuple({s: tensors[f"{names.stem}{index}.{s}"] for s in names.layers[index]} for index in range(count))
     firsts = [found.kind_of.index(kind) for kind in range(len(found.titles))]
     packed = tuple(packed_of(config, names.layers[first], layers[first]) for first in firsts)
@@ -540,12 +534,7 @@ def anatomy_of(
         for kind, first in enumerate(firsts)
     )
     return Anatomy(
-        family=Family(
-            str(config["model_type"]),
-            prefix=prefix,
-            stem=stem,
-            encoder=found.skeleton.encoder,
-        ),
+        family=Family(str(config["model_type"]), prefix, stem, found.skeleton.encoder),
         sizes=sizes,
         kinds=kinds,
         kind_of=found.kind_of,
@@ -563,6 +552,17 @@ def anatomy_of(
         ),
         derivation=_Found(config, found, names, packed, tuple(kind.parts for kind in kinds)),
     )
+
+
+def _check_stems(names: Names, stored: Iterable[str]) -> None:
+    """Raise BadInput where layers are called as surgeon cannot tell by a name, or something else is called so."""
+    for name in stored:
+        place = layer_of(name)
+        if (place is not None and place[0]) != (name.startswith(names.stem) and names.stem):
+            raise BadInput(
+                f"{printable(name)}: layers of this checkpoint are called `{printable(names.stem)}…`, a name that"
+                " surgeon does not know layers by; save the model with transformers once, and operate on that"
+            )
 
 
 def _check_numbers(names: Names, tensors: Mapping[str, TensorInfo]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -314,17 +314,51 @@ def _check_loads(
     tensors: Mapping[str, TensorInfo],
     quantizer: Any,
 ) -> None:
-    """Have transformers load the tensors outside layers and one layer of each kind, as shapes without values."""
+    """Have transformers load the tensors outside layers and one layer of each kind, as shapes without values.
+
+    Raises BadInput naming the first tensor that is missing, of another shape, or has no place in its layer.
+    """
+    model = skeleton.model
+    firsts = sorted({kinds.index(kind) for kind in set(kinds)})
+    names = [*outer, *(f"{stem}{index}.{suffix}" for index in firsts for suffix in layers[index])]
+    loaded = _loaded(model, {under_base(model, name): tensors[name] for name in names}, quantizer)
+    for target, *_ in sorted(loaded.mismatched_keys):
+        name = next(name for name, targets in renamed.items() if target in targets)
+        required = list(model.state_dict(keep_vars=True)[target].shape)
+        raise BadInput(
+            f"{printable(name)} ({tensors[name].file}): shape {list(tensors[name].shape)}, the config requires"
+            f" {required}; {ANOTHER}"
+        )
+    for target, reason in sorted(loaded.conversion_errors.items()):
+        raise BadInput(
+            f"{printable(target)}: transformers cannot make it of the tensors stored ({printable(str(reason))});"
+            f" {ANOTHER}"
+        )
+    _check_all_there(skeleton, firsts, loaded.missing_keys, tensors)
+    ignored = passed_over(model)
+    for index in firsts:
+        for suffix, targets in layers[index].items():
+            name = f"{stem}{index}.{suffix}"
+            if not targets and not ignored(name):
+                known = [each for each, made in layers[index].items() if made]
+                expected = dict.fromkeys(_EXPERT.sub("…", each, count=1) for each in known)
+                raise BadInput(
+                    f"{printable(name)} ({tensors[name].file}): a layer of this architecture and config has no such"
+                    f" tensor; expected {printable(', '.join(expected))}: {ANOTHER}"
+                )
+
+
+def _loaded(model: Any, infos: Mapping[str, TensorInfo], quantizer: Any) -> Any:
+    """What transformers says of loading tensors of these shapes, by the names that they have for `model`.
+
+    Raises BadInput where it cannot load them.
+    """
     import torch
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
 
     quantised = {"F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8, "I8": torch.int8}
-    model = skeleton.model
-    shown = {kinds.index(kind) for kind in set(kinds)}
-    names = [*outer, *(f"{stem}{index}.{suffix}" for index in sorted(shown) for suffix in layers[index])]
-    infos = {under_base(model, name): tensors[name] for name in names}
     given = {
         name: torch.empty(info.shape, dtype=quantised.get(info.dtype), device="meta") for name, info in infos.items()
     }
@@ -336,27 +370,22 @@ def _check_loads(
     )
     try:
         with quiet_transformers():
-            told, _ = convert_and_load_state_dict_in_model(model, given, options, None)
+            return convert_and_load_state_dict_in_model(model, given, options, None)[0]
     except LOAD_FAILURES as error:
         raise BadInput(f"transformers cannot load these tensors ({first_line(error)}); {ANOTHER}") from error
-    for target, *_ in sorted(told.mismatched_keys):
-        name = next(name for name, targets in renamed.items() if target in targets)
-        wanted = list(model.state_dict(keep_vars=True)[target].shape)
-        raise BadInput(
-            f"{printable(name)} ({tensors[name].file}): shape {list(tensors[name].shape)}, the config requires"
-            f" {wanted}; {ANOTHER}"
-        )
-    for target, reason in sorted(told.conversion_errors.items()):
-        raise BadInput(
-            f"{printable(target)}: transformers cannot make it of the tensors stored ({printable(str(reason))});"
-            f" {ANOTHER}"
-        )
-    ours = tuple(f"{skeleton.stack}.{index}." for index in shown)
+
+
+def _check_all_there(
+    skeleton: Skeleton, firsts: Sequence[int], missing: Collection[str], tensors: Mapping[str, TensorInfo]
+) -> None:
+    """Raise BadInput for a tensor outside the layers, or of the layers `firsts`, that no shard has."""
+    model = skeleton.model
+    ours = tuple(f"{skeleton.stack}.{index}." for index in firsts)
     others = f"{skeleton.stack}."
     tied = set(model.all_tied_weights_keys)
     base, words = _base(model), _words_of(model)
     without_words = _has_no_words(model, tensors)
-    for target in sorted(told.missing_keys - tied):
+    for target in sorted(set(missing) - tied):
         # Heads come and go on encoders, and nothing reads a pooler but they.
         if skeleton.encoder and (not target.startswith(base) or "pooler." in target):
             continue
@@ -369,14 +398,3 @@ def _check_loads(
             )
         if not target.startswith(others) or target.startswith(ours):
             raise BadInput(f"{printable(target)}: the config requires this tensor, no shard has it; {ANOTHER}")
-    ignored = passed_over(model)
-    for index in sorted(shown):
-        for suffix, targets in layers[index].items():
-            name = f"{stem}{index}.{suffix}"
-            if not targets and not ignored(name):
-                known = [each for each, made in layers[index].items() if made]
-                expected = dict.fromkeys(_EXPERT.sub("…", each, count=1) for each in known)
-                raise BadInput(
-                    f"{printable(name)} ({tensors[name].file}): a layer of this architecture and config has no such"
-                    f" tensor; expected {printable(', '.join(expected))}: {ANOTHER}"
-                )

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from surgeon.blueprint.blueprint import Blueprint
-from surgeon.blueprint.recipes import Copy
+from surgeon.blueprint.draft import Draft
+from surgeon.blueprint.recipes import Constant, Copy
 from surgeon.blueprint.shards import lay_out
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
@@ -47,6 +48,18 @@ def test_a_copy_of_a_new_layer_is_made_as_that_layer_was(base: CheckpointFolder)
     recipes = {output.name: output.recipe for output in drawn.outputs}
     name = "mlp.gate_proj.weight"
     assert recipes[f"model.layers.4.{name}"] == recipes[f"model.layers.3.{name}"]
+
+
+def test_a_new_layer_of_another_shape_is_refused(base: CheckpointFolder) -> None:
+    draft = Draft(dissect(base.config, base.tensors), base.config, seed=0)
+    made = draft.copy_of(1, operation=0)
+    name = "mlp.gate_proj.weight"
+    rows, columns = made.tensors[name].shape
+    made.tensors[name] = Constant(0.0, "BF16", (rows + 8, columns))
+    draft.insert({1: [made]})
+    told = rf"layers\.2\.{name}: the plan makes this tensor \(.*\) of shape \[{rows + 8}, {columns}\], a layer of"
+    with pytest.raises(BadInput, match=told):
+        draft.finish()
 
 
 @settings(max_examples=30)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import surgeon
 from surgeon.blueprint.blueprint import Blueprint
@@ -15,9 +16,12 @@ from surgeon.operations.insert_layers import InsertLayers
 from surgeon.plan.plan import parse_plan
 from surgeon.plan.shipped import load_named
 from tests import tiny
+from tests.checkpoints import weights
 from tests.shipped_plans import SHIPPED
 
 DEPTH = 4
+# What an init must be told where the base's weights are random.
+ON_RANDOM = {"lesa": ", poor_fit: keep"}
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +61,25 @@ def test_an_init_reads_the_layers_that_it_says(kind: str, base: Path) -> None:
     assert read == (set(range(DEPTH)) if INITS[kind].reads_all else sources)
     assert made.promise == "none"
     assert drawn(base, kind, "{after: [1]}").promise == "exact"
+
+
+@pytest.mark.parametrize("kind", INITS)
+def test_an_init_makes_tensors_of_the_layer_below_and_the_same_every_time(
+    kind: str, base: Path, tmp_path: Path
+) -> None:
+    init = f"init: {{kind: {kind}{ON_RANDOM.get(kind, '')}}}"
+    text = f"{{op: insert_layers, where: {{after: [1]}}, {init}, zero_init: false}}"
+    plan = parse_plan(f"surgeon: 1\noperations:\n  - {text}\n")
+    made = []
+    for name in ("once", "again"):
+        surgeon.apply(plan, str(base), tmp_path / name)
+        made.append(weights(tmp_path / name))
+    assert made[0].keys() == made[1].keys()
+    for suffix in (name.split(".", 3)[3] for name in made[0] if name.startswith("model.layers.1.")):
+        below, new = (made[0][f"model.layers.{layer}.{suffix}"] for layer in (1, 2))
+        again = made[1][f"model.layers.2.{suffix}"]
+        assert (new.shape, new.dtype) == (below.shape, below.dtype), suffix
+        assert torch.equal(new, again), f"{suffix} comes out otherwise a second time"
 
 
 @pytest.mark.parametrize("kind", INITS)

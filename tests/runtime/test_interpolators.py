@@ -156,6 +156,14 @@ def test_a_greater_share_lies_nearer_to_the_expanded_branch(kind: str) -> None:
     assert apart[1] < 0.5 * apart[0]
 
 
+@pytest.mark.parametrize("kind", [rule.key for rule in INTERPOLATORS if not rule.unmergeable])
+def test_branches_that_can_be_merged_are_joined_in_a_straight_line(kind: str) -> None:
+    """`merge_branches` makes p + α (e − p) of the weights, whatever the interpolator."""
+    h, p, e = states()
+    combined, alpha = made(kind, learnable=True)(h, p, e)
+    torch.testing.assert_close(combined, p + alpha * (e - p), rtol=1e-12, atol=1e-12)
+
+
 def test_moe_takes_one_branch_whole_and_its_gate_learns_straight_through() -> None:
     module = made("moe", learnable=True)
     h, p, e = (state.requires_grad_() for state in states())
