@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +76,41 @@ def test_an_operation_attaches_the_grafts_that_it_says(op: str, tmp_path: Path) 
     assert found == set(OPERATIONS[op].grafts)
     # A kind without a sign of its own has `+`, and the report calls it by its text.
     assert letters - {"+"} == set(OPERATIONS[op].legend), "the report explains every sign"
+
+
+def numbers_in(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where whole numbers stand in JSON data."""
+    if isinstance(data, dict | list):
+        for key, value in data.items() if isinstance(data, dict) else enumerate(data):
+            yield from numbers_in(value, (*path, key))
+    elif isinstance(data, int) and not isinstance(data, bool):
+        yield path
+
+
+@pytest.mark.parametrize("op", [op for op in OPERATIONS if OPERATIONS[op].facts is not None])
+def test_facts_that_do_not_fit_are_no_crash(op: str, tmp_path: Path) -> None:
+    """Anybody may have written them: `edit` refuses in a line what it cannot use, and raises nothing else."""
+    facts = OPERATIONS[op].facts
+    assert facts is not None
+    name = shipped_with(op)[0]
+    base, out = tiny.base_for(name, tmp_path), tmp_path / "out"
+    surgeon.apply(name, str(base), out)
+    kept = json.loads((out / "surgery.json").read_text()).get(facts.section, {})
+    for path in list(numbers_in(kept))[:3]:
+        for wrong in (10**6, -1):
+            changed = shutil.copytree(out, tmp_path / "changed")
+            edited(changed, partial(put_in, facts.section, path, wrong), seal=True)
+            with contextlib.suppress(surgeon.SurgeonError):
+                surgeon.verify(str(base), changed, logits=False)
+            shutil.rmtree(changed)
+
+
+def put_in(section: str, path: tuple[Any, ...], value: int, manifest: dict[str, Any]) -> None:
+    """Set what stands at a path of a section of a manifest."""
+    data = manifest[section]
+    for key in path[:-1]:
+        data = data[key]
+    data[path[-1]] = value
 
 
 def test_the_letters_of_grafts_differ_and_have_a_colour_of_the_page() -> None:
