@@ -68,7 +68,17 @@ WITHOUT = {
     # What describes families; what finds out about others builds their models.
     **{
         f"families/{name}.py": ("torch", "numpy", "transformers")
-        for name in ("__init__", "family", "decoders", "settings", "anatomy", "dissect", "usual", "grafted_config")
+        for name in (
+            "__init__",
+            "family",
+            "decoders",
+            "settings",
+            "anatomy",
+            "dissect",
+            "usual",
+            "usual_table",
+            "grafted_config",
+        )
     },
     "checkpoint": ("torch", "numpy", "transformers"),
     "transport": ("surgeon.checkpoint", "surgeon.runtime", "transformers"),

@@ -18,13 +18,14 @@ from unittest.mock import patch
 
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.errors import BadInput
-from surgeon.families import usual
+from surgeon.families import usual, usual_table
 from surgeon.families.anatomy import Anatomy
 from surgeon.families.composing import _ACTIVATIONS
 from surgeon.families.derived import _Found
 from surgeon.families.dissect import dissect
 from surgeon.families.skeleton import build
-from surgeon.families.usual import (
+from surgeon.families.usual import sizes_of
+from surgeon.families.usual_table import (
     ANY_TEXT,
     LABELS,
     TYPES,
@@ -38,7 +39,6 @@ from surgeon.families.usual import (
     When,
     digest_of_files,
     form_of,
-    sizes_of,
 )
 from surgeon.runtime.composition import short_name
 from tests.house import HERE
@@ -424,7 +424,7 @@ def table(types: Mapping[str, TypeEntry]) -> Table:
     import transformers
 
     files = code_files()
-    digest = digest_of_files(usual.PACKAGE, files)
+    digest = digest_of_files(usual_table.PACKAGE, files)
     return Table(
         transformers=transformers.__version__,
         files=_digests(Path(transformers.__file__).parent, SHARED_FILES),
@@ -454,7 +454,7 @@ def _block(value: Any, depth: int) -> str:
 def faults(types: Mapping[str, TypeEntry]) -> Iterator[str]:
     """What the table of these types would say that is not derived so, for each variation of them."""
     made = table(types)
-    with patch.object(usual, "_table", lambda: made):
+    with patch.object(usual, "read_table", lambda: made):
         for model_type in types:
             for config in variations(model_type):
                 found = differences(config, headers_of(config))
@@ -467,7 +467,7 @@ def main() -> None:
     types = {model_type: type_entry(model_type) for model_type in USUAL}
     if found := [*faults(types)]:
         sys.exit("\n".join([*found, "nothing is written"]))
-    usual.FILE.write_text(written(table(types)), encoding="utf-8")
+    usual_table.FILE.write_text(written(table(types)), encoding="utf-8")
 
 
 if __name__ == "__main__":

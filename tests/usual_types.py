@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from surgeon.families.usual import Pattern, Period, When
+from surgeon.families.usual_table import Pattern, Period, When
 
 # All different, and so are the products of them. Seven layers are enough for each pattern to show.
 DECODER: dict[str, tuple[str, Any]] = {

@@ -12,165 +12,42 @@ not fit, there is no entry, and the base is derived.
 from __future__ import annotations
 
 import copy
-import hashlib
 import importlib.util
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from importlib import metadata
 from pathlib import Path
 from typing import Any
-
-from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
 from surgeon.errors import BadInput
 from surgeon.families.anatomy import Anatomy, Derivation, LayerKind
 from surgeon.families.decoders import HINTS
-from surgeon.families.family import Family, Kind, Part, Role, Sizes
+from surgeon.families.family import Family, Part, Sizes
 from surgeon.families.grafted_config import config_with_grafts, head_with_grafts
 from surgeon.families.growth import grown_part
 from surgeon.families.kinds import numbered
 from surgeon.families.settings import check_settings, check_sizes
 from surgeon.families.silence import in_words
 from surgeon.families.skeleton import check_counts
+from surgeon.families.usual_table import (
+    ANY_TEXT,
+    LABELS,
+    NUMBERS,
+    TYPES,
+    HeadEntry,
+    LayerEntry,
+    PartShape,
+    Pattern,
+    Period,
+    TypeEntry,
+    digest_of_files,
+    form_of,
+    read_table,
+)
 from surgeon.runtime.composition import Composition, read_composition
-
-FILE = Path(__file__).with_name("usual.json")
-PACKAGE = Path(__file__).parent.parent
-TYPES = "layer_types"
-LABELS, NUMBERS = "id2label", "label2id"
-# Forms that a field may have whatever its text says.
-ANY_TEXT = "text"
-When = dict[str, JsonValue]
-
-
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class SizeField(_Model):
-    """The field of a config.json that holds a size, and what counts where it is left out (None: of other sizes).
-
-    `may_be_null`: null is taken for left out. `may_be_zero`: a model runs without what it counts, as without types of
-    tokens.
-    """
-
-    field: str
-    default: int | None = None
-    may_be_null: bool = False
-    may_be_zero: bool = False
-
-
-class PartShape(_Model):
-    """A tensor of a layer as in `Part`, its numbers written as names of sizes."""
-
-    shape: tuple[str, ...]
-    kind: Kind
-    blocks: tuple[tuple[Role, str], ...] = ()
-    identity: float | None = None
-
-
-class LayerEntry(_Model):
-    """A layer where a config has these settings (`when`); `whole_heads` says it by how heads are grouped."""
-
-    when: When
-    parts: dict[str, PartShape]
-    silence: dict[str, float]
-    refusal: str = ""
-    blocks: dict[str, str]
-    linear: dict[str, tuple[str, str]]
-    whole_heads: dict[str, bool]
-
-
-class OuterTensor(_Model):
-    """A tensor outside the layers. `reads` as in `Derivation.vocabulary_tensors`; None: it has no row for each id."""
-
-    shape: tuple[str, ...]
-    needed: bool
-    reads: bool | None = None
-
-
-class HeadEntry(_Model):
-    """What stands outside the layers where a config has these settings; `composition` is one of the type's."""
-
-    when: When
-    stack: str
-    tied: bool
-    outer: dict[str, OuterTensor]
-    composition: str
-
-
-class Period(_Model):
-    """Types of layers where a config has these settings: in turn, where it lists none itself."""
-
-    when: When
-    types: tuple[str, ...]
-
-
-class Pattern(_Model):
-    """The types of layers that a config may list, and those that its class lists by itself.
-
-    `needs` are settings that a type of layers is nothing without, which must be numbers.
-    """
-
-    listed: tuple[Period, ...]
-    unlisted: tuple[Period, ...]
-    needs: dict[str, str]
-
-
-class TypeEntry(_Model):
-    """A model type: `fields` are those that a config.json may have, with the forms that their values may be of.
-
-    `files` are transformers' own, with their digests; `required` are fields that must be there. `activations` are the
-    fields that may name the activation, the first that does counts. `title` is that of layers of a type whose configs
-    list no types of layers. `compositions` are the classes that carry grafts, by the head.
-    """
-
-    files: dict[str, str]
-    prefix: str
-    stem: str
-    encoder: bool
-    sizes: dict[str, SizeField]
-    required: tuple[str, ...]
-    defaults: dict[str, JsonValue]
-    fields: dict[str, tuple[str, ...]]
-    activations: tuple[str, ...]
-    title: str
-    pattern: Pattern | None
-    compositions: dict[str, dict[str, JsonValue]]
-    layers: tuple[LayerEntry, ...]
-    heads: tuple[HeadEntry, ...]
-
-    def value(self, config: Mapping[str, Any], field: str) -> Any:
-        """A setting of a config, or what counts where it is left out."""
-        return config.get(field, self.defaults.get(field))
-
-    def first(self, entries: Iterable[Any], config: Mapping[str, Any]) -> Any:
-        """The first of these entries that is for such a config; None where there is none."""
-
-        def fits(when: When) -> bool:
-            found = {field: self.value(config, field) for field in when}
-            # JSON tells 1 from true, which are equal to Python.
-            return json.dumps(found) == json.dumps(when)
-
-        return next((entry for entry in entries if fits(entry.when)), None)
-
-
-class Table(_Model):
-    """The whole file: what it was made with, and the types.
-
-    `files` are those of transformers that all types follow from, with their digests; `code` are surgeon's, with one
-    digest of them all.
-    """
-
-    transformers: str
-    files: dict[str, str]
-    code: tuple[str, ...]
-    code_digest: str
-    types: dict[str, TypeEntry]
 
 
 def known(
@@ -347,7 +224,7 @@ class Listed(Derivation):
 
 def _entry_of(config: Mapping[str, Any]) -> TypeEntry | None:
     """The entry of a config's type, where all that it followed from is as it was."""
-    table, model_type = _table(), str(config["model_type"])
+    table, model_type = read_table(), str(config["model_type"])
     entry = table.types.get(model_type) if table is not None else None
     if table is None or entry is None or HINTS.plugin_of(model_type) is not None:
         return None
@@ -357,45 +234,6 @@ def _entry_of(config: Mapping[str, Any]) -> TypeEntry | None:
     above = Path(place.submodule_search_locations[0])
     files = {**table.files, **entry.files}
     return entry if all(digest_of_files(above, (name,)) == found for name, found in files.items()) else None
-
-
-@cache
-def _table() -> Table | None:
-    """The table; None where surgeon's code is another than it was made with, or it cannot be read."""
-    try:
-        table = Table.model_validate_json(FILE.read_bytes())
-    except (OSError, ValidationError):
-        return None
-    return table if digest_of_files(PACKAGE, table.code) == table.code_digest else None
-
-
-def digest_of_files(folder: Path, names: Iterable[str]) -> str:
-    """A digest of files, by their names and content; empty where one cannot be read."""
-    digest = hashlib.sha256()
-    for name in names:
-        try:
-            content = (folder / name).read_bytes()
-        except OSError:
-            return ""
-        digest.update(f"{name} {len(content)}\n".encode())
-        digest.update(content)
-    return digest.hexdigest()
-
-
-def form_of(value: Any, *, inside: bool = False) -> str:
-    """What kind of value a config's field has: texts and flags as they are, of numbers only that they are some."""
-    match value:
-        case None | bool():
-            return json.dumps(value)
-        case str():
-            return f"={value}"
-        case int() | float():
-            return "number" if inside else type(value).__name__
-        case list():
-            return f"[{', '.join(sorted({form_of(each, inside=True) for each in value}))}]"
-        case dict():
-            return f"{{{', '.join(f'{key}: {form_of(value[key], inside=True)}' for key in sorted(value))}}}"
-    return type(value).__name__
 
 
 def _is_tried(config: Mapping[str, Any], entry: TypeEntry) -> bool:

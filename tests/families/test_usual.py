@@ -18,7 +18,7 @@ import transformers
 import surgeon
 from surgeon.common import cache
 from surgeon.errors import SurgeonError
-from surgeon.families import anatomy_cache, usual
+from surgeon.families import anatomy_cache, usual, usual_table
 from surgeon.families.decoders import USUAL_DECODERS, USUAL_ENCODERS
 from surgeon.families.dissect import dissect
 from tests import tiny
@@ -318,7 +318,7 @@ PUBLISHED = {
 }
 
 of_this_version = pytest.mark.skipif(
-    json.loads(usual.FILE.read_text())["transformers"] != transformers.__version__,
+    json.loads(usual_table.FILE.read_text())["transformers"] != transformers.__version__,
     reason="the table is of another version of transformers, so nothing of it counts",
 )
 
@@ -331,8 +331,8 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def table() -> usual.Table:
-    found = usual._table()
+def table() -> usual_table.Table:
+    found = usual_table.read_table()
     assert found is not None, "stale: python -m tests.usual"
     return found
 
@@ -344,17 +344,17 @@ def entry_for(config: dict[str, Any], tensors: dict[str, Any]) -> Any:
 def test_the_table_is_of_the_pinned_transformers() -> None:
     pinned = re.search(r"^transformers==(.+)$", Path("constraints.txt").read_text(), re.MULTILINE)
     assert pinned is not None
-    assert json.loads(usual.FILE.read_text())["transformers"] == pinned[1], "python -m tests.usual"
+    assert json.loads(usual_table.FILE.read_text())["transformers"] == pinned[1], "python -m tests.usual"
 
 
-def test_the_table_is_of_the_code_that_derives(table: usual.Table) -> None:
+def test_the_table_is_of_the_code_that_derives(table: usual_table.Table) -> None:
     assert table.code == generator.code_files()
     assert set(table.types) == set(USUAL) == {*USUAL_DECODERS, *USUAL_ENCODERS}
 
 
 @of_this_version
 @pytest.mark.parametrize("model_type", USUAL)
-def test_an_entry_is_what_is_derived(model_type: str, table: usual.Table) -> None:
+def test_an_entry_is_what_is_derived(model_type: str, table: usual_table.Table) -> None:
     made = generator.type_entry(model_type)
     assert made.model_dump(mode="json") == table.types[model_type].model_dump(mode="json"), "python -m tests.usual"
 
@@ -452,7 +452,7 @@ OTHER_CONFIGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("change", OTHER_CONFIGS)
 def test_other_configs_are_not_in_the_table(change: str) -> None:
     config = config_for("llama")
-    assert usual._is_tried(config, usual._table().types["llama"])  # type: ignore[union-attr]
+    assert usual._is_tried(config, usual_table.read_table().types["llama"])  # type: ignore[union-attr]
     # Whatever its tensors are.
     changed = config | OTHER_CONFIGS[change]
     with pytest.MonkeyPatch.context() as patched:
@@ -462,15 +462,15 @@ def test_other_configs_are_not_in_the_table(change: str) -> None:
 
 @of_this_version
 def test_a_table_of_other_code_does_not_count(
-    monkeypatch: pytest.MonkeyPatch, table: usual.Table, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, table: usual_table.Table, tmp_path: Path
 ) -> None:
     config = config_for("llama")
     tensors = headers_of(config)
 
-    def counts(changed: usual.Table) -> bool:
+    def counts(changed: usual_table.Table) -> bool:
         (tmp_path / "table.json").write_text(changed.model_dump_json())
-        monkeypatch.setattr(usual, "FILE", tmp_path / "table.json")
-        usual._table.cache_clear()
+        monkeypatch.setattr(usual_table, "FILE", tmp_path / "table.json")
+        usual_table.read_table.cache_clear()
         return entry_for(config, tensors) is not None
 
     llama = table.types["llama"]
@@ -486,13 +486,13 @@ def test_a_table_of_other_code_does_not_count(
         assert file in llama.files
         assert not counts(table.model_copy(update={"types": {"llama": edited}}))
         (tmp_path / "table.json").write_text("{")
-        usual._table.cache_clear()
+        usual_table.read_table.cache_clear()
         assert entry_for(config, tensors) is None
         (tmp_path / "table.json").unlink()
-        usual._table.cache_clear()
+        usual_table.read_table.cache_clear()
         assert entry_for(config, tensors) is None
     finally:
-        usual._table.cache_clear()
+        usual_table.read_table.cache_clear()
 
 
 @of_this_version
