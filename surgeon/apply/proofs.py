@@ -17,7 +17,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from surgeon.blueprint.blueprint import Blueprint, Layer, Output
-from surgeon.blueprint.recipes import Constant, Joined, Means
+from surgeon.blueprint.recipes import Constant, Copy, Joined, Means
 from surgeon.checkpoint.own_code import OwnCode
 from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.common.cache import MAX_ENTRY_BYTES, cache_folder, read_entry, write_entry
@@ -208,6 +208,6 @@ def _key(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any], own:
 def _shape_of(output: Output, words: Mapping[str, Any]) -> list[Any]:
     """What a twin shows of a recipe: what is computed is random there."""
     recipe = output.recipe
-    if any(each.computed and not isinstance(each, Constant | Joined | Means) for each in recipe.walk()):
+    if recipe.computed and not all(isinstance(each, Constant | Copy | Joined | Means) for each in recipe.walk()):
         return [type(recipe).__name__]
     return [words[output.name], list(recipe.shape)]

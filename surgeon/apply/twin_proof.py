@@ -320,10 +320,12 @@ def _share(span: Span, twins: Tensor, info: TensorInfo) -> Tensor:
 def place_in(name: str, held: Mapping[str, Tensor], twin: Skeleton) -> str | None:
     """What the model calls a tensor: checkpoints of a base model alone lack its prefix, and old ones have old words."""
     old = next((old for old in OLD_NORMS if name.endswith(f".{old}")), None)
-    present = under_base(twin.model, name if old is None else name.removesuffix(old) + OLD_NORMS[old])
+    present = name if old is None else name.removesuffix(old) + OLD_NORMS[old]
     prefix = f"{twin.model.base_model_prefix}."
     tried = (present, f"{prefix}{present}", present.removeprefix(prefix))
-    return next((each for each in tried if each in held), None)
+    found = next((each for each in tried if each in held), None)
+    other = under_base(twin.model, present) if found is None else present
+    return other if other in held and found is None else found
 
 
 def _is_of_layer(name: str, twin: Skeleton) -> bool:
