@@ -548,7 +548,7 @@ def test_a_preview_of_an_encoder_is_the_derived_one(
     one = surgeon.preview("mixture-of-control/glue", base)
     monkeypatch.setenv(cache.VARIABLE, "off")
     other = surgeon.preview("mixture-of-control/glue", base)
-    assert f"{FROM_TABLE}: an encoder of 6 layers" in one.notes[0] and "derived" in other.notes[0]
+    assert f"{FROM_TABLE}: an encoder of 6 layers" in one.notes[0] and "proven on a twin" in other.notes[0]
     assert without_notes(one) == without_notes(other) and one.blueprint == other.blueprint
 
 
