@@ -238,11 +238,12 @@ def preview_of(
 def _proof(blueprint: Blueprint, base: OpenedBase, *, recall: bool) -> Proof:
     """How the promise of exactness is known: proven now, or with `recall` by an earlier preview.
 
-    Of a usual model, whose anatomy ships with surgeon, a preview proves nothing: `apply` does.
+    Of a usual model, whose anatomy ships with surgeon, a preview proves nothing but that widths can grow, which code
+    may forbid: `apply` proves the rest.
     """
     folder, anatomy = base.folder, base.anatomy
     proof = known_proof(blueprint, anatomy, folder.config, folder.own)
-    if not anatomy.derivation.proven:
+    if not anatomy.derivation.proven and blueprint.promise != "rounding":
         return proof
     if not recall or proof.how != "cached":
         proof = prove(blueprint, anatomy, folder.config, folder.own)

@@ -609,3 +609,12 @@ def test_without_a_cache_a_preview_derives_and_proves(base: Path, monkeypatch: p
     monkeypatch.setenv(cache.VARIABLE, "off")
     shown = surgeon.preview("llama-pro", base)
     assert shown.notes[0].startswith("proven on a twin") and shown.proof.how == "proven"
+
+
+def test_a_preview_refuses_a_width_that_code_forbids(tmp_path: Path) -> None:
+    """What a promise of rounding rests on is tried before the preview gives it: Gemma 2 multiplies by the root."""
+    base = tiny.checkpoint(tmp_path / "base", "gemma2")
+    plan = tmp_path / "plan.yaml"
+    plan.write_text('{"surgeon": 1, "operations": [{"op": "widen_hidden", "times": 2}]}')
+    with pytest.raises(BadInput, match="multiplies embeddings"):
+        surgeon.preview(plan, str(base))
