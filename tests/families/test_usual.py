@@ -616,5 +616,5 @@ def test_a_preview_refuses_a_width_that_code_forbids(tmp_path: Path) -> None:
     base = tiny.checkpoint(tmp_path / "base", "gemma2")
     plan = tmp_path / "plan.yaml"
     plan.write_text('{"surgeon": 1, "operations": [{"op": "widen_hidden", "times": 2}]}')
-    with pytest.raises(BadInput, match="multiplies embeddings"):
+    with pytest.raises(SurgeonError, match="multiplies embeddings"):
         surgeon.preview(plan, str(base))
