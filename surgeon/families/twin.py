@@ -12,8 +12,12 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from surgeon.checkpoint.weights import QUANTISATION
+from surgeon.common.library import LOAD_FAILURES, config_of
 from surgeon.errors import BadInput, printable
+from surgeon.families.own_classes import code_of
 from surgeon.families.skeleton import Skeleton, build
+from surgeon.runtime.composition import PREFIX
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor, nn
@@ -53,6 +57,7 @@ _MOST_NUMBERS = 2**27
 
 def shrunk(config: Mapping[str, Any], *, heads_left: int = _HEADS_LEFT) -> dict[str, Any]:
     """A config.json with small sizes and `heads_left` heads; every part of it (text, vision, …) for itself."""
+    config = _with_left_out(config)
     old_heads = _first(config, "num_attention_heads", "n_head", "num_heads", "n_heads", "attention_heads")
     old_width = _first(config, "hidden_size", "n_embd", "d_model", "embed_dim", "dim_model")
     stated = type(config.get("head_dim")) is int or "qk_nope_head_dim" in config
@@ -100,6 +105,27 @@ def shrunk(config: Mapping[str, Any], *, heads_left: int = _HEADS_LEFT) -> dict[
     if head and width // heads != head:
         _fit_rotary(made, head, width // heads)
     return made
+
+
+def _with_left_out(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config with the heads and special tokens that it leaves out as its class has them, made for other sizes."""
+    from transformers import CONFIG_MAPPING
+
+    model_type = str(config.get("model_type")).removeprefix(PREFIX)
+    if code_of(config) is not None or model_type not in CONFIG_MAPPING:
+        return config
+    try:
+        full = config_of(
+            {key: value for key, value in config.items() if key != QUANTISATION}, CONFIG_MAPPING[model_type]
+        )
+    except LOAD_FAILURES:  # which building the model then says
+        return config
+    sizes = {
+        key: value
+        for key, value in full.to_dict().items()
+        if key not in config and type(value) is int and (_HEADS.fullmatch(key) or key.endswith("token_id"))
+    }
+    return {**config, **sizes}
 
 
 def _fit_rotary(made: dict[str, Any], old: int, new: int) -> None:

@@ -168,3 +168,26 @@ def test_positions_that_a_model_counts_from_one_are_known_to_grafts(tmp_path: Pa
         surgeon.apply(plan, base, out)
         assert json.loads((out / "config.json").read_text())["anatomy"].get("first_position") == first
         assert surgeon.verify(base, out, window=12, windows=2).identical
+
+
+@pytest.mark.parametrize(
+    ("family", "left_out", "sizes"),
+    [
+        ("qwen2", "num_key_value_heads", {"num_attention_heads": 32, "num_key_value_heads": 32, "hidden_size": 256}),
+        ("gemma", "num_key_value_heads", {"num_attention_heads": 16, "num_key_value_heads": 16, "hidden_size": 256}),
+        ("phi3", "pad_token_id", {"vocab_size": 32064, "pad_token_id": 32000}),
+    ],
+)
+def test_what_a_config_leaves_out_is_as_its_class_has_it(
+    family: str, left_out: str, sizes: dict[str, Any], tmp_path: Path
+) -> None:
+    """A twin is small, its class's own defaults are not: key and value heads, and tokens, shrink with the rest."""
+    base, out, plan = tiny.checkpoint(tmp_path / "base", family, **sizes), tmp_path / "out", tmp_path / "plan.yaml"
+    config = json.loads((base / "config.json").read_text())
+    del config[left_out]
+    (base / "config.json").write_text(json.dumps(config))
+    insert = {"op": "insert_layers", "where": {"after": [1]}, "init": {"kind": "copy"}}
+    operations = [insert, {"op": "gated_adapters", "layers": [0], "size": 8}]
+    plan.write_text(json.dumps({"surgeon": 1, "operations": operations}))
+    surgeon.apply(plan, base, out)
+    assert surgeon.verify(base, out, window=12, windows=1).identical
