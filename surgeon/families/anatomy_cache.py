@@ -32,6 +32,7 @@ from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.common.cache import MAX_ENTRY_BYTES, cache_folder, is_off, read_entry, write_entry
 from surgeon.errors import BadInput
 from surgeon.families.anatomy import Anatomy, Derivation, LayerKind, is_grafted
+from surgeon.families.deferred import Deferred
 from surgeon.families.dissect import dissect
 from surgeon.families.family import Family, Sizes
 from surgeon.families.usual import known
@@ -71,26 +72,13 @@ class _Entry(BaseModel):
     answers: dict[str, JsonValue]
 
 
-class Remembered(Derivation):
+class Remembered(Deferred):
     """A derivation whose answers are kept; what was not asked before is asked of the base's own, made when needed."""
 
     def __init__(self, made: Callable[[], Derivation], entry: _Entry | None, answers: dict[str, JsonValue]) -> None:
-        self._made = made
-        self._own: Derivation | None = None
+        super().__init__(made)
         self._entry = entry
         self.answers = answers
-
-    @property
-    def own(self) -> Derivation:
-        """The base's own derivation, which takes torch and transformers."""
-        if self._own is None:
-            self._own = self._made()
-        return self._own
-
-    @property
-    def is_new(self) -> bool:
-        """Whether anything was found out that the entry does not hold."""
-        return self._own is not None
 
     @property
     def evidence(self) -> str:  # type: ignore[override]
@@ -151,17 +139,6 @@ class Remembered(Derivation):
         question = ("axis", grown, name, layers)
         return self._asked(int | None, lambda own: own.layer_axis(grown, name, layers), *question)
 
-    def prove(
-        self,
-        grown: Mapping[str, Any],
-        order: Sequence[int],
-        kept: Sequence[bool],
-        silenced: Sequence[Mapping[str, float]],
-        silent: Mapping[int, Mapping[str, float]],
-    ) -> None:
-        """As `Derivation` says: what was proven is kept by plan (apply/proofs.py)."""
-        self.own.prove(grown, order, kept, silenced, silent)
-
     def check_runs(self, grown: Mapping[str, Any]) -> None:
         """As `Derivation` says; once checked, it is not checked again."""
 
@@ -170,10 +147,6 @@ class Remembered(Derivation):
             return True
 
         self._asked(bool, runs, "check_runs", grown)
-
-    def prove_grafts(self, trunk: Mapping[str, Any], grafted: Mapping[str, Any]) -> None:
-        """As `Derivation` says: what was proven is kept by plan (apply/proofs.py)."""
-        self.own.prove_grafts(trunk, grafted)
 
     def _asked(self, kind: Any, ask: Callable[[Derivation], _Answer], *question: Any) -> _Answer:
         """The answer kept for this question, if it is one of this kind; else the base's own, which may refuse."""

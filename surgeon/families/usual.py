@@ -25,6 +25,7 @@ from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
 from surgeon.errors import BadInput
 from surgeon.families.anatomy import Anatomy, Derivation, LayerKind
 from surgeon.families.decoders import HINTS
+from surgeon.families.deferred import Deferred
 from surgeon.families.family import Family, Part, Sizes
 from surgeon.families.grafted_config import config_with_grafts, head_with_grafts
 from surgeon.families.growth import grown_part
@@ -115,7 +116,7 @@ class _Base:
     outer: tuple[str, ...]
 
 
-class Listed(Derivation):
+class Listed(Deferred):
     """A derivation that answers from the table; what the table cannot answer is asked of the base's own.
 
     Nothing was proven of the base: that takes torch and transformers, and is left to who writes.
@@ -126,17 +127,13 @@ class Listed(Derivation):
     path = ()
 
     def __init__(self, base: _Base, made: Callable[[], Derivation]) -> None:
+        super().__init__(made)
         self._base = base
-        self._made = made
         self.stack = base.head.stack
         found = in_words([base.layer.silence for _ in set(base.types)])
         if base.entry.encoder:
             found = f"an encoder of {len(base.types)} layers"
         self.evidence = f"from surgeon's table of usual models: {found}; `apply` derives it anew and proves it"
-
-    @cached_property
-    def _own(self) -> Derivation:
-        return self._made()
 
     @cached_property
     def _composition(self) -> Composition:
@@ -161,14 +158,14 @@ class Listed(Derivation):
     def whole_heads(self, layer: int) -> bool:
         """As `Derivation` says."""
         found = self._base.layer.whole_heads.get(grouping(self._base.numbers))
-        return self._own.whole_heads(layer) if found is None else found
+        return self.own.whole_heads(layer) if found is None else found
 
     def grown(self, order: Sequence[int], opened: Sequence[int] = ()) -> dict[str, Any]:
         """As `Derivation` says."""
         base = self._base
         # Of a single layer no list of the config is known to be of layers.
         if opened or len(order) < 2:
-            return self._own.grown(order, opened)
+            return self.own.grown(order, opened)
         made = grown_part(base.config, len(base.types), base.entry.sizes["layers"].field, order)
         types = [base.types[source] for source in order]
         if base.entry.pattern is not None and types_of(made, base.entry, len(order)) != types:
@@ -187,7 +184,7 @@ class Listed(Derivation):
         """As `Derivation` says."""
         base = self._base
         if base.entry.encoder:
-            return self._own.vocabulary_tensors(rows)
+            return self.own.vocabulary_tensors(rows)
         below = base.entry.prefix
         known = {name.removeprefix(below): each for name, each in base.head.outer.items() if each.reads is not None}
         found = {
@@ -195,31 +192,12 @@ class Listed(Derivation):
         }
         # Of a base model that was saved without its head, it is not known how the head would follow.
         if any(each.needed and name not in {n.removeprefix(below) for n in found} for name, each in known.items()):
-            return self._own.vocabulary_tensors(rows)
+            return self.own.vocabulary_tensors(rows)
         return found
 
     def layer_axis(self, grown: Mapping[str, Any], name: str, layers: int) -> int | None:
         """As `Derivation` says: no tensor of a usual type outside its layers depends on their number."""
         return None
-
-    def prove(
-        self,
-        grown: Mapping[str, Any],
-        order: Sequence[int],
-        kept: Sequence[bool],
-        silenced: Sequence[Mapping[str, float]],
-        silent: Mapping[int, Mapping[str, float]],
-    ) -> None:
-        """As `Derivation` says."""
-        self._own.prove(grown, order, kept, silenced, silent)
-
-    def check_runs(self, grown: Mapping[str, Any]) -> None:
-        """As `Derivation` says."""
-        self._own.check_runs(grown)
-
-    def prove_grafts(self, trunk: Mapping[str, Any], grafted: Mapping[str, Any]) -> None:
-        """As `Derivation` says."""
-        self._own.prove_grafts(trunk, grafted)
 
 
 def _entry_of(config: Mapping[str, Any]) -> TypeEntry | None:

@@ -1,0 +1,50 @@
+"""A derivation that knows answers from elsewhere, and has the base's own made where it is asked for another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from surgeon.families.anatomy import Derivation
+
+
+class Deferred(Derivation):
+    """What the kinds of derivations share that know some answers: the base's `own` is made when it is needed.
+
+    Making it takes torch and transformers. Proofs are always its own.
+    """
+
+    def __init__(self, make: Callable[[], Derivation]) -> None:
+        self._make = make
+        self._made: Derivation | None = None
+
+    @property
+    def own(self) -> Derivation:
+        """The base's own derivation."""
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the base's own derivation was needed."""
+        return self._made is not None
+
+    def prove(
+        self,
+        grown: Mapping[str, Any],
+        order: Sequence[int],
+        kept: Sequence[bool],
+        silenced: Sequence[Mapping[str, float]],
+        silent: Mapping[int, Mapping[str, float]],
+    ) -> None:
+        """As `Derivation` says."""
+        self.own.prove(grown, order, kept, silenced, silent)
+
+    def check_runs(self, grown: Mapping[str, Any]) -> None:
+        """As `Derivation` says."""
+        self.own.check_runs(grown)
+
+    def prove_grafts(self, trunk: Mapping[str, Any], grafted: Mapping[str, Any]) -> None:
+        """As `Derivation` says."""
+        self.own.prove_grafts(trunk, grafted)
