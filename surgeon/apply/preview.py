@@ -242,13 +242,13 @@ def _proof(blueprint: Blueprint, base: OpenedBase, *, recall: bool) -> Proof:
     may forbid: `apply` proves the rest.
     """
     folder, anatomy = base.folder, base.anatomy
-    proof = known_proof(blueprint, anatomy, folder.config, folder.own)
-    if not anatomy.derivation.proven and blueprint.promise != "rounding":
-        return proof
-    if not recall or proof.how != "cached":
-        proof = prove(blueprint, anatomy, folder.config, folder.own)
-    if recall:
-        keep(anatomy, folder.config, folder.tensors, folder.own)
+    of = (blueprint, anatomy, folder.config, folder.own)
+    if not recall:
+        return prove(*of)
+    proof = known_proof(*of)
+    if proof.how != "cached" and (anatomy.derivation.proven or blueprint.promise == "rounding"):
+        proof = prove(*of)
+    keep(anatomy, folder.config, folder.tensors, folder.own)
     return proof
 
 
