@@ -261,7 +261,7 @@ class _Found(Derivation):
         made = copy.deepcopy(dict(trunk))
         if twins:
             whole = [*order, *(order[twin] for twin in twins)]
-            made = grown(self.config, self.derived.skeleton, whole, trunk=len(order))
+            made = self._grown(whole, trunk=len(order))
             # It names modules of the trunk's layers, whose numbers branches do not change.
             made |= {key: copy.deepcopy(trunk[key]) for key in (QUANTISATION,) if key in trunk}
         made = left_out(made, modules, self.derived.skeleton)
@@ -273,7 +273,7 @@ class _Found(Derivation):
 
     def grown(self, order: Sequence[int], opened: Sequence[int] = ()) -> dict[str, Any]:
         """As `Derivation` says."""
-        made = grown(self.config, self.derived.skeleton, order)
+        made = self._grown(order)
         stack = f"{self.derived.skeleton.stack}."
         made = renumbered(self.config, made, order, (self.names.stem, stack))
         before = skips(self.config, self.derived.skeleton)
@@ -287,6 +287,9 @@ class _Found(Derivation):
                 )
         modules = [f"{stack}{index}.{name}" for index in opened for name in self._modules(order[index])]
         return written(left_out(made, modules, self.derived.skeleton))
+
+    def _grown(self, order: Sequence[int], trunk: int | None = None) -> dict[str, Any]:
+        return copy.deepcopy(_grown(json.dumps(self.config), tuple(order), trunk))
 
     def _modules(self, layer: int) -> list[str]:
         """The modules of a layer that hold its quantised tensors."""
@@ -472,6 +475,13 @@ def _check_one_vocabulary(skeleton: Skeleton) -> None:
                 f"{printable(name)}: tokens are read by this embedding too, of `{sizes[module.num_embeddings]}` rows,"
                 " which surgeon does not extend; this model's vocabulary cannot grow"
             )
+
+
+@lru_cache(maxsize=16)
+def _grown(kept: str, order: tuple[int, ...], trunk: int | None) -> dict[str, Any]:
+    """As `grown` says of a config.json, given as JSON text; nobody may change it."""
+    config = json.loads(kept)
+    return grown(config, derive(config).skeleton, order, trunk)
 
 
 @lru_cache(maxsize=2)
