@@ -8,9 +8,9 @@ step of training on a twin where it attaches something. What each gave (`exact`,
 line of results/coverage.jsonl, with the versions it was run with. A pair whose plans all have a result is not run again
 without `--again`, so the sweep goes on where it was cut off; one of everything anew goes on with `--since` the day on
 which it began. Each pair runs in a process of its own with a time limit. The page results/coverage.md and the section
-of docs/families.md are written from all lines, at the end of a run or by `--families` alone. With `--encoders` it runs
-encoders and control states alone (tests/encoders.py), whose outputs are compared on whole sequences, some of them
-padded, and prints a table, also to the file `--to`.
+of docs/reference/families.md are written from all lines, at the end of a run or by `--families` alone. With
+`--encoders` it runs encoders and control states alone (tests/encoders.py), whose outputs are compared on whole
+sequences, some of them padded, and prints a table, also to the file `--to`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
 ROWS, PAGE = RESULTS / "coverage.jsonl", RESULTS / "coverage.md"
-DOCS = Path(__file__).parent.parent / "docs" / "families.md"
+DOCS = Path(__file__).parent.parent / "docs" / "reference" / "families.md"
 BEGIN, END = "<!-- written by `python -m benchmarks.coverage --families` -->", "<!-- until here -->"
 # CPU seconds for one pair, and how many times as long it may take where other programs have the cores, or it waits.
 LIMIT, PATIENCE = 900, 10
@@ -234,7 +234,7 @@ def table(rows: list[Row], plans: dict[str, str]) -> str:
 
 
 def section(rows: list[Row]) -> str:
-    """What docs/families.md says of all of them: how many, and which, take which surgery."""
+    """What docs/reference/families.md says of all of them: how many, and which, take which surgery."""
     counts = ", ".join(f"{name} {sum(row.told[name] == EXACT for row in rows)}" for name in PLANS)
     groups: dict[str, list[str]] = {}
     for row in rows:
@@ -283,7 +283,7 @@ def with_section(text: str, section: str) -> str:
     """The page with this section between its two marks."""
     head, mark, rest = text.partition(f"{BEGIN}\n")
     _, end, tail = rest.partition(f"\n{END}")
-    assert mark and end, "docs/families.md has no place for the section"
+    assert mark and end, "docs/reference/families.md has no place for the section"
     return f"{head}{mark}{section}{end}{tail}"
 
 
@@ -293,7 +293,7 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="also what has a result already")
     parser.add_argument("--since", metavar="DAY", help="also what was run before this day (2026-11-24)")
     parser.add_argument("--limit", type=int, default=LIMIT, help="CPU seconds for one pair")
-    parser.add_argument("--families", action="store_true", help="run nothing, write the page and docs/families.md")
+    parser.add_argument("--families", action="store_true", help="run nothing, write both pages")
     parser.add_argument("--encoders", action="store_true", help="encoders and control states, as a table")
     parser.add_argument("--to", type=Path, help="a file for the encoders' table too")
     asked = parser.parse_args()

@@ -71,7 +71,7 @@ def head(found: dict[str, Any], name: str) -> list[str]:
         f"# Learning without forgetting on {found['base']}",
         "",
         f"`{command}`, {runs} finished runs of {length(found)} of {budget['batch']} ×"
-        f" {budget['length']} tokens; [how it is compared](../../docs/comparing.md#what-is-compared). New text:"
+        f" {budget['length']} tokens; [how it is compared](../../docs/how-to/comparing.md#what-is-compared). New text:"
         f" {', '.join(found['texts']['new'])}; original text: {', '.join(found['texts']['original'])}. Losses in"
         f" {found['unit']}; the base: new {start['new']:.3f}, original {start['original']:.3f}. Every point is in"
         f" [results.json]({name}/results.json), drawn in [comparison.html]({name}/comparison.html).",

@@ -90,7 +90,7 @@ _ABOUT = """# Previews of the largest open models
 `python -m benchmarks.large_previews`: {machine}.
 Headers and configs of these shapes, no weights; a copy after every fourth layer. Each preview is a process of its own,
 imports included: first with an empty cache, then with what the first one left in it
-([families](../../docs/families.md#what-is-kept)). A family that surgeon describes (Llama) needs neither a twin nor the
+([families](../../docs/reference/families.md#what-is-kept)). A usual model (Llama) needs neither a twin nor the
 cache. CPU seconds are the process' own (user and system), one thread.
 
 | model | parameters | tensors | first: seconds | CPU seconds | memory | again: seconds | CPU seconds | memory |

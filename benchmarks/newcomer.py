@@ -6,8 +6,8 @@ Builds the wheel, makes an environment and a small base without a chat template 
 as a user would, at 80 columns: a plan with three mistakes, preview, apply, verify, training on Alpaca data with a
 mistake in its config, verify, report, and a push to the stand-in of the Hub that the tests have. A command that is
 refused must name the words that its correction uses; every other must succeed. The transcript, with the seconds of
-each step, becomes docs/first-hour.md. The environment gets the versions of constraints.txt. `--borrow` lends it the
-packages of this one, surgeon excepted, where torch shall not be installed again.
+each step, becomes docs/tutorial/first-hour.md. The environment gets the versions of constraints.txt. `--borrow` lends
+it the packages of this one, surgeon excepted, where torch shall not be installed again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pathlib import Path
 from benchmarks.measuring import machine
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "first-hour.md"
+PAGE = ROOT / "docs" / "tutorial" / "first-hour.md"
 COLUMNS = 80
 NOT_RUN = "<!-- not run: written by benchmarks/newcomer.py, which ran it -->"
 
@@ -255,7 +255,7 @@ def folded(output: str, hidden: dict[str, str]) -> str:
 
 
 def page(setup: list[tuple[str, float]], rans: list[Ran], hidden: dict[str, str], *, borrowed: bool) -> str:
-    """docs/first-hour.md."""
+    """docs/tutorial/first-hour.md."""
     lines = ["# The first hour", "", *INTRODUCTION.splitlines(), ""]
     for number, ran in enumerate(rans, 1):
         step = ran.step

@@ -6,8 +6,9 @@ Each cell is a real surgery on a tiny checkpoint of the family, in bfloat16. Wha
 logits of prefill and cached decode in bfloat16 and float32) and reverted (every byte). In one plan the outcome must be
 what two plans make of the same base, tensor by tensor and in config.json, but for what is drawn at random; where the
 first operation does not preserve the function, logits are compared with what the first one alone gives. In two plans
-the first one's new tensors are changed in between, as training would. The tables are written into docs/combining.md;
-the exit code is 1 where a cell does not keep what it promises. `--of` proves the pairs of these operations alone.
+the first one's new tensors are changed in between, as training would. The tables are written into
+docs/reference/combining.md; the exit code is 1 where a cell does not keep what it promises. `--of` proves the pairs of
+these operations alone.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from surgeon.errors import BadInput
 from surgeon.manifest.recipe_words import base_bytes_of
 from tests import tiny, vocabularies
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "combining.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "combining.md"
 BEGIN, END = "<!-- written by `python -m benchmarks.pairs` -->", "<!-- until here -->"
 FAMILIES = ("llama", "gemma2")
 DTYPES = ("bfloat16", "float32")

@@ -1,6 +1,6 @@
 """Reference pages, written from the code by `python -m tests.reference_pages`.
 
-docs/plans.md is the JSON schema of plans, docs/papers.md the bibliography that the operations carry.
+In docs/reference: plans.md is the JSON schema of plans, papers.md the bibliography that the operations carry.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from surgeon.operations.inits import INITS
 from surgeon.operations.operation import Paper
 from surgeon.plan.plan import json_schema
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+DOCS = Path(__file__).resolve().parent.parent / "docs" / "reference"
 
 HEAD = """\
 # Plan reference
 
 `python -m tests.reference_pages` writes this page from the schema that `surgeon schema` prints, and a test compares the
-two. [Writing plans](writing-plans.md) explains how to write a plan and what selectors mean; the page of each operation
-explains its options. A key that is not listed here is refused with its line.
+two. [Writing plans](../how-to/writing-plans.md) explains how to write a plan and what selectors mean; the page of each
+operation explains its options. A key that is not listed here is refused with its line.
 """
 
 PAPERS_HEAD = """\
 # Papers
 
 The papers behind the operations. Model cards, and `surgeon report`, cite those that an output used;
-[CITATION.cff](../CITATION.cff) cites surgeon. `python -m tests.reference_pages` writes this page from the operations,
-and a test compares the two.
+[CITATION.cff](../../CITATION.cff) cites surgeon. `python -m tests.reference_pages` writes this page from the
+operations, and a test compares the two.
 
 | paper | operations |
 |---|---|

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_what_is_exported_is_there_and_documented() -> None:
-    told = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    told = (ROOT / "docs" / "reference" / "python.md").read_text(encoding="utf-8")
     assert dir(surgeon) == surgeon.__all__
     for name in surgeon.__all__:
         found = getattr(surgeon, name)
@@ -46,8 +46,8 @@ def test_every_command_is_a_function_with_its_options() -> None:
 
 
 def documented_keys(section: str) -> list[set[str]]:
-    """The keys of a section of docs/json.md, table by table."""
-    page = (ROOT / "docs" / "json.md").read_text(encoding="utf-8")
+    """The keys of a section of docs/reference/json.md, table by table."""
+    page = (ROOT / "docs" / "reference" / "json.md").read_text(encoding="utf-8")
     text = page.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
     tables = text.split("| key | |")[1:]
     rows = [re.findall(r"^\| (`.*?) \|", table, re.M) for table in tables]
@@ -65,7 +65,7 @@ NAMES = {
 
 
 def check_json(result: Any) -> None:
-    """A result's plain data has exactly the keys of its section in docs/json.md."""
+    """A result's plain data has exactly the keys of its section in docs/reference/json.md."""
     kind = type(result).__name__
     tables = documented_keys(NAMES[kind])
     wanted = tables[1] if kind == "KnownBase" else tables[0]

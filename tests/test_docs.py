@@ -246,10 +246,10 @@ def test_every_page_can_be_reached() -> None:
 
 
 def test_every_operation_has_its_page() -> None:
-    pages = {page.stem for page in (ROOT / "docs" / "operations").glob("*.md")}
+    pages = {page.stem for page in (ROOT / "docs" / "reference" / "operations").glob("*.md")}
     assert pages == set(OPERATIONS)
     for name, operation in OPERATIONS.items():
-        text = (ROOT / "docs" / "operations" / f"{name}.md").read_text(encoding="utf-8")
+        text = (ROOT / "docs" / "reference" / "operations" / f"{name}.md").read_text(encoding="utf-8")
         for heading in ("Cost", "When to choose it", "Training"):
             assert f"\n## {heading}" in text, f"{name}: {heading}"
         assert "Promise: *" in text or "the promise is *" in text, name
@@ -260,7 +260,7 @@ def test_every_operation_has_its_page() -> None:
 @pytest.mark.parametrize("name", reference_pages.pages())
 def test_reference_pages_are_what_the_code_says(name: str) -> None:
     """`python -m tests.reference_pages` writes them."""
-    assert (ROOT / "docs" / name).read_text(encoding="utf-8") == reference_pages.pages()[name]
+    assert (reference_pages.DOCS / name).read_text(encoding="utf-8") == reference_pages.pages()[name]
 
 
 def _texts_of_the_source() -> list[str]:
@@ -276,7 +276,7 @@ def _texts_of_the_source() -> list[str]:
 
 
 def test_errors_in_troubleshooting_are_the_sources_own() -> None:
-    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "how-to" / "troubleshooting.md").read_text(encoding="utf-8")
     quoted = re.findall(r"^\*\*`(.*)`\*\*$", page, re.M)
     assert len(quoted) > 40
     source = _texts_of_the_source()

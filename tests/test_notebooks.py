@@ -13,7 +13,7 @@ import pytest
 from tests.warm import warm
 
 ROOT = Path(__file__).resolve().parent.parent
-NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = sorted((ROOT / "docs" / "tutorial").glob("*.ipynb"))
 # It puts a plugin on the path before surgeon looks for any, so it has a process of its own.
 APART = "your-own-operation"
 RUN = "import sys; from pathlib import Path; from tests.test_notebooks import run; run(Path(sys.argv[1]))"
@@ -34,7 +34,7 @@ def test_it_is_a_notebook_without_outputs(notebook: Path) -> None:
         assert cell["cell_type"] in ("markdown", "code")
         assert cell["cell_type"] == "markdown" or (cell["outputs"], cell["execution_count"]) == ([], None)
     assert held[0]["source"][0].startswith("# ")
-    assert f"(notebooks/{notebook.name})" in (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    assert f"(tutorial/{notebook.name})" in (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
 
 
 def run(notebook: Path) -> None:
@@ -65,7 +65,7 @@ def test_it_runs(
 
 
 def test_an_operation_of_ones_own_runs(tmp_path: Path) -> None:
-    notebook = ROOT / "docs" / "notebooks" / f"{APART}.ipynb"
+    notebook = ROOT / "docs" / "tutorial" / f"{APART}.ipynb"
     ran = subprocess.run(
         [*warm(), "-c", RUN, str(notebook)],
         cwd=tmp_path,

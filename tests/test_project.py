@@ -29,8 +29,8 @@ def test_the_citation_is_of_this_version() -> None:
     assert citation["cff-version"] == "1.2.0"
     assert citation["version"] == surgeon.__version__
     assert citation["license"] == PROJECT["license"]
-    # Papers are cited by who used them: docs/papers.md has all.
-    assert "references" not in citation and "docs/papers.md" in citation["message"]
+    # Papers are cited by who used them: docs/reference/papers.md has all.
+    assert "references" not in citation and "docs/reference/papers.md" in citation["message"]
 
 
 def test_annotations_are_for_users_too() -> None:
@@ -84,7 +84,7 @@ def test_links_and_pictures_are_written_in_markdown() -> None:
 
 
 def test_the_policy_names_the_formats_as_the_code_checks_them() -> None:
-    policy = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
+    policy = (ROOT / "docs" / "reference" / "versions.md").read_text(encoding="utf-8")
     named = dict(re.findall(r"^\| [^|]+ \| `(surgeon\w*)` \| (\d+) \|", policy, re.M))
     source = "\n".join(file.read_text(encoding="utf-8") for file in PACKAGE.rglob("*.py"))
     checked = dict(re.findall(r"^    (surgeon\w*): (?:Annotated\[)?Literal\[(\d+)\]", source, re.M))

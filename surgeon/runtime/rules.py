@@ -258,7 +258,7 @@ def engine_ranks(config: Any) -> tuple[int, int]:
     if groups is None:
         raise ValueError(
             f"`{asked}`, which says how `{engine}` splits a model, is not there in this release; use a release that"
-            " docs/engines.md of surgeon names, or transformers"
+            " docs/how-to/engines.md of surgeon names, or transformers"
         )
     return groups.get_tp_group().world_size, groups.get_pp_group().world_size
 

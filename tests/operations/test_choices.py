@@ -15,7 +15,7 @@ from surgeon.plan.plan import json_schema
 from surgeon.runtime import adapters_rules, control_rules, gate_rules, states_rules
 from surgeon.runtime.registry import INTERPOLATORS
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "reference"
 
 # What is chosen → its page, and the names.
 CHOICES: dict[str, tuple[str, Iterable[str]]] = {
@@ -48,7 +48,7 @@ def test_plans_may_say_whatever_can_be_chosen() -> None:
     reference = (DOCS / "plans.md").read_text(encoding="utf-8")
     for what, name in NAMED:
         assert f'"{name}"' in said, f"{what}: the schema of plans has no {name}"
-        assert f"`{name}`" in reference, f"{what}: docs/plans.md has no {name} (python -m tests.reference_pages)"
+        assert f"`{name}`" in reference, f"{what}: plans.md has no {name} (python -m tests.reference_pages)"
 
 
 @pytest.mark.parametrize("model_type", [*USUAL_DECODERS, *USUAL_ENCODERS])

@@ -308,13 +308,13 @@ def test_a_delta_is_no_checkpoint_and_a_checkpoint_no_delta(spoilt: Path) -> Non
 def test_the_documented_way(
     account: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operations: list[dict[str, Any]]
 ) -> None:
-    """The commands of docs/sharing.md, as they stand there."""
+    """The commands of docs/how-to/sharing.md, as they stand there."""
     make(tmp_path, operations)
     (tmp_path / "out").rename(tmp_path / "OUT")
     (tmp_path / "base").rename(tmp_path / "BASE")
     monkeypatch.chdir(tmp_path)
     section = (
-        (Path(__file__).resolve().parents[2] / "docs" / "sharing.md")
+        (Path(__file__).resolve().parents[2] / "docs" / "how-to" / "sharing.md")
         .read_text()
         .partition("## Deltas")[2]
         .partition("\n## ")[0]

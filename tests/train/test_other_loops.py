@@ -48,7 +48,7 @@ AUXILIARY = {
     "mixture_of_control": {"balance_loss"},
 }
 
-# As docs/training.md tells it: a grafted model knows what is new, a native one's surgery.json does.
+# As docs/how-to/training.md tells it: a grafted model knows what is new, a native one's surgery.json does.
 COMMON = (
     WITHOUT_SURGEON
     + """
@@ -383,7 +383,7 @@ def by_trl(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 @pytest.mark.slow
 @pytest.mark.parametrize("name, trainer", TRL_JOBS[:3])
 def test_trls_trainer(name: str, trainer: str, by_trl: Trained) -> None:
-    """bf16, checkpointing (TRL's default) and accumulation; the trainer of docs/training.md where losses are added."""
+    """bf16, checkpointing (TRL's default) and accumulation; the trainer of the docs where losses are added."""
     told, out, saved, new = by_trl[name, trainer]
     assert set(told["new"]) == new
     assert told["same"]
