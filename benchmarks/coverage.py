@@ -108,8 +108,10 @@ def tried(model_type: str, auto: str, plans: dict[str, str], made: Maker) -> Ite
 
 def in_a_process(model_type: str, auto: str, plans: dict[str, str], limit: int, made: Maker) -> Row:
     """`tried` in a process that is ended after `limit` CPU seconds; what it found until then is kept."""
+    from surgeon import __version__
+
     began = time.perf_counter()
-    versions = {name: metadata.version(name) for name in ("surgeon", "transformers", "torch")}
+    versions = {name: metadata.version(name) for name in ("transformers", "torch")} | {"surgeon": __version__}
     row = Row(model_type, auto, day=datetime.date.today().isoformat(), versions=versions)
     context = multiprocessing.get_context("fork")
     receives, sends = context.Pipe(duplex=False)

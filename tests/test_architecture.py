@@ -263,7 +263,7 @@ def test_recipes_bring_no_torch_before_they_compute() -> None:
 
 def test_only_the_command_line_prints_or_exits() -> None:
     for file in FILES:
-        if file.name == "cli.py":
+        if file.name in ("cli.py", "__main__.py"):
             continue
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call):

@@ -171,7 +171,7 @@ def test_known_vulnerabilities_are_looked_for() -> None:
     assert {entry["package-ecosystem"] for entry in renewed} == {"github-actions", "pip", "docker"}
 
 
-def built(folder: Path, name: str = "surgeon", version: str = "9.8.7") -> Path:
+def built(folder: Path, name: str = "model_surgeon", version: str = "9.8.7") -> Path:
     """A wheel that can be installed, with one empty module."""
     info = f"{name}-{version}.dist-info"
     files = {
@@ -233,7 +233,7 @@ def test_the_bill_of_materials_lists_what_is_released_and_locked(tmp_path: Path)
         return canonicalize_name(component["name"]), component["version"], sorted(hashes)
 
     digests = sorted(hashlib.sha256(file.read_bytes()).hexdigest() for file in files)
-    assert wheel in files and listed(bill["metadata"]["component"]) == ("surgeon", "9.8.7", digests)
+    assert wheel in files and listed(bill["metadata"]["component"]) == ("model-surgeon", "9.8.7", digests)
     assert sorted(map(listed, bill["components"])) == sorted(
         (name, version, sorted(hashes))
         for lock in ("package", "torch")

@@ -43,7 +43,8 @@ class ParquetTexts:
             import pyarrow.parquet
         except ImportError:
             raise BadInput(
-                f"{self.shown}: parquet is read with pyarrow, which is not installed; install surgeon[parquet]"
+                f"{self.shown}: parquet is read with pyarrow, which is not installed;"
+                " `pip install 'model-surgeon[parquet]'`"
             ) from None
         try:
             footer = pyarrow.parquet.ParquetFile(file)

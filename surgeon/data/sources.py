@@ -302,8 +302,8 @@ def _library(shown: str) -> Any:
 
 def _no_library(shown: str) -> BadInput:
     return BadInput(
-        f"{printable(shown)}: reading it needs the library `datasets`, which is not installed; install"
-        " surgeon[datasets]"
+        f"{printable(shown)}: reading it needs the library `datasets`, which is not installed;"
+        " `pip install 'model-surgeon[datasets]'`"
     )
 
 

@@ -98,7 +98,7 @@ def _check(sources: Sources, page: Path | None, pictures: Path | None) -> None:
     if pictures is not None:
         check_new_name(pictures)
         if find_spec("matplotlib") is None:
-            raise BadInput("--png needs matplotlib; pip install 'surgeon[report]'")
+            raise BadInput("--png needs matplotlib; `pip install 'model-surgeon[report]'`")
     if sources.texts and sources.routing is not None:
         raise BadInput("--text and --routing exclude each other; record on texts, or show a record")
     for what, file in sources.files:

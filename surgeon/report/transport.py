@@ -368,7 +368,7 @@ class _Drawer:
         try:
             import matplotlib.figure  # noqa: F401
         except ModuleNotFoundError:
-            raise BadInput("--png needs matplotlib; pip install 'surgeon[report]'") from None
+            raise BadInput("--png needs matplotlib; `pip install 'model-surgeon[report]'`") from None
         check_new_name(folder)
         if folder.exists() and not folder.is_dir():
             raise BadInput(f"--png {printable(str(folder))}: not a folder; give the folder for the pictures")

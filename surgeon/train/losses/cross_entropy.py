@@ -136,7 +136,10 @@ def choose(setting: str, *, tokens: int, vocabulary: int, device: str) -> CrossE
     if device != "cuda":
         raise BadInput(f"`cross_entropy: liger` runs on CUDA, and this run is on {device}; use auto or chunked")
     if importlib.util.find_spec("liger_kernel") is None:
-        raise BadInput("`cross_entropy: liger`: liger-kernel is not installed; install surgeon[liger], or use chunked")
+        raise BadInput(
+            "`cross_entropy: liger`: liger-kernel is not installed;"
+            " `pip install 'model-surgeon[liger]'`, or use chunked"
+        )
     return "liger"
 
 

@@ -34,7 +34,7 @@ def lora_set(out: CheckpointFolder, manifest: Manifest | None, loaded: LoadedCon
     assert spec is not None
     where = loaded.where("lora")
     if importlib.util.find_spec("peft") is None:
-        raise BadInput(f"{where}`lora` needs PEFT, which is not installed; `pip install 'surgeon[peft]'`")
+        raise BadInput(f"{where}`lora` needs PEFT, which is not installed; `pip install 'model-surgeon[peft]'`")
     chosen = (
         _of_blocks(anatomy, spec.targets, where) if isinstance(spec.targets, str) else _named(out, spec.targets, where)
     )

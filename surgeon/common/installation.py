@@ -1,0 +1,40 @@
+"""Find out whether another installed distribution has written into the folder of this package.
+
+On PyPI the name `surgeon` belongs to another project; this one's distribution is `model-surgeon`. Where both are
+installed, each has overwritten files of the other, and uninstalling one removes them.
+"""
+
+from pathlib import Path
+
+DISTRIBUTION = "model-surgeon"
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+# Lists of installed files that are longer are those of large libraries; a command's start does not wait for them.
+_LONGEST_LIST = 1 << 18
+
+
+def clash(package: Path = _PACKAGE) -> str | None:
+    """Return one line that names the other distributions with files in `package`; None where there are none.
+
+    The lists of installed files beside the package are read as text: nothing of theirs is imported.
+    """
+    own, inside = DISTRIBUTION.replace("-", "_"), f"\n{package.name}/".encode()
+    others = set()
+    for files in package.parent.glob("*.dist-info/RECORD"):
+        name = files.parent.name.partition("-")[0]
+        if name.lower().replace(".", "_") != own and inside in b"\n" + _listed(files):
+            others.add(name)
+    if not others:
+        return None
+    named = " and ".join(f"`{name}`" for name in sorted(others))
+    return (
+        f"{package}: {named} and `{DISTRIBUTION}` have both installed files there, so neither is whole;"
+        f" `pip uninstall -y {' '.join(sorted(others))} {DISTRIBUTION}`, then `pip install {DISTRIBUTION}`"
+    )
+
+
+def _listed(files: Path) -> bytes:
+    try:
+        return files.read_bytes() if files.stat().st_size < _LONGEST_LIST else b""
+    except OSError:
+        return b""
