@@ -263,6 +263,14 @@ def test_reference_pages_are_what_the_code_says(name: str) -> None:
     assert (reference_pages.DOCS / name).read_text(encoding="utf-8") == reference_pages.pages()[name]
 
 
+@pytest.mark.parametrize("name", ["training-file.md", "study-file.md", "tasks-file.md"])
+def test_every_key_of_a_file_has_a_meaning(name: str) -> None:
+    """Except for keys with one value, such as `kind: task_id`."""
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| .* \| (.*) \|$", reference_pages.pages()[name], re.M)
+    assert len(rows) > 25
+    assert [key for key, kind, meaning in rows if not meaning.strip() and not re.fullmatch(r"`\w+`", kind)] == []
+
+
 def _texts_of_the_source() -> list[str]:
     """Every string of the package, f-strings with `…` for what is filled in."""
     found: list[str] = []
