@@ -26,10 +26,12 @@ _MOST_STEPS, _MOST_EPOCHS, _MOST_SEQUENCES = 10**9, 10**6, 10**6
 
 
 class OptimizerSpec(Entry):
-    """AdamW and its schedule. Keys left out have the operation's defaults."""
+    """AdamW and its schedule. In a training config, keys left out have the operation's defaults."""
 
     lr: Annotated[float | None, Field(gt=0, description="peak learning rate")] = None
-    min_lr: Annotated[float | None, Field(ge=0, description="learning rate at the end of the cosine")] = None
+    min_lr: Annotated[
+        float | None, Field(ge=0, description="learning rate at the last step of `cosine` and `linear`")
+    ] = None
     schedule: Annotated[
         Literal["cosine", "linear", "constant"] | None,
         Field(description="course of the learning rate after the warm-up"),
