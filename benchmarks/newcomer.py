@@ -142,19 +142,19 @@ STEPS = (
     Step("Is the base still in it, bit by bit?", "surgeon verify base grown"),
     Step(
         "Now it learns to answer. The base has no chat template, which the config forgets; a dry run finds out.",
-        "surgeon train grown --config train.yaml --to tuned --dry-run",
+        "surgeon train grown train.yaml tuned --dry-run",
         ("train.yaml", WRONG_TRAIN),
         2,
         ("chat_template: chatml",),
     ),
     Step(
         "Corrected by the message.",
-        "surgeon train grown --config train.yaml --to tuned --dry-run",
+        "surgeon train grown train.yaml tuned --dry-run",
         ("train.yaml", TRAIN),
     ),
     Step(
         "What the loss will count is what it should count: the run.",
-        "surgeon train grown --config train.yaml --to tuned",
+        "surgeon train grown train.yaml tuned",
     ),
     Step("Training changed only what was new?", "surgeon verify base tuned"),
     Step("One page to show to others.", "surgeon report tuned --base base"),

@@ -52,10 +52,12 @@ class _Group(TyperGroup):
         return list(self.commands)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """The list of commands, each with the first paragraph of its help, however long that is."""
-        rows = [(name, " ".join(entry.help.partition("\n\n")[0].split())) for name, entry in _ENTRIES.items()]
-        with formatter.section("Commands"):
-            formatter.write_dl(rows)
+        """The commands by group, each with the first paragraph of its help, however long that is."""
+        for group, names in _GROUPS.items():
+            with formatter.section(group):
+                formatter.write_dl(
+                    [(name, " ".join(_ENTRIES[name].help.partition("\n\n")[0].split())) for name in names]
+                )
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -126,10 +128,15 @@ def _mixed_up(ctx: typer.Context) -> str:
     """Return a question about arguments that may have changed places, by their names in the help; empty without one."""
     from surgeon.checkpoint.kinds import CHECKPOINTS, NAME, NEW, Argument, Kind, mixed_up
 
+    outputs: dict[str, set[Kind]] = {
+        "apply": {NEW, NAME},
+        "train": {*CHECKPOINTS},
+        "verify": {"an output of surgeon", NAME},
+    }
     takes: dict[str, set[Kind]] = {
         "PLAN": {"a delta", NAME} if ctx.params.get("delta") else {"a plan", NAME},
         "BASE": {*CHECKPOINTS, NAME},
-        "OUT": {"apply": {NEW, NAME}, "train": {*CHECKPOINTS}}.get(str(ctx.command.name), {"an output of surgeon"}),
+        "OUT": outputs.get(str(ctx.command.name), {"an output of surgeon"}),
         "DEST": {NEW, NAME},
         "RUN": {NEW, NAME},
         "MODEL…": {*CHECKPOINTS, NAME},
@@ -138,7 +145,7 @@ def _mixed_up(ctx: typer.Context) -> str:
         "TASKS.YAML": {"a tasks file"},
         "STUDY": {"a study", NAME},
         "RESULTS": {NEW, NAME, "a folder"},
-        "DIR": {*CHECKPOINTS},
+        "CHECKPOINT": {*CHECKPOINTS, NAME},
         "A": {*CHECKPOINTS},
         "B": {*CHECKPOINTS},
         "REPO": {NAME},
@@ -184,7 +191,8 @@ app = typer.Typer(
         "Exit codes: 0 done; 1 a bug in surgeon (diff: they differ); 2 bad input or refused; 3 a promise does not"
         " hold (verify, demo); 130 interrupted. Data goes to stdout, progress and errors to stderr."
     ),
-    context_settings={"help_option_names": ["-h", "--help"]},
+    # The terminal's width, whatever it is: 80 columns, click's own limit, fold every option's help.
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 1_000},
 )
 
 
@@ -220,7 +228,7 @@ _DTYPES = "in auto (the checkpoint's), float32, bfloat16 or float16"
 # By parameter, or by command and parameter where a command means something else by it.
 _SPELLINGS = {
     "plan": _S("plan file, name of a shipped plan, or - for stdin", "PLAN", kind=str, complete=_complete_plan),
-    "base": _S("base checkpoint: a folder or a Hub id", "BASE", kind=str),
+    "base": _S("base checkpoint: a folder, or user/name[@revision] on the Hub", "BASE", kind=str),
     "out": _S("folder of the output", "OUT"),
     "overrides": _S(
         "a value in place of the plan's: seed=1, operations.0.init.reg=0.1; may be given again", "KEY=VALUE", "--set"
@@ -249,13 +257,13 @@ _SPELLINGS = {
         default="2GB",
     ),
     "apply.read_back": _S("read the output again and compare it with the base", option="--read-back/--no-read-back"),
-    "verify.base": _S("the base checkpoint's folder", "BASE"),
+    "verify.out": _S("the output: a folder, or user/name[@revision] on the Hub", "OUT", kind=str),
     "verify.logits": _S("bytes only, run no model", option="--static", off=True),
     "verify.streamed": _S("hold one layer of each model at a time"),
     "verify.dtypes": _S(f"run the models {_DTYPES}; may be given again", option="--dtype"),
     "train.out": _S("folder of the output, or of a base of any kind", "OUT"),
-    "train.config": _S("training config: data, steps, optimizer", "TRAIN.YAML", "--config", kind=Path),
-    "train.to": _S("folder of the trained output", "RUN", "--to"),
+    "train.config": _S("training file: data, steps, optimizer", "TRAIN.YAML", kind=Path),
+    "train.to": _S("folder of the trained output", "RUN"),
     "train.overrides": _S(
         "a value in place of the config's: optimizer.lr=1e-4, sources.NAME.share=0.5; may be given again",
         "KEY=VALUE",
@@ -337,8 +345,44 @@ _SPELLINGS = {
     "report.logits": _S("with --base: compare logits too", option="--verify"),
     "report.routing": _S("a record by `routing-report --to`, instead of --text"),
     "report.log": _S("losses as JSON lines: step, source, loss"),
-    "inspect.folder": _S("a checkpoint's folder", "DIR"),
-    "families.base": _S("base checkpoint: a folder or a Hub id; default: none", "BASE", kind=str),
+    "inspect.checkpoint": _S("a checkpoint: a folder, or user/name[@revision] on the Hub", "CHECKPOINT", kind=str),
+    "families.base": _S(
+        "base checkpoint: a folder, or user/name[@revision] on the Hub; default: none", "BASE", kind=str
+    ),
+}
+# The order of the help.
+_GROUPS = {
+    "Grow": ("demo", "plans", "families", "preview", "apply", "verify"),
+    "Train and measure": ("train", "recall", "evaluate", "compare", "continual"),
+    "Look": ("inspect", "diff", "report", "transport-report", "routing-report"),
+    "Undo, convert, share": ("revert", "merge", "delta", "export-slot", "gguf-pattern", "push"),
+    "For editors": ("schema",),
+}
+# The rest of the line behind `surgeon COMMAND`.
+_EXAMPLES = {
+    "demo": "",
+    "plans": "llama-pro > plan.yaml",
+    "families": "base-model",
+    "preview": "plan.yaml base-model",
+    "apply": "plan.yaml base-model out",
+    "verify": "base-model out",
+    "train": "out train.yaml run",
+    "recall": "base-model --tokens 200000 --to recalled.jsonl",
+    "evaluate": "run --base base-model --data fr=french.txt --data en=english.txt",
+    "compare": "quick base-model results --new french.txt --original english.txt",
+    "continual": "tasks.yaml base-model run",
+    "inspect": "user/name@main",
+    "diff": "base-model out",
+    "report": "run --base base-model --html run.html",
+    "transport-report": "out --maps 12.below.query --png pictures",
+    "routing-report": "run --text french=fr.txt --text english=en.txt",
+    "revert": "run base-again --to 0",
+    "merge": "run merged --alpha 0.5",
+    "delta": "run run-delta",
+    "export-slot": "run 0 adapter",
+    "gguf-pattern": "out out.gguf out-fixed.gguf",
+    "push": "run user/name --dry-run",
+    "schema": "--training > train.schema.json",
 }
 AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output on stdout")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="no progress, no notes")]
@@ -381,7 +425,9 @@ class _Entry:
         called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-        alone.command(self.name, cls=_Command, help=self.help)(called)
+        # The mark keeps the lines of the paragraph as they are.
+        text = f"{self.help}\n\n\b\nExample:\n  surgeon {self.name} {_EXAMPLES[self.name]}".rstrip()
+        alone.command(self.name, cls=_Command, help=text)(called)
         return typer.main.get_command(alone)
 
     def _spelling(self, parameter: str) -> Spelling:
@@ -675,12 +721,12 @@ def report(
 
 
 @_command("inspect", name="inspect")
-def _inspect(folder: Declared, as_json: AsJson = False, **given: Any) -> None:
-    """Show a checkpoint's family and sizes, its surgeries and its new tensors."""
+def _inspect(checkpoint: Declared, as_json: AsJson = False, **given: Any) -> None:
+    """Show a checkpoint's family and sizes, its surgeries and new tensors, and code that it brings; none of it runs."""
     _short()
     from surgeon.report.inspect import inspection_view
 
-    _show(surgeon.inspect(folder, **given), inspection_view, as_json=as_json)
+    _show(surgeon.inspect(checkpoint, **given), inspection_view, as_json=as_json)
 
 
 @_command("families")

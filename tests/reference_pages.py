@@ -1,6 +1,7 @@
 """Reference pages, written from the code by `python -m tests.reference_pages`.
 
-In docs/reference: plans.md is the JSON schema of plans, papers.md the bibliography that the operations carry.
+In docs/reference: plans.md is the JSON schema of plans; training-file.md, study-file.md and tasks-file.md are those of
+the other YAML files; papers.md is the bibliography that the operations carry.
 """
 
 from __future__ import annotations
@@ -11,10 +12,14 @@ from pathlib import Path
 from typing import Any
 from unicodedata import normalize
 
+from surgeon.compare.config.loading import json_schema as study_schema
+from surgeon.continual.config.loading import json_schema as tasks_schema
 from surgeon.operations import OPERATIONS
 from surgeon.operations.inits import INITS
-from surgeon.operations.operation import Paper
+from surgeon.operations.operation import Paper, TrainingDefaults
 from surgeon.plan.plan import json_schema
+from surgeon.train.config.loading import json_schema as training_schema
+from surgeon.train.config.settings import FINETUNING
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "reference"
 
@@ -24,6 +29,51 @@ HEAD = """\
 `python -m tests.reference_pages` writes this page from the schema that `surgeon schema` prints, and a test compares the
 two. [Writing plans](../how-to/writing-plans.md) explains how to write a plan and what selectors mean; the page of each
 operation explains its options. A key that is not listed here is refused with its line.
+"""
+
+TRAINING_HEAD = """\
+# Training file
+
+Every key of a training config, as `surgeon schema --training` prints it.
+[Training](../how-to/training.md) shows a whole file and the command.
+RUN is the folder that the command writes.
+A key that is not listed here is refused with its line.
+`--set KEY=VALUE` replaces a value by its dotted key, such as `optimizer.lr=1e-4`.
+`python -m tests.reference_pages` writes this page from the schema, and a test compares the two.
+"""
+
+DEFAULTS_HEAD = """\
+## Defaults
+
+Keys that a config leaves out have the defaults of the last operation that trains.
+The first row is for runs without new tensors: `what: base`, `what: all`, `what: {layers: …}`, or `lora`.
+A default `length` beyond the model's context is reduced to it.
+`clip` is 1 for every operation.
+Where a paper gives no value: 3 % warm-up, no weight decay, betas 0.9 and 0.999.
+"original" is the share of original text that the paper mixes in.
+surgeon adds no text by itself; a run without such text prints a note.
+A domain gate is fitted before the first step and uses none of these values.
+
+| operation | `lr` | `min_lr` | `schedule` | `warmup` | `weight_decay` | `betas` | `batch` | `length` | original |
+|---|---|---|---|---|---|---|---|---|---|
+"""
+
+STUDY_HEAD = """\
+# Study file
+
+Every key of a study, as `surgeon schema --study` prints it.
+[Comparing methods](../how-to/comparing.md) shows a whole file and the command.
+A key that is not listed here is refused with its line.
+`python -m tests.reference_pages` writes this page from the schema, and a test compares the two.
+"""
+
+TASKS_HEAD = """\
+# Tasks file
+
+Every key of a tasks file, as `surgeon schema --tasks` prints it.
+[Tasks one after the other](../how-to/continual.md) shows a whole file and the command.
+A key that is not listed here is refused with its line.
+`python -m tests.reference_pages` writes this page from the schema, and a test compares the two.
 """
 
 PAPERS_HEAD = """\
@@ -40,7 +90,13 @@ operations, and a test compares the two.
 
 def pages() -> dict[str, str]:
     """The content of every reference page, by its file's name in docs/."""
-    return {"plans.md": plans_page(), "papers.md": papers_page()}
+    return {
+        "plans.md": plans_page(),
+        "training-file.md": _file_page(TRAINING_HEAD, training_schema()) + _defaults_of_operations(),
+        "study-file.md": _file_page(STUDY_HEAD, study_schema()),
+        "tasks-file.md": _file_page(TASKS_HEAD, tasks_schema()),
+        "papers.md": papers_page(),
+    }
 
 
 def plans_page() -> str:
@@ -60,6 +116,49 @@ def plans_page() -> str:
         if not _is_op(models[name]):
             parts += [f"### {name}\n", models[name]["description"] + "\n", _table(models[name], models)]
     return "\n".join(parts)
+
+
+def _file_page(head: str, schema: dict[str, Any]) -> str:
+    """The reference of one kind of YAML file: the file's own keys, then those of its parts."""
+    models: dict[str, Any] = schema["$defs"]
+    parts = [head, "## The file\n", _table(schema, models)]
+    for name in sorted(models):
+        parts += [f"## {name}\n", models[name]["description"] + "\n", _table(models[name], models)]
+    return "\n".join(parts)
+
+
+def _defaults_of_operations() -> str:
+    """The table of what a training config may leave out, by operation."""
+    found = {"none": FINETUNING}
+    found |= {f"[{op}](operations/{op}.md)": operation.training for op, operation in OPERATIONS.items()}
+    rows = [_defaults_row(name, defaults) for name, defaults in found.items()]
+    sources = [f"- {name}: {defaults.source}" for name, defaults in found.items()]
+    return f"\n{DEFAULTS_HEAD}" + "\n".join([*rows, "\nTheir sources:\n", *sources]) + "\n"
+
+
+def _defaults_row(name: str, defaults: TrainingDefaults) -> str:
+    assert defaults.clip == 1, f"{name}: the page says that every operation clips at 1"
+    warmup = f"{defaults.warmup:.0%}" if defaults.warmup < 1 else f"{defaults.warmup} steps"
+    decay = f"{defaults.decay_of_rate:g} · lr" if defaults.decay_of_rate else f"{defaults.weight_decay:g}"
+    original = f"{defaults.original_share:.0%}" if defaults.original_share else ""
+    cells = (
+        name,
+        _rate(defaults.lr),
+        _rate(defaults.min_lr),
+        defaults.schedule,
+        warmup.replace("%", " %"),
+        decay,
+        ", ".join(f"{beta:g}" for beta in defaults.betas),
+        str(defaults.batch),
+        str(defaults.length),
+        original.replace("%", " %"),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _rate(rate: float) -> str:
+    """A learning rate as configs have it: 5e-5."""
+    return re.sub(r"\.?0*e-0*", "e-", f"{rate:.3e}") if rate else "0"
 
 
 def papers_page() -> str:
@@ -112,12 +211,20 @@ def _meaning(field: dict[str, Any], models: dict[str, Any]) -> str:
 
 def _default(field: dict[str, Any]) -> str:
     default = field.get("default")
-    if default is None:
+    if default is None or default == "":
         return ""
     if isinstance(default, dict):
-        # The parts' own defaults stand in their tables.
-        return "its own"
-    return f"`{default if isinstance(default, str) else json.dumps(default, ensure_ascii=False)}`"
+        # The defaults of a part's keys stand in its own table.
+        return "`{}`"
+    if isinstance(default, list) and any(isinstance(entry, dict) for entry in default):
+        # The description says it in words.
+        return ""
+    return f"`{_plain(default)}`"
+
+
+def _plain(value: object) -> str:
+    """A value as YAML has it."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _type(field: dict[str, Any]) -> str:
@@ -125,7 +232,7 @@ def _type(field: dict[str, Any]) -> str:
         name = _named(field["$ref"])
         return "list of operations" if name == "Operation" else f"[{name}](#{name.lower()})"
     if "const" in field:
-        return f"`{field['const']}`"
+        return f"`{_plain(field['const'])}`"
     if "enum" in field:
         return ", ".join(f"`{value}`" for value in field["enum"])
     for union in ("anyOf", "oneOf"):
@@ -137,7 +244,13 @@ def _type(field: dict[str, Any]) -> str:
             return "[" + ", ".join(_type(each) for each in field["prefixItems"]) + "]"
         items = field["items"]
         return "list of operations" if "discriminator" in items else f"list of {_type(items)}"
-    words = {"integer": "integer", "number": "number", "string": "text", "boolean": "true or false"}
+    words = {
+        "integer": "integer",
+        "number": "number",
+        "string": "text",
+        "boolean": "true or false",
+        "object": "mapping",
+    }
     return words[kind] + _bounds(field)
 
 

@@ -77,7 +77,7 @@ def test_a_plan_may_come_from_stdin(base: Path) -> None:
         ("evaluate BASE --data absent.txt", ["absent.txt: no such file or folder"]),
         ("evaluate absent --data absent.txt", ["absent: no such folder, and not a Hub id either"]),
         (
-            "train BASE --config TRAIN --to out",
+            "train BASE TRAIN out",
             [
                 *("TRAIN:2: unknown key `step`;", "TRAIN:3: `sources` is []"),
                 *("TRAIN:4: `attention` is spda; did", "TRAIN:5: report_to[0]: wadb: no tracker of that name; did"),

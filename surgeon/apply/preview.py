@@ -16,7 +16,7 @@ from surgeon.blueprint.shards import MAX_NEW_SHARD_BYTES, Shard, lay_out
 from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import DTYPE_BITS
-from surgeon.checkpoint.hub import remote_folder
+from surgeon.checkpoint.hub import open_headers
 from surgeon.common.listener import Listener, Quiet
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import without_a_place
@@ -149,13 +149,6 @@ def preview(
     folder = open_headers(base, revision=revision, trust_remote_code=trust_remote_code)
     opened = opened_for(loaded, folder, weights=False, recall=True)
     return preview_of(loaded, opened, recall=True, link=link)
-
-
-def open_headers(base: str | Path, *, revision: str | None, trust_remote_code: bool) -> CheckpointFolder:
-    """A base, given as a folder or a Hub id, for whoever reads no byte of its weights. Raises BadInput."""
-    if Path(base).exists():
-        return CheckpointFolder.open(Path(base), trust_remote_code=trust_remote_code)
-    return remote_folder(str(base), revision, trust_remote_code=trust_remote_code)
 
 
 def loaded_plan(plan: str | Path | LoadedPlan, overrides: Sequence[str] = ()) -> LoadedPlan:

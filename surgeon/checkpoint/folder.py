@@ -49,9 +49,9 @@ class CheckpointFolder:
     `tensors` and `headers` cover all shards; `shards` are their plain names, sorted. `side_files` are the
     relative names that an output keeps, `left_behind` the other files of the folder. `manifest` is the parsed
     `surgery.json`, not validated. `notes` are lines for the user. `code` says which code is in the folder: none,
-    exactly what this version of surgeon ships for its config, or other code, which `scripts` names and the user
-    trusts (of this folder alone). `classes` says whose classes the model is built of; where they are the folder's own,
-    `own` is their code, whose files are side files too.
+    exactly what this version of surgeon ships for its config, or other code, which `scripts` names, `foreign` describes
+    and the user trusts (of this folder alone). `classes` says whose classes the model is built of; where they are the
+    folder's own, `own` is their code, whose files are side files too.
     """
 
     path: Path
@@ -67,6 +67,7 @@ class CheckpointFolder:
     code: Code = "none"
     classes: Classes = "installed"
     scripts: tuple[str, ...] = ()
+    foreign: str = ""
     own: OwnCode | None = None
 
     @classmethod
@@ -122,6 +123,7 @@ class CheckpointFolder:
             code=brought.code,
             classes=brought.classes,
             scripts=brought.scripts,
+            foreign=brought.found,
             own=own,
         )
 

@@ -60,10 +60,19 @@ class Located:
     revision: str | None = None
 
 
+def id_and_revision(name: str, revision: str | None = None) -> tuple[str, str | None]:
+    """Split `user/name[@revision]` into the Hub id and the revision. Raises BadInput for no id, or two revisions."""
+    repo_id, at, named = name.partition("@")
+    check_id(repo_id if at and named else name)
+    if at and revision is not None:
+        raise BadInput(f"{printable(name)}: names a revision, and `--revision` another; leave one of them out")
+    return repo_id, named or revision
+
+
 def locate(
     base: str, *, revision: str | None, weights: bool = True, code: bool = False, download: bool = True
 ) -> Located:
-    """Find a base: a local path, else a Hub id (`user/name`) through the Hub's cache, downloaded at need.
+    """Find a base: a local path, else `user/name[@revision]` on the Hub, through its cache, downloaded at need.
 
     It downloads config, index, manifest, allow-listed side files and, with `weights`, exactly the shards that hold
     them; never a pickle, and Python files only with `code`. Without `download` only the cache is searched. Raises
@@ -73,15 +82,15 @@ def locate(
         if revision is not None:
             raise BadInput(f"{printable(base)}: a local folder has no revision; leave `--revision` out")
         return Located(Path(base))
-    check_id(base)
+    repo_id, revision = id_and_revision(base, revision)
     if offline() or not download:
-        return _cached(base, revision)
+        return _cached(repo_id, revision)
 
     def choose(repository: _Repository) -> list[str]:
         names = [name for name in repository.files if _comes_along(name, repository.files[name], code=code)]
         return [*names, *choose_weights(repository).files] if weights else names
 
-    return _at_one_commit(base, revision, choose)
+    return _at_one_commit(repo_id, revision, choose)
 
 
 def locate_adapter(adapter: str) -> Located:
@@ -89,16 +98,15 @@ def locate_adapter(adapter: str) -> Located:
 
     Raises BadInput as `locate` does; a pickle is never downloaded.
     """
-    repo_id, _, revision = adapter.partition("@")
-    check_id(repo_id)
+    repo_id, revision = id_and_revision(adapter)
     if offline():
-        return _snapshot(repo_id, revision or None, [ADAPTER_CONFIG, ADAPTER_WEIGHTS], offline=True)
+        return _snapshot(repo_id, revision, [ADAPTER_CONFIG, ADAPTER_WEIGHTS], offline=True)
 
     def choose(repository: _Repository) -> list[str]:
         check_adapter_files(repository.files, repository.shown)
         return [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
 
-    return _at_one_commit(repo_id, revision or None, choose)
+    return _at_one_commit(repo_id, revision, choose)
 
 
 def locate_delta(delta: str) -> Located:
@@ -108,10 +116,9 @@ def locate_delta(delta: str) -> Located:
     """
     if Path(delta).exists():
         return Located(Path(delta))
-    repo_id, _, revision = delta.partition("@")
-    check_id(repo_id)
+    repo_id, revision = id_and_revision(delta)
     if offline():
-        return _snapshot(repo_id, revision or None, [DELTA_FILE], offline=True)
+        return _snapshot(repo_id, revision, [DELTA_FILE], offline=True)
 
     def choose(repository: _Repository) -> list[str]:
         if DELTA_FILE not in repository.files:
@@ -123,20 +130,27 @@ def locate_delta(delta: str) -> Located:
             or ("/" not in name and name.endswith((".safetensors", ".md", ".json")))
         ]
 
-    return _at_one_commit(repo_id, revision or None, choose)
+    return _at_one_commit(repo_id, revision, choose)
 
 
 def remote_folder(repo_id: str, revision: str | None, *, trust_remote_code: bool = False) -> CheckpointFolder:
-    """A checkpoint on the Hub, with headers from range requests and no byte of its weights.
+    """Open a checkpoint on the Hub (`user/name[@revision]`): headers by range requests, no byte of its weights.
 
     Everything but the weights is read and checked as by `CheckpointFolder.open`; reading a tensor raises BadInput.
     Offline it is opened from the cache. Raises BadInput as `locate` and `CheckpointFolder.open` do.
     """
-    check_id(repo_id)
+    repo_id, revision = id_and_revision(repo_id, revision)
     if offline():
         return CheckpointFolder.open(_cached(repo_id, revision).path, trust_remote_code=trust_remote_code)
     repository = _Repository.ask(repo_id, revision)
     return CheckpointFolder.assemble(repository, path=Path(repo_id), trust_remote_code=trust_remote_code)
+
+
+def open_headers(base: str | Path, *, revision: str | None, trust_remote_code: bool) -> CheckpointFolder:
+    """A base, given as a folder or a Hub id, for whoever reads no byte of its weights. Raises BadInput."""
+    if Path(base).exists():
+        return CheckpointFolder.open(Path(base), trust_remote_code=trust_remote_code)
+    return remote_folder(str(base), revision, trust_remote_code=trust_remote_code)
 
 
 def _at_one_commit(repo_id: str, revision: str | None, choose: Callable[[_Repository], list[str]]) -> Located:

@@ -189,7 +189,7 @@ def _no_chat(names: Sequence[str], key: str | None, what: str) -> str:
     if all(name in names for name in _PREFERRED):
         return (
             "`chosen` and `rejected` are preferences, which the output learns from through TRL's DPOTrainer"
-            " (docs/how-to/training.md); here, leave one answer of the two as a chat"
+            " (docs/how-to/other-trainers.md); here, leave one answer of the two as a chat"
         )
     # Of a layout that is there in part, the key that is missing.
     for layout in CHATS:

@@ -29,8 +29,8 @@ class TextSpec(Entry):
     kind: Annotated[
         Literal["text", "chat", "labels"],
         Field(
-            description="text; chat: loss on the assistant's words alone, messages, ShareGPT, Alpaca and prompt with"
-            " completion are recognised; labels: `text` (and `text_pair`) with a `label`, for a classification head"
+            description="text; chat: loss on the assistant's words alone; labels: `text` (and `text_pair`) with a"
+            " `label`, for a classification head"
         ),
     ] = "text"
     field: Annotated[
@@ -61,19 +61,21 @@ class TextSpec(Entry):
 
 
 class GenerateSpec(Entry):
-    """Text that a model writes itself: how much, from what beginnings, and how it draws the next token."""
+    """Text that a model writes itself."""
 
     tokens: Annotated[int, Field(ge=1, description="tokens to write, at least")]
     prompts: Annotated[
         str | None,
         Field(
             min_length=1,
-            description="begin (the begin-of-text token), template (the bare chat template), or a text file with a"
-            " beginning a line",
+            description="how documents begin. begin: begin-of-text token; template: the chat template up to the user's"
+            " first word; or a text file with one beginning per line; default: template for chats, else begin",
         ),
     ] = None
-    temperature: Annotated[float, Field(gt=0, le=10, description="1: as the model learned")] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1, description="draw among the likeliest tokens of this share")] = 1.0
+    temperature: Annotated[float, Field(gt=0, le=10, description="sampling temperature")] = 1.0
+    top_p: Annotated[
+        float, Field(gt=0, le=1, description="draw from the likeliest tokens that hold this share of the probability")
+    ] = 1.0
     length: Annotated[int | None, Field(ge=2, description="longest document in tokens; default 512")] = None
     batch: Annotated[int, Field(ge=1, le=4096, description="documents at a time")] = 32
 
@@ -89,15 +91,13 @@ class SourceSpec(TextSpec):
         ),
     ] = ""
     generate: Annotated[
-        GenerateSpec | None, Field(description="instead of a path: the model writes the text, before the first step")
+        GenerateSpec | None, Field(description="instead of `path`: the model writes the text before the first step")
     ] = None
     share: Annotated[float, Field(ge=0, le=1, description="share of the training sequences; all shares sum to 1")]
-    role: Annotated[
-        str, Field(min_length=1, description="original (what the base knows), new, or `task:NAME`, tasks in order")
-    ] = NEW
+    role: Annotated[str, Field(min_length=1, description="original (what the base knows), new, or task:NAME")] = NEW
     validation: Annotated[
         float | str,
-        Field(description="share of the documents held out (0: none), a file of its own, or split:NAME of the dataset"),
+        Field(description="held-out text: a share of the documents (0: none), a file, or split:NAME of the dataset"),
     ] = 0.01
 
     @model_validator(mode="after")

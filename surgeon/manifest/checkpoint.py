@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from surgeon.checkpoint.folder import RECORD_FILE, CheckpointFolder, digests_of
 from surgeon.checkpoint.header import TensorInfo, check_dtype
-from surgeon.checkpoint.hub import locate
-from surgeon.checkpoint.hub_calls import check_id
+from surgeon.checkpoint.hub import id_and_revision, locate
 from surgeon.checkpoint.labels import is_classifier, label_names
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
 from surgeon.errors import BadInput, printable
@@ -204,11 +203,7 @@ def open_checkpoint(model: str | Path, *, revision: str | None = None, trust_rem
     `trust_remote_code`. Raises BadInput, one line, for the first thing that is missing or wrong.
     """
     name = str(model)
-    repo_id, branch = name, revision
-    if revision is None and not Path(name).exists():
-        repo_id, _, named = name.partition("@")
-        branch = named or None
-    located = locate(repo_id, revision=branch, code=trust_remote_code)
+    located = locate(name, revision=revision, code=trust_remote_code)
     folder = CheckpointFolder.open(located.path, trust_remote_code=trust_remote_code)
     return Checkpoint(name, folder, located.repo_id, located.revision)
 
@@ -221,7 +216,7 @@ def check_model(model: str | Path, *, trust_remote_code: bool = False) -> None:
     if Path(model).exists():
         open_checkpoint(model, trust_remote_code=trust_remote_code)
     else:
-        check_id(str(model).partition("@")[0])
+        id_and_revision(str(model))
 
 
 def _number(found: object, *, least: int) -> int | None:

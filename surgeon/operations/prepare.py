@@ -96,13 +96,12 @@ class OpenedBase:
         """
         if name not in self.models:
             path = self._path(name)
-            repo_id, _, revision = name.partition("@")
             if path.exists():
                 self.models[name] = CheckpointFolder.open(path)
             elif self.weights:
-                self.models[name] = CheckpointFolder.open(locate(repo_id, revision=revision or None).path)
+                self.models[name] = CheckpointFolder.open(locate(name, revision=None).path)
             else:
-                self.models[name] = remote_folder(repo_id, revision or None)
+                self.models[name] = remote_folder(name, None)
         return self.models[name]
 
     def _path(self, name: str) -> Path:

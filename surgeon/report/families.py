@@ -15,12 +15,12 @@ from pydantic import ValidationError
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from surgeon.apply.preview import open_headers
 from surgeon.apply.proofs import known_proof, prove
 from surgeon.apply.shapes import check_shapes
 from surgeon.blueprint.blueprint import Promise
 from surgeon.blueprint.draft import Draft
 from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.hub import open_headers
 from surgeon.common.formatting import show
 from surgeon.common.json_results import plain_fields
 from surgeon.common.promises import PROMISE_STYLES

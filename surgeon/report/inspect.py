@@ -10,6 +10,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.hub import open_headers
 from surgeon.common.formatting import at_revision, count, listed, show
 from surgeon.common.promises import promise_of
 from surgeon.common.tables import FittedTable
@@ -23,42 +24,59 @@ from surgeon.manifest.run_files import ADAPTER_FOLDER, KEPT_FOLDER
 
 @dataclass(frozen=True)
 class Inspection:
-    """A checkpoint's sizes and family and, if it is an output of surgeon, its manifest."""
+    """A checkpoint's sizes and family and, if it is an output of surgeon, its manifest.
+
+    `anatomy` is None where the folder brings code that is not surgeon's and is not trusted: its layers are not looked
+    at then, as that would run it.
+    """
 
     path: Path
     folder: CheckpointFolder
-    anatomy: Anatomy
+    anatomy: Anatomy | None
     manifest: Manifest | None
     parameters: int
+
+    @property
+    def model_type(self) -> str:
+        """The model type that config.json names."""
+        return self.anatomy.family.model_type if self.anatomy else str(self.folder.config.get("model_type", "unknown"))
 
     def __repr__(self) -> str:
         done = [] if self.manifest is None else [o.op for o in self.manifest.operations]
         surgery = "no surgery" if self.manifest is None else ", ".join(done) or "trained"
-        family, layers = self.anatomy.family.model_type, self.anatomy.sizes.layers
-        return f"Inspection({str(self.path)!r}, {family}, {layers} layers, {self.parameters:,} parameters, {surgery})"
+        layers = f"{self.anatomy.sizes.layers} layers" if self.anatomy else "code of its own"
+        return f"Inspection({str(self.path)!r}, {self.model_type}, {layers}, {self.parameters:,} parameters, {surgery})"
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for `--json`."""
         return {
             "path": str(self.path),
-            "model_type": self.anatomy.family.model_type,
-            "layers": self.anatomy.sizes.layers,
+            "model_type": self.model_type,
+            "layers": self.anatomy.sizes.layers if self.anatomy else None,
             "parameters": self.parameters,
-            "tied_embeddings": self.anatomy.tied,
+            "tied_embeddings": self.anatomy.tied if self.anatomy else None,
+            "foreign_code": [self.folder.foreign, *self.folder.scripts] if self.folder.code == "foreign" else [],
             "shards": list(self.folder.shards),
             "notes": list(self.folder.notes),
             "surgery": self.manifest.model_dump() if self.manifest else None,
         }
 
 
-def inspect(folder: str | Path, *, trust_remote_code: bool = False) -> Inspection:
-    """Show a checkpoint's family and sizes, its surgeries and its new tensors. Raises BadInput for a broken one."""
-    opened = CheckpointFolder.open(Path(folder), trust_remote_code=trust_remote_code)
+def inspect(checkpoint: str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> Inspection:
+    """Show a checkpoint's family and sizes, its surgeries, its new tensors, and any code that it brings.
+
+    `checkpoint` is a folder, or `user/name[@revision]` on the Hub, of which headers and small files alone are read.
+    Code that is not surgeon's is named; nothing of it runs without `trust_remote_code`. Raises BadInput for a broken
+    checkpoint.
+    """
+    # To open a folder runs nothing of it; to take its layers apart would.
+    opened = open_headers(checkpoint, revision=revision, trust_remote_code=True)
+    a_look = opened.code == "foreign" and not trust_remote_code
     manifest = manifest_of(opened) if opened.manifest is not None else None
     return Inspection(
-        path=Path(folder),
+        path=Path(checkpoint),
         folder=opened,
-        anatomy=dissect(opened.config, opened.tensors, opened.own),
+        anatomy=None if a_look else dissect(opened.config, opened.tensors, opened.own),
         manifest=manifest,
         parameters=sum(info.numel for info in opened.tensors.values()),
     )
@@ -67,14 +85,18 @@ def inspect(folder: str | Path, *, trust_remote_code: bool = False) -> Inspectio
 def inspection_view(inspection: Inspection) -> RenderableType:
     """Family and sizes, then base, operations, grafts and training."""
     anatomy, folder = inspection.anatomy, inspection.folder
-    sizes = anatomy.sizes
     facts = FittedTable(headings=False)
-    facts.add_row("family", anatomy.family.model_type)
-    facts.add_row("layers", f"{sizes.layers}, width {sizes.hidden}, MLP {sizes.intermediate}")
-    facts.add_row("heads", f"{sizes.heads} ({sizes.kv_heads} key-value), of {sizes.head_dim}")
-    facts.add_row("vocabulary", f"{sizes.vocabulary}{', tied embeddings' if anatomy.tied else ''}")
+    facts.add_row("family", printable(inspection.model_type))
+    if folder.code == "foreign":
+        facts.add_row(
+            "foreign code", Text(f"{folder.foreign}; read it before you pass --trust-remote-code", style="red")
+        )
+        for script in folder.scripts:
+            facts.add_row("foreign file", Text(printable(script), style="red"))
+    if anatomy is not None:
+        _add_sizes(facts, anatomy)
     facts.add_row("parameters", count(inspection.parameters))
-    for note in [*folder.notes, *([without_a_place(anatomy.idle)] if anatomy.idle else [])]:
+    for note in [*folder.notes, *([without_a_place(anatomy.idle)] if anatomy and anatomy.idle else [])]:
         facts.add_row("note", Text(note, style="yellow"))
     facts.add_row("shards", f"{len(folder.shards)}, {', '.join(sorted({i.dtype for i in folder.tensors.values()}))}")
     manifest = inspection.manifest
@@ -124,6 +146,13 @@ def inspection_view(inspection: Inspection) -> RenderableType:
     if manifest.operations:
         facts.add_row("new tensors", f"{len(manifest.new_tensors)}, in {listed(shards)}")
     return facts
+
+
+def _add_sizes(facts: FittedTable, anatomy: Anatomy) -> None:
+    sizes = anatomy.sizes
+    facts.add_row("layers", f"{sizes.layers}, width {sizes.hidden}, MLP {sizes.intermediate}")
+    facts.add_row("heads", f"{sizes.heads} ({sizes.kv_heads} key-value), of {sizes.head_dim}")
+    facts.add_row("vocabulary", f"{sizes.vocabulary}{', tied embeddings' if anatomy.tied else ''}")
 
 
 def _published(run: TrainingEntry) -> str:

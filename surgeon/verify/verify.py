@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.hub import locate
 from surgeon.common import devices
 from surgeon.common.files import check_readable
 from surgeon.common.listener import Listener, Quiet
@@ -48,7 +49,8 @@ def verify(
 
     Args:
         base: What the last surgery was carried out on, or an earlier state: the first base, say, of several surgeries.
-        out: The output.
+            A folder, or `user/name[@revision]` on the Hub, downloaded at need.
+        out: The output, named likewise.
         logits: Whether models are run where the bytes are as promised.
         streamed: Whether one layer of each model is in memory at a time.
         text: A file to take tokens from (plain text or JSON lines); None: the probe text that surgeon brings.
@@ -87,7 +89,7 @@ def verify(
     from surgeon.models.tokens import token_batches
 
     vocabulary = pair.anatomy.sizes.vocabulary
-    tokens = token_batches(Path(base), text=text, window=window, windows=windows, vocabulary=vocabulary)
+    tokens = token_batches(pair.base.path, text=text, window=window, windows=windows, vocabulary=vocabulary)
     comparer = _Comparer(pair, proof, tokens, devices.resolve(device), listener)
     return comparer.streamed(found, dtypes) if streamed else comparer.whole(found, dtypes)
 
@@ -112,12 +114,11 @@ class _Pair:
     @classmethod
     def open(cls, base: str | Path, out: str | Path, *, trust_remote_code: bool) -> _Pair:
         """Open both. Raises BadInput where they are one folder, or one cannot be read."""
-        if Path(base).is_dir() and Path(out).is_dir() and Path(base).samefile(out):
+        base_folder, out_folder = (_opened(name, trust_remote_code) for name in (base, out))
+        if base_folder.path.samefile(out_folder.path):
             raise BadInput(
                 f"{printable(str(out))}: BASE and OUT are the same folder; give the base that OUT was made from"
             )
-        base_folder = CheckpointFolder.open(Path(base), trust_remote_code=trust_remote_code)
-        out_folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
         return cls(base_folder, out_folder, dissect(base_folder.config, base_folder.tensors, base_folder.own))
 
     @property
@@ -139,6 +140,12 @@ class _Pair:
                 listener.say(f"{folder.source.shown}: {note}")
         if self.anatomy.idle:
             listener.say(f"{self.base.source.shown}: {without_a_place(self.anatomy.idle)}")
+
+
+def _opened(name: str | Path, trust_remote_code: bool) -> CheckpointFolder:
+    """A folder, or a checkpoint on the Hub, which is downloaded at need."""
+    located = locate(str(name), revision=None, code=trust_remote_code)
+    return CheckpointFolder.open(located.path, trust_remote_code=trust_remote_code)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,22 @@ def test_what_was_not_given_is_left_to_the_function(monkeypatch: pytest.MonkeyPa
     assert given == asked | dict.fromkeys(flags, False)
 
 
+def test_every_command_has_its_group_and_an_example_that_it_takes() -> None:
+    grouped = [name for names in cli._GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted(cli._ENTRIES) == sorted(cli._EXAMPLES)
+    for name, example in cli._EXAMPLES.items():
+        COMMANDS[name].make_context(name, example.partition(" > ")[0].split())
+
+
+@pytest.mark.parametrize("width", [70, 150])
+def test_help_is_as_wide_as_the_terminal(width: int) -> None:
+    command = [sys.executable, "-m", "surgeon", "apply", "-h"]
+    shown = subprocess.run(
+        command, env=os.environ | {"COLUMNS": str(width)}, capture_output=True, text=True, check=True
+    )
+    assert width * 0.85 < max(map(len, shown.stdout.splitlines())) < width
+
+
 def test_a_command_s_help_imports_nothing_of_what_it_runs() -> None:
     code = (
         "import sys\nfrom typer.testing import CliRunner\nfrom surgeon.cli import app\n"
@@ -90,13 +107,13 @@ def test_a_command_s_help_imports_nothing_of_what_it_runs() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("train out --confg t.yaml", "No such option: --confg (Possible options: --config, --json)"),
+        ("train out t.yaml run --devise cpu", "No such option: --devise (Possible options: --device, --set)"),
         ("verify base out --txt x", "--text"),
         ("diff a b --zzz", "No such option: --zzz"),
         ("reprot out", "No such command 'reprot'. Did you mean 'report'"),
         ("verify base out --window 1", "Input should be greater than or equal to 2"),
         ("merge out dest --alpha 2", "Input should be less than or equal to 1"),
-        ("train out --to run", "Missing option '--config'"),
+        ("train out train.yaml", "Missing argument 'RUN'"),
         ("apply plan base", "Missing argument 'OUT'"),
         ("diff a b --e\x1bxact", "--e\\x1bxact"),
     ],

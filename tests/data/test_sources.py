@@ -244,7 +244,7 @@ def test_a_run_on_the_hubs_dataset_goes_on_by_its_commit(tmp_path: Path) -> None
     """Which the log tells, for when the branch has moved meanwhile; RUN keeps it."""
     surgeon.apply("neutral-residues", str(base_of(tmp_path)), tmp_path / "out")
     source = {"name": "fr", "path": "dataset:user/data", "config": "prose", "share": 1.0, "validation": "split:test"}
-    given = ["train", str(tmp_path / "out"), "--config", str(tmp_path / "train.yaml"), "--to", str(tmp_path / "run")]
+    given = ["train", str(tmp_path / "out"), str(tmp_path / "train.yaml"), str(tmp_path / "run")]
     home = tmp_path / "home"
     with serve(of_hub()) as hub:
         config(tmp_path, steps=3, sources=[source])

@@ -20,11 +20,16 @@ def test_preview_apply_and_offline(base: Path, tmp_path: Path) -> None:
         shown = run_surgeon(hub, home, "preview", "llama-pro", "user/model", "--json")
         assert shown.returncode == 0, shown.stderr
         assert json.loads(shown.stdout)["parameters"]["before"] > 0
+        looked = run_surgeon(hub, home, "inspect", f"user/model@{COMMIT}", "--json")
+        assert looked.returncode == 0, looked.stderr
+        assert json.loads(looked.stdout)["layers"] == surgeon.inspect(base).anatomy.sizes.layers
         whole = sum(path.stat().st_size for path in base.glob("*.safetensors"))
         assert sum(count for _, name, count in hub.sent if name.endswith(".safetensors")) < whole / 2
 
         applied = run_surgeon(hub, home, "apply", "llama-pro", "user/model", str(out))
         assert applied.returncode == 0, applied.stderr
+        proved = run_surgeon(hub, home, "verify", f"user/model@{COMMIT}", str(out), "--static", "--json")
+        assert proved.returncode == 0 and json.loads(proved.stdout)["holds"], proved.stderr
     manifest = surgeon.inspect(out).manifest
     assert (manifest.base.id, manifest.base.revision) == ("user/model", COMMIT)
     assert surgeon.verify(base, out, logits=False).holds

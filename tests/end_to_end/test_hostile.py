@@ -86,7 +86,7 @@ def test_names_that_nothing_can_be_written_to(made: Path, monkeypatch: pytest.Mo
     config = training(made, "text.txt")
     name, words = NAMES["its working folder would be too long"]
     for command in (
-        ["train", "out", "--config", config, "--to", name],
+        ["train", "out", config, name],
         ["revert", "out", name],
         ["delta", "out", name],
         ["demo", "--seconds", 0, name],
@@ -126,16 +126,16 @@ def test_an_argument_in_anothers_place(made: Path, tmp_path: Path, monkeypatch: 
         (["apply", "--delta", base, out, new], "base is a checkpoint, PLAN takes a delta"),
         (["verify", out, base], "did you swap BASE and OUT?"),
         (["verify", out, out], "BASE and OUT are the same folder"),
-        (["train", base, "--config", config, "--to", new], "`what` is not given"),
-        (["train", config, "--config", out, "--to", new], "did you swap OUT and TRAIN.YAML?"),
-        (["train", new, "--config", config, "--to", out], "did you swap OUT and RUN?"),
-        (["train", out, "--config", plan, "--to", new], "plan.yaml is a plan, TRAIN.YAML takes a training config"),
+        (["train", base, config, new], "`what` is not given"),
+        (["train", config, out, new], "did you swap OUT and TRAIN.YAML?"),
+        (["train", new, config, out], "did you swap OUT and RUN?"),
+        (["train", out, plan, new], "plan.yaml is a plan, TRAIN.YAML takes a training config"),
         (["continual", base, "tasks.yaml", new], "did you swap TASKS.YAML and BASE?"),
         (["evaluate", text, "--data", base], "did you swap MODEL… and DATA?"),
         (["revert", new, out], "did you swap OUT and DEST?"),
         (["delta", new, out], "did you swap OUT and DEST?"),
         (["push", "user/name", out], "did you swap OUT and REPO?"),
-        (["inspect", plan], "plan.yaml is a plan, DIR takes"),
+        (["inspect", plan], "plan.yaml is a plan, CHECKPOINT takes"),
         (["verify", base, out, "--text", out], "--text takes a file"),
     ):
         assert words in refused(*command), command
@@ -159,7 +159,7 @@ def test_texts_that_cannot_be_read(name: str, made: Path, tmp_path: Path) -> Non
     """A run that ends before its first step leaves no working folder."""
     content, words = BROKEN_TEXTS[name]
     (tmp_path / name).write_bytes(content)
-    assert words in refused("train", made / "out", "--config", training(tmp_path, name), "--to", tmp_path / "run")
+    assert words in refused("train", made / "out", training(tmp_path, name), tmp_path / "run")
     assert words in refused("evaluate", made / "base", "--data", tmp_path / name)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([name, "train.yaml"])
 
@@ -170,7 +170,7 @@ def test_halves_of_characters_in_chats_and_probes(made: Path, tmp_path: Path) ->
     config = training(tmp_path, "chat.jsonl", kind="chat")
     out = tmp_path / "out"
     out.symlink_to(made / "out")
-    assert "chat" in refused("train", out, "--config", config, "--to", tmp_path / "run")
+    assert "chat" in refused("train", out, config, tmp_path / "run")
     (tmp_path / "text.jsonl").write_text('{"text": "a\\udc00"}\n')
     assert "line 1: half of a UTF-16 pair" in refused("verify", made / "base", out, "--text", tmp_path / "text.jsonl")
     for text, words in (('"\\ud800"', "half of a UTF-16 pair"), ('"a\\0b"', "a NUL character")):
@@ -190,9 +190,7 @@ def test_files_that_never_end(made: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     for file in (tmp_path / "fifo", Path("/dev/zero"), tmp_path):
         for command in (
-            ["preview", f"{file}", made / "base"]
-            if file.is_dir()
-            else ["train", made / "out", "--config", file, "--to", "x"],
+            ["preview", f"{file}", made / "base"] if file.is_dir() else ["train", made / "out", file, "x"],
             ["report", made / "out", "--html", tmp_path / "a.html", "--routing", file],
             ["report", made / "out", "--html", tmp_path / "a.html", "--log", file],
             ["verify", made / "base", made / "out", "--text", file],
@@ -212,7 +210,7 @@ def test_ids_that_are_no_row_of_the_embedding(made: Path, tmp_path: Path) -> Non
     (tmp_path / "text.txt").write_text("pizza " * 40)
     base, out, text = tmp_path / "base", tmp_path / "out", tmp_path / "text.txt"
     for command in (
-        ["train", out, "--config", training(tmp_path, "text.txt"), "--to", tmp_path / "run"],
+        ["train", out, training(tmp_path, "text.txt"), tmp_path / "run"],
         ["evaluate", base, "--data", text],
     ):
         assert "gives 'z' the id 700, the model's embedding has only 300 rows (ids 0 to 299)" in refused(*command)

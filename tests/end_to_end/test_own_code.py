@@ -112,7 +112,6 @@ def test_without_trust_it_is_refused_in_one_line(base: Path, plan: Path, tmp_pat
         lambda: surgeon.preview(plan, base),
         lambda: surgeon.apply(plan, base, tmp_path / "out"),
         lambda: surgeon.verify(base, tmp_path / "out"),
-        lambda: surgeon.inspect(base),
     ):
         with pytest.raises(BadInput, match=r"brings code of its own.*--trust-remote-code") as refused:
             command()

@@ -192,7 +192,7 @@ def test_training_configs(sound: Path, data: st.DataObject) -> None:
         read = _read(file)
         if isinstance(read, dict) and any(type(read.get(key)) is int and read[key] > 64 for key in ("steps", "batch")):
             return
-        run("train", folder / "out", "--config", file, "--to", folder / "run", "--quiet", codes=(0, 2))
+        run("train", folder / "out", file, folder / "run", "--quiet", codes=(0, 2))
 
 
 @fuzzed(6)

@@ -89,8 +89,8 @@ ARGUMENTS: dict[str, tuple[int, list[str]]] = {
     "export-slot": (3_000, ["export-slot", "slots", "0", "OUT"]),
     "report": (10_000, ["report", "deeper", "--html", "OUT"]),
     # The weights of a checkpoint, by safetensors; then its optimizer's states, by torch; then the run.
-    "train: weights": (8_000, ["train", "deeper", "--config", "train.yaml", "--to", "OUT", "--device", "cpu"]),
-    "train: optimizer": (45_000, ["train", "deeper", "--config", "train.yaml", "--to", "OUT", "--device", "cpu"]),
+    "train: weights": (8_000, ["train", "deeper", "train.yaml", "OUT", "--device", "cpu"]),
+    "train: optimizer": (45_000, ["train", "deeper", "train.yaml", "OUT", "--device", "cpu"]),
 }
 
 

@@ -184,7 +184,7 @@ def test_a_run_kept_as_a_delta(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(ZeroDivisionError):
             surgeon.train(out, settings, tmp_path / "run", delta_only=True, device="cpu")
     assert not (tmp_path / "run").exists()
-    arguments = ["train", out, "--config", settings, "--to", tmp_path / "run", "--delta-only", "--device", "cpu"]
+    arguments = ["train", out, settings, tmp_path / "run", "--delta-only", "--device", "cpu"]
     ran = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert ran.exit_code == 0, ran.stderr
     assert not work_folder(tmp_path / "run").exists()

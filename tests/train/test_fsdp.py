@@ -172,7 +172,7 @@ def test_killed_shares_go_on_as_they_are_or_as_one(launched: Launched, tmp_path:
     """In bfloat16, so with masters; as `accelerate launch` starts it. To the bit by two processes again."""
     out = launched.folder / "resumed" / "out"
     path = config(launched.folder, **RESUMED)
-    arguments = ["-m", "surgeon", "train", str(out), "--config", str(path), "--device", "cpu", "--json", "--to"]
+    arguments = ["-m", "surgeon", "train", "--device", "cpu", "--json", str(out), str(path)]
     work = work_folder(tmp_path / "run")
     begun = subprocess.Popen(
         [*torchrun(), *arguments, str(tmp_path / "run")],

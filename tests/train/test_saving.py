@@ -117,7 +117,7 @@ def test_a_signal_while_a_checkpoint_is_written_waits_for_it_and_the_run_goes_on
     """The writer is held until the run, which the signal has ended, waits for it."""
     out, run, ended = grown(tmp_path), tmp_path / "run", threading.Event()
     asked, held = config(tmp_path, **FOUR, saving="beside"), []
-    arguments = ["train", str(out), "--config", str(asked), "--to", str(run), "--device", "cpu"]
+    arguments = ["train", str(out), str(asked), str(run), "--device", "cpu"]
     save, step_end = safetensors.torch.save_file, cadence.Cadence.on_step_end
     before = signal.getsignal(signal.SIGTERM)
     # A shell's background job ignores SIGINT, and so would these tests there.

@@ -89,7 +89,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def command(folder: Path, *more: str) -> list[str]:
-    given = ["train", str(folder / "out"), "--config", str(folder / "train.yaml"), "--to", str(folder / "run")]
+    given = ["train", str(folder / "out"), str(folder / "train.yaml"), str(folder / "run")]
     return [*warm(), "-m", "surgeon", *given, "--device", "cpu", *more]
 
 

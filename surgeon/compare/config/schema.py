@@ -38,7 +38,7 @@ class StudyText(Entry):
     ] = None
     share: Annotated[
         float | None,
-        Field(gt=0, le=1, description="of its kind's sequences; default: by the files' sizes"),
+        Field(gt=0, le=1, description="share among the texts of its list; default: by file size"),
     ] = None
     kind: Annotated[Literal["text", "chat"], Field(description="text, or chat: the assistant's words alone count")] = (
         "text"
@@ -46,7 +46,7 @@ class StudyText(Entry):
     field: Annotated[str | None, Field(description="key of the text or the messages")] = None
     validation: Annotated[
         float | str,
-        Field(description="what losses are measured on: a share of the documents, held out, or a file of its own"),
+        Field(description="held-out text that losses are measured on: a share of the documents, or a file"),
     ] = 0.1
 
     @property
@@ -68,9 +68,9 @@ class ReplaySpec(Entry):
 
     source: Annotated[
         Literal["text", "recall"],
-        Field(description="text: `replayed`, or where there is none `original`; recall: what the base wrote itself"),
+        Field(description="text: `replayed`, or `original` without it; recall: text that the base writes"),
     ] = "recall"
-    share: Annotated[float, Field(gt=0, lt=1, description="of the training sequences")] = 0.1
+    share: Annotated[float, Field(gt=0, lt=1, description="share of the training sequences")] = 0.1
 
 
 def _fair(rates: list[float]) -> list[float]:
@@ -100,12 +100,12 @@ Rates = Annotated[list[float], Field(min_length=1, max_length=40), AfterValidato
 
 
 class Remedy(Entry):
-    """How forgetting is held off while a method trains; every method is tried with every remedy."""
+    """A remedy against forgetting. Every method runs with every remedy."""
 
     name: Annotated[str, Field(pattern=_NAME, description="name in results")]
-    replay: Annotated[ReplaySpec | None, Field(description="default: nothing is replayed")] = None
-    preserve: Annotated[PreserveSpec | None, Field(description="the base teaches, as in a training config")] = None
-    rates: Annotated[Rates | None, Field(description="instead of the method's")] = None
+    replay: Annotated[ReplaySpec | None, Field(description="text mixed into training; default: none")] = None
+    preserve: Annotated[PreserveSpec | None, Field(description="the base as teacher, as in a training config")] = None
+    rates: Annotated[Rates | None, Field(description="rates instead of the method's")] = None
 
     @model_validator(mode="after")
     def _has_what_it_teaches_on(self) -> Remedy:
@@ -118,13 +118,16 @@ class Remedy(Entry):
 
 
 class Partial(Entry):
-    """Whole layers of the base that train, all else being frozen."""
+    """Whole layers of the base that train; all else is frozen."""
 
-    every: Annotated[int, Field(ge=1, le=1000, description="every so manyth layer, counted from the bottom")] = 4
+    every: Annotated[int, Field(ge=1, le=1000, description="4: every fourth layer, counted from the bottom")] = 4
 
 
 class TrainSettings(RunSettings):
-    """How runs train; the same for all of a study unless a method says otherwise."""
+    """How runs train. Keys mean what they mean in a training config, with its defaults.
+
+    Of `optimizer`: a cosine to a tenth of the peak rate, 5 % warm-up, betas 0.9 and 0.95, no weight decay, clip 1.
+    """
 
     @model_validator(mode="after")
     def _no_rate(self) -> TrainSettings:
@@ -137,29 +140,39 @@ class MethodSpec(Entry):
     """One way to learn: a plan whose new tensors train, or a way to train the base as it is."""
 
     name: Annotated[
-        str | None, Field(pattern=_NAME, description="name in results; default: the plan's, or what it is")
+        str | None, Field(pattern=_NAME, description="name in results; default: the plan's, or full, lora, partial")
     ] = None
-    label: Annotated[str | None, Field(min_length=1, max_length=80, description="words in results")] = None
+    label: Annotated[str | None, Field(min_length=1, max_length=80, description="label in tables and figures")] = None
     plan: Annotated[
         str | None,
         Field(
-            min_length=1, description="name of a shipped plan, or a plan's file; of a sweep: a method for each point"
+            min_length=1, description="shipped plan, plan file, or sweep (a method per point); its new tensors train"
         ),
     ] = None
     set: Annotated[
         dict[str, Any] | None,
-        Field(min_length=1, description="values in the place of the plan's, by dotted keys: {operations.0.alpha: 0.5}"),
+        Field(min_length=1, description="values that replace the plan's, by dotted keys: {operations.0.alpha: 0.5}"),
     ] = None
     full: Annotated[
         Literal[True] | None,
-        Field(description="full fine-tuning: every tensor of the base trains; with a plan, every one of what it grew"),
+        Field(description="full fine-tuning: every tensor of the base trains; with `plan`, of the grown model"),
     ] = None
-    lora: Annotated[LoraSpec | None, Field(description="LoRA on the base")] = None
-    partial: Annotated[Partial | None, Field(description="some layers of the base train")] = None
-    rates: Annotated[Rates | None, Field(description="default: the study's")] = None
-    remedies: Annotated[list[str] | None, Field(min_length=1, description="default: all of the study")] = None
-    seeds: Annotated[int | None, Field(ge=1, le=100, description="default: the study's")] = None
-    train: TrainSettings = TrainSettings()
+    lora: Annotated[
+        LoraSpec | None,
+        Field(description="a LoRA on the base; `targets` default to attention where the base has experts, else to all"),
+    ] = None
+    partial: Annotated[
+        Partial | None,
+        Field(
+            description="some whole layers of the base train; by default the last one where there are fewer than four"
+        ),
+    ] = None
+    rates: Annotated[Rates | None, Field(description="peak learning rates; default: the study's")] = None
+    remedies: Annotated[
+        list[str] | None, Field(min_length=1, description="names of remedies; default: all of the study")
+    ] = None
+    seeds: Annotated[int | None, Field(ge=1, le=100, description="runs of each point; default: the study's")] = None
+    train: Annotated[TrainSettings, Field(description="settings where they differ from the study's")] = TrainSettings()
 
     @model_validator(mode="after")
     def _one_way(self) -> MethodSpec:
@@ -200,34 +213,42 @@ class MethodSpec(Entry):
 class Claim(Entry):
     """A comparison that a paper makes: `better` beats `worse`, both names of methods (or `METHOD/REMEDY`)."""
 
-    says: Annotated[str, Field(min_length=1, max_length=300)]
-    better: Annotated[str, Field(min_length=1)]
-    worse: Annotated[str, Field(min_length=1)]
+    says: Annotated[str, Field(min_length=1, max_length=300, description="the claim in words")]
+    better: Annotated[str, Field(min_length=1, description="METHOD, or METHOD/REMEDY")]
+    worse: Annotated[str, Field(min_length=1, description="METHOD, or METHOD/REMEDY")]
     on: Annotated[
         Literal["forgets", "learns"],
         Field(
             description="forgets: less original loss at equal new loss; learns: less new loss at equal original loss"
         ),
     ] = "forgets"
-    paper: Annotated[str, Field(max_length=80)] = ""
+    paper: Annotated[str, Field(max_length=80, description="source of the claim")] = ""
 
 
 class Study(Entry):
-    """What is compared."""
+    """A comparison of methods."""
 
     surgeon_study: Annotated[Literal[1], Field(description="version of this format")]
     methods: Annotated[
-        list[MethodSpec], Field(min_length=1, max_length=200, description="full, lora, partial, a plan, or more")
+        list[MethodSpec],
+        Field(min_length=1, max_length=200, description="full, lora, partial, a plan's name, or a mapping"),
     ]
-    new: Annotated[list[StudyText], Field(max_length=50, description="text to learn; or --new")] = []  # noqa: RUF012  # pydantic copies it
+    new: Annotated[list[StudyText], Field(max_length=50, description="texts to learn; or --new")] = []  # noqa: RUF012  # pydantic copies it
     original: Annotated[
         list[StudyText],
-        Field(max_length=50, description="text of what must not be forgotten; without it, what the base writes itself"),
+        Field(max_length=50, description="texts that must not be forgotten; default: text that the base writes"),
     ] = []  # noqa: RUF012
     replayed: Annotated[
-        list[StudyText], Field(max_length=50, description="replayed where a remedy says text; default: original")
+        list[StudyText], Field(max_length=50, description="texts for `replay: {source: text}`; default: `original`")
     ] = []  # noqa: RUF012
-    remedies: Annotated[list[Remedy], Field(min_length=1, max_length=20)] = [  # noqa: RUF012
+    remedies: Annotated[
+        list[Remedy],
+        Field(
+            min_length=1,
+            max_length=20,
+            description="remedies against forgetting; default: one, `recalled`: 10 % recalled text, with `preserve`",
+        ),
+    ] = [  # noqa: RUF012
         Remedy(name="recalled", replay=ReplaySpec(), preserve=PreserveSpec())
     ]
     rates: Annotated[Rates, Field(description="peak learning rates")] = [  # noqa: RUF012
@@ -236,27 +257,37 @@ class Study(Entry):
         1e-3,
         3e-3,
     ]
-    most_rates: Annotated[int, Field(ge=FEWEST_RATES, le=40, description="of one method, extended ones included")] = 8
-    seeds: Annotated[int, Field(ge=1, le=100, description="runs of each point; three make an interval")] = 1
+    most_rates: Annotated[
+        int, Field(ge=FEWEST_RATES, le=40, description="most rates of one method, those that surgeon adds included")
+    ] = 8
+    seeds: Annotated[
+        int,
+        Field(
+            ge=1,
+            le=100,
+            description="runs of each point, with other new weights and document orders; three make an interval",
+        ),
+    ] = 1
     steps: Annotated[int | None, Field(ge=1, description="optimizer steps of every run")] = None
     tokens: Annotated[int | None, Field(ge=1, description="tokens of every run, instead of steps")] = None
     bytes: Annotated[
         int | None,
         Field(
-            ge=1, description="UTF-8 bytes of new text of every run, instead of steps: equal text whatever its tokens"
+            ge=1,
+            description="UTF-8 bytes of new text of every run, instead of steps; for methods whose tokenizers differ",
         ),
     ] = None
     batch: Annotated[int, Field(ge=1, description="sequences a step")] = 8
     length: Annotated[int, Field(ge=2, description="tokens a sequence")] = 256
-    train: TrainSettings = TrainSettings()
+    train: Annotated[TrainSettings, Field(description="how runs train, where a method has no own settings")] = (
+        TrainSettings()
+    )
     recall: Annotated[
-        GenerateSpec | None, Field(description="how the base writes text; default: as much as is used")
+        GenerateSpec | None, Field(description="how the base writes text; default: as much as runs use")
     ] = None
-    documents: Annotated[int, Field(ge=1, description="held-out documents that losses are measured on, a text")] = 32
-    peers: Annotated[
-        bool, Field(description="add full fine-tuning, LoRA and partial tuning where they are missing")
-    ] = True
-    claims: Annotated[list[Claim], Field(max_length=500, description="what papers say, to be judged")] = []  # noqa: RUF012
+    documents: Annotated[int, Field(ge=1, description="held-out documents that losses are measured on, per text")] = 32
+    peers: Annotated[bool, Field(description="add full fine-tuning, LoRA and partial tuning where missing")] = True
+    claims: Annotated[list[Claim], Field(max_length=500, description="papers' claims to judge")] = []  # noqa: RUF012
 
     @model_validator(mode="after")
     def _fits(self) -> Study:

@@ -19,24 +19,26 @@ _MOST_SOURCES = 100
 
 
 class ExpertSettings(Entry):
-    """Settings of `pmoe_experts`; what is left out has that operation's default."""
+    """Settings of `pmoe_experts`. Keys left out have that operation's defaults."""
 
-    rank: Annotated[int | None, Field(ge=1, le=2**16, description="of every LoRA")] = None
+    rank: Annotated[int | None, Field(ge=1, le=2**16, description="rank of every LoRA")] = None
     alpha: Annotated[float | None, Field(gt=0, allow_inf_nan=False, description="LoRA's α; default: the rank")] = None
-    dropout: Annotated[float | None, Field(ge=0, lt=1, description="of what a LoRA reads, in training")] = None
+    dropout: Annotated[float | None, Field(ge=0, lt=1, description="dropout on a LoRA's input, in training")] = None
     targets: Annotated[list[str] | None, Field(min_length=1, description="linear modules by their last name")] = None
     threshold: Annotated[
-        int | None, Field(ge=0, description="τ: layers below the router, sharing one LoRA; of the first task alone")
+        int | None,
+        Field(ge=0, description="τ: number of layers below the router, which share one LoRA; first task only"),
     ] = None
     new_slot_mass: Annotated[
-        Literal["exact", "paper"] | None, Field(description="how a later task's slot enters the router")
+        Literal["exact", "paper"] | None,
+        Field(description="mass of a later task's slot in the router at first; exact: zero; paper: as in the paper"),
     ] = None
     router_loss: Annotated[
         Literal["none"] | RouterLoss | None, Field(description="cross-entropy of the router against the task (Eq. 7)")
     ] = None
     trains_also: Annotated[
         list[Literal["router", "shared"]] | None,
-        Field(description="what trains on with later tasks: the earlier router columns, the shared LoRA"),
+        Field(description="earlier tensors that later tasks train too: router columns, the shared LoRA"),
     ] = None
 
 
@@ -49,11 +51,15 @@ class TaskSource(Entry):
     ] = None
     share: Annotated[
         float | None,
-        Field(gt=0, le=1, description="share of what the task itself brings; default: what the others leave, evenly"),
+        Field(
+            gt=0,
+            le=1,
+            description="share of the task's own sequences; default: an equal part of what the other shares leave",
+        ),
     ] = None
     role: Annotated[
         Literal["task", "original"],
-        Field(description="task, or original: mixed in while the task is trained, no part of its performance"),
+        Field(description="task; original: mixed in, but not counted in the task's performance"),
     ] = "task"
     kind: Annotated[
         Literal["text", "chat"], Field(description="text, or chat: loss and performance on the assistant's words alone")
@@ -63,7 +69,7 @@ class TaskSource(Entry):
     ] = None
     validation: Annotated[
         float | str,
-        Field(description="what performance is measured on: a share of the documents, held out, or a file of its own"),
+        Field(description="held-out text that performance is measured on: a share of the documents, or a file"),
     ] = 0.01
 
     @model_validator(mode="after")
@@ -76,14 +82,14 @@ class TaskSource(Entry):
 class GeneralSource(Entry):
     """Text that no task trains on, by which general ability is measured (ΔR)."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,60}$", description="what the table calls it")]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,60}$", description="name in results")]
     path: Annotated[str, Field(min_length=1, description="file (.jsonl, .json, .txt, .parquet) or folder of them")]
-    kind: Annotated[Literal["text", "chat"], Field(description="as of a task's source")] = "text"
-    field: Annotated[str | None, Field(description="as of a task's source")] = None
+    kind: Annotated[Literal["text", "chat"], Field(description="as in a task's source")] = "text"
+    field: Annotated[str | None, Field(description="as in a task's source")] = None
 
 
 class TrainSettings(RunSettings):
-    """How a task is trained; what is left out has the paper's value, as in a training config."""
+    """How a task trains. Keys left out have the defaults of a training config."""
 
     steps: Annotated[int | None, Field(ge=1, description="optimizer steps")] = None
     batch: Annotated[int | None, Field(ge=1, description="sequences a step")] = None
@@ -94,16 +100,16 @@ class TrainSettings(RunSettings):
 
 
 class TaskSpec(Entry):
-    """One task: its text, and what is otherwise with it."""
+    """One task."""
 
     name: Annotated[str, Field(pattern=_NAME, description="letters, digits, _ and -")]
-    sources: Annotated[list[TaskSource], Field(min_length=1, max_length=100)]
+    sources: Annotated[list[TaskSource], Field(min_length=1, max_length=100, description="the task's text")]
     plan: Annotated[
         str | ExpertSettings | None,
-        Field(description="its surgery, where it is not as `plan` and `next_plan` have it; none: nothing is added"),
+        Field(description="this task's surgery, instead of `plan` or `next_plan`; none: add nothing"),
     ] = None
-    train: TrainSettings = TrainSettings()
-    replay: Annotated[float | None, Field(ge=0, le=1, description="of this task; default: as for all")] = None
+    train: Annotated[TrainSettings, Field(description="this task's, where they differ")] = TrainSettings()
+    replay: Annotated[float | None, Field(ge=0, le=1, description="this task's; default: the file's")] = None
 
     @model_validator(mode="after")
     def _own(self) -> TaskSpec:
@@ -125,11 +131,18 @@ class TaskSpec(Entry):
 
 
 class TasksConfig(Entry):
-    """What a continual run is to do."""
+    """A continual run."""
 
     surgeon_continual: Annotated[Literal[1], Field(description="version of this format")]
-    tasks: Annotated[list[TaskSpec], Field(min_length=1, max_length=1000)]
-    seed: Annotated[int, Field(ge=0, lt=2**32, description="of new weights, the order of documents, and dropout")] = 0
+    tasks: Annotated[list[TaskSpec], Field(min_length=1, max_length=1000, description="tasks, in order")]
+    seed: Annotated[
+        int,
+        Field(
+            ge=0,
+            lt=2**32,
+            description="seed of new weights; document order and dropout take this plus the number of earlier tasks",
+        ),
+    ] = 0
     plan: Annotated[
         str | ExpertSettings,
         Field(description="the first task's surgery: settings of `pmoe_experts`, or a plan's file or name"),
@@ -137,21 +150,19 @@ class TasksConfig(Entry):
     next_plan: Annotated[
         str | ExpertSettings | None,
         Field(
-            description="every later task's: settings that differ from `plan`, a plan's file or name, or none:"
-            " nothing is added, and what is there trains on; default: one more slot by `plan`"
+            description="every later task's surgery: settings that differ from `plan`, a plan's file or name, or none:"
+            " add nothing and train the first task's tensors further; default: one more slot by `plan`"
         ),
     ] = None
-    train: TrainSettings = TrainSettings()
+    train: Annotated[TrainSettings, Field(description="how every task trains")] = TrainSettings()
     replay: Annotated[
         float,
-        Field(ge=0, le=1, description="sequences of each earlier task for one of the new task's (the paper: 0.01)"),
+        Field(ge=0, le=1, description="sequences of each earlier task per sequence of the new task (the paper: 0.01)"),
     ] = 0.01
     general: Annotated[
-        list[GeneralSource], Field(max_length=100, description="text that no task trains on, for ΔR")
+        list[GeneralSource], Field(max_length=100, description="texts that no task trains on, for ΔR")
     ] = []  # noqa: RUF012  # pydantic copies it
-    validation_sequences: Annotated[
-        int, Field(ge=1, description="at most, for each source: what performance is measured on")
-    ] = 64
+    validation_sequences: Annotated[int, Field(ge=1, description="most held-out sequences measured, per source")] = 64
 
     @model_validator(mode="after")
     def _fits(self) -> TasksConfig:

@@ -26,54 +26,65 @@ _MOST_STEPS, _MOST_EPOCHS, _MOST_SEQUENCES = 10**9, 10**6, 10**6
 
 
 class OptimizerSpec(Entry):
-    """AdamW and its schedule; what is left out has the paper's value."""
+    """AdamW and its schedule. In a training config, keys left out have the operation's defaults."""
 
     lr: Annotated[float | None, Field(gt=0, description="peak learning rate")] = None
-    min_lr: Annotated[float | None, Field(ge=0, description="rate at the end of the cosine")] = None
-    schedule: Annotated[Literal["cosine", "linear", "constant"] | None, Field(description="after the warm-up")] = None
-    warmup: Annotated[float | None, Field(ge=0, description="steps, or below 1 a share of them")] = None
-    betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]] | None, Field(min_length=2, max_length=2)] = None
-    weight_decay: Annotated[float | None, Field(ge=0, description="AdamW's; not on norms and biases")] = None
-    clip: Annotated[float | None, Field(ge=0, description="largest norm of the gradient; 0: no limit")] = None
+    min_lr: Annotated[
+        float | None, Field(ge=0, description="learning rate at the last step of `cosine` and `linear`")
+    ] = None
+    schedule: Annotated[
+        Literal["cosine", "linear", "constant"] | None,
+        Field(description="course of the learning rate after the warm-up"),
+    ] = None
+    warmup: Annotated[
+        float | None, Field(ge=0, description="warm-up steps; a value below 1 is a share of all steps")
+    ] = None
+    betas: Annotated[
+        list[Annotated[float, Field(ge=0, lt=1)]] | None,
+        Field(min_length=2, max_length=2, description="AdamW's β₁ and β₂, such as [0.9, 0.95]"),
+    ] = None
+    weight_decay: Annotated[float | None, Field(ge=0, description="AdamW's; norms and biases have none")] = None
+    clip: Annotated[float | None, Field(ge=0, description="maximum gradient norm; 0: no limit")] = None
 
 
 class TeacherSpec(Entry):
-    """Which model teaches, and whether what it says is read once, before the first step, and kept on disk."""
+    """The teacher of `preserve`, where it is not the first base in memory."""
 
     surgery: Annotated[
         Literal["last"] | None,
-        Field(
-            description="last: the model as it stood when the last surgery began; default where the first base is lost"
-        ),
+        Field(description="last: the model before the last surgery; default where the first base is lost"),
     ] = None
     cached: Annotated[
         int | None,
-        Field(ge=1, description="its so many likeliest tokens, and one bucket for all others, at each token"),
+        Field(
+            ge=1,
+            description="keep predictions on disk, computed before the first step: at each token the probabilities of"
+            " so many likeliest next tokens, and the sum of all others",
+        ),
     ] = None
 
 
 class PreserveSpec(Entry):
-    """What holds the model to the base: a term of the loss, on tokens of its own domain."""
+    """A term of the loss that keeps the model's predictions near the base's."""
 
     teacher: Annotated[
         Literal["base"] | TeacherSpec | None,
         Field(
-            description="base: the first base inside the model, grafts off, inserted layers passed over, or a frozen"
-            " copy where its own weights train; {surgery: last}: the model as it stood when the last surgery began;"
-            " {cached: 64}: what it said before the first step, kept on disk; default: the first base, or where that"
-            " is lost {surgery: last}"
+            description="base: the first base, as the model without its additions, or as a frozen copy where the base's"
+            " own weights train; {surgery: last}: the model before the last surgery; {cached: 64}: predictions computed"
+            " before the first step and kept on disk; default: base, or {surgery: last} where the base is lost"
         ),
     ] = None
     loss: Annotated[
         Literal["kl", "reverse_kl", "hidden_mse"],
-        Field(description="kl: KL(base ‖ model); reverse_kl: KL(model ‖ base); hidden_mse: of what the head reads"),
+        Field(description="kl: KL(base ‖ model); reverse_kl: KL(model ‖ base); hidden_mse: on the head's input"),
     ] = "kl"
     on: Annotated[
-        Literal["original", "all"], Field(description="tokens of sources with the role original, or of all")
+        Literal["original", "all"], Field(description="tokens of sources with `role: original`, or of all sources")
     ] = "original"
-    weight: Annotated[float, Field(gt=0, description="of the mean over these tokens, in the loss")] = 1.0
+    weight: Annotated[float, Field(gt=0, description="factor of the term in the loss")] = 1.0
     temperature: Annotated[
-        float, Field(gt=0, description="both distributions are taken at this temperature τ, the KL times τ²")
+        float, Field(gt=0, description="temperature τ of both distributions; the KL is multiplied by τ²")
     ] = 1.0
 
     @property
@@ -101,16 +112,14 @@ class PreserveSpec(Entry):
 class LoraSpec(Entry):
     """A LoRA over the frozen model, by PEFT (Hu et al., 2022): W + alpha / rank · B A, merged into RUN's weights."""
 
-    rank: Annotated[int, Field(ge=1, le=4096, description="of each product B A")] = 16
-    alpha: Annotated[
-        float | None, Field(gt=0, description="the product's factor is alpha / rank; default 2 · rank")
-    ] = None
-    dropout: Annotated[float, Field(ge=0, lt=1, description="on what A reads")] = 0.0
+    rank: Annotated[int, Field(ge=1, le=4096, description="rank of B A")] = 16
+    alpha: Annotated[float | None, Field(gt=0, description="B A is multiplied by alpha / rank; default 2 · rank")] = (
+        None
+    )
+    dropout: Annotated[float, Field(ge=0, lt=1, description="dropout on A's input")] = 0.0
     targets: Annotated[
         Literal["ffn", "attention", "all"] | Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)],
-        Field(
-            description="linear modules of every layer: the FFN's, attention's, both; or modules by name, as in PEFT"
-        ),
+        Field(description="linear modules of every layer: the FFN's, attention's, or all; or module names as in PEFT"),
     ] = "all"
 
     @property
@@ -120,12 +129,16 @@ class LoraSpec(Entry):
 
 
 class RunSettings(Entry):
-    """How each of several runs trains; what is left out is as in a training config that leaves it out."""
+    """Settings of each of several runs. Keys mean what they mean in a training config."""
 
     optimizer: Annotated[OptimizerSpec | None, Field(description="as in a training config")] = None
-    micro_batch: Annotated[int | None, Field(ge=1, le=_MOST_SEQUENCES, description="sequences at a time")] = None
-    packing: Annotated[Packing | None, Field(description="whether attention stays within documents")] = None
-    dtype: Annotated[TrainingDtype | None, Field(description="of the model while it trains")] = None
+    micro_batch: Annotated[
+        int | None, Field(ge=1, le=_MOST_SEQUENCES, description="sequences at a time in one process")
+    ] = None
+    packing: Annotated[
+        Packing | None, Field(description="isolated: no attention across documents; joined: with it")
+    ] = None
+    dtype: Annotated[TrainingDtype | None, Field(description="dtype of the model in training")] = None
     attention: Annotated[AttentionName | None, Field(description="attention implementation")] = None
     checkpointing: Annotated[bool | None, Field(description="recompute activations, to save memory")] = None
     cross_entropy: Annotated[CrossEntropy | None, Field(description="as in a training config")] = None
@@ -140,26 +153,31 @@ class RunSettings(Entry):
 
 
 class TrainConfig(Entry):
-    """What a training run is to do."""
+    """A training run."""
 
     surgeon_train: Annotated[Literal[1], Field(description="version of this format")]
     steps: Annotated[int | None, Field(ge=1, le=_MOST_STEPS, description="optimizer steps")] = None
     epochs: Annotated[
         float | None,
-        Field(gt=0, le=_MOST_EPOCHS, description="instead of steps: passes through the sources that are not original"),
+        Field(
+            gt=0, le=_MOST_EPOCHS, description="instead of `steps`: passes through the sources that are not original"
+        ),
     ] = None
     bytes: Annotated[
         int | None,
-        Field(ge=1, description="instead of steps: UTF-8 bytes of text from the sources that are not original"),
+        Field(ge=1, description="instead of `steps`: UTF-8 bytes of text from sources that are not original"),
     ] = None
-    sources: Annotated[list[SourceSpec], Field(min_length=1, max_length=100)]
-    seed: Annotated[int, Field(ge=0, lt=2**32, description="of the order of documents and of dropout")] = 0
+    sources: Annotated[list[SourceSpec], Field(min_length=1, max_length=100, description="texts to train on")]
+    seed: Annotated[
+        int, Field(ge=0, lt=2**32, description="seed of document order, dropout, LoRA, new heads and generated text")
+    ] = 0
     what: Annotated[
         Literal["last", "added", "base", "all", "head"] | LayersSpec | list[int] | None,
         Field(
-            description="last (default): new tensors of the last surgery; added: of all; [0, 2]: of these operations of"
-            " the last one; base: the tensors that are not new; all: every tensor; {layers: …}: all of these layers;"
-            " head: the classification head alone, which with labels trains beside all others too"
+            description="what trains. last (default): new tensors of the last surgery; added: new tensors of all"
+            " surgeries; [0, 2]: those of these operations of the last one; base: tensors that no surgery added; all:"
+            " every tensor; {layers: …}: these layers, whole; head: the classification head alone (with labels, it"
+            " always trains)"
         ),
     ] = None
     labels: Annotated[
@@ -167,13 +185,13 @@ class TrainConfig(Entry):
         | Annotated[int, Field(ge=2, le=MOST_LABELS)]
         | None,
         Field(
-            description="of an encoder without a classification head: names of the labels by their numbers, or how many"
-            " there are; default: those of the data"
+            description="label names in order, or how many labels there are, for an encoder without a classification"
+            " head; default: the labels in the data"
         ),
     ] = None
-    lora: Annotated[LoraSpec | None, Field(description="a LoRA over the frozen model, instead of `what`")] = None
+    lora: Annotated[LoraSpec | None, Field(description="train a LoRA over the frozen model, instead of `what`")] = None
     keep_base: Annotated[
-        bool, Field(description="keep the base's own values of what trains beside RUN's weights, for `surgeon revert`")
+        bool, Field(description="keep the old values of base tensors that train in RUN, for `surgeon revert`")
     ] = False
     batch: Annotated[
         int | None, Field(ge=1, le=_MOST_SEQUENCES, description="sequences a step, over all processes")
@@ -188,15 +206,15 @@ class TrainConfig(Entry):
     ] = "isolated"
     chat_template: Annotated[
         TemplateName | None,
-        Field(description="for a base without one: how sources of the kind `chat` are written; goes into the output"),
+        Field(description="chat template for a base without one; written into RUN"),
     ] = None
-    optimizer: OptimizerSpec = OptimizerSpec()
+    optimizer: Annotated[OptimizerSpec, Field(description="AdamW and its schedule")] = OptimizerSpec()
     preserve: Annotated[
-        PreserveSpec | None, Field(description="the base inside the model teaches it what it says to original text")
+        PreserveSpec | None, Field(description="keep the model's predictions near the base's by a term of the loss")
     ] = None
     dtype: Annotated[
         TrainingDtype,
-        Field(description="of the model while it trains; auto: the checkpoint's"),
+        Field(description="dtype of the model in training; auto: the checkpoint's"),
     ] = "auto"
     attention: Annotated[
         AttentionName | None, Field(description="attention implementation; default: transformers' choice")
@@ -206,30 +224,33 @@ class TrainConfig(Entry):
     )
     sharding: Annotated[
         Literal["none", "fsdp"],
-        Field(description="under torchrun; fsdp: each process holds a share of every tensor (FSDP2)"),
+        Field(description="of several processes; none: each has the whole model (DDP); fsdp: each has a share (FSDP2)"),
     ] = "none"
     cross_entropy: Annotated[
         CrossEntropy,
-        Field(description="torch: all logits at once; chunked: some tokens at a time; liger: liger-kernel's, on CUDA"),
+        Field(
+            description="torch: all logits at once; chunked: some tokens at a time; liger: liger-kernel's (CUDA); auto:"
+            " chunked where a micro-batch's logits would exceed 256 MiB, else torch"
+        ),
     ] = "auto"
     save_every: Annotated[int, Field(ge=1, description="steps between checkpoints")] = 500
     saving: Annotated[
         Literal["auto", "beside", "in_step"],
         Field(
-            description="beside: checkpoints are written while training goes on, from a copy in memory; auto: where the"
-            " copy is no larger than the model"
+            description="beside: write checkpoints while training goes on, from a copy in memory; in_step: between"
+            " steps; auto: beside where the copy is no larger than the model, else in_step"
         ),
     ] = "auto"
     evaluate_every: Annotated[int, Field(ge=1, description="steps between evaluations")] = 500
-    validation_sequences: Annotated[int, Field(ge=1, description="at most, for each source")] = 64
+    validation_sequences: Annotated[int, Field(ge=1, description="most held-out sequences evaluated, per source")] = 64
     keep_best: Annotated[
         str | None,
-        Field(description="publish the evaluated step whose held-out loss on this source is lowest; default: the last"),
+        Field(description="publish the evaluated step with the lowest held-out loss on this source; default: the last"),
     ] = None
     log_every: Annotated[int, Field(ge=1, description="steps between lines of the log")] = 10
     report_to: Annotated[
         list[TrackerName],
-        Field(description="trackers that get the log too, as transformers names them: tensorboard, wandb, mlflow, …"),
+        Field(description="trackers that also get the log, by transformers' names: tensorboard, wandb, mlflow, …"),
     ] = []  # noqa: RUF012  # pydantic copies it
 
     @model_validator(mode="after")
