@@ -1,8 +1,8 @@
 """`surgeon families BASE --after OP`: which operations can follow an operation, in its plan and on its output.
 
-On a base both are drawn from its headers; what only weights show (that a layer is still silent) is not known of an
-output that nobody wrote, so the weaker promise is given. Without one the answers are those that `python -m benchmarks.pairs` recorded
-on tiny models (pairs.json), where it also carried out whatever is allowed.
+On a base both are drawn from its headers. What only weights show (that a layer is still silent) is not known of an
+output that nobody wrote, so the weaker promise is given. Without a base the answers are those that
+`python -m benchmarks.pairs` recorded on tiny models (pairs.json), where it also carried out whatever is allowed.
 """
 
 from __future__ import annotations
