@@ -11,7 +11,6 @@ from pathlib import Path
 
 from surgeon.errors import BadInput, printable
 
-_NO_DEVICE = "no CUDA device is visible here; use cpu"
 _NAME = re.compile(r"cpu|cuda(?::(\d{1,3}))?")
 
 
@@ -22,7 +21,7 @@ def check(device: str) -> None:
     if _NAME.fullmatch(device) is None:
         raise BadInput(f"--device {printable(device)}: unknown; use auto, cpu, cuda or cuda:N")
     if device != "cpu" and not _has_driver():
-        raise BadInput(f"--device {device}: {_NO_DEVICE}")
+        raise BadInput(f"--device {device}: no CUDA device is visible here; use cpu")
 
 
 def _has_driver() -> bool:
@@ -48,7 +47,7 @@ def resolve(device: str) -> str:
         return device
     count = torch.cuda.device_count()
     if count == 0:
-        raise BadInput(f"--device {device}: {_NO_DEVICE}")
+        raise BadInput(f"--device {device}: no CUDA device is visible here; use cpu")
     if int(found[1] or 0) >= count:
         raise BadInput(f"--device {device}: torch sees {count} CUDA devices, numbered from 0; use one of them")
     return device
