@@ -29,7 +29,7 @@ from surgeon.common.yaml import parse_yaml
 from surgeon.compare.config.loading import load_study
 from surgeon.operations import OPERATIONS
 from surgeon.plan.shipped import find_sweep, swept
-from tests import reference_pages, tiny
+from tests import quoted, reference_pages, tiny
 from tests.house import PACKAGE
 from tests.models.test_tokens import byte_tokenizer
 
@@ -272,6 +272,26 @@ def test_pages_of_operations_have_one_shape(name: str) -> None:
 def test_reference_pages_are_what_the_code_says(name: str) -> None:
     """`python -m tests.reference_pages` writes them."""
     assert (reference_pages.DOCS / name).read_text(encoding="utf-8") == reference_pages.pages()[name]
+
+
+QUOTING = [page for page in DOCS if "<!-- figures: " in page.read_text(encoding="utf-8")]
+
+
+@pytest.mark.parametrize("page", QUOTING, ids=name_of)
+def test_quoted_figures_are_those_of_the_results(page: Path) -> None:
+    """`python -m tests.quoted` writes them."""
+    text = page.read_text(encoding="utf-8")
+    assert len(quoted.MARKED.findall(text)) == text.count("<!-- figures: ")
+    assert quoted.filled(text) == text
+
+
+def test_every_figure_has_its_page_and_evidence_has_no_other() -> None:
+    texts = {page: page.read_text(encoding="utf-8") for page in QUOTING}
+    assert sorted(name for text in texts.values() for _, name, _ in quoted.MARKED.findall(text)) == sorted(
+        quoted.FIGURES
+    )
+    evidence = texts[ROOT / "docs" / "explanation" / "evidence.md"]
+    assert re.findall(r"\d+\.\d+", quoted.MARKED.sub("", evidence)) == []
 
 
 @pytest.mark.parametrize("name", ["training-file.md", "study-file.md", "tasks-file.md"])
