@@ -349,6 +349,7 @@ _SPELLINGS = {
     "families.base": _S(
         "base checkpoint: a folder, or user/name[@revision] on the Hub; default: none", "BASE", kind=str
     ),
+    "families.after": _S("which operations can follow this one, in its plan and on its output", "OP"),
 }
 # The order of the help.
 _GROUPS = {
@@ -731,7 +732,10 @@ def _inspect(checkpoint: Declared, as_json: AsJson = False, **given: Any) -> Non
 
 @_command("families")
 def families(base: Declared = None, as_json: AsJson = False, quiet: QuietOption = False, **given: Any) -> None:
-    """List the model families; with BASE what is known or found out about it, and which operations it takes."""
+    """List the model families; with BASE what is known or found out about it, and which operations it takes.
+
+    With --after, list which operations can follow OP: on BASE, or as recorded on tiny models.
+    """
     from surgeon.report.families import families_view
 
     with _listening(quiet) as listener:

@@ -58,6 +58,7 @@ NAMES = {
     **{"Preview": "preview", "Applied": "apply", "Verification": "verify", "Trained": "train", "Rehearsal": "rehearse"},
     **{"Evaluation": "evaluate", "Reverted": "revert", "MadeDelta": "make_delta", "AppliedDelta": "apply_delta"},
     **{"Difference": "diff", "Exported": "export_slot", "Inspection": "inspect", "Families": "families"},
+    **{"Followers": "families"},
     **{"KnownBase": "families", "TransportReport": "transport_report", "RoutingReport": "routing_report"},
     **{"Reported": "report", "Recalled": "recall", "GgufPattern": "gguf_pattern", "Compared": "compare"},
     **{"Continued": "continual", "Merged": "merge", "Pushed": "push"},
@@ -68,7 +69,7 @@ def check_json(result: Any) -> None:
     """A result's plain data has exactly the keys of its section in docs/reference/json.md."""
     kind = type(result).__name__
     tables = documented_keys(NAMES[kind])
-    wanted = tables[1] if kind == "KnownBase" else tables[0]
+    wanted = tables[{"KnownBase": 1, "Followers": 2}.get(kind, 0)]
     if kind == "Applied":
         wanted |= documented_keys("preview")[0]
     assert result.to_json().keys() == wanted, kind
@@ -90,6 +91,7 @@ def test_results_print_as_one_line(tmp_path: Path) -> None:
         surgeon.diff(base, tmp_path / "out"),
         surgeon.families(),
         surgeon.families(tmp_path / "fused"),
+        surgeon.families(after="insert_layers"),
         surgeon.revert(tmp_path / "out", tmp_path / "again"),
         surgeon.export_slot(tmp_path / "out", 0, tmp_path / "slot"),
         surgeon.make_delta(tmp_path / "out", tmp_path / "delta"),
