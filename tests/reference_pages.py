@@ -36,6 +36,7 @@ TRAINING_HEAD = """\
 
 Every key of a training config, as `surgeon schema --training` prints it.
 [Training](../how-to/training.md) shows a whole file and the command.
+RUN is the folder that the command writes.
 A key that is not listed here is refused with its line.
 `--set KEY=VALUE` replaces a value by its dotted key, such as `optimizer.lr=1e-4`.
 `python -m tests.reference_pages` writes this page from the schema, and a test compares the two.

@@ -241,16 +241,27 @@ def test_every_page_can_be_reached() -> None:
             assert f"({page.relative_to(ROOT / 'docs')})" in index, name_of(page)
 
 
+_PARTS = ["Promise", "Options", "How it works", "Cost", "When to choose it", "Training"]
+
+
 def test_every_operation_has_its_page() -> None:
     pages = {page.stem for page in (ROOT / "docs" / "reference" / "operations").glob("*.md")}
     assert pages == set(OPERATIONS)
-    for name, operation in OPERATIONS.items():
-        text = (ROOT / "docs" / "reference" / "operations" / f"{name}.md").read_text(encoding="utf-8")
-        for heading in ("Cost", "When to choose it", "Training"):
-            assert f"\n## {heading}" in text, f"{name}: {heading}"
-        assert "Promise: *" in text or "the promise is *" in text, name
-        for option in operation.model_fields:
-            assert option == "op" or f"`{option}" in text, f"{name}: {option}"
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_pages_of_operations_have_one_shape(name: str) -> None:
+    """What one gets, a plan that runs, and the same parts in the same order."""
+    page = ROOT / "docs" / "reference" / "operations" / f"{name}.md"
+    text = page.read_text(encoding="utf-8")
+    head, *parts = re.split(r"^## ", re.sub(r"```.*?```", "", text, flags=re.S), flags=re.M)
+    assert [part.partition("\n")[0] for part in parts] == _PARTS
+    assert re.match(rf"# {name}\n\n(!\[.*\n\n)?You get ", head)
+    plan, before = next(block for block in blocks(page) if block.kind == "yaml"), text.partition("\n## ")[0]
+    assert "operations:" in plan.text and plan.text in before
+    assert re.search(r"\*(exact|rounding|none)\*", parts[0])
+    for option in OPERATIONS[name].model_fields:
+        assert option == "op" or f"`{option}" in parts[1], option
 
 
 @pytest.mark.parametrize("name", reference_pages.pages())

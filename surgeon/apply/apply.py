@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from surgeon.apply.job import Computing, Job, beside_weights, manifest_and_card, model_files, origins_in, twins_in
+from surgeon.apply.job import Computing, Job, beside_weights, manifest_and_card, model_files, places_in, twins_in
 from surgeon.apply.linked_shards import Moved
 from surgeon.apply.preview import Preview, loaded_plan, opened_for, preview_of, proved, texts_of
 from surgeon.apply.readback import ReadBack
@@ -147,7 +147,8 @@ def surgery_job(
     _check_side_files(shown.facts, opened)
     return Job(
         shards=shards,
-        origins=origins_in(base, shards),
+        sources={"": base.source},
+        places=places_in(base.tensors, shards),
         twins=twins_in(base, shards),
         files={**model_files(blueprint.config, shards, code), **grown},
         carried=base,

@@ -24,7 +24,7 @@ from surgeon.blueprint.recipes import MapRef, Place, Predicted, Recipe
 from surgeon.checkpoint.folder import CheckpointFolder, ReadAhead
 from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.checkpoint.peft_folder import AdapterFolder
-from surgeon.checkpoint.piece_bytes import Gap, read_in_order
+from surgeon.checkpoint.piece_bytes import Gap, in_files, read_in_order
 from surgeon.checkpoint.pieces import Pieces
 from surgeon.checkpoint.source import OpenShards
 from surgeon.common.listener import Stopwatch
@@ -276,8 +276,8 @@ class Evaluator:
         if len(pieces.spans) == 1 and span.count == 1:
             return self.base.read_part(span.tensor, slice(span.offset, span.offset + span.length))
         found = bytearray()
-        with OpenShards() as shards:
-            for piece in read_in_order(pieces, self.base.tensors, shards.of(self.base.source)):
+        with OpenShards({"": self.base.source}) as shards:
+            for piece in read_in_order(in_files({"": pieces}, self.base.tensors)[""], shards.opened):
                 assert not isinstance(piece, Gap), pieces
                 found += piece
         return found

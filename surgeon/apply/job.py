@@ -7,10 +7,10 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from surgeon._version import __version__
-from surgeon.apply.readback import Origin, ReadBack
+from surgeon.apply.readback import ReadBack
 from surgeon.blueprint.blueprint import Blueprint, Output
 from surgeon.blueprint.recipes import Copy
 from surgeon.blueprint.shards import Shard, is_unchanged
@@ -18,7 +18,9 @@ from surgeon.checkpoint.card_metadata import Metadata
 from surgeon.checkpoint.folder import CARD_FILE, CONFIG_FILE, MANIFEST_FILE, CheckpointFolder
 from surgeon.checkpoint.header import Header, TensorInfo
 from surgeon.checkpoint.peft_folder import AdapterFolder
-from surgeon.checkpoint.pieces import Pieces
+from surgeon.checkpoint.piece_bytes import in_files
+from surgeon.checkpoint.pieces import Pieces, stacked
+from surgeon.checkpoint.source import Source
 from surgeon.checkpoint.weights import INDEX_FILE, SINGLE_FILE
 from surgeon.manifest.card import card
 from surgeon.manifest.manifest import Manifest
@@ -36,46 +38,53 @@ class Computing:
     device: str
 
 
+class Twin(NamedTuple):
+    """The file that a shard mirrors: one of the source of this name, and its header."""
+
+    source: str
+    file: str
+    header: Header
+
+    @property
+    def place(self) -> str:
+        """Where it is opened (`OpenShards`)."""
+        return f"{self.source}/{self.file}"
+
+
 @dataclass(frozen=True)
 class Job:
     """One execution: shards with their tensors in order, and small files.
 
-    `origins` says of every copied output where its bytes lie. `files` are the small files that are known beforehand;
-    side files of `carried` (those of `carried_names`; None: all) go along as they are. `finish` is called when every
-    shard is written and read back and these files are written: it raises where the output must not be published, and
-    returns the files that are known only then. `identity` is, as JSON data, what the output's bytes depend on beside
-    shards and `files`: the checkpoints that are read, the plan. `twins` are the headers of the files that shards
-    mirror: their data lies as there, modulo the alignment, and a shard that is its twin byte for byte moves no byte
-    where that can be had: it shares its twin's blocks, or with `link` is its twin under a second name. With `recall`
-    the digests of such a twin may be those of the last time it was read: for what proves nothing by them.
+    `sources` are the checkpoints, deltas and work folders that are copied from, by names of the job's; the first is
+    called "". `places` says of every output that holds bytes of theirs which bytes of which files these are. `files`
+    are the small files that are known beforehand; side files of `carried` (those of `carried_names`; None: all) go
+    along as they are. `finish` is called when every shard is written and read back and these files are written: it
+    raises where the output must not be published, and returns the files that are known only then. `identity` is, as
+    JSON data, what the output's bytes depend on beside shards and `files`: the checkpoints that are read, the plan.
+    `twins` are the files that shards mirror: their data lies as there, modulo the alignment, and a shard that is its
+    twin byte for byte moves no byte where that can be had: it shares its twin's blocks, or with `link` is its twin
+    under a second name. With `recall` the digests of such a twin may be those of the last time it was read: for what
+    proves nothing by them.
     """
 
     shards: tuple[Shard, ...]
-    origins: Mapping[str, Origin]
+    sources: Mapping[str, Source]
+    places: Mapping[str, Pieces]
     files: Mapping[str, bytes]
     finish: Callable[[ReadBack], Mapping[str, bytes]]
     identity: Mapping[str, Any]
     carried: CheckpointFolder | None = None
     carried_names: tuple[str, ...] | None = None
-    twins: Mapping[str, Header] = field(default_factory=dict)
+    twins: Mapping[str, Twin] = field(default_factory=dict)
     computing: Computing | None = None
     read_back: bool = True
     link: bool = False
     recall: bool = False
 
     @cached_property
-    def unchanged(self) -> Mapping[str, Origin]:
-        """Of each shard that is another file byte for byte the origin of its first tensor, which lies in that file."""
-        found: dict[str, Origin] = {}
-        for shard in self.shards:
-            twin = self.twins.get(shard.file)
-            origins = [self.origins.get(output.name) for output in shard.outputs]
-            if twin is None or not shard.outputs or len({id(each and each.source) for each in origins}) > 1:
-                continue
-            if is_unchanged(shard, [each.whole if each else None for each in origins], twin):
-                assert origins[0] is not None
-                found[shard.file] = origins[0]
-        return found
+    def unchanged(self) -> Mapping[str, Twin]:
+        """The shards that are their twins byte for byte, with these."""
+        return unchanged_among(self.shards, self.places, self.twins)
 
     @property
     def outputs(self) -> tuple[Output, ...]:
@@ -107,10 +116,8 @@ class Job:
 
     def check_unchanged(self) -> None:
         """Raise BadInput where a shard that was read is not what it was when it was opened."""
-        sources = {id(origin.source): origin.source for origin in self.origins.values()}
-        if self.carried is not None:
-            sources[id(self.carried.source)] = self.carried.source
-        for source in sources.values():
+        carried = [] if self.carried is None else [self.carried.source]
+        for source in {id(each): each for each in (*self.sources.values(), *carried)}.values():
             source.check_unchanged()
 
 
@@ -127,23 +134,32 @@ def in_order(folder: CheckpointFolder) -> dict[str, list[TensorInfo]]:
     return held
 
 
-def origins_in(folder: CheckpointFolder, shards: Iterable[Shard]) -> dict[str, Origin]:
-    """Where in `folder` the bytes lie that outputs take from there as they are, all of theirs or some."""
-    found: dict[str, Origin] = {}
-    for output in (output for shard in shards for output in shard.outputs):
-        if output.pieces.spans:
-            found[output.name] = origin_in(folder, output.pieces)
-    return found
+def places_in(tensors: Mapping[str, TensorInfo], shards: Iterable[Shard]) -> dict[str, Pieces]:
+    """Where in the files of the first source the bytes lie that outputs take from its `tensors`, all or some."""
+    outputs = (output for shard in shards for output in shard.outputs)
+    return in_files({output.name: output.pieces for output in outputs if output.pieces.spans}, tensors)
 
 
-def origin_in(folder: CheckpointFolder, pieces: Pieces) -> Origin:
-    """Where the tensors lie that `pieces` are of."""
-    return Origin(folder.source, {span.tensor: folder.tensors[span.tensor] for span in pieces.spans}, pieces)
+def data_of(outputs: Iterable[Output], places: Mapping[str, Pieces]) -> Pieces:
+    """Tensors one behind the other as pieces of files; one without a place is of none."""
+    return stacked([places.get(output.name, Pieces(output.nbytes, ())) for output in outputs], before=1)
 
 
-def twins_in(folder: CheckpointFolder, shards: Iterable[Shard]) -> dict[str, Header]:
-    """The headers of the shards' twins in `folder`."""
-    return {shard.file: folder.headers[shard.twin] for shard in shards if shard.twin is not None}
+def twins_in(folder: CheckpointFolder, shards: Iterable[Shard]) -> dict[str, Twin]:
+    """The shards' twins in `folder`, the first source."""
+    return {s.file: Twin("", s.twin, folder.headers[s.twin]) for s in shards if s.twin is not None}
+
+
+def unchanged_among(
+    shards: Iterable[Shard], places: Mapping[str, Pieces], twins: Mapping[str, Twin]
+) -> dict[str, Twin]:
+    """The shards that are their twins byte for byte, with these."""
+    return {
+        shard.file: twin
+        for shard in shards
+        if (twin := twins.get(shard.file)) is not None
+        and is_unchanged(shard, data_of(shard.outputs, places), twin.place, twin.header)
+    }
 
 
 def model_files(config: Mapping[str, Any], shards: tuple[Shard, ...], code: Mapping[str, bytes]) -> dict[str, bytes]:

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from surgeon.apply.finiteness import FiniteCheck
-from surgeon.apply.job import Job
-from surgeon.apply.readback import Origin, ReadBack, Way
+from surgeon.apply.job import Job, Twin
+from surgeon.apply.readback import ReadBack, Way
 from surgeon.blueprint.shards import Shard
 from surgeon.checkpoint.header import Header, TensorInfo
 from surgeon.checkpoint.known_digests import FileDigests, Stamp, keep_digests, known_digests
 from surgeon.checkpoint.linking import can_clone, check_linkable, clone, hard_link
 from surgeon.checkpoint.ranges import sha256_range
-from surgeon.checkpoint.source import LocalSource
+from surgeon.checkpoint.source import LocalSource, OpenShards
 from surgeon.common.formatting import size
 from surgeon.common.json_results import plain_fields
 from surgeon.common.listener import Stopwatch
@@ -63,16 +63,12 @@ class Moved:
 def way_to(job: Job, out: Path) -> Way:
     """How unchanged shards get into the folder of `out`. Raises BadInput where they are to be linked and cannot be."""
     folder = out.absolute().parent
-    for origin in job.unchanged.values():
-        source = origin.source.open_shard(origin.first.file)
-        try:
-            if job.link:
-                check_linkable(source, _place(origin), folder)
-            else:
+    with OpenShards(job.sources) as shards:
+        for twin in job.unchanged.values():
+            if not job.link:
                 # They lie in one folder, so what holds of the first holds of most; the others are tried one by one.
-                return "reflink" if can_clone(source, folder) else "copy"
-        finally:
-            os.close(source)
+                return "reflink" if can_clone(shards.opened(twin.place), folder) else "copy"
+            check_linkable(shards.opened(twin.place), _path(job, twin), folder)
     return "link" if job.link else "copy"
 
 
@@ -81,9 +77,10 @@ def bytes_to_move(job: Job, out: Path) -> int:
     return job.bytes_to_write - (job.bytes_unchanged if way_to(job, out) != "copy" else 0)
 
 
-def _place(origin: Origin) -> Path:
-    assert isinstance(origin.source, LocalSource), origin.source.shown
-    return origin.source.place(origin.first.file)
+def _path(job: Job, twin: Twin) -> Path:
+    source = job.sources[twin.source]
+    assert isinstance(source, LocalSource), source.shown
+    return source.place(twin.file)
 
 
 class Unmoved:
@@ -106,46 +103,39 @@ class Unmoved:
 
         Raises BadInput where it is to be linked and cannot be, or the original is written meanwhile.
         """
-        origin = self._job.unchanged.get(shard.file)
-        if origin is None:
+        twin = self._job.unchanged.get(shard.file)
+        if twin is None:
             return False
-        twin = self._job.twins[shard.file]
-        source = origin.source.open_shard(origin.first.file)
-        try:
+        with OpenShards(self._job.sources) as shards:
+            source = shards.opened(twin.place)
             target.parent.mkdir(exist_ok=True)
             before = Stamp.of(os.fstat(source))
             if self._way == "copy" or (self._way == "reflink" and not _cloned(source, target)):
                 self._copied[shard.file] = before
                 return False
-            found = known_digests(before, twin) if self._job.recall else None
+            found = known_digests(before, twin.header) if self._job.recall else None
             if found is None:
                 with stopwatch.stage("hash"):
-                    found = self._hashed(source, twin)
+                    found = self._hashed(source, twin.header)
             with stopwatch.stage(self._way):
                 if self._way == "link":
                     target.unlink(missing_ok=True)
-                    hard_link(source, _place(origin), target)
+                    hard_link(source, _path(self._job, twin), target)
                 after = Stamp.of(os.fstat(source))
                 if not after.same_content(before):
-                    raise BadInput(
-                        f"{printable(origin.first.file)}: changed meanwhile; start again when nothing writes to it"
-                    )
+                    raise BadInput(f"{printable(twin.file)}: changed meanwhile; start again when nothing writes to it")
                 self._proof.take(shard, found, self._way)
-            keep_digests(after, twin, found)
-        finally:
-            os.close(source)
+            keep_digests(after, twin.header, found)
         return True
 
     def remember_copied(self) -> None:
         """Keep the digests of originals that were copied as they are, for when they need not be moved."""
-        for file, stamp in self._copied.items():
-            origin, twin = self._job.unchanged[file], self._job.twins[file]
-            source = origin.source.open_shard(origin.first.file)
-            try:
-                if Stamp.of(os.fstat(source)) == stamp and (found := self._proof.known(twin)) is not None:
-                    keep_digests(stamp, twin, found)
-            finally:
-                os.close(source)
+        with OpenShards(self._job.sources) as shards:
+            for file, stamp in self._copied.items():
+                twin = self._job.unchanged[file]
+                there = Stamp.of(os.fstat(shards.opened(twin.place)))
+                if there == stamp and (found := self._proof.known(twin.header)) is not None:
+                    keep_digests(stamp, twin.header, found)
 
     def _hashed(self, source: int, twin: Header) -> FileDigests:
         def hashed(info: TensorInfo) -> tuple[str, bool]:

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from surgeon.apply.job import twins_in
+from surgeon.apply.job import places_in, twins_in, unchanged_among
 from surgeon.apply.memory import peak_memory
 from surgeon.apply.proofs import NOTHING_TO_PROVE, Proof, known_proof, prove
 from surgeon.apply.shapes import check_shapes, check_taken
 from surgeon.blueprint.blueprint import Blueprint, Output
-from surgeon.blueprint.shards import MAX_NEW_SHARD_BYTES, Shard, is_unchanged, lay_out
+from surgeon.blueprint.shards import MAX_NEW_SHARD_BYTES, Shard, lay_out
 from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.checkpoint.header import DTYPE_BITS, TensorInfo
+from surgeon.checkpoint.header import DTYPE_BITS
 from surgeon.checkpoint.hub import open_headers
 from surgeon.common.listener import Listener, Quiet
 from surgeon.errors import BadInput, printable
@@ -252,17 +252,8 @@ def _bytes_to_read(blueprint: Blueprint, base: OpenedBase) -> int:
 
 def _bytes_unchanged(shards: Iterable[Shard], folder: CheckpointFolder) -> int:
     """Bytes of the shards that are the base's own, byte for byte."""
-    headers = twins_in(folder, shards)
-
-    def copied(output: Output) -> TensorInfo | None:
-        return None if output.whole is None else folder.tensors[output.whole]
-
-    return sum(
-        shard.nbytes
-        for shard in shards
-        if shard.file in headers
-        and is_unchanged(shard, [copied(output) for output in shard.outputs], headers[shard.file])
-    )
+    found = unchanged_among(shards, places_in(folder.tensors, shards), twins_in(folder, shards))
+    return sum(shard.nbytes for shard in shards if shard.file in found)
 
 
 def _notes(blueprint: Blueprint, base: OpenedBase, texts: Mapping[str, Path]) -> Iterator[str]:

@@ -9,19 +9,18 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Literal, Self
 
 from surgeon.apply.finiteness import FiniteCheck
+from surgeon.blueprint.blueprint import Output
 from surgeon.blueprint.shards import Shard
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import Header, TensorInfo, read_header
 from surgeon.checkpoint.known_digests import FileDigests
-from surgeon.checkpoint.piece_bytes import Gap, OtherBytes, compared, copy_pieces, read_in_order
-from surgeon.checkpoint.pieces import Pieces
+from surgeon.checkpoint.piece_bytes import Gap, OtherBytes, compared, places_of, read_in_order
+from surgeon.checkpoint.pieces import Pieces, Span
 from surgeon.checkpoint.ranges import sha256_range, zeros_sha256
 from surgeon.checkpoint.source import OpenShards, Source
 from surgeon.checkpoint.staging import Staging
@@ -35,71 +34,29 @@ _READERS = 2
 Way = Literal["copy", "reflink", "link"]
 
 
-@dataclass(frozen=True)
-class Origin:
-    """Where the bytes of an output lie: `pieces` of `tensors` of an opened checkpoint, delta or work folder."""
-
-    source: Source
-    tensors: Mapping[str, TensorInfo]
-    pieces: Pieces
-
-    @classmethod
-    def of(cls, source: Source, info: TensorInfo) -> Origin:
-        """All of a tensor."""
-        return cls(source, {info.name: info}, Pieces.whole(info.name, info.nbytes))
-
-    @property
-    def first(self) -> TensorInfo:
-        """The tensor whose bytes come first."""
-        return self.tensors[self.pieces.spans[0].tensor]
-
-    @cached_property
-    def whole(self) -> TensorInfo | None:
-        """The tensor that it is, byte for byte; None where it is made of parts."""
-        return self.first if self.pieces.is_all_of(self.first) else None
-
-    @property
-    def begins_with_first(self) -> bool:
-        """Whether the bytes of that tensor, all of them, come first."""
-        span = self.pieces.spans[0]
-        return (span.offset, span.at, span.length, span.count) == (0, 0, self.first.nbytes, 1)
-
-    def copy(self, shards: OpenShards, target: int, begin: int, progress: Callable[[int], None]) -> None:
-        """Lay the bytes at `begin` of the open file `target`. Raises BadInput where a shard ends early."""
-        opened = shards.of(self.source)
-        copy_pieces(self.pieces, self.tensors, opened, target=target, begin=begin, progress=progress)
-
-    def key(self, tensor: TensorInfo) -> tuple[int, str, str]:
-        """What distinguishes a tensor from the others that are read."""
-        return _key(self.source, tensor)
-
-
-def _key(source: Source, tensor: TensorInfo) -> tuple[int, str, str]:
-    """What distinguishes a tensor from the others that are read: its source, and its file and name there.
-
-    What a run keeps of the base lies in files of their own, by the names that the weights have.
-    """
-    return id(source), tensor.file, tensor.name
-
-
 class ReadBack:
     """Proves shards in threads of its own. A failure comes out at the next `add`, or in `settle`.
 
     `files` are the digests of the small files that were written, by their names. `digests` (of every output; a copy's
     is its original's, which it was found equal to) fill as shards are done, and so do `maps`, the reports of transport
     maps and networks that were handed in with them, and `not_finite`, the originals that hold NaN or infinity (what is
-    computed never does). `ways` says of each shard how its bytes came there, `origins` where the bytes of copies lie.
-    Without `compare` copies are taken on trust: originals are hashed, the output is not read again.
+    computed never does). `ways` says of each shard how its bytes came there. `places` says of which bytes of which
+    files of the `sources` outputs hold copies (`Job`). Without `compare` copies are taken on trust: originals are
+    hashed, the output is not read again.
     """
 
-    def __init__(self, origins: Mapping[str, Origin], staging: Staging, *, compare: bool = True) -> None:
+    def __init__(
+        self, sources: Mapping[str, Source], places: Mapping[str, Pieces], staging: Staging, *, compare: bool = True
+    ) -> None:
         self.digests: dict[str, str] = {}
         self.maps: dict[str, dict[str, Any]] = {}
         self.not_finite: set[str] = set()
         self.files: dict[str, str] = {}
         self.ways: dict[str, Way] = {}
-        self._origins = origins
-        self._originals: dict[tuple[int, str, str], str] = {}
+        self._sources = sources
+        self._places = places
+        # The digests of runs of bytes of files that an output is, or begins with.
+        self._originals: dict[Span, str] = {}
         self._staging = staging
         self._compare = compare
         self._lock = threading.Lock()
@@ -140,8 +97,8 @@ class ReadBack:
             self.maps.update(record["maps"])
             self.not_finite.update(record.get("not_finite", ()))
             for name, digest in record["digests"].items():
-                if (origin := self._origins.get(name)) is not None and (whole := origin.whole) is not None:
-                    self._originals[origin.key(whole)] = digest
+                if (place := self._places.get(name)) is not None and place.spans[0].length == place.nbytes:
+                    self._originals[place.spans[0]] = digest
 
     def settle(self) -> None:
         """Wait until every shard is proved, flushed and journalled."""
@@ -149,13 +106,13 @@ class ReadBack:
             pending.result()
 
     def digests_of(self, folder: CheckpointFolder) -> dict[str, str]:
-        """Digests of all tensors of a checkpoint that the job reads; those that the output has no copy of are read."""
+        """Digests of all tensors of the job's first checkpoint; those that the output has no copy of are read."""
         found: dict[str, str] = {}
-        with OpenShards() as shards:
-            opened = {file: shards.opened(folder.source, file) for file in folder.shards}
-            for name, info in folder.tensors.items():
-                digest = self._originals.get(_key(folder.source, info))
-                found[name] = digest or sha256_range(opened[info.file], info.begin, info.end)
+        with OpenShards(self._sources) as shards:
+            for name, place in places_of(folder.tensors).items():
+                (span,) = place.spans
+                known = self._originals.get(span)
+                found[name] = known or sha256_range(shards.opened(span.tensor), span.offset, span.offset + span.length)
         return found
 
     def _prove(self, shard: Shard, maps: dict[str, dict[str, Any]], flushed: Future[None]) -> None:
@@ -164,15 +121,14 @@ class ReadBack:
         written = os.open(self._staging.folder / shard.file, os.O_RDONLY)
         try:
             infos = {info.name: info for info in read_header(written, file=shard.file).tensors}
-            with OpenShards() as shards:
+            with OpenShards(self._sources) as shards:
                 for output in shard.outputs:
                     info = infos[output.name]
-                    origin = self._origins.get(output.name)
-                    if origin is not None:
+                    if output.name in self._places:
                         look = FiniteCheck(info.dtype)
-                        digests[output.name] = self._digest(written, info, shards, origin, look)
+                        digests[output.name] = self._digest(written, info, shards, output, look)
                         if not look.finite:
-                            not_finite.append(origin.first.name)
+                            not_finite.append(output.pieces.tensors[0])
                     elif output.is_hole:
                         digests[output.name] = zeros_sha256(info.nbytes)
                     else:
@@ -190,42 +146,44 @@ class ReadBack:
         with self._lock:
             self._staging.done(shard.file, record)
 
-    def _digest(self, written: int, info: TensorInfo, shards: OpenShards, origin: Origin, look: FiniteCheck) -> str:
+    def _digest(self, written: int, info: TensorInfo, shards: OpenShards, output: Output, look: FiniteCheck) -> str:
         """The digest of a tensor that holds bytes of others, which are compared with theirs; `look` gets those.
 
         Each original is hashed and looked at once, however many copies there are; copies are compared all the same.
         Where a tensor begins with all of another, as one with more rows does, that one's digest is kept too. Without
         `compare` what is all of others is taken on trust. Raises PromiseBroken where one has other bytes.
         """
-        first, original = origin.first, origin.whole
-        known = None if original is None else self._originals.get(origin.key(original))
+        place = self._places[output.name]
+        first = place.spans[0]
+        known = self._originals.get(first) if first.length == place.nbytes else None
         digest, at, of_first = hashlib.sha256(), 0, None
         try:
-            for piece, copied in self._compared(written, info, shards, origin, trusted=known):
+            for piece, copied in self._compared(written, info, shards, place, trusted=known):
                 if known is None:
                     digest.update(piece)
                     if copied:
                         look(piece)
                 at += len(piece)
-                if at == first.nbytes:
+                if at == first.length:
                     of_first = known or digest.hexdigest()
         except OtherBytes:
             raise PromiseBroken(
-                f"{printable(info.name)} ({info.file}): what was read back is not what {printable(first.name)} holds;"
+                f"{printable(info.name)} ({info.file}): what was read back is not what"
+                f" {printable(output.pieces.tensors[0])} holds;"
                 " disk failing, or the base changed meanwhile?"
             ) from None
-        if of_first is not None and origin.begins_with_first:
+        if of_first is not None and (first.at, first.count) == (0, 1):
             with self._lock:
-                self._originals[origin.key(first)] = of_first
+                self._originals[first] = of_first
         return known or digest.hexdigest()
 
     def _compared(
-        self, written: int, info: TensorInfo, shards: OpenShards, origin: Origin, *, trusted: str | None
+        self, written: int, info: TensorInfo, shards: OpenShards, place: Pieces, *, trusted: str | None
     ) -> Iterator[tuple[bytearray | memoryview, bool]]:
         """What was written, in order, with whether others hold it; nothing where it is taken on trust and `trusted`."""
-        if self._compare or not origin.pieces.covered:
-            yield from compared(origin.pieces, origin.tensors, shards.of(origin.source), written, info.begin)
+        if self._compare or not place.covered:
+            yield from compared(place, shards.opened, written, info.begin)
         elif trusted is None:
-            for piece in read_in_order(origin.pieces, origin.tensors, shards.of(origin.source)):
-                assert not isinstance(piece, Gap), origin
+            for piece in read_in_order(place, shards.opened):
+                assert not isinstance(piece, Gap), place
                 yield piece, True

@@ -17,14 +17,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surgeon.apply.job import Job
+from surgeon.apply.job import Job, data_of
 from surgeon.apply.linked_shards import Moved as HowMoved
 from surgeon.apply.linked_shards import Unmoved, bytes_to_move, way_to
 from surgeon.apply.readback import ReadBack, Way
 from surgeon.blueprint.blueprint import Output
 from surgeon.blueprint.recipes import Constant
 from surgeon.blueprint.shards import Shard, group_by_layer, header_of
-from surgeon.checkpoint.header import header_bytes
+from surgeon.checkpoint.header import Header, header_bytes
+from surgeon.checkpoint.piece_bytes import copy_pieces
 from surgeon.checkpoint.ranges import WriteBehind, reserve, write_all
 from surgeon.checkpoint.source import OpenShards
 from surgeon.checkpoint.staging import Staging, check_destination, check_space
@@ -78,7 +79,10 @@ def _write(job: Job, staging: Staging, way: Way, listener: Listener, stopwatch: 
     """Write everything into the staged folder; a job that can never succeed leaves nothing there."""
     listener.begin("writing", job.bytes_to_write)
     try:
-        with ReadBack(job.origins, staging, compare=job.read_back) as proof, Unmoved(job, way, proof) as unmoved:
+        with (
+            ReadBack(job.sources, job.places, staging, compare=job.read_back) as proof,
+            Unmoved(job, way, proof) as unmoved,
+        ):
             run = _Run(job, staging.folder, listener, stopwatch, ranks, staging, proof, unmoved)
             run.all_shards()
             with stopwatch.stage("wait for read-back"):
@@ -199,20 +203,30 @@ class _Share:
         Computed tensors are written, and those that the next layer takes are read, while others are computed; `then`
         is the layer that comes after these outputs.
         """
-        place_of = {output.name: place for output, place in zip(shard.outputs, self._places(shard), strict=True)}
+        places = self._places(shard)
+        place_of = {output.name: place for output, place in zip(shard.outputs, places, strict=True)}
         computes = any(output.computed for output in outputs)
         target = os.open(self.folder / shard.file, os.O_RDWR | os.O_NOFOLLOW)
         try:
-            with OpenShards() as shards, WriteBehind(target, self.listener.advance) as behind:
+            self._copy(shard, outputs, target, places[0][0])
+            with WriteBehind(target, self.listener.advance) as behind:
                 for layer, following in pairwise([*group_by_layer(outputs), then]):
                     if computes:
                         self.evaluator.expect(layer, following)
                         self._show(layer)
                     for output in layer:
-                        _write_tensor(self, output, target, *place_of[output.name], shards, behind)
+                        _write_tensor(self, output, target, *place_of[output.name], behind)
         finally:
             os.close(target)
         return self.evaluator.take_reports() if computes else {}
+
+    def _copy(self, shard: Shard, outputs: Sequence[Output], target: int, begin: int) -> None:
+        """Lay all bytes of others that `outputs` are into a shard, whose data begins at `begin`."""
+        copies = [output for output in outputs if output.pieces.spans and not output.computed]
+        places = {output.name: self.job.places[output.name] for output in copies}
+        with self.stopwatch.stage("copy"), OpenShards(self.job.sources) as shards:
+            pieces = data_of(shard.outputs, places)
+            copy_pieces(pieces, shards.opened, target=target, begin=begin, progress=self.listener.advance)
 
     def _show(self, layer: Sequence[Output]) -> None:
         """Say which of the layers to compute is under way."""
@@ -234,21 +248,21 @@ class _Share:
 
     def _header(self, shard: Shard) -> bytes:
         """A shard that is its twin has its twin's own header, whoever wrote it, so that every way gives one file."""
-        twin, origin = self.job.twins.get(shard.file), self.job.unchanged.get(shard.file)
-        if twin is None or origin is None:
-            return header_of(shard, twin)[0]
-        source = origin.source.open_shard(origin.first.file)
-        try:
-            return header_bytes(source, twin, file=origin.first.file)
-        finally:
-            os.close(source)
+        twin = self.job.unchanged.get(shard.file)
+        if twin is None:
+            return header_of(shard, self._mirrored(shard))[0]
+        with OpenShards(self.job.sources) as shards:
+            return header_bytes(shards.opened(twin.place), twin.header, file=twin.file)
 
     def _places(self, shard: Shard) -> list[tuple[int, int]]:
         """Where each tensor of a shard begins and ends in its file."""
+        if (twin := self.job.unchanged.get(shard.file)) is not None:
+            return [(info.begin, info.end) for info in twin.header.tensors]
+        return header_of(shard, self._mirrored(shard))[1]
+
+    def _mirrored(self, shard: Shard) -> Header | None:
         twin = self.job.twins.get(shard.file)
-        if twin is not None and shard.file in self.job.unchanged:
-            return [(info.begin, info.end) for info in twin.tensors]
-        return header_of(shard, twin)[1]
+        return None if twin is None else twin.header
 
 
 def _computed_layers(shards: Sequence[Shard]) -> int:
@@ -349,19 +363,14 @@ def _first_layer(shards: Sequence[Sequence[Output]]) -> Sequence[Output]:
     return next((group_by_layer(outputs)[0] for outputs in shards if outputs), ())
 
 
-def _write_tensor(
-    run: _Share, output: Output, target: int, begin: int, end: int, shards: OpenShards, behind: WriteBehind
-) -> None:
+def _write_tensor(run: _Share, output: Output, target: int, begin: int, end: int, behind: WriteBehind) -> None:
+    """Write a tensor that is made: computed, or of constants."""
     if output.computed:
         for made in run.evaluator.make(output):
             with run.stopwatch.stage("wait for writing"):
                 behind.write(made, begin)
             begin += len(made)
         assert begin == end, output.name
-    elif isinstance(output.recipe, Constant):
-        if not output.is_hole:
-            write_all(target, output.recipe.data, begin)
-            run.listener.advance(end - begin)
-    else:
-        with run.stopwatch.stage("copy"):
-            run.job.origins[output.name].copy(shards, target, begin, run.listener.advance)
+    elif isinstance(output.recipe, Constant) and not output.is_hole:
+        write_all(target, output.recipe.data, begin)
+        run.listener.advance(end - begin)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from surgeon.blueprint.blueprint import Output
 from surgeon.checkpoint.header import ALIGNMENT, Header, TensorInfo, build_header
+from surgeon.checkpoint.pieces import Pieces, Span
 from surgeon.checkpoint.weights import SINGLE_FILE
 
 MAX_NEW_SHARD_BYTES = 2_000_000_000
@@ -42,14 +43,14 @@ def header_of(shard: Shard, twin: Header | None) -> tuple[bytes, list[tuple[int,
     return build_header(entries, metadata={"format": "pt"}, phase=begins % ALIGNMENT // 8 * 8)
 
 
-def is_unchanged(shard: Shard, moved: Sequence[TensorInfo | None], twin: Header) -> bool:
-    """Whether a shard's file is the file with the header `twin`, byte for byte, the header as it was written there.
+def is_unchanged(shard: Shard, data: Pieces, place: str, twin: Header) -> bool:
+    """Whether a shard's file is that at `place` with the header `twin`, byte for byte, the header as it was written.
 
-    `moved` are the tensors whose bytes its outputs are, in their order (None: one that is not the bytes of a tensor).
+    `data` says of which files the shard's data is made.
     """
     named = [(info.name, info.dtype, info.shape) for info in twin.tensors]
     same = named == [(output.name, output.recipe.dtype, output.recipe.shape) for output in shard.outputs]
-    return same and (*moved,) == twin.tensors and twin.data_begin % 8 == 0
+    return same and data.spans == (Span(place, twin.data_begin, shard.nbytes),) and twin.data_begin % 8 == 0
 
 
 def lay_out(

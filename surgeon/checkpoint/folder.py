@@ -12,7 +12,7 @@ from typing import Any
 
 from surgeon.checkpoint.header import Header, TensorInfo
 from surgeon.checkpoint.own_code import OwnCode, has_own_code, own_code
-from surgeon.checkpoint.piece_bytes import Gap, OtherBytes, compared, read_in_order
+from surgeon.checkpoint.piece_bytes import Gap, OtherBytes, compared, in_files, read_in_order
 from surgeon.checkpoint.pieces import Pieces
 from surgeon.checkpoint.ranges import sha256_pieces, sha256_range
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, LocalSource, OpenShards, Source, is_side_file, read_tensor
@@ -218,8 +218,8 @@ def digest_of_pieces(folder: CheckpointFolder, pieces: Pieces) -> str:
 
     Raises BadInput where a shard has changed or was truncated.
     """
-    with OpenShards() as shards:
-        read = read_in_order(pieces, folder.tensors, shards.of(folder.source))
+    with OpenShards({"": folder.source}) as shards:
+        read = read_in_order(in_files({"": pieces}, folder.tensors)[""], shards.opened)
         return sha256_pieces(piece for piece in read if not isinstance(piece, Gap))
 
 
@@ -228,11 +228,11 @@ def holds_pieces(folder: CheckpointFolder, name: str, pieces: Pieces, of: Checkp
 
     Raises BadInput where a shard has changed or was truncated.
     """
-    info = folder.tensors[name]
-    with OpenShards() as shards:
-        written = shards.opened(folder.source, info.file)
+    info, place = folder.tensors[name], in_files({name: pieces}, of.tensors)[name]
+    with OpenShards({"": of.source, "holder": folder.source}) as shards:
+        written = shards.opened(f"holder/{info.file}")
         try:
-            for _ in compared(pieces, of.tensors, shards.of(of.source), written, info.begin):
+            for _ in compared(place, shards.opened, written, info.begin):
                 pass
         except OtherBytes:
             return False

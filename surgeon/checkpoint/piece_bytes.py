@@ -1,7 +1,11 @@
-"""The bytes that pieces stand for: read in order, copied into a file, compared with what a file holds."""
+"""The bytes that pieces of files stand for: read in order, copied into a file, compared with what a file holds.
+
+A header is a map too: pieces of tensors are, through it, pieces of the files that hold these (`in_files`).
+"""
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +21,7 @@ _BUFFER = 8 * 1024 * 1024
 # Runs of at most so many numbers are copied number by number, all runs at once, which is then faster.
 _SHORT = 32
 
-# Gives the descriptor of a file.
+# Gives the descriptor of a file by its place (`OpenShards`).
 Opened = Callable[[str], int]
 
 
@@ -32,29 +36,39 @@ class Gap:
     length: int
 
 
-def read_in_order(pieces: Pieces, infos: Mapping[str, TensorInfo], opened: Opened) -> Iterator[memoryview | Gap]:
-    """The bytes of a tensor, from the first to the last; `opened` gives the descriptor of a file.
+def places_of(infos: Mapping[str, TensorInfo], source: str = "") -> dict[str, Pieces]:
+    """Tensors as pieces of the files in which they lie, whose places are in the source of this name (`OpenShards`)."""
+    return {
+        name: Pieces(info.nbytes, (Span(f"{source}/{info.file}", info.begin, info.nbytes),))
+        for name, info in infos.items()
+    }
 
-    `infos` says where the tensors lie that it is made of. Raises BadInput where a file ends early.
-    """
+
+def in_files(maps: Mapping[str, Pieces], infos: Mapping[str, TensorInfo], source: str = "") -> dict[str, Pieces]:
+    """Pieces of tensors as pieces of the files in which these lie."""
+    read = {name: infos[name] for pieces in maps.values() for name in pieces.tensors}
+    places = places_of(read, source)
+    return {name: pieces.through(places) for name, pieces in maps.items()}
+
+
+def read_in_order(pieces: Pieces, opened: Opened) -> Iterator[memoryview | Gap]:
+    """The bytes that are pieces of files, from the first to the last. Raises BadInput where a file ends early."""
     at = 0
     for band in _bands(pieces.spans):
         if band[0].at > at:
             yield Gap(band[0].at - at)
-        yield from _read_band(band, infos, opened)
+        yield from _read_band(band, opened)
         at = band[0].at + sum(span.nbytes for span in band)
     if at < pieces.nbytes:
         yield Gap(pieces.nbytes - at)
 
 
-def compared(
-    pieces: Pieces, infos: Mapping[str, TensorInfo], opened: Opened, file: int, begin: int
-) -> Iterator[tuple[bytearray | memoryview, bool]]:
+def compared(pieces: Pieces, opened: Opened, file: int, begin: int) -> Iterator[tuple[bytearray | memoryview, bool]]:
     """The bytes at `begin` of the open `file`, which `pieces` describe, in order; each with whether others hold them.
 
-    Raises OtherBytes where they differ from those of the tensor that a span is of, BadInput where a file ends early.
+    Raises OtherBytes where they differ from those of the file that a span is of, BadInput where a file ends early.
     """
-    for piece in read_in_order(pieces, infos, opened):
+    for piece in read_in_order(pieces, opened):
         if isinstance(piece, Gap):
             end = begin + piece.length
             for own in pieces_of(file, begin, end, _CHUNK):
@@ -69,15 +83,7 @@ def compared(
         begin += len(found)
 
 
-def copy_pieces(
-    pieces: Pieces,
-    infos: Mapping[str, TensorInfo],
-    opened: Opened,
-    *,
-    target: int,
-    begin: int,
-    progress: Callable[[int], None],
-) -> None:
+def copy_pieces(pieces: Pieces, opened: Opened, *, target: int, begin: int, progress: Callable[[int], None]) -> None:
     """Lay the bytes that `pieces` are of at `begin` of the open file `target`; runs are copied by the kernel.
 
     What no span covers is left as it is. `progress` receives the size of every part. Raises BadInput where a file ends
@@ -86,63 +92,64 @@ def copy_pieces(
     for band in _bands(pieces.spans):
         span, at = band[0], begin + band[0].at
         if span.count == 1:
-            info = infos[span.tensor]
             copy_range(
-                opened(info.file),
+                opened(span.tensor),
                 target,
-                source_offset=info.begin + span.offset,
+                source_offset=span.offset,
                 target_offset=at,
                 count=span.length,
                 progress=progress,
             )
             continue
-        for rows in _read_band(band, infos, opened):
+        for rows in _read_band(band, opened):
             write_all(target, rows, at)
             at += len(rows)
             progress(len(rows))
 
 
-def _bands(spans: Sequence[Span]) -> Iterator[list[Span]]:
+def _bands(spans: Sequence[Span]) -> Iterator[Sequence[Span]]:
     """Spans in the order of their bytes: one of a single run, or several whose runs make up rows without holes."""
-    left = list(spans)
-    while left:
-        first = left[0]
-        band = [span for span in left if span.at < first.at + first.every] if first.count > 1 else [first]
+    nth = 0
+    while nth < len(spans):
+        first = spans[nth]
+        band = _before(spans, nth, first.at + first.every) if first.count > 1 else [first]
         alike = all((span.count, span.every) == (first.count, first.every) for span in band)
         ends = [first.at, *(span.at + span.length for span in band)]
         tiled = all(span.at == end for span, end in zip(band, ends, strict=False))
         if first.count > 1 and not (alike and tiled and ends[-1] == first.at + first.every):
             # No rows: run after run of all that lie between each other.
             end = max(span.at + (span.count - 1) * span.every + span.length for span in band)
-            band = [span for span in left if span.at < end]
+            band = _before(spans, nth, end)
             for run in sorted((s.runs(n, n + 1) for s in band for n in range(s.count)), key=lambda run: run.at):
                 yield [run]
         else:
             yield band
-        left = left[len(band) :]
+        nth += len(band)
 
 
-def _read_band(band: Sequence[Span], infos: Mapping[str, TensorInfo], opened: Opened) -> Iterator[memoryview]:
+def _before(spans: Sequence[Span], nth: int, end: int) -> Sequence[Span]:
+    """The spans from number `nth` on that begin before byte `end`."""
+    return spans[nth : bisect.bisect_left(spans, end, lo=nth, key=lambda span: span.at)]
+
+
+def _read_band(band: Sequence[Span], opened: Opened) -> Iterator[memoryview]:
     first = band[0]
     if first.count == 1 or first.every > _BUFFER:
         for run in range(first.count):
             for span in band:
-                info = infos[span.tensor]
-                begin = info.begin + span.offset + run * span.step
-                yield from pieces_of(opened(info.file), begin, begin + span.length, _CHUNK)
+                begin = span.offset + run * span.step
+                yield from pieces_of(opened(span.tensor), begin, begin + span.length, _CHUNK)
         return
     at_once = max(1, _BUFFER // first.every)
     for begin in range(0, first.count, at_once):
-        yield _gathered(band, begin, min(begin + at_once, first.count), infos, opened)
+        yield _gathered(band, begin, min(begin + at_once, first.count), opened)
 
 
-def _gathered(
-    band: Sequence[Span], begin: int, end: int, infos: Mapping[str, TensorInfo], opened: Opened
-) -> memoryview:
+def _gathered(band: Sequence[Span], begin: int, end: int, opened: Opened) -> memoryview:
     """Runs `begin` to before `end` of spans, in memory; what several read of the same rows is read once."""
     count, first = end - begin, band[0]
     rows = memoryview(bytearray(count * first.every))
-    for (tensor, step), group in itertools.groupby(band, key=lambda span: (span.tensor, span.step)):
+    for (file, step), group in itertools.groupby(band, key=lambda span: (span.tensor, span.step)):
         spans = list(group)
         low = min(span.offset for span in spans)
         width = max(span.offset + span.length for span in spans) - low
@@ -151,8 +158,7 @@ def _gathered(
             low = min(span.offset for span in each)
             width = max(span.offset + span.length for span in each) - low
             table = memoryview(bytearray(count * step))
-            info = infos[tensor]
-            fill(opened(info.file), table[: (count - 1) * step + width], info.begin + low + begin * step)
+            fill(opened(file), table[: (count - 1) * step + width], low + begin * step)
             for span in each:
                 moved = replace(span, offset=span.offset - low, at=span.at - first.at, count=count)
                 _lay(moved, table, rows)

@@ -5,11 +5,10 @@ An allow-list says which side files (tokenizer, chat template, licence) an outpu
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Never, Protocol, Self
@@ -27,15 +26,14 @@ def open_regular(folder: Path, name: str) -> int:
 
     Nothing else is ever opened: a FIFO would hang, opening a device may have effects. Raises BadInput.
     """
-    shown = printable(str(folder / name))
     path = resolved(folder, name)
     try:
         # The file may have been replaced since: do not follow a link now, do not wait for a FIFO's writer.
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
-        _refuse(error, shown)
+        _refuse(error, folder / name)
     try:
-        _check_regular(os.fstat(fd), shown)
+        _check_regular(os.fstat(fd), folder / name)
     except BadInput:
         os.close(fd)
         raise
@@ -44,36 +42,35 @@ def open_regular(folder: Path, name: str) -> int:
 
 def resolved(folder: Path, name: str) -> Path:
     """Where the regular file `name` in `folder` lies: there, or behind a link that may be followed. Raises BadInput."""
-    path = folder / name
-    shown = printable(str(path))
+    path = named = folder / name
     try:
         found = os.lstat(path)
         if stat.S_ISLNK(found.st_mode):
-            path = _behind_link(folder, path, shown)
+            path = _behind_link(folder, named)
             found = os.lstat(path)
-        _check_regular(found, shown)
+        _check_regular(found, named)
     except OSError as error:
-        _refuse(error, shown)
+        _refuse(error, named)
     return path
 
 
 def read_capped(folder: Path, name: str, *, max_bytes: int) -> bytes:
     """All bytes of a small regular file in `folder`. Raises BadInput where it cannot be opened or is too large."""
-    shown = printable(str(folder / name))
     fd = open_regular(folder, name)
     try:
         size = os.fstat(fd).st_size
         if size > max_bytes:
+            shown = printable(str(folder / name))
             raise BadInput(f"{shown}: {size:,} bytes, at most {max_bytes:,} are read; is this the right file?")
         with open(fd, "rb", closefd=False) as file:
             return file.read(max_bytes)
     except OSError as error:
-        _refuse(error, shown)
+        _refuse(error, folder / name)
     finally:
         os.close(fd)
 
 
-def _behind_link(folder: Path, link: Path, shown: str) -> Path:
+def _behind_link(folder: Path, link: Path) -> Path:
     home = Path(os.path.realpath(folder))
     target = _target(link)
     if target.is_relative_to(home):
@@ -89,8 +86,8 @@ def _behind_link(folder: Path, link: Path, shown: str) -> Path:
         if shared.parent.parent == store and _SHARED_BLOB.fullmatch(f"{shared.parent.name}/{shared.name}"):
             return shared
     raise BadInput(
-        f"{shown}: a link that leads out of the folder, to {printable(str(target))}; only the Hub cache's own links"
-        " are followed: put the file itself here"
+        f"{printable(str(link))}: a link that leads out of the folder, to {printable(str(target))}; only the Hub"
+        " cache's own links are followed: put the file itself here"
     )
 
 
@@ -100,7 +97,7 @@ def _target(link: Path) -> Path:
     return Path(os.path.realpath(joined.parent)) / joined.name
 
 
-def _check_regular(found: os.stat_result, shown: str) -> None:
+def _check_regular(found: os.stat_result, path: Path) -> None:
     if not stat.S_ISREG(found.st_mode):
         kinds = {
             stat.S_IFDIR: "a directory",
@@ -109,10 +106,11 @@ def _check_regular(found: os.stat_result, shown: str) -> None:
             stat.S_IFSOCK: "a socket",
         }
         kind = kinds.get(stat.S_IFMT(found.st_mode), "a device")
-        raise BadInput(f"{shown}: {kind}, expected a regular file; put the file itself here")
+        raise BadInput(f"{printable(str(path))}: {kind}, expected a regular file; put the file itself here")
 
 
-def _refuse(error: OSError | ValueError, shown: str) -> Never:
+def _refuse(error: OSError | ValueError, path: Path) -> Never:
+    shown = printable(str(path))
     if isinstance(error, ValueError):
         raise BadInput(f"{shown}: a name with a NUL character, which no file has; check the path") from None
     if isinstance(error, FileNotFoundError):
@@ -348,10 +346,14 @@ def _size(entry: os.DirEntry[str]) -> int:
 
 
 class OpenShards:
-    """Shards that are read from, opened at first need and closed together."""
+    """Shards that are read from, opened at first need and closed together.
 
-    def __init__(self) -> None:
-        self._opened: dict[tuple[int, str], int] = {}
+    `sources` have names of the caller's; the place of a shard is its source's name and its file, with `/` between.
+    """
+
+    def __init__(self, sources: Mapping[str, Source]) -> None:
+        self._sources = sources
+        self._opened: dict[str, int] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -360,13 +362,9 @@ class OpenShards:
         for descriptor in self._opened.values():
             os.close(descriptor)
 
-    def opened(self, source: Source, file: str) -> int:
-        """The descriptor of a shard. Raises BadInput where it was changed since it was opened."""
-        shard = id(source), file
-        if shard not in self._opened:
-            self._opened[shard] = source.open_shard(file)
-        return self._opened[shard]
-
-    def of(self, source: Source) -> Callable[[str], int]:
-        """`opened` of one source."""
-        return functools.partial(self.opened, source)
+    def opened(self, place: str) -> int:
+        """The descriptor of a shard. Raises BadInput where it was changed since its header was read."""
+        if place not in self._opened:
+            source, _, file = place.partition("/")
+            self._opened[place] = self._sources[source].open_shard(file)
+        return self._opened[place]

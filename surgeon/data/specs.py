@@ -68,11 +68,11 @@ class GenerateSpec(Entry):
         str | None,
         Field(
             min_length=1,
-            description="begin (the begin-of-text token), template (the bare chat template), or a text file with a"
-            " beginning a line",
+            description="how documents begin. begin: begin-of-text token; template: the chat template up to the user's"
+            " first word; or a text file with one beginning per line; default: template for chats, else begin",
         ),
     ] = None
-    temperature: Annotated[float, Field(gt=0, le=10, description="1: as the model learned")] = 1.0
+    temperature: Annotated[float, Field(gt=0, le=10, description="sampling temperature")] = 1.0
     top_p: Annotated[
         float, Field(gt=0, le=1, description="draw from the likeliest tokens that hold this share of the probability")
     ] = 1.0

@@ -12,16 +12,19 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from surgeon.apply.job import Job, copied, index_of, origin_in
+from surgeon.apply.job import Job, Twin, index_of
 from surgeon.apply.linked_shards import Moved
-from surgeon.apply.readback import Origin, ReadBack
+from surgeon.apply.readback import ReadBack
 from surgeon.apply.write import check_output, execute
 from surgeon.blueprint.blueprint import Output
+from surgeon.blueprint.recipes import Copy
 from surgeon.blueprint.shards import Shard
 from surgeon.checkpoint.folder import CONFIG_FILE, DELTA_FILE, CheckpointFolder
-from surgeon.checkpoint.header import Header, TensorInfo
+from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.hub import locate, locate_delta, remote_folder
 from surgeon.checkpoint.own_code import OwnCode
+from surgeon.checkpoint.piece_bytes import in_files, places_of
+from surgeon.checkpoint.pieces import Pieces
 from surgeon.checkpoint.staging import check_destination
 from surgeon.checkpoint.weights import INDEX_FILE, SINGLE_FILE
 from surgeon.common.formatting import at_revision, size
@@ -36,6 +39,9 @@ from surgeon.manifest.run_files import ADAPTER_WEIGHTS_FILE, name_of_kept
 from surgeon.rework.make_delta import Delta
 from surgeon.verify.claims import manifest_differences
 from surgeon.verify.static import Drawn
+
+# The name of the delta among the sources of the job, whose first is the base.
+_DELTA = "delta"
 
 
 @dataclass(frozen=True)
@@ -123,10 +129,10 @@ def applying_job(delta: Delta, base: CheckpointFolder, *, small_files: bool = Tr
             " the delta was edited; get it again"
         )
     in_base = _in_base(delta, base)
-    origins = in_base | {name: Origin.of(delta.source, info) for name, info in delta.tensors.items()}
-    shards = tuple(Shard(file, _outputs(delta, file, origins), None) for file in delta.index.shards)
-    _check_whole(delta, shards, origins, base.own)
-    beside = tuple(_beside(delta, file, in_base, origins) for file in delta.index.beside)
+    copies = in_base | {name: Copy.of(info) for name, info in delta.tensors.items()}
+    shards = tuple(Shard(file, _outputs(delta, file, copies), None) for file in delta.index.shards)
+    _check_whole(delta, shards, base.own)
+    beside = tuple(_beside(delta, file, in_base, copies) for file in delta.index.beside)
     files = dict(delta.files)
     if small_files:
         files |= _from_base(delta, base)
@@ -149,89 +155,90 @@ def applying_job(delta: Delta, base: CheckpointFolder, *, small_files: bool = Tr
                 raise delta.edited(f"{printable(name)} is not what {MANIFEST_FILE} says")
         return {}
 
-    for shard in beside:
-        origins |= {output.name: _origin_beside(delta, output.name, in_base) for output in shard.outputs}
+    outputs = [output for shard in (*shards, *beside) for output in shard.outputs]
+    places = in_files({o.name: o.pieces for o in outputs if o.name not in delta.tensors}, base.tensors)
+    places |= places_of(delta.tensors, _DELTA)
     return Job(
         shards=(*shards, *beside),
-        origins=origins,
-        twins=_twins(delta, base, shards, origins),
+        sources={"": base.source, _DELTA: delta.source},
+        places=places,
+        twins=_twins(delta, base, shards, places),
         files=files,
         finish=finish,
         identity={"what": "apply delta", "base": base.identity(), "delta": delta.source.identity()},
     )
 
 
-def _in_base(delta: Delta, base: CheckpointFolder) -> dict[str, Origin]:
-    """Where each tensor of the output lies in the base, of those that the base brings."""
-    in_base = {
-        place: Origin.of(base.source, base.tensors[name]) for name, place in kept_as_they_are(delta.manifest).items()
-    }
-    return in_base | {name: origin_in(base, pieces) for name, pieces in made_of_base(delta.manifest).items()}
+def _in_base(delta: Delta, base: CheckpointFolder) -> dict[str, Copy]:
+    """What each tensor of the output copies from the base, of those that the base brings."""
+    found = {place: Copy.of(base.tensors[name]) for name, place in kept_as_they_are(delta.manifest).items()}
+    for name, pieces in made_of_base(delta.manifest).items():
+        made = delta.manifest.new_tensors[name]
+        found[name] = Copy(pieces.spans, made.dtype, tuple(made.shape))
+    return found
 
 
-def _beside(delta: Delta, file: str, in_base: Mapping[str, Origin], origins: Mapping[str, Origin]) -> Shard:
+def _beside(delta: Delta, file: str, in_base: Mapping[str, Copy], copies: Mapping[str, Copy]) -> Shard:
     """One of the files that training put beside the weights, with its tensors in the order of their bytes."""
-    infos: dict[str, TensorInfo] = {}
+    outputs: list[Output] = []
     for name in delta.index.beside[file]:
-        origin = _origin_beside(delta, name, in_base)
+        copy = _copy_beside(delta, name, in_base)
         if file == ADAPTER_WEIGHTS_FILE:
             assert delta.manifest.adapter is not None
             told = delta.manifest.adapter.tensors[name]
-            infos[name], like = origin.first, (told.dtype, tuple(told.shape))
+            like = told.dtype, tuple(told.shape)
         else:
             place = name_of_kept(name)
-            if place is None or place not in origins:
+            if place is None or place not in copies:
                 raise delta.edited(f"{printable(name)} is of no tensor of the output")
-            infos[name], now = (_described(delta, place, each) for each in (origin, origins[place]))
-            like = now.dtype, now.shape
-        if (infos[name].dtype, infos[name].shape) != like:
+            like = copies[place].dtype, copies[place].shape
+        if (copy.dtype, copy.shape) != like:
             raise delta.edited(f"{printable(name)} is not of the dtype and shape that {MANIFEST_FILE} says")
-    if not infos:
+        outputs.append(Output(name, copy, None))
+    if not outputs:
         raise delta.edited(f"`beside` has {printable(file)} without a tensor")
-    return Shard(file, tuple(copied(name, info) for name, info in infos.items()), None)
+    return Shard(file, tuple(outputs), None)
 
 
-def _origin_beside(delta: Delta, name: str, in_base: Mapping[str, Origin]) -> Origin:
-    """Where a tensor beside the weights lies: in the delta, else it is the base's own in the place that it names."""
+def _copy_beside(delta: Delta, name: str, in_base: Mapping[str, Copy]) -> Copy:
+    """What a tensor beside the weights copies: the delta's, else the base's own in the place that it names."""
     if name in delta.tensors:
-        return Origin.of(delta.source, delta.tensors[name])
+        return Copy.of(delta.tensors[name])
     place = name_of_kept(name)
     if place is None or place not in in_base:
         raise delta.edited(f"{printable(name)} is neither the base's nor the delta's")
     return in_base[place]
 
 
-def _outputs(delta: Delta, file: str, origins: Mapping[str, Origin]) -> tuple[Output, ...]:
+def _outputs(delta: Delta, file: str, copies: Mapping[str, Copy]) -> tuple[Output, ...]:
     """The tensors of one shard of the output, in the order of their bytes."""
     names = delta.index.shards[file]
     if not names:
         raise delta.edited(f"`shards` has {printable(file)} without a tensor")
     for name in names:
-        if name not in origins:
+        if name not in copies:
             raise delta.edited(f"{printable(name)} is neither the base's nor the delta's")
-    return tuple(copied(name, _described(delta, name, origins[name])) for name in names)
+    return tuple(Output(name, copies[name], None) for name in names)
 
 
-def _described(delta: Delta, name: str, origin: Origin) -> TensorInfo:
-    """The tensor as a header would have it; what is made of parts of others has a shape of its own."""
-    if (whole := origin.whole) is not None:
-        return whole
-    return dataclasses.replace(origin.first, shape=tuple(delta.manifest.new_tensors[name].shape))
-
-
-def _check_whole(delta: Delta, shards: tuple[Shard, ...], origins: Mapping[str, Origin], own: OwnCode | None) -> None:
+def _check_whole(delta: Delta, shards: tuple[Shard, ...], own: OwnCode | None) -> None:
     """BadInput where the index forgets or repeats a tensor, or what it puts together is no model."""
-    named = [output.name for shard in shards for output in shard.outputs]
-    every = [*named, *(name for names in delta.index.beside.values() for name in names)]
+    outputs = [output for shard in shards for output in shard.outputs]
+    every = [output.name for output in outputs]
+    every += [name for names in delta.index.beside.values() for name in names]
     if len(every) != len(set(every)) or not delta.tensors.keys() <= set(every):
         raise delta.edited("`shards` does not name each tensor once")
     if SINGLE_FILE in delta.index.shards and len(delta.index.shards) > 1:
         raise delta.edited(f"`shards` has {SINGLE_FILE} beside others")
     try:
-        infos = {name: _described(delta, name, origins[name]) for name in named}
-        dissect(delta.config, {name: dataclasses.replace(info, name=name) for name, info in infos.items()}, own)
+        dissect(delta.config, {output.name: _described(output) for output in outputs}, own)
     except BadInput as error:
         raise BadInput(f"{delta.shown}: what would be put together is no model ({error})") from error
+
+
+def _described(output: Output) -> TensorInfo:
+    """The tensor as the header of a file of its own would have it."""
+    return TensorInfo(output.name, output.recipe.dtype, output.recipe.shape, "", 0, output.nbytes)
 
 
 def _from_base(delta: Delta, base: CheckpointFolder) -> dict[str, bytes]:
@@ -250,15 +257,15 @@ def _from_base(delta: Delta, base: CheckpointFolder) -> dict[str, bytes]:
 
 
 def _twins(
-    delta: Delta, base: CheckpointFolder, shards: tuple[Shard, ...], origins: Mapping[str, Origin]
-) -> dict[str, Header]:
-    """Of shards whose tensors all come from one file, that file's header."""
-    twins: dict[str, Header] = {}
+    delta: Delta, base: CheckpointFolder, shards: tuple[Shard, ...], places: Mapping[str, Pieces]
+) -> dict[str, Twin]:
+    """Of shards whose tensors all come from one file, that file."""
+    twins: dict[str, Twin] = {}
     for shard in shards:
-        read = [origins[output.name] for output in shard.outputs]
-        if len({(origin.source is delta.source, origin.first.file) for origin in read}) == 1:
-            headers = delta.headers if read[0].source is delta.source else base.headers
-            twins[shard.file] = headers[read[0].first.file]
+        files = {places[output.name].tensors[0] for output in shard.outputs}
+        if len(files) == 1:
+            source, _, file = files.pop().partition("/")
+            twins[shard.file] = Twin(source, file, (delta if source == _DELTA else base).headers[file])
     return twins
 
 

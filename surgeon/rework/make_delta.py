@@ -20,7 +20,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from surgeon._version import __version__
-from surgeon.apply.job import Job, copied, in_order, origins_in, twins_in
+from surgeon.apply.job import Job, copied, in_order, places_in, twins_in
 from surgeon.apply.readback import ReadBack
 from surgeon.apply.write import check_output, execute
 from surgeon.blueprint.shards import Shard
@@ -287,7 +287,8 @@ def make_delta_of(
 
     job = Job(
         shards=(*shards, *brought),
-        origins={**origins_in(folder, shards), **beside.origins},
+        sources={"": folder.source},
+        places=places_in(folder.tensors, shards) | beside.places,
         twins=twins_in(folder, shards),
         files=files | {DELTA_FILE: index.to_bytes(), CARD_FILE: own_card},
         finish=finish,

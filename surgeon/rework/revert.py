@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from surgeon.apply.job import Job, manifest_and_card, model_files, origins_in, twins_in
+from surgeon.apply.job import Job, manifest_and_card, model_files, places_in, twins_in
 from surgeon.apply.linked_shards import Moved as HowMoved
 from surgeon.apply.readback import ReadBack
 from surgeon.apply.write import check_output, execute
@@ -233,7 +233,8 @@ def reverting_job(out: CheckpointFolder, state: State, layout: Mapping[str, Tens
 
     return Job(
         shards=shards,
-        origins=origins_in(out, shards),
+        sources={"": out.source},
+        places=places_in(out.tensors, shards),
         twins=twins_in(out, shards),
         files=files,
         carried=out,

@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from surgeon.apply.job import in_order
-from surgeon.apply.readback import Origin
 from surgeon.blueprint.blueprint import Output
 from surgeon.blueprint.recipes import Copy
 from surgeon.blueprint.shards import Shard
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
 from surgeon.checkpoint.header import TensorInfo
+from surgeon.checkpoint.piece_bytes import places_of
+from surgeon.checkpoint.pieces import Pieces
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, StoredTensor
 from surgeon.manifest.run_files import (
@@ -35,12 +36,12 @@ from surgeon.manifest.run_files import (
 class Beside:
     """The files beside a run's weights: `held` are their tensors in the order of their bytes, by the names there.
 
-    `digests` and `origins` are those tensors', `files` the small files.
+    `digests` and `places` are those tensors', `files` the small files.
     """
 
     held: Mapping[str, Mapping[str, TensorInfo]]
     digests: Mapping[str, str]
-    origins: Mapping[str, Origin]
+    places: dict[str, Pieces]
     files: Mapping[str, bytes]
 
     @classmethod
@@ -65,8 +66,8 @@ class Beside:
             digests |= found
             held |= {file: {info.name: info for info in infos} for file, infos in in_order(adapter).items()}
             files[ADAPTER_CONFIG_FILE] = content
-        origins = {name: Origin.of(out.source, info) for infos in held.values() for name, info in infos.items()}
-        return cls(held, digests, origins, files)
+        places = places_of({name: info for infos in held.values() for name, info in infos.items()})
+        return cls(held, digests, places, files)
 
     def lacked_by(self, base_at: Mapping[str, StoredTensor]) -> tuple[Shard, ...]:
         """Shards of a delta with the tensors that its base, which brings `base_at`, does not bring."""

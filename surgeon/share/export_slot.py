@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from surgeon.apply.job import Job, copied, origins_in
+from surgeon.apply.job import Job, copied, places_in
 from surgeon.apply.write import check_output, execute
 from surgeon.blueprint.grafts import grafts_of
 from surgeon.blueprint.shards import Shard
@@ -260,7 +260,8 @@ def exporting_job(out: CheckpointFolder, anatomy: Anatomy, pieces: Sequence[Piec
     shards = (Shard(ADAPTER_WEIGHTS, tuple(copied(name, info) for name, info in sorted(tensors.items())), None),)
     return Job(
         shards=shards,
-        origins=origins_in(out, shards),
+        sources={"": out.source},
+        places=places_in(out.tensors, shards),
         files={ADAPTER_CONFIG: (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()},
         finish=lambda _proof: {},
         identity={"what": "export", "out": out.identity()},

@@ -25,16 +25,18 @@ from surgeon.apply.job import (
     in_order,
     manifest_and_card,
     model_files,
-    origins_in,
+    places_in,
     twins_in,
 )
-from surgeon.apply.readback import Origin, ReadBack
+from surgeon.apply.readback import ReadBack
 from surgeon.blueprint.blueprint import Output
 from surgeon.blueprint.recipes import Copy
 from surgeon.blueprint.shards import Shard
 from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import TensorInfo
+from surgeon.checkpoint.piece_bytes import places_of
+from surgeon.checkpoint.pieces import Pieces
 from surgeon.checkpoint.source import LocalSource
 from surgeon.common.json_results import plain_fields
 from surgeon.errors import BadInput, PromiseBroken, printable
@@ -55,6 +57,8 @@ from surgeon.train.trainable.stored import StoredNames
 
 FINAL_FILE = "final.safetensors"
 ADAPTER_FILE = "adapter.safetensors"
+# The name of the work folder among the sources of the job, whose first is the output that was trained.
+_TRAINED = "trained"
 
 
 class Change(NamedTuple):
@@ -210,7 +214,7 @@ def _with_fixed(name: str, value: Tensor, stored: Tensor, fixed: Fixed) -> Tenso
 
 def _kept_shards(
     out: CheckpointFolder, manifest: Manifest, of_base: Collection[str]
-) -> tuple[tuple[Shard, ...], dict[str, Origin]]:
+) -> tuple[tuple[Shard, ...], dict[str, Pieces]]:
     """Lay out what the tensors `of_base` were before all training, in shards cut as the output's, and where that lies.
 
     What an earlier run kept is taken from there; what an earlier run changed and did not keep is gone.
@@ -224,7 +228,7 @@ def _kept_shards(
         if names := [info.name for info in ordered if info.name in infos]:
             outputs = tuple(Output(kept_name(n), Copy.of(infos[n]), None) for n in names)
             shards.append(Shard(f"{KEPT_FOLDER}/{file}", outputs, None))
-    return tuple(shards), {kept_name(name): Origin.of(out.source, info) for name, info in infos.items()}
+    return tuple(shards), places_of({kept_name(name): info for name, info in infos.items()})
 
 
 @dataclass(frozen=True)
@@ -235,7 +239,7 @@ class _Beside:
     """
 
     shards: tuple[Shard, ...]
-    origins: Mapping[str, Origin]
+    places: dict[str, Pieces]
     kept: tuple[str, ...] = ()
     adapter: tuple[TensorInfo, ...] = ()
 
@@ -252,14 +256,14 @@ class _Beside:
             final: what training made.
             before: the tensors of the base that trained, whose values of before are kept; None: none are.
         """
-        shards, origins = ((), {}) if before is None else _kept_shards(out, manifest, before)
-        kept = tuple(name for name in out.tensors if kept_name(name) in origins)
+        shards, places = ((), {}) if before is None else _kept_shards(out, manifest, before)
+        kept = tuple(name for name in out.tensors if kept_name(name) in places)
         if final.adapter is None:
-            return cls(shards, origins, kept)
+            return cls(shards, places, kept)
         ordered = made.headers([ADAPTER_FILE])[ADAPTER_FILE].tensors
         adapter = Shard(ADAPTER_WEIGHTS_FILE, tuple(copied(info.name, info) for info in ordered), None)
-        origins = origins | {info.name: Origin.of(made, info) for info in ordered}
-        return cls((*shards, adapter), origins, kept, tuple(sorted(ordered, key=_named)))
+        places = places | places_of({info.name: info for info in ordered}, _TRAINED)
+        return cls((*shards, adapter), places, kept, tuple(sorted(ordered, key=_named)))
 
 
 def publishing_job(
@@ -288,7 +292,7 @@ def publishing_job(
         keep: write what those were before beside the weights.
     """
     made = LocalSource(work)
-    trained = {info.name: Origin.of(made, info) for info in made.headers([FINAL_FILE])[FINAL_FILE].tensors}
+    trained = {info.name: info for info in made.headers([FINAL_FILE])[FINAL_FILE].tensors}
     shards = tuple(
         Shard(file, tuple(copied(info.name, info) for info in infos), file) for file, infos in in_order(out).items()
     )
@@ -298,7 +302,7 @@ def publishing_job(
 
     def finish(proof: ReadBack) -> Mapping[str, bytes]:
         """Write manifest and card. Raises PromiseBroken where a tensor that did not train is not what it was."""
-        _check_untrained(proof, digests, {*beside.origins, *final.changes})
+        _check_untrained(proof, digests, {*beside.places, *final.changes})
         run = _training_entry(proof, digests, final, entry, beside, of_base)
         files = {name: digest for name, digest in proof.files.items() if not name.startswith(f"{ADAPTER_FOLDER}/")}
         after = manifest.changed(training=[*manifest.training, run], files=beside_weights(files))
@@ -306,7 +310,8 @@ def publishing_job(
 
     return Job(
         shards=(*shards, *beside.shards),
-        origins={**origins_in(out, shards), **trained, **beside.origins},
+        sources={"": out.source, _TRAINED: made},
+        places=places_in(out.tensors, shards) | places_of(trained, _TRAINED) | beside.places,
         twins=twins_in(out, shards),
         files=model_files(out.config, shards, _code_of(out, manifest)) | dict(added),
         carried=out,

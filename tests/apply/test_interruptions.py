@@ -40,7 +40,7 @@ def test_a_disk_that_fails_in_the_middle(
 ) -> None:
     out = tmp_path / "out"
     with monkeypatch.context() as patched:
-        fail_after(patched, 40, code)
+        fail_after(patched, 8, code)
         result = CliRunner().invoke(app, ["apply", "llama-pro", str(base), str(out)])
     assert result.exit_code == 2
     assert words in result.stderr
@@ -125,7 +125,7 @@ real, copies = piece_bytes.copy_range, 0
 def gated(*arguments, **named):
     global copies
     copies += 1
-    if copies == 40:
+    if copies == 8:
         # Two shards are written by then, and are in the journal before it goes on.
         while journal.read_text().count("\\n") < 2:
             time.sleep(0.01)
@@ -183,7 +183,7 @@ def test_two_runs_onto_one_out(base: Path, tmp_path: Path) -> None:
 def test_another_plan_s_leftovers_are_set_aside(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     with monkeypatch.context() as patched:
-        fail_after(patched, 40, errno.EIO)
+        fail_after(patched, 8, errno.EIO)
         assert CliRunner().invoke(app, ["apply", "llama-pro", str(base), str(out)]).exit_code == 2
     result = CliRunner().invoke(app, ["apply", "copy", str(base), str(out)])
     assert result.exit_code == 0

@@ -11,13 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from surgeon.apply.job import Job, copied, model_files
-from surgeon.apply.readback import Origin, ReadBack
+from surgeon.apply.job import Job, copied, model_files, places_in
+from surgeon.apply.readback import ReadBack
 from surgeon.apply.write import execute
 from surgeon.blueprint.blueprint import Output
 from surgeon.blueprint.recipes import Constant
 from surgeon.blueprint.shards import Shard
 from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.piece_bytes import places_of
 from surgeon.common.listener import Quiet, Stopwatch
 from surgeon.errors import BadInput
 from tests import tiny
@@ -47,10 +48,10 @@ def joined(first: CheckpointFolder, second: CheckpointFolder) -> Job:
     zeros = first.tensors[SILENT]
     outputs.append(Output(SILENT, Constant(0.0, zeros.dtype, zeros.shape), 0))
     shards = (Shard("model.safetensors", tuple(outputs), None),)
-    origins = {output.name: Origin.of(first.source, first.tensors[output.name]) for output in outputs[:-1]}
     return Job(
         shards=shards,
-        origins=origins | {NORM: Origin.of(second.source, second.tensors[NORM])},
+        sources={"": first.source, "second": second.source},
+        places=places_in(first.tensors, shards) | places_of({NORM: second.tensors[NORM]}, "second"),
         files=model_files(first.config, shards, {"code.py": b"# code\n"}),
         finish=finish,
         identity={"of": [first.identity(), second.identity()]},

@@ -14,9 +14,10 @@ from safetensors.torch import save_file
 
 import surgeon
 from surgeon.apply import readback
-from surgeon.apply.readback import Origin, ReadBack
+from surgeon.apply.readback import ReadBack
 from surgeon.blueprint.shards import Shard
 from surgeon.checkpoint.header import read_header
+from surgeon.checkpoint.piece_bytes import places_of
 from surgeon.checkpoint.source import LocalSource
 from surgeon.errors import PromiseBroken
 from tests import tiny
@@ -59,10 +60,9 @@ def test_tensors_of_one_name_in_two_files_are_two(tmp_path: Path) -> None:
     files = ["kept.safetensors", "model.safetensors"]
     for file in files:
         save_file({"weight": torch.zeros(2)}, tmp_path / file)
-    source = LocalSource(tmp_path)
-    infos = [header.tensors[0] for header in source.headers(files).values()]
+    infos = [header.tensors[0] for header in LocalSource(tmp_path).headers(files).values()]
     assert [info.name for info in infos] == ["weight", "weight"]
-    assert len({Origin.of(source, info).key(info) for info in infos}) == 2
+    assert len({places_of({info.name: info}, source)["weight"] for info in infos for source in ("", "other")}) == 4
 
 
 def test_a_later_copy_with_another_bit_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

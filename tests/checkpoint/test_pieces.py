@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from surgeon.checkpoint import piece_bytes as module
 from surgeon.checkpoint.header import TensorInfo
-from surgeon.checkpoint.piece_bytes import Gap, OtherBytes, compared, copy_pieces, read_in_order
+from surgeon.checkpoint.piece_bytes import Gap, OtherBytes, compared, copy_pieces, in_files, places_of, read_in_order
 from surgeon.checkpoint.pieces import Pieces, Span, indices, side_by_side, stacked, turned
 from surgeon.errors import BadInput
 
@@ -113,14 +113,14 @@ def test_slices_are_read_in_order(
     file = tmp_path / "file"
     file.write_bytes(bytes(BEGIN) + value.numpy().tobytes())
     info = TensorInfo("it", "F32", shape, "file", BEGIN, BEGIN + value.nbytes)
-    pieces = indices("it", shape, 32, axis, order)
+    pieces = in_files({"": indices("it", shape, 32, axis, order)}, {"it": info})[""]
     with file.open("rb") as opened:
-        found = [bytes(piece) for piece in read_in_order(pieces, {"it": info}, lambda _: opened.fileno())]  # type: ignore[arg-type]
+        found = [bytes(piece) for piece in read_in_order(pieces, lambda _: opened.fileno())]  # type: ignore[arg-type]
     assert b"".join(found) == wanted.numpy().tobytes()
     assert max(map(len, found)) <= max(buffer, wanted.nbytes if axis == 0 else buffer)
     file.write_bytes(file.read_bytes()[:-4])
     with file.open("rb") as opened, pytest.raises(BadInput, match="ends"):
-        list(read_in_order(Pieces.whole("it", value.nbytes), {"it": info}, lambda _: opened.fileno()))
+        list(read_in_order(places_of({"it": info})["it"], lambda _: opened.fileno()))
 
 
 Stored = tuple[dict[str, TensorInfo], bytes, dict[str, Content]]
@@ -148,13 +148,18 @@ def test_what_is_read_and_copied_is_what_pieces_say(
     file, target = (tmp_path_factory.getbasetemp() / name for name in ("drawn", "laid"))
     file.write_bytes(content)
     target.write_bytes(b"\xff" * (pieces.nbytes + 3))
+    places = in_files({"": pieces}, infos)[""]
     found: Content = []
     moved: list[int] = []
     with file.open("rb") as opened, target.open("r+b") as laid:
-        for piece in read_in_order(pieces, infos, lambda _: opened.fileno()):
+        for piece in read_in_order(places, lambda _: opened.fileno()):
             found += [None] * piece.length if isinstance(piece, Gap) else [f"{byte:02x}" for byte in piece]
         copy_pieces(
-            pieces, infos, lambda _: opened.fileno(), target=laid.fileno(), begin=BEGIN - 2, progress=moved.append
+            places,
+            lambda _: opened.fileno(),
+            target=laid.fileno(),
+            begin=BEGIN - 2,
+            progress=moved.append,
         )
     told = content_of(pieces, held)
     assert found == told
@@ -174,6 +179,7 @@ def test_a_byte_that_is_another_is_found(tmp_path_factory: pytest.TempPathFactor
     file.write_bytes(content)
     made = bytearray(int(byte, 16) if byte is not None else rng.randrange(256) for byte in told)
     at = rng.randrange(len(made))
+    places = in_files({"": pieces}, infos)[""]
     with file.open("rb") as opened:
         for changed in (False, True):
             made[at] ^= changed
@@ -181,7 +187,7 @@ def test_a_byte_that_is_another_is_found(tmp_path_factory: pytest.TempPathFactor
             with written.open("rb") as other:
 
                 def read(handle: int = other.fileno()) -> list[tuple[bytes, bool]]:
-                    pairs = compared(pieces, infos, lambda _: opened.fileno(), handle, BEGIN)
+                    pairs = compared(places, lambda _: opened.fileno(), handle, BEGIN)
                     return [(bytes(piece), copied) for piece, copied in pairs]
 
                 if changed and told[at] is not None:

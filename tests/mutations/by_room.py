@@ -36,8 +36,8 @@ MISTAKES = (
         "apply",
         "copies are not compared with their originals after the first",
         "readback.py",
-        "if self._compare or not origin.pieces.covered:",
-        "if (self._compare and trusted is None) or not origin.pieces.covered:",
+        "if self._compare or not place.covered:",
+        "if (self._compare and trusted is None) or not place.covered:",
     ),
     _mistake(
         "blueprint",
@@ -232,8 +232,8 @@ MISTAKES = (
         "rework",
         "a delta takes what is put together of the base from elsewhere in it",
         "apply_delta.py",
-        "{name: origin_in(base, pieces) for name, pieces in",
-        "{name: origin_in(base, pieces.whole(pieces.tensors[0], pieces.nbytes)) for name, pieces in",
+        "Copy(pieces.spans, made.dtype, tuple(made.shape))",
+        "Copy(pieces.whole(pieces.tensors[0], pieces.nbytes).spans, made.dtype, tuple(made.shape))",
     ),
     _mistake(
         "rework",

@@ -271,7 +271,7 @@ def test_lineage_grows_by_a_manifest_a_surgery(llama: list[Path]) -> None:
 
 def test_a_run_cut_off_is_continued(llama: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        fail_after(patched, 60, errno.ENOSPC)
+        fail_after(patched, 4, errno.ENOSPC)
         told = refused("revert", llama[3], tmp_path / "back", "--to", "1")
     assert "the disk is full" in told
     assert not (tmp_path / "back").exists()

@@ -124,7 +124,10 @@ class Partial(Entry):
 
 
 class TrainSettings(RunSettings):
-    """How runs train. Keys mean what they mean in a training config."""
+    """How runs train. Keys mean what they mean in a training config, with its defaults.
+
+    Of `optimizer`: a cosine to a tenth of the peak rate, 5 % warm-up, betas 0.9 and 0.95, no weight decay, clip 1.
+    """
 
     @model_validator(mode="after")
     def _no_rate(self) -> TrainSettings:
@@ -154,8 +157,16 @@ class MethodSpec(Entry):
         Literal[True] | None,
         Field(description="full fine-tuning: every tensor of the base trains; with `plan`, of the grown model"),
     ] = None
-    lora: Annotated[LoraSpec | None, Field(description="a LoRA on the base")] = None
-    partial: Annotated[Partial | None, Field(description="some whole layers of the base train")] = None
+    lora: Annotated[
+        LoraSpec | None,
+        Field(description="a LoRA on the base; `targets` default to attention where the base has experts, else to all"),
+    ] = None
+    partial: Annotated[
+        Partial | None,
+        Field(
+            description="some whole layers of the base train; by default the last one where there are fewer than four"
+        ),
+    ] = None
     rates: Annotated[Rates | None, Field(description="peak learning rates; default: the study's")] = None
     remedies: Annotated[
         list[str] | None, Field(min_length=1, description="names of remedies; default: all of the study")
@@ -249,7 +260,14 @@ class Study(Entry):
     most_rates: Annotated[
         int, Field(ge=FEWEST_RATES, le=40, description="most rates of one method, those that surgeon adds included")
     ] = 8
-    seeds: Annotated[int, Field(ge=1, le=100, description="runs of each point; three make an interval")] = 1
+    seeds: Annotated[
+        int,
+        Field(
+            ge=1,
+            le=100,
+            description="runs of each point, with other new weights and document orders; three make an interval",
+        ),
+    ] = 1
     steps: Annotated[int | None, Field(ge=1, description="optimizer steps of every run")] = None
     tokens: Annotated[int | None, Field(ge=1, description="tokens of every run, instead of steps")] = None
     bytes: Annotated[

@@ -26,7 +26,7 @@ _MOST_STEPS, _MOST_EPOCHS, _MOST_SEQUENCES = 10**9, 10**6, 10**6
 
 
 class OptimizerSpec(Entry):
-    """AdamW and its schedule. Keys left out have the operation's defaults."""
+    """AdamW and its schedule. In a training config, keys left out have the operation's defaults."""
 
     lr: Annotated[float | None, Field(gt=0, description="peak learning rate")] = None
     min_lr: Annotated[
