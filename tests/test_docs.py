@@ -260,7 +260,8 @@ def test_pages_of_operations_have_one_shape(name: str) -> None:
     text = page.read_text(encoding="utf-8")
     head, *parts = re.split(r"^## ", re.sub(r"```.*?```", "", text, flags=re.S), flags=re.M)
     assert [part.partition("\n")[0] for part in parts] == _PARTS
-    assert re.match(rf"# {name}\n\n(!\[.*\n\n)?You get ", head)
+    picture = re.escape(f"![{name}: the stack before and after](../../pictures/operations/{name}.svg)")
+    assert re.match(rf"# {name}\n\n{picture}\n\nYou get ", head)
     plan, before = next(block for block in blocks(page) if block.kind == "yaml"), text.partition("\n## ")[0]
     assert "operations:" in plan.text and plan.text in before
     assert re.search(r"\*(exact|rounding|none)\*", parts[0])
