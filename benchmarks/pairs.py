@@ -1,14 +1,15 @@
 """Every ordered pair of operations, in one plan and in two: what the result promises, proven, or why it is refused.
 
-    python -m benchmarks.pairs [--families llama gemma2] [--of OPERATION …]
+    python -m benchmarks.pairs [--families llama gemma2] [--of OPERATION …] | --page
 
 Each cell is a real surgery on a tiny checkpoint of the family, in bfloat16. What is allowed is verified (every byte,
 logits of prefill and cached decode in bfloat16 and float32) and reverted (every byte). In one plan the outcome must be
 what two plans make of the same base, tensor by tensor and in config.json, but for what is drawn at random; where the
 first operation does not preserve the function, logits are compared with what the first one alone gives. In two plans
-the first one's new tensors are changed in between, as training would. The tables are written into
-docs/reference/combining.md; the exit code is 1 where a cell does not keep what it promises. `--of` proves the pairs of
-these operations alone.
+the first one's new tensors are changed in between, as training would. The outcomes are recorded in
+surgeon/report/pairs.json, from which `surgeon families --after OP` answers and docs/reference/combining.md is written;
+the exit code is 1 where a cell does not keep what it promises. `--of` proves the pairs of these operations alone,
+`--page` writes the page from the record without proving anything.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from surgeon.blueprint.blueprint import Blueprint
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
 from surgeon.manifest.recipe_words import base_bytes_of
+from surgeon.report.followers import RECORD, Answer, recorded_followers
 from tests import tiny, vocabularies
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "combining.md"
@@ -287,34 +289,93 @@ def tables(families: Mapping[str, Bases]) -> tuple[Cells, Cells]:
     return one, two
 
 
-_WORDS = {"exact": "exact", "rounding": "rounding", "none": "changes"}
+def recorded(one: Cells, two: Cells) -> dict[str, Any]:
+    """Both tables as plain data: of each pair a promise, or the number of its refusal, for each family."""
+    refusals: dict[str, int] = {}
 
+    def plain(cells: Cells) -> dict[str, dict[str, list[str | int]]]:
+        found: dict[str, dict[str, list[str | int]]] = {}
+        for (first, second), outcomes in cells.items():
+            found.setdefault(first, {})[second] = [
+                each.promise or refusals.setdefault(each.refusal, len(refusals)) for each in outcomes.values()
+            ]
+        return found
 
-def section(one: Cells, two: Cells) -> str:
-    """Both tables, and the reasons by their numbers."""
-    reasons: dict[str, int] = {}
-    lines = ["## In one plan", "", *_table(one, reasons), "", "## In two plans", "", *_table(two, reasons)]
-    lines += ["", "## Why", ""]
-    return "\n".join([*lines, *(f"{number}. {reason}" for reason, number in reasons.items())])
-
-
-def _table(cells: Cells, reasons: dict[str, int]) -> list[str]:
-    names = list(surgeon.OPERATIONS)
-    lines = [f"| first ↓, then → | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
-    for first in names:
-        row = [_cell(cells[first, second], reasons) for second in names]
-        lines.append(f"| **{first}** | {' | '.join(row)} |")
-    return lines
-
-
-def _cell(found: Mapping[str, Outcome], reasons: dict[str, int]) -> str:
-    shown = {
-        family: _WORDS[each.promise] if each.promise else f"no ({reasons.setdefault(each.refusal, len(reasons) + 1)})"
-        for family, each in found.items()
+    same, following = plain(one), plain(two)
+    return {
+        "model_types": list(next(iter(one.values()))),
+        "entries": {op: {k: v for k, v in pair(op, op)[0].items() if k != "op"} for op in same},
+        "same_plan": same,
+        "next_plan": following,
+        "refusals": list(refusals),
     }
-    if len(set(shown.values())) == 1:
-        return next(iter(shown.values()))
-    return ", ".join(f"{words} ({family})" for family, words in shown.items())
+
+
+def record_text(record: Mapping[str, Any]) -> str:
+    """The record as a file: what a plan can have after one operation, a line each."""
+    parts = [
+        f"{json.dumps(key)}: "
+        + (
+            "{\n" + ",\n".join(f"{json.dumps(op)}: {json.dumps(row)}" for op, row in value.items()) + "\n}"
+            if isinstance(value, dict)
+            else "[\n" + ",\n".join(map(json.dumps, value)) + "\n]"
+        )
+        for key, value in record.items()
+    ]
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+_WORDS = {"exact": "exact", "rounding": "rounding", "none": "the function changes"}
+
+
+def section(names: Iterable[str]) -> str:
+    """What can follow each operation, as the record says it, and why the rest is refused."""
+    refusals: dict[str, int] = {}
+    parts = [_followers(name, refusals) for name in names]
+    why = [f"{number}. {refusal}" for refusal, number in refusals.items()]
+    return "\n\n".join([*parts, "## Why refused", "\n".join(why)])
+
+
+def _followers(name: str, refusals: dict[str, int]) -> str:
+    found = recorded_followers(name)
+    same = _lines({each.op: each.same_plan for each in found.followers}, refusals)
+    following = _lines({each.op: each.next_plan for each in found.followers}, refusals)
+    return "\n".join(
+        [f"## {name}", "", "In the same plan:", "", *same, "", "On its output, by a new plan:", "", *following]
+    )
+
+
+def _lines(answers: Mapping[str, Mapping[str, Answer]], refusals: dict[str, int]) -> list[str]:
+    """A line for each promise and one for refusals, with the operations of which it is said, and of which family."""
+    families = list(next(iter(answers.values())))
+    # Most often the first operation itself is refused there, or finds nothing to do.
+    reasons = {name: [by_family[name].refusal for by_family in answers.values()] for name in families}
+    never = [name for name in families if all(reasons[name])]
+    whole = [name for name in never if len({*reasons[name]}) == 1 or len(never) < len(families)]
+    said: dict[tuple[str, str], list[str]] = {}
+
+    def say(words: str, names: Sequence[str], text: str) -> None:
+        said.setdefault((words, "" if len(names) == len(families) else f" ({', '.join(names)})"), []).append(text)
+
+    def number(refusal: str) -> int:
+        return refusals.setdefault(refusal, len(refusals) + 1)
+
+    mostly = {name: max(reasons[name], key=reasons[name].count) for name in whole}
+    for reason in dict.fromkeys(mostly.values()):
+        say("refused", [name for name in whole if mostly[name] == reason], f"everything ({number(reason)})")
+    for op, by_family in answers.items():
+        rest = {name: answer for name, answer in by_family.items() if name not in whole}
+        for answer in dict.fromkeys(rest.values()):
+            names = [name for name, each in rest.items() if each == answer]
+            if answer.promise is None:
+                say("refused", names, f"`{op}` ({number(answer.refusal)})")
+            else:
+                say(_WORDS[answer.promise], names, f"`{op}`")
+    order = [*_WORDS.values(), "refused"]
+    return [
+        f"- {words}{where}: {', '.join(said[words, where])}"
+        for words, where in sorted(said, key=lambda key: order.index(key[0]))
+    ]
 
 
 def with_section(page: str, written: str) -> str:
@@ -323,11 +384,21 @@ def with_section(page: str, written: str) -> str:
     return f"{before}{BEGIN}\n\n{written}\n\n{END}{rest.partition(END)[2]}"
 
 
+def write_page() -> None:
+    """Write the page from the record."""
+    page = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(with_section(page, section(surgeon.OPERATIONS)), encoding="utf-8")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="*", default=list(FAMILIES), choices=list(tiny.FAMILIES))
+    parser.add_argument("--page", action="store_true", help="write the page from the record alone")
     parser.add_argument("--of", nargs="*", default=list(surgeon.OPERATIONS), choices=list(surgeon.OPERATIONS))
     asked = parser.parse_args()
+    if asked.page:
+        write_page()
+        return 0
     chosen = asked.families
     broken = 0
     with tempfile.TemporaryDirectory() as scratch:
@@ -347,7 +418,8 @@ def main() -> int:
                         f"{name}, {prove.__name__}, {' → '.join(both)}: {'; '.join(wrong[:4]) or 'holds'}", flush=True
                     )
     if not broken and tuple(chosen) == FAMILIES:
-        PAGE.write_text(with_section(PAGE.read_text(encoding="utf-8"), section(one, two)), encoding="utf-8")
+        RECORD.write_text(record_text(recorded(one, two)), encoding="utf-8")
+        write_page()
     return int(broken > 0)
 
 

@@ -10,6 +10,7 @@ import gc
 import inspect
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -109,6 +110,16 @@ def _plugins_named() -> Iterator[None]:
 class _Command(TyperCommand):
     """A command that asks, where its arguments are refused, whether two of them changed places."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            # typer's words for what it expects are pydantic's.
+            for theirs, ours in _TYPES_OF_VALUES.items():
+                if theirs in error.message:
+                    error.message = f"it takes {ours}"
+            raise
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
@@ -122,6 +133,9 @@ class _Command(TyperCommand):
             if "did you mean" not in str(error) and (hint := _mixed_up(ctx)):
                 raise BadInput(f"{error}; {hint}") from error
             raise
+
+
+_TYPES_OF_VALUES = {"valid integer": "a whole number", "valid number": "a number", "valid boolean": "true or false"}
 
 
 def _mixed_up(ctx: typer.Context) -> str:
@@ -271,7 +285,9 @@ _SPELLINGS = {
     ),
     "train.delta_only": _S("write only what the base lacks to RUN, for `apply --delta`"),
     "train.device": _S("auto, cpu, cuda"),
-    "recall.tokens": _S("tokens to write, at least", least=1),
+    "recall.tokens": _S(
+        "tokens to write, at least: 200000, 200k, 1.5M", "N", kind=str, convert=lambda given: _count(given)
+    ),
     "recall.to": _S("new file of JSON lines, for a source of `train`", "FILE"),
     "recall.prompts": _S(
         "begin (the begin-of-text token), template (the bare chat template), or a text file with a beginning a"
@@ -349,6 +365,7 @@ _SPELLINGS = {
     "families.base": _S(
         "base checkpoint: a folder, or user/name[@revision] on the Hub; default: none", "BASE", kind=str
     ),
+    "families.after": _S("which operations can follow this one, in its plan and on its output", "OP"),
 }
 # The order of the help.
 _GROUPS = {
@@ -731,7 +748,10 @@ def _inspect(checkpoint: Declared, as_json: AsJson = False, **given: Any) -> Non
 
 @_command("families")
 def families(base: Declared = None, as_json: AsJson = False, quiet: QuietOption = False, **given: Any) -> None:
-    """List the model families; with BASE what is known or found out about it, and which operations it takes."""
+    """List the model families; with BASE what is known or found out about it, and which operations it takes.
+
+    With --after, list which operations can follow OP: on BASE, or as recorded on tiny models.
+    """
     from surgeon.report.families import families_view
 
     with _listening(quiet) as listener:
@@ -889,6 +909,14 @@ def _plan(given: str, overrides: Sequence[str] | None) -> LoadedPlan:
     if len(raw) > LARGEST_FILE:
         raise BadInput(f"{source}: larger than {LARGEST_FILE:,} bytes; is this a plan?")
     return surgeon.parse_plan(decoded(raw, source), source=source, overrides=overrides)
+
+
+def _count(text: str) -> int:
+    found = re.fullmatch(r"([0-9][0-9_,]*(?:\.[0-9]+)?)([kKmM]?)", text)
+    number = float(re.sub("[_,]", "", found[1])) * {"": 1, "k": 10**3, "m": 10**6}[found[2].lower()] if found else 0
+    if not found or number < 1 or number != int(number):
+        raise BadInput(f"--tokens {printable(text)}: give a whole number, such as 200000, 200k or 1.5M")
+    return int(number)
 
 
 def _bytes(text: str) -> int:

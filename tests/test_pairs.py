@@ -1,8 +1,9 @@
-"""The table of pairs in docs is what every pair of operations gives, and the benchmark that writes it can fail."""
+"""The record of pairs is what every pair of operations gives, and the benchmark that writes it can fail."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,13 @@ def tables(families: dict[str, pairs.Bases]) -> tuple[pairs.Cells, pairs.Cells]:
     return pairs.tables(families)
 
 
-def test_the_page_is_what_headers_say_of_every_pair(tables: tuple[pairs.Cells, pairs.Cells]) -> None:
+def test_record_and_page_are_what_headers_say_of_every_pair(tables: tuple[pairs.Cells, pairs.Cells]) -> None:
     one, two = tables
     assert one.keys() == two.keys() == {(first, second) for first in OPERATIONS for second in OPERATIONS}
+    record = pairs.record_text(pairs.recorded(one, two))
+    assert pairs.RECORD.read_text(encoding="utf-8") == record, "run `python -m benchmarks.pairs`"
     page = pairs.PAGE.read_text(encoding="utf-8")
-    assert page == pairs.with_section(page, pairs.section(one, two)), "run `python -m benchmarks.pairs`"
+    assert page == pairs.with_section(page, pairs.section(OPERATIONS)), "run `python -m benchmarks.pairs --page`"
     for found in (cell for cells in (one, two) for each in cells.values() for cell in each.values()):
         assert bool(found.promise) != bool(found.refusal)
         assert "\n" not in found.refusal and not found.refusal.startswith("plan.yaml")
@@ -54,6 +57,20 @@ def test_models_of_all_pairs_want_the_tensors_that_are_planned(tables: tuple[pai
             wanted = {n: tuple(v.shape) for n, v in model.state_dict(keep_vars=True).items()}
             wanted = {n: shape for n, shape in wanted.items() if n not in model.all_tied_weights_keys}
             assert {o.name: tuple(o.recipe.shape) for o in drawn.outputs} == wanted, (name, first, second)
+
+
+def test_the_page_names_every_pair_once_for_each_family_and_plan() -> None:
+    """Lists leave nothing out: of each operation every other one, or all of them at once."""
+    text = pairs.PAGE.read_text(encoding="utf-8")
+    for first in OPERATIONS:
+        section = text.partition(f"\n## {first}\n")[2].partition("\n## ")[0]
+        for part in section.split("On its output, by a new plan:"):
+            lines = [line for line in part.splitlines() if line.startswith("- ")]
+            for family in pairs.FAMILIES:
+                of_it = [x for x in lines if f"({family})" in x.partition(":")[0] or "(" not in x.partition(":")[0]]
+                named = [op for line in of_it for op in re.findall(r"`(\w+)`", line.partition(":")[2])]
+                everything = any("everything" in line for line in of_it)
+                assert sorted(named) == ([] if everything else sorted(OPERATIONS)), (first, family)
 
 
 # Of each kind of cell one that is carried out here; `python -m benchmarks.pairs` does all.

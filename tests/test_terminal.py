@@ -71,6 +71,11 @@ def test_a_plan_may_come_from_stdin(base: Path) -> None:
         ("apply solar out BASE", ["did you swap BASE and OUT?"]),
         ("verify BASE BASE --device gpu", ["--device gpu: unknown; use auto, cpu, cuda or cuda:N"]),
         ("verify BASE out --text absent.txt", ["absent.txt: cannot read the text (no such file; looked at"]),
+        ("train BASE ROWS run", ["rows.jsonl:2: no key `text`; `chosen` and `rejected` are preferences"]),
+        (
+            "recall BASE --tokens many --to x.jsonl",
+            ["--tokens many: give a whole number, such as 200000, 200k or 1.5M"],
+        ),
         ("report BASE --routing absent.json", ["absent.json: cannot read the routing record"]),
         ("report BASE", ["no surgery.json, so this is not an output of surgeon"]),
         ("routing-report BASE --text a=absent.txt", ["absent.txt: cannot read the text"]),
@@ -90,13 +95,16 @@ def test_what_is_wrong_is_said_in_a_line_each_before_torch_is_asked_for(
 ) -> None:
     config = tmp_path / "train.yaml"
     config.write_text("surgeon_train: 1\nstep: 3\nsources: []\nattention: spda\nreport_to: [wadb]\n", encoding="utf-8")
+    rows = tmp_path / "rows.yaml"
+    rows.write_text("surgeon_train: 1\nsteps: 1\nwhat: all\nsources: [{name: a, share: 1, path: rows.jsonl}]\n")
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
     monkeypatch.chdir(tmp_path)
 
     def no_torch(device: str) -> str:
         raise AssertionError("torch was asked for a device")
 
     monkeypatch.setattr("surgeon.common.devices.resolve", no_torch)
-    places = {"BASE": str(base), "TRAIN": str(config)}
+    places = {"BASE": str(base), "TRAIN": str(config), "ROWS": str(rows)}
     ran = CliRunner().invoke(app, [places.get(word, word) for word in arguments.split()])
     assert ran.exit_code == 2, ran.output
     lines = ran.stderr.splitlines()

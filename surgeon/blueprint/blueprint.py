@@ -73,7 +73,7 @@ class Output:
 
     `new` says that one did: training may then change it, unless it holds parts of old layers. The other fields are
     those of its recipe, which are asked for often: `pieces` are the bytes of the base that it holds as they are, `kept`
-    those among them that stay so where what is new trains, `whole` the tensor of the base that it is, if it is one.
+    those among them that stay so where what is new trains.
     """
 
     name: str
@@ -84,13 +84,12 @@ class Output:
     is_hole: bool = field(init=False, repr=False, compare=False)
     numel: int = field(init=False, repr=False, compare=False)
     nbytes: int = field(init=False, repr=False, compare=False)
-    whole: str | None = field(init=False, repr=False, compare=False)
     pieces: Pieces = field(init=False, repr=False, compare=False)
     kept: Pieces = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "new", self.operation is not None)
-        for name in ("computed", "is_hole", "numel", "nbytes", "whole", "pieces"):
+        for name in ("computed", "is_hole", "numel", "nbytes", "pieces"):
             object.__setattr__(self, name, getattr(self.recipe, name))
         object.__setattr__(self, "kept", self.recipe.kept if self.new else self.pieces)
 

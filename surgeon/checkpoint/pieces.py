@@ -46,6 +46,8 @@ class Span:
 
     def runs(self, first: int, stop: int) -> Span:
         """The runs from `first` to before `stop`."""
+        if (first, stop) == (0, self.count):
+            return self
         count = stop - first
         offset, at = self.offset + first * self.step, self.at + first * self.every
         step, every = (self.step, self.every) if count > 1 else (0, 0)
@@ -53,9 +55,8 @@ class Span:
 
     def merged(self) -> Span:
         """The same bytes as one run, where runs follow each other on both sides."""
-        if self.count > 1 and self.step == self.every == self.length:
-            return Span(self.tensor, self.offset, self.nbytes, self.at)
-        return self if self.count > 1 else replace(self, step=0, every=0)
+        one = Span(self.tensor, self.offset, self.nbytes, self.at)
+        return one if self.count == 1 or self.step == self.every == self.length else self
 
     def turned(self, holder: str) -> Span:
         """Where its bytes lie in `holder`, seen from `tensor`."""
@@ -142,8 +143,9 @@ def _joined(first: Span, second: Span) -> Span | None:
         return None
     length = first.length + second.length
     # Longer than from one run to the next they may be read, where an order repeats slices, but are not one span.
-    apart = first.count == 1 or length <= min(first.step, first.every)
-    return replace(first, length=length).merged() if apart else None
+    if first.count > 1 and length > min(first.step, first.every):
+        return None
+    return Span(first.tensor, first.offset, length, first.at, first.count, first.step, first.every).merged()
 
 
 def _through(outer: Span, inner: Span) -> Iterator[Span]:
@@ -164,7 +166,7 @@ def _through(outer: Span, inner: Span) -> Iterator[Span]:
         for first, stop, begin, end in _within(outer.offset, outer.length, outer.step, outer.count, inner):
             part = outer.runs(first, stop)
             offset = inner.offset + part.offset - inner.at + begin
-            yield replace(part, tensor=inner.tensor, offset=offset, at=part.at + begin, length=end - begin)
+            yield Span(inner.tensor, offset, end - begin, part.at + begin, part.count, part.step, part.every)
     else:
         region = Span("", 0, outer.length, outer.offset)
         for first, stop, begin, end in _within(inner.at, inner.length, inner.every, inner.count, region):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from surgeon.common.schema_forms import Forms
 from surgeon.common.suggestions import did_you_mean, nearest, value_text
 from surgeon.common.yaml import Place
 from surgeon.errors import bad_input, printable
@@ -17,6 +19,9 @@ from surgeon.errors import bad_input, printable
 ModelT = TypeVar("ModelT", bound=BaseModel)
 MOST_PROBLEMS = 20  # shown of one file
 NOTHING_GIVEN: Mapping[Place, str] = MappingProxyType({})
+NO_HABITS: Mapping[str, str] = MappingProxyType({})
+# pydantic's words for these are plain.
+_BOUNDS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal", "multiple_of")
 
 
 def check_yaml(
@@ -26,8 +31,7 @@ def check_yaml(
     source: str,
     *,
     what: str,
-    known_keys: Callable[[ErrorDetails, Place], list[str]],
-    tags: Callable[[str], list[str]] = lambda _: [],
+    habits: Mapping[str, str] = NO_HABITS,
     given: Mapping[Place, str] = NOTHING_GIVEN,
 ) -> ModelT:
     """Check a document by its schema.
@@ -38,8 +42,7 @@ def check_yaml(
         lines: the line of every place in it
         source: the file's name, for errors
         what: the kind of file, for errors
-        known_keys: the keys that the schema knows at the place of an unknown one
-        tags: the values of a discriminator
+        habits: what keys of other programs are called here
         given: the options that changed the document after it was read, by the place that they set
 
     Returns:
@@ -54,13 +57,14 @@ def check_yaml(
         return model.model_validate_json(json.dumps(data))
     except ValidationError as error:
         problems = {_place_of(problem, data): problem for problem in _problems(error, data)}
+    said = _Said(Forms(model.model_json_schema()), data, what, habits)
     misspelt = {
         (*place[:-1], meant)
         for place, problem in problems.items()
-        if problem["type"] == "extra_forbidden" and (meant := nearest(str(place[-1]), known_keys(problem, place)))
+        if problem["type"] == "extra_forbidden" and (meant := nearest(str(place[-1]), said.keys_beside(place)))
     }
     found = [
-        where(place, lines, source, given) + _explained(problem, place, data, what, known_keys, tags)
+        where(place, lines, source, given) + said.about(problem, place)
         for place, problem in sorted(problems.items(), key=lambda entry: _line_of(entry[0], lines))
         if not (problem["type"] == "missing" and place in misspelt)
     ]
@@ -73,7 +77,8 @@ def check_given(model: type[ModelT], **given: Any) -> ModelT:
         return model(**given)
     except ValidationError as error:
         problems = error.errors()
-    raise bad_input([_about_value(problem, ".".join(map(str, problem["loc"]))) for problem in problems])
+    said = _Said(Forms(model.model_json_schema()), given, "options", NO_HABITS)
+    raise bad_input([said.about_value(problem, problem["loc"]) for problem in problems])
 
 
 def where(place: Place, lines: Mapping[Place, int], source: str, given: Mapping[Place, str] = NOTHING_GIVEN) -> str:
@@ -90,80 +95,81 @@ def _line_of(place: Place, lines: Mapping[Place, int]) -> int:
     return next((lines[place[:cut]] for cut in range(len(place), -1, -1) if place[:cut] in lines), 1)
 
 
-def keys_by_section(whole: type[BaseModel]) -> Callable[[ErrorDetails, Place], list[str]]:
-    """Return the `known_keys` of a file whose sections are the models in the annotations of `whole`."""
-
-    def known_keys(_problem: ErrorDetails, place: Place) -> list[str]:
-        models = [whole]
-        for key in (step for step in place[:-1] if isinstance(step, str)):
-            fields = [model.model_fields[key] for model in models if key in model.model_fields]
-            models = [inner for each in fields for inner in _models_in(each.annotation)]
-        return list(dict.fromkeys(key for model in models for key in model.model_fields))
-
-    return known_keys
-
-
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
-    """The models that a value of this type may be, or that a list of them holds."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for inner in get_args(annotation) for model in _models_in(inner)]
-
-
 def editor_schema(model: type[BaseModel], title: str) -> dict[str, Any]:
     """The JSON schema of a kind of file, for editors that complete YAML by it."""
     return model.model_json_schema() | {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title}
 
 
 def _place_of(problem: ErrorDetails, data: dict[str, Any]) -> Place:
-    place = _place_in(data, problem["loc"])
-    if problem["type"] == "union_tag_invalid":
-        place = (*place, str(problem["ctx"]["discriminator"]).strip("'"))
     if problem["type"] == "value_error":
         # The last step of its location is a form of a union, which is no place.
-        place = _tried_at(data, problem)
+        return _tried_at(data, problem)
+    place = _place_in(data, problem["loc"], lacking=problem["type"] == "missing")
+    if problem["type"] == "union_tag_invalid":
+        place = (*place, str(problem["ctx"]["discriminator"]).strip("'"))
     return place
 
 
-def _explained(
-    problem: ErrorDetails,
-    place: Place,
-    data: dict[str, Any],
-    what: str,
-    known_keys: Callable[[ErrorDetails, Place], list[str]],
-    tags: Callable[[str], list[str]],
-) -> str:
-    match problem["type"]:
-        case "extra_forbidden":
-            key = str(place[-1])
-            return f"unknown key `{printable(key)}`{did_you_mean(key, known_keys(problem, place))}"
-        case "union_tag_not_found":
-            name = str(problem["ctx"]["discriminator"]).strip("'")
-            return f"`{_shown_place(place, what)}` needs `{name}:`, one of {', '.join(tags(name))}"
-        case "value_error":
-            # A sentence of ours about several keys, which says all there is to say: only the entry is named.
-            return _entry_of(data, place) + problem["msg"].removeprefix("Value error, ")
-    return _about_value(problem, _shown_place(place, what))
+@dataclass(frozen=True)
+class _Said:
+    """What errors say of a document: the forms that its schema has, the document, its kind, and others' habits."""
 
+    forms: Forms
+    data: Any
+    what: str
+    habits: Mapping[str, str]
 
-def _about_value(problem: ErrorDetails, key: str) -> str:
-    """Say what is wrong with the value of `key`."""
-    context = problem.get("ctx", {})
-    match problem["type"]:
-        case "missing":
-            return f"`{key}` is missing"
-        case "union_tag_invalid":
-            tag, name = str(context["tag"]), str(context["discriminator"]).strip("'")
-            return f"unknown {name} `{printable(tag)}`{did_you_mean(tag, _listed(context['expected_tags']))}"
-        case "literal_error":
-            options = _listed(str(context["expected"]).replace(" or ", ", "))
-            return f"`{key}` is {value_text(problem['input'])}{did_you_mean(str(problem['input']), options)}"
-        case _:
-            # "Input should be greater than 0", "List should have at least 1 item": the words after the subject.
-            _, should, rule = problem["msg"].partition(" should ")
-            if should:
+    def keys_beside(self, place: Place) -> list[str]:
+        """Return the keys that the mapping may have in which a key stands."""
+        return self.forms.keys(self.data, place[:-1])
+
+    def about(self, problem: ErrorDetails, place: Place) -> str:
+        """Say what is wrong at a place."""
+        match problem["type"]:
+            case "extra_forbidden":
+                key = str(place[-1])
+                return f"unknown key `{printable(key)}`{self._meant(key, place)}"
+            case "union_tag_not_found":
+                name = str(problem["ctx"]["discriminator"]).strip("'")
+                tags = self.forms.tags(self.data, place, name)
+                return f"`{_shown_place(place, self.what)}` needs `{name}:`, one of {', '.join(tags)}"
+            case "value_error":
+                # A sentence of ours about several keys, which says all there is to say: only the entry is named.
+                return _entry_of(self.data, place) + problem["msg"].removeprefix("Value error, ")
+        return self.about_value(problem, place)
+
+    def about_value(self, problem: ErrorDetails, place: Place) -> str:
+        """Say what is wrong with the value at a place."""
+        key, context = _shown_place(place, self.what), problem.get("ctx", {})
+        match problem["type"]:
+            case "missing":
+                return f"`{key}` is missing"
+            case "union_tag_invalid":
+                tag, name = str(context["tag"]), str(context["discriminator"]).strip("'")
+                return f"unknown {name} `{printable(tag)}`{did_you_mean(tag, _listed(context['expected_tags']))}"
+            case "too_short" | "too_long" as kind:
+                entries = "at least" if kind == "too_short" else "at most"
+                count = context["min_length" if kind == "too_short" else "max_length"]
+                noun = "entry" if count == 1 else "entries"
+                return f"`{key}` is {value_text(problem['input'])}; it takes {entries} {count} {noun}"
+            case kind if kind in _BOUNDS:
+                _, _, rule = problem["msg"].partition(" should ")
                 return f"`{key}` is {value_text(problem['input'])}; it should {rule}"
+        value, takes = problem["input"], self.forms.words(self.data, place)
+        if isinstance(value, str) and (close := nearest(value, self.forms.values(self.data, place))) is not None:
+            return f"`{key}` is {value_text(value)}; did you mean `{close}`?"
+        if not takes:
             return f"`{key}`: {problem['msg']}"
+        return f"`{key}` is {value_text(value)}; it takes {takes}"
+
+    def _meant(self, key: str, place: Place) -> str:
+        """Say what an unknown key is called here, as far as that can be guessed."""
+        beside = self.keys_beside(place)
+        if key in self.habits:
+            return f"; here it is {self.habits[key]}"
+        if len(place) == 1 and key not in beside and (home := self.forms.home_of(key)) is not None:
+            return f"; here it is `{home}`"
+        return did_you_mean(key, beside)
 
 
 def _listed(options: object) -> list[str]:
@@ -231,15 +237,16 @@ def _holds(data: Any, step: int | str) -> bool:
     return step in data if isinstance(data, dict) else isinstance(data, list) and step in range(len(data))
 
 
-def _place_in(data: Any, location: tuple[int | str, ...]) -> Place:
-    """The steps of a pydantic location that are steps in the data (others name members of unions)."""
+def _place_in(data: Any, location: tuple[int | str, ...], *, lacking: bool) -> Place:
+    """The steps of a pydantic location that are steps in the data: others name members of unions.
+
+    With `lacking` the last one is a key that the data has not.
+    """
     place: list[str | int] = []
     for number, step in enumerate(location):
-        if isinstance(data, dict) and step in data:
-            data = data[str(step)]
-        elif isinstance(data, list) and isinstance(step, int) and step < len(data):
+        if _holds(data, step):
             data = data[step]
-        elif number + 1 < len(location) or not isinstance(data, dict) or not isinstance(step, str):
+        elif not (lacking and number + 1 == len(location)):
             continue
         place.append(step)
     return tuple(place)

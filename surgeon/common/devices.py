@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import re
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from surgeon.errors import BadInput, printable
 
@@ -12,9 +15,24 @@ _NAME = re.compile(r"cpu|cuda(?::(\d{1,3}))?")
 
 
 def check(device: str) -> None:
-    """Raise BadInput for a name that is none of a device, before torch is loaded to ask whether it is there."""
-    if device != "auto" and _NAME.fullmatch(device) is None:
+    """Raise BadInput for a device that there is not, as far as that is known before torch is loaded."""
+    if device == "auto":
+        return
+    if _NAME.fullmatch(device) is None:
         raise BadInput(f"--device {printable(device)}: unknown; use auto, cpu, cuda or cuda:N")
+    if device != "cpu" and not _has_driver():
+        raise BadInput(f"--device {device}: no CUDA device is visible here; use cpu")
+
+
+def _has_driver() -> bool:
+    """Whether the driver of an NVIDIA or AMD GPU is there; without one torch sees none."""
+    if Path("/dev/kfd").exists():
+        return True
+    try:
+        ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def resolve(device: str) -> str:
@@ -29,7 +47,7 @@ def resolve(device: str) -> str:
         return device
     count = torch.cuda.device_count()
     if count == 0:
-        raise BadInput(f"--device {device}: no CUDA device is visible to torch here; use cpu")
+        raise BadInput(f"--device {device}: no CUDA device is visible here; use cpu")
     if int(found[1] or 0) >= count:
         raise BadInput(f"--device {device}: torch sees {count} CUDA devices, numbered from 0; use one of them")
     return device

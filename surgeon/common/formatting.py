@@ -6,11 +6,14 @@ from collections.abc import Iterable
 
 from surgeon.errors import printable
 
+# What three digits round to a whole unit is shown in it: 999,900 bytes are 1 MB, not 1e+03 kB.
+_ROUNDED_UP = 0.9995
+
 
 def count(number: int) -> str:
     """A count of parameters: 1,235,814,400 (1.24B)."""
     for size, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
-        if number >= size:
+        if number >= size * _ROUNDED_UP:
             return f"{number:,} ({number / size:.3g}{unit})"
     return f"{number:,}"
 
@@ -18,7 +21,7 @@ def count(number: int) -> str:
 def size(number: int) -> str:
     """A number of bytes in decimal units."""
     for unit, name in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
-        if number >= unit:
+        if number >= unit * _ROUNDED_UP:
             return f"{number / unit:.3g} {name}"
     return f"{number} B"
 

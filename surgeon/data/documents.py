@@ -6,6 +6,7 @@ numbers a document; texts stay on disk. A document has at most `MAX_DOCUMENT_BYT
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,8 @@ _UTF8 = "utf-8-sig"
 
 # A plain text is cut at line ends into documents of about this many bytes, so that it can be shuffled and held out.
 PIECE = 8000
+# Read of each file before anything that takes long is imported.
+_FIRST_ROWS = 8
 _KINDS = (".jsonl", ".json", ".txt", ".parquet")
 _OTHERS = dict.fromkeys((".gz", ".zst", ".xz", ".bz2", ".zip", ".tar", ".tgz"), "unpack it") | dict.fromkeys(
     (".csv", ".tsv", ".xlsx", ".arrow"), "write it as JSON lines or parquet"
@@ -56,11 +59,13 @@ class Corpus(Protocol):
 class Documents:
     """The documents of files, by number. Of parquet files at most `MAX_GROUP_BYTES` stay in memory."""
 
-    def __init__(self, path: Path, *, key: str | None, chat: bool, labels: bool = False) -> None:
+    def __init__(
+        self, path: Path, *, key: str | None, chat: bool, labels: bool = False, most: int | None = None
+    ) -> None:
         """Index `path` (a file, or a folder of files); `key` holds the text or messages (None: as `layouts` has it).
 
-        With `labels` each text has one, which plain text files do not hold. Raises BadInput for a missing, unreadable
-        or empty file and for the first line that is not a document.
+        With `labels` each text has one, which plain text files do not hold. With `most` no more documents of each file
+        are read. Raises BadInput for a missing, unreadable or empty file and for the first line that is no document.
         """
         self.path = path
         self.key = key
@@ -72,12 +77,17 @@ class Documents:
                 f"{printable(str(plain))}: plain text, which holds no labels; write JSON lines of text and label"
             )
         self.blank = 0
-        pieces = [self._index(number, file) for number, file in enumerate(self.files)]
+        pieces = [self._index(number, file, most) for number, file in enumerate(self.files)]
         self._places: NDArray[np.int64] = np.concatenate(pieces)
         # Row groups as tables, by the numbers of file and group, and the bytes of each.
         self._groups: dict[tuple[int, int], tuple[Any, int]] = {}
         if not len(self._places):
             raise BadInput(f"{printable(str(path))}: no document with text; a source needs some text")
+
+    @classmethod
+    def check_begin(cls, path: Path, *, key: str | None, chat: bool, labels: bool) -> None:
+        """Raise BadInput for what is wrong in the first rows of each file, as reading it all would."""
+        cls(path, key=key, chat=chat, labels=labels, most=_FIRST_ROWS)
 
     @property
     def shown(self) -> str:
@@ -111,17 +121,10 @@ class Documents:
             return os.fdopen(open_regular(place.parent, place.name), "rb")
         return os.fdopen(open_regular(self.path, str(file.relative_to(self.path))), "rb")
 
-    def _index(self, number: int, file: Path) -> NDArray[np.int64]:
+    def _index(self, number: int, file: Path, most: int | None) -> NDArray[np.int64]:
+        readers = {".jsonl": self._lines, ".json": self._entries, ".txt": self._pieces}
         try:
-            match file.suffix:
-                case ".jsonl":
-                    spans = list(self._lines(file))
-                case ".json":
-                    spans = list(self._entries(file))
-                case ".txt":
-                    spans = list(self._pieces(file))
-                case _:
-                    spans = list(self._rows(file))
+            spans = list(itertools.islice(readers.get(file.suffix, self._rows)(file), most))
         except OSError as error:
             raise BadInput(f"{printable(str(file))}: cannot be read ({error.strerror}); check the path") from None
         places = np.array(spans, dtype=np.int64).reshape(-1, 2)

@@ -20,6 +20,10 @@ LABEL, PAIR = "label", "text_pair"
 _SYSTEM, _TOOLS = "system", "tools"
 # Answers of which one is preferred: those of DPO and its kin, which need another loss.
 _PREFERRED = ("chosen", "rejected")
+_PREFERENCES = (
+    "`chosen` and `rejected` are preferences, which the output learns from through TRL's DPOTrainer"
+    " (docs/how-to/other-trainers.md); here, leave one answer of the two as a chat"
+)
 _FIELD = "`field:` of the source names another key"
 
 
@@ -180,6 +184,8 @@ def _instead(names: Sequence[str], key: str) -> str:
 
 
 def _others(names: Sequence[str]) -> str:
+    if all(name in names for name in _PREFERRED):
+        return _PREFERENCES
     return f"it has {printable(', '.join(map(str, names)) or 'none')}; `field:` of the source names another one"
 
 
@@ -187,10 +193,7 @@ def _no_chat(names: Sequence[str], key: str | None, what: str) -> str:
     if key is not None:
         return f"no {what} `{printable(key)}`; {_others(names)}"
     if all(name in names for name in _PREFERRED):
-        return (
-            "`chosen` and `rejected` are preferences, which the output learns from through TRL's DPOTrainer"
-            " (docs/how-to/other-trainers.md); here, leave one answer of the two as a chat"
-        )
+        return _PREFERENCES
     # Of a layout that is there in part, the key that is missing.
     for layout in CHATS:
         missing = [name for name in layout.needs if name not in names]

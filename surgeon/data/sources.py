@@ -54,7 +54,7 @@ class OpenedSource:
 
 
 def check_source(source: TextSpec, named_by: Naming) -> list[tuple[str, str]]:
-    """Find what is missing of a source, without reading it: the key of the config, and what is wrong with it."""
+    """Find what is missing of a source, or wrong in its first rows: the key of the config, and what is wrong."""
     wrong: list[tuple[str, str]] = []
     paths = [("path", source.path)]
     if isinstance(source, SourceSpec) and source.generate is not None:
@@ -70,9 +70,20 @@ def check_source(source: TextSpec, named_by: Naming) -> list[tuple[str, str]]:
         paths.append(("validation", source.validation))
     for key, given in paths:
         path = named_by.resolve(given)
-        if not (key == "path" and is_saved(path)) and (why := absent(path, key)):
+        if key == "path" and is_saved(path):
+            continue
+        if why := absent(path, key) or _begins_wrong(path, source):
             wrong.append((key, f"source {source.name}: {why}"))
     return wrong
+
+
+def _begins_wrong(path: Path, source: TextSpec) -> str:
+    """Say what is wrong in the first rows of a text; empty where nothing is."""
+    try:
+        Documents.check_begin(path, key=source.key, chat=source.kind == "chat", labels=source.kind == "labels")
+    except BadInput as error:
+        return str(error)
+    return ""
 
 
 def absent(path: Path, key: str) -> str:

@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from surgeon import HeldOut, TextSpec, check_source, held_out_text, load_config
-from surgeon.common.checked_yaml import check_yaml, keys_by_section, where
+from surgeon.common.checked_yaml import check_yaml, where
 from surgeon.common.schema import Entry
 from surgeon.common.yaml import parse_yaml, read_text
 from surgeon.errors import BadInput, bad_input, printable
@@ -157,8 +157,7 @@ def _sources(name: str | None, path: Path, say: Callable[[str], None], labels: b
         config = load_config(path)
         _check_kinds(config.config.sources, path, labels)
         return [(spec.name, partial(held_out_text, spec, config, say=say)) for spec in config.config.sources]
-    known_keys = keys_by_section(DataConfig)
-    texts = check_yaml(DataConfig, content, lines, str(path), what=_WHAT, known_keys=known_keys)
+    texts = check_yaml(DataConfig, content, lines, str(path), what=_WHAT)
     _check_kinds(texts.sources, path, labels)
     wrong = [
         where(("sources", number, key), lines, str(path)) + why

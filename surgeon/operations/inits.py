@@ -9,7 +9,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, Union
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Constant, Predicted, Random, Recipe, Shuffled, TextSupport, average
@@ -390,4 +390,12 @@ INITS: dict[str, type[Init]] = {
 if TYPE_CHECKING:
     AnyInit = Init
 else:
-    AnyInit = Annotated[Union[tuple(INITS.values())], Field(discriminator="kind")]  # noqa: UP007
+    _Mapping = Annotated[Union[tuple(INITS.values())], Field(discriminator="kind")]  # noqa: UP007
+    # An init's name alone has the defaults of its settings.
+    AnyInit = Annotated[
+        _Mapping,
+        BeforeValidator(
+            lambda value: {"kind": value} if isinstance(value, str) else value,
+            json_schema_input_type=_Mapping | Literal[tuple(INITS)],
+        ),
+    ]

@@ -19,7 +19,7 @@ from surgeon.families.anatomy import LayerKind
 from surgeon.operations.expert_fusion import of_experts
 from surgeon.operations.inits import INITS, AnyInit, Gap
 from surgeon.operations.operation import Operation, Origin, Paper, TrainingDefaults, word_of
-from surgeon.operations.selectors import EveryPeriod, GapSelector, select_gaps, select_periods, spread
+from surgeon.operations.selectors import EveryPeriod, WrittenGaps, select_gaps, select_periods, spread
 
 
 class InsertLayers(Operation):
@@ -27,7 +27,8 @@ class InsertLayers(Operation):
 
     papers: ClassVar[tuple[Paper, ...]] = tuple(dict.fromkeys(init.paper for init in INITS.values()))
     training: ClassVar[TrainingDefaults] = TrainingDefaults(
-        "OpT-DeUS, section 5.5, whatever the init: 1e-4 (1.7B models; 5e-5 for 11.5B), 64 sequences of 2048", lr=1e-4
+        "1e-4, 64 sequences of 2048, as OpT-DeUS trained its inits and those it compares (section 5.5; 11.5B: 5e-5)",
+        lr=1e-4,
     )
     origins: ClassVar[Mapping[str, Origin]] = {kind: init.origin for kind, init in INITS.items()}
 
@@ -39,7 +40,7 @@ class InsertLayers(Operation):
     )
 
     op: Literal["insert_layers"]
-    where: Annotated[GapSelector | EveryPeriod, Field(description="the gaps to fill, each named by the layer below it")]
+    where: Annotated[WrittenGaps, Field(description="the gaps to fill, each named by the layer below it")]
     count: Annotated[
         int | None,
         Field(
@@ -48,7 +49,7 @@ class InsertLayers(Operation):
         ),
     ] = None
     per_gap: Annotated[int, Field(ge=1, description="new layers in each gap (LLaMA PRO's p)")] = 1
-    init: AnyInit
+    init: Annotated[AnyInit, Field(description="how a new layer is made: a kind with its settings, or its name alone")]
     zero_init: Annotated[bool, Field(description="write nothing to the residual stream at birth")] = True
 
     @model_validator(mode="after")

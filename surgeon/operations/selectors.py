@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 from surgeon.common.formatting import show
 from surgeon.errors import BadInput, printable
@@ -47,6 +47,14 @@ class EveryPeriod(Spec):
 
 
 GapSelector = Position | Every | After | Range
+# As people write gaps: a plain list names the layers below them, as `after` does.
+WrittenGaps = Annotated[
+    GapSelector | EveryPeriod,
+    BeforeValidator(
+        lambda value: {"after": value} if isinstance(value, list) else value,
+        json_schema_input_type=GapSelector | EveryPeriod | Annotated[list[Index], Field(min_length=1)],
+    ),
+]
 LayerSelector = Position | Every | Range | Annotated[list[Index], Field(min_length=1)]
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
-from pydantic_core import ErrorDetails
 
 from surgeon.blueprint.blueprint import Blueprint
 from surgeon.blueprint.draft import Draft
@@ -78,16 +77,25 @@ def parse_plan(text: str, *, source: str = "plan", overrides: Sequence[str] = ()
     value in YAML (`operations.0.init.reg=0.1`). The text of the result then has them in it. Raises BadInput.
     """
     data, lines = parse_yaml(text, source, what="plan", needs="`surgeon: 1` and `operations:`")
+    _check_program(data, source)
     given = override(data, overrides, example="operations.0.layers=all")
-
-    def known_keys(problem: ErrorDetails, place: Place) -> list[str]:
-        return _known_keys(problem, data, place)
-
-    plan = check_yaml(Plan, data, lines, source, what="plan", known_keys=known_keys, tags=_tags, given=given)
+    plan = check_yaml(Plan, data, lines, source, what="plan", given=given)
     if overrides:
         options = " ".join(f"--set {setting}" for setting in overrides)
         text = f"# With {printable(options, len(options))}\n{written_yaml(data)}"
     return LoadedPlan(plan, text, source, lines, given)
+
+
+def _check_program(data: Mapping[str, Any], source: str) -> None:
+    """Raise BadInput for the config of another program that works on checkpoints."""
+    if not {"surgeon", "operations"} & data.keys() and (found := [key for key in _MERGEKIT if key in data]):
+        raise BadInput(
+            f"{printable(source)}: a mergekit config (it has `{found[0]}`), and surgeon takes plans; stacked slices are"
+            " `stack_layers`, or `insert_layers` with `init: copy`; `surgeon plans` lists plans to start from"
+        )
+
+
+_MERGEKIT = ("merge_method", "slices", "base_model", "experts", "modules")
 
 
 # The plan of a model that was trained as it is: there was no surgery.
@@ -176,41 +184,6 @@ def carry_out(operation: Operation, draft: Draft, facts: Facts | None = None) ->
     draft.records.append(operation.edit(draft, facts))
     if before and draft.widths == before:
         raise BadInput("an earlier operation of this plan changes widths, which others do not know; apply two plans")
-
-
-def _known_keys(problem: ErrorDetails, data: Any, place: Place) -> list[str]:
-    """Return the keys that the schema knows at the place of an unknown one."""
-    if len(place) == 1:
-        return list(Plan.model_fields)
-    operation = data["operations"][int(place[1])]
-    spec = OPERATIONS[operation["op"]]
-    if len(place) == 3:
-        return list(spec.model_fields)
-    names = {
-        name
-        for definition in spec.model_json_schema().get("$defs", {}).values()
-        for name in definition.get("properties", {})
-        if problem["loc"][-2] in (definition["properties"].get("kind", {}).get("const"), definition.get("title"))
-    }
-    if not names:
-        # Of a part that has one spec for all its kinds, what the operation's own field refers to.
-        schema = spec.model_json_schema()
-        field = json.dumps(schema["properties"].get(place[2], {}))
-        named = [definition for name, definition in schema.get("$defs", {}).items() if f'"#/$defs/{name}"' in field]
-        names = {name for definition in named for name in definition.get("properties", {})}
-    return sorted(names)
-
-
-def _tags(discriminator: str) -> list[str]:
-    if discriminator == "op":
-        return list(OPERATIONS)
-    kinds = {
-        definition["properties"][discriminator]["const"]
-        for spec in OPERATIONS.values()
-        for definition in spec.model_json_schema().get("$defs", {}).values()
-        if "const" in definition.get("properties", {}).get(discriminator, {})
-    }
-    return sorted(kinds)
 
 
 def _check_kind(operation: Operation, anatomy: Anatomy) -> None:

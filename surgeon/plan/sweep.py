@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
-from pydantic_core import ErrorDetails
 
 from surgeon.common.checked_yaml import check_yaml, editor_schema
-from surgeon.common.yaml import Place, parse_yaml, read_text
+from surgeon.common.yaml import parse_yaml, read_text
 
 _WHAT = "sweep"
 _NEEDS = "`surgeon_sweep: 1`, `plan:` and `values:` or `points:`"
@@ -92,7 +91,7 @@ def load_sweep(path: Path) -> LoadedSweep:
     """Read and check a sweep's file. Raises BadInput, which names file and line."""
     text = read_text(path, what=_WHAT)
     data, lines = parse_yaml(text, str(path), what=_WHAT, needs=_NEEDS)
-    sweep = check_yaml(Sweep, data, lines, str(path), what=_WHAT, known_keys=_known_keys)
+    sweep = check_yaml(Sweep, data, lines, str(path), what=_WHAT)
     return LoadedSweep(sweep, text, path)
 
 
@@ -104,10 +103,6 @@ def overrides_of(settings: Mapping[str, Any]) -> tuple[str, ...]:
 def json_schema() -> dict[str, Any]:
     """Return the JSON schema of sweeps, for editors that complete YAML by it."""
     return editor_schema(Sweep, "surgeon sweep")
-
-
-def _known_keys(_problem: ErrorDetails, _place: Place) -> list[str]:
-    return list(Sweep.model_fields)
 
 
 def _word(value: Any) -> str:

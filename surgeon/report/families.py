@@ -11,15 +11,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from surgeon.apply.proofs import known_proof, prove
-from surgeon.apply.shapes import check_shapes
-from surgeon.blueprint.blueprint import Promise
-from surgeon.blueprint.draft import Draft
-from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.hub import open_headers
 from surgeon.common.formatting import show
 from surgeon.common.json_results import plain_fields
@@ -33,9 +27,8 @@ from surgeon.families.periods import period_of
 from surgeon.operations import OPERATIONS
 from surgeon.operations.expert_fusion import of_experts
 from surgeon.operations.fusion import ways
-from surgeon.operations.operation import Operation
-from surgeon.operations.prepare import Facts, OpenedBase, WeightsNeeded
-from surgeon.plan.plan import carry_out
+from surgeon.report.followers import Followers, followers_of, followers_view, recorded_followers
+from surgeon.report.trials import Trial, options_text, tried
 
 _DERIVED = "so is any other text decoder or encoder of the installed transformers ({version}): `surgeon families BASE`"
 _NO_NEW_LAYERS = "layers are added to decoders alone"
@@ -56,7 +49,12 @@ class Families:
         return f"Families({len(self.decoders)} decoders, {len(self.encoders)} encoders, and others)"
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data for `--json`."""
+        """Return plain data for `--json`.
+
+        Keys:
+            `decoders`, `encoders`, `derived_by`: by model type the operations that it takes; the version of
+                transformers whose other models are derived
+        """
         return plain_fields(self)
 
 
@@ -74,19 +72,6 @@ class KindOfLayer:
     refusal: str
     experts: str
     unaligned: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Trial:
-    """An operation with the options of one of its `examples`, drawn on a base.
-
-    Where the base takes it, `promise` is what it promises there; elsewhere `refusal` is the reason.
-    """
-
-    op: str
-    options: Mapping[str, object]
-    promise: Promise | None
-    refusal: str
 
 
 @dataclass(frozen=True)
@@ -110,23 +95,37 @@ class KnownBase:
         return any(trial.op == op and trial.promise is not None for trial in self.trials)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data for `--json`."""
+        """Return plain data for `--json`.
+
+        Keys:
+            `base`, `model_type`, `evidence`, `period`, `notes`: the base, and how it is known
+            `kinds`: kinds of layers, each with `title`, `layers`, `silence`, `refusal`
+            `trials`: operations, each with `op`, `options`, `promise` (null: refused), `refusal`
+        """
         return plain_fields(self)
 
 
 def families(
-    base: str | Path | None = None, *, revision: str | None = None, trust_remote_code: bool = False
-) -> Families | KnownBase:
+    base: str | Path | None = None,
+    *,
+    after: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> Families | KnownBase | Followers:
     """Return what is known of all model types, or what is known or derived of `base` (a folder, or a Hub id).
 
-    Headers and config are read alone. Raises BadInput for a base that cannot be read, or of which nothing can be known.
+    With `after`, an operation, return which operations can follow it instead: on the base, or without one as the
+    shipped record says. Headers and config are read alone. Raises BadInput for a base that cannot be read, or of which
+    nothing can be known, and for an `after` that the base refuses.
     """
     if base is None:
         if revision is not None:
             raise BadInput("`revision` is a base's: name the base too")
-        return _overview()
+        return _overview() if after is None else recorded_followers(after)
     folder = open_headers(base, revision=revision, trust_remote_code=trust_remote_code)
     anatomy = dissect(folder.config, folder.tensors, folder.own)
+    if after is not None:
+        return followers_of(after, str(base), anatomy, folder)
     return KnownBase(
         base=str(base),
         model_type=str(folder.config["model_type"]),
@@ -134,7 +133,7 @@ def families(
         period=period_of(anatomy.pattern),
         kinds=tuple(_kinds(anatomy)),
         trials=tuple(
-            _tried(name, operation, options, anatomy, folder)
+            tried(name, operation, options, anatomy, folder)
             for name, operation in OPERATIONS.items()
             for options in operation.examples
         ),
@@ -172,46 +171,10 @@ def _fusion(kind: LayerKind) -> tuple[str, tuple[str, ...]]:
     return found.router, found.averaged
 
 
-def _tried(
-    name: str, operation: type[Operation], options: Mapping[str, object], anatomy: Anatomy, folder: CheckpointFolder
-) -> Trial:
-    """Draw an operation on a base, as a plan of nothing else would."""
-    # Imports torch, which a base without grafts that nobody has to derive does without.
-    from surgeon.apply.preflight import check_skeleton
-
-    try:
-        drawn = operation.model_validate({"op": name, **options})
-    except ValidationError as error:
-        wrong = "; ".join(
-            f"`{'.'.join(map(str, problem['loc']))}` {problem['msg']}".removeprefix("`` ") for problem in error.errors()
-        )
-        return Trial(name, options, None, f"not tried, as its `examples` are no entries of a plan: {printable(wrong)}")
-    try:
-        draft = Draft(anatomy, folder.config, seed=0)
-        carry_out(drawn, draft, _facts(drawn, OpenedBase(folder, anatomy, weights=False)))
-        blueprint = draft.finish()
-        check_shapes(blueprint, anatomy, folder.own)
-        if known_proof(blueprint, anatomy, folder.config, folder.own).how != "cached":
-            prove(blueprint, anatomy, folder.config, folder.own)
-        if not blueprint.native:
-            check_skeleton(blueprint)
-    except BadInput as error:
-        return Trial(name, options, None, str(error))
-    return Trial(name, options, blueprint.promise, "")
-
-
-def _facts(operation: Operation, base: OpenedBase) -> Facts | None:
-    """What an operation finds out of a base; nothing where that needs weights which are elsewhere."""
-    if base.anatomy.family.encoder and not operation.on_encoders:
-        return None
-    try:
-        return operation.prepare(base)
-    except WeightsNeeded:
-        return None
-
-
-def families_view(found: Families | KnownBase) -> RenderableType:
+def families_view(found: Families | KnownBase | Followers) -> RenderableType:
     """The usual model types; or one base, its layers by kind, and operation by operation the answer."""
+    if isinstance(found, Followers):
+        return followers_view(found)
     return _overview_view(found) if isinstance(found, Families) else _base_view(found)
 
 
@@ -244,7 +207,7 @@ def _base_view(found: KnownBase) -> RenderableType:
     for trial in found.trials:
         promise = Text("refused", "bold red") if trial.promise is None else PROMISE_STYLES[trial.promise]
         reason = "the same" if trial.refusal == earlier != "" else printable(trial.refusal, 400)
-        trials.add_row(trial.op, _written(trial.options)[1:-1], promise, reason)
+        trials.add_row(trial.op, options_text(trial.options), promise, reason)
         earlier = trial.refusal
     return Group(Text(printable(found.base), "bold"), facts, Text(), kinds, Text(), trials)
 
@@ -261,10 +224,3 @@ def _silence(kind: KindOfLayer) -> str:
     for suffix, value in kind.silence.items():
         by_value.setdefault(value, []).append(of_experts(suffix))
     return "; ".join(f"{', '.join(dict.fromkeys(names))} = {value:g}" for value, names in by_value.items())
-
-
-def _written(value: object) -> str:
-    """Write an operation as a plan has it."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_written(each)}" for key, each in value.items()) + "}"
-    return str(value)

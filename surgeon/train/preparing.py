@@ -75,9 +75,16 @@ def prepare(
     """
     if device.startswith("cuda:"):
         raise BadInput(f"--device {printable(device)}: training takes auto, cpu or cuda; CUDA_VISIBLE_DEVICES chooses")
-    devices.check(device)
     wrong: list[str] = []
+    _tried(lambda: devices.check(device), wrong)
+    _tried(lambda: check_destination(target, out.path), wrong)
     sharding = _tried(lambda: requested_sharding(loaded.config), wrong)
+    wrong += _not_installed(loaded)
+    for number, source in enumerate(loaded.config.sources):
+        wrong += [f"{loaded.where('sources', number, key)}{why}" for key, why in check_source(source, loaded)]
+    if wrong:
+        # To take the model apart needs torch, which takes ten times as long to be imported.
+        raise bad_input(wrong)
     anatomy = dissect(out.config, out.tensors, out.own)
     wanted = _tried(lambda: _wanted(out, manifest, loaded, anatomy), wrong)
     settled_for, settled, within, notes = None, None, None, []
@@ -95,11 +102,7 @@ def prepare(
         notes = _about_what(manifest, loaded, wanted)
         if within is not None and within.last and loaded.config.preserve and loaded.config.preserve.last is None:
             notes.append(f"`preserve`: the first base is not in the model any more, so {within.shown} teaches")
-    _tried(lambda: check_destination(target, out.path), wrong)
     _tried(lambda: _check_template(out, loaded), wrong)
-    wrong += _not_installed(loaded)
-    for number, source in enumerate(loaded.config.sources):
-        wrong += [f"{loaded.where('sources', number, key)}{why}" for key, why in check_source(source, loaded)]
     if wrong or wanted is None or settled is None or settled_for is None:
         raise bad_input(wrong)
     settings, about_settings = settled

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from surgeon.apply.job import Job, copied, model_files, places_in
+from surgeon.apply.job import Job, copied, in_order, model_files, places_in, twins_in, unchanged_among
 from surgeon.apply.readback import ReadBack
 from surgeon.apply.write import execute
 from surgeon.blueprint.blueprint import Output
@@ -110,6 +110,29 @@ def test_a_source_that_changes_meanwhile_is_found(
     with pytest.raises(BadInput, match="changed since the run began"):
         run(dataclasses.replace(joined(*both), finish=touch), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_shard_is_its_twin_where_its_data_is_all_of_that_file_in_its_order(
+    both: tuple[CheckpointFolder, CheckpointFolder],
+) -> None:
+    first, second = both
+    shards = tuple(
+        Shard(file, tuple(copied(i.name, i) for i in infos), file) for file, infos in in_order(first).items()
+    )
+    file = first.tensors[NORM].file
+    own, twins = places_in(first.tensors, shards), twins_in(first, shards)
+    same = [n for n, i in first.tensors.items() if (i.file, i.shape) == (file, first.tensors[NORM].shape)]
+    assert len(same) > 1
+    others = {
+        "another source's": own | places_of({NORM: second.tensors[NORM]}, "second"),
+        "two in each other's places": own | {same[0]: own[same[1]], same[1]: own[same[0]]},
+        "one that is made": {name: place for name, place in own.items() if name != NORM},
+    }
+    assert unchanged_among(shards, own, twins) == twins
+    for words, places in others.items():
+        assert unchanged_among(shards, places, twins).keys() == twins.keys() - {file}, words
+    everywhere = places_of(second.tensors, "second")
+    assert not unchanged_among(shards, everywhere, twins)
 
 
 def test_another_job_has_another_fingerprint(both: tuple[CheckpointFolder, CheckpointFolder]) -> None:

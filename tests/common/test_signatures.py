@@ -114,6 +114,7 @@ def test_a_command_s_help_imports_nothing_of_what_it_runs() -> None:
         ("verify base out --window 1", "Input should be greater than or equal to 2"),
         ("merge out dest --alpha 2", "Input should be less than or equal to 1"),
         ("train out train.yaml", "Missing argument 'RUN'"),
+        ("verify base out --window ten", "it takes a whole number"),
         ("apply plan base", "Missing argument 'OUT'"),
         ("diff a b --e\x1bxact", "--e\\x1bxact"),
     ],

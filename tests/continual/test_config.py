@@ -129,11 +129,11 @@ def test_texts_that_are_not_there_are_named_by_line(tmp_path: Path) -> None:
     loaded = written(tmp_path, SMALLEST)
     paths = [source.path for task in loaded.config.tasks for source in task.sources]
     for path in paths[1:]:
-        (tmp_path / path).write_text("a text\n", encoding="utf-8")
+        (tmp_path / path).write_text('{"text": "a text"}\n', encoding="utf-8")
     with pytest.raises(BadInput) as refused:
         check_texts(loaded)
     line = next(n for n, text in enumerate(SMALLEST.splitlines(), 1) if paths[0] in text)
     told = f"{tmp_path}/tasks.yaml:{line}: source law: {tmp_path}/{paths[0]}: no such file or folder; check `path`"
     assert str(refused.value) == told
-    (tmp_path / paths[0]).write_text("a text\n", encoding="utf-8")
+    (tmp_path / paths[0]).write_text('{"text": "a text"}\n', encoding="utf-8")
     check_texts(loaded)

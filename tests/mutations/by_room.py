@@ -78,8 +78,8 @@ MISTAKES = (
         "checkpoint",
         "a span of a span is one byte too short",
         "pieces.py",
-        "at=part.at + begin, length=end - begin)",
-        "at=part.at + begin, length=end - begin - 1)",
+        "yield Span(inner.tensor, offset, end - begin, part.at + begin, part",
+        "yield Span(inner.tensor, offset, end - begin - 1, part.at + begin, part",
     ),
     _mistake(
         "checkpoint",

@@ -41,7 +41,7 @@ def test_a_small_config_gets_the_papers_values(tmp_path: Path) -> None:
 
 # Where the numbers come from, in the words that the note begins with.
 FROM = {
-    "insert_layers": "OpT-DeUS, section 5.5, whatever the init: 1e-4",
+    "insert_layers": "1e-4, 64 sequences of 2048, as OpT-DeUS",
     "stack_layers": "SOLAR's paper gives none; OpT-DeUS, section 5.5: 1e-4",
     "control_llm": "Control LLM, section 3.4: ",
     "merge_branches": "Control LLM's rate",
@@ -57,9 +57,7 @@ FROM = {
 def test_notes_name_the_operation_and_its_own_paper(operation: str, tmp_path: Path) -> None:
     loaded = written(tmp_path, SMALLEST.replace(", role: original", ""))
     _, notes = settle(loaded, ["mixture_of_control", operation], context=1024, processes=1)
-    assert notes[0].startswith(
-        f"settings that the config leaves out are those of {operation}: {FROM.get(operation, '')}"
-    )
+    assert f"what the config leaves out has the defaults of {operation}: {FROM.get(operation, '')}" in notes[0]
     mixes = {"gated_adapters": "10%", "pmoe_experts": "1%"}.get(operation)
     said = f"no source has the role `original`; the paper of {operation} mixes in {mixes} of what the base knows"
     assert (said in notes) is (mixes is not None)
@@ -163,7 +161,10 @@ def test_options_replace_values_of_the_file(tmp_path: Path) -> None:
     [
         ("optimizer.lrr=1", "--set optimizer.lrr=1: unknown key `lrr`; did you mean `lr`?"),
         ("optimiser.lr=1", "--set optimiser.lr=1: unknown key `optimiser`; did you mean `optimizer`?"),
-        ("steps=ten", '--set steps=ten: `steps` is "ten"; it should be a valid integer'),
+        (
+            "steps=ten",
+            '--set steps=ten: `steps` is "ten"; it takes a whole number, at least 1 and at most 1,000,000,000',
+        ),
         ("sources.fe.share=0.5", "--set sources.fe.share=0.5: `sources` has no entry `fe`; did you mean `fr`?"),
         ("steps.more=1", "--set steps.more=1: `steps` is a value, which has no keys; set it as it is"),
         ("steps", "--set steps: give a key and a value, as in --set optimizer.lr=1e-4"),

@@ -61,11 +61,6 @@ class Copy(Recipe):
         return Pieces(self.nbytes, self.spans)
 
     @property
-    def whole(self) -> str | None:
-        """Its source."""
-        return self.source
-
-    @property
     def kept(self) -> Pieces:
         """All of it where it does not train. A copy of its own does: it begins as what it was copied from."""
         return self.pieces if self.trains is False else Pieces(self.nbytes, ())

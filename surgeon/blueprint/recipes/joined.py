@@ -81,7 +81,7 @@ class Joined(Recipe):
     @property
     def reads(self) -> tuple[str, ...]:
         """Those of the parts, but for whole tensors of which rows are read a few at a time."""
-        return tuple(name for part in self.parts if not (self._streams and part.whole) for name in part.reads)
+        return tuple(name for part in self.parts if part.inputs or not self._streams for name in part.reads)
 
     @property
     def pieces(self) -> Pieces:

@@ -107,11 +107,6 @@ class Recipe(ABC):
         return False
 
     @property
-    def whole(self) -> str | None:
-        """The tensor of the base that it is, byte for byte, all of it; None where it is another."""
-        return None
-
-    @property
     def pieces(self) -> Pieces:
         """The bytes of the base that the tensor holds as they are, and where."""
         return Pieces(self.nbytes, ())

@@ -21,7 +21,7 @@ from surgeon import (
     shipped_studies,
     text_files,
 )
-from surgeon.common.checked_yaml import check_yaml, editor_schema, keys_by_section
+from surgeon.common.checked_yaml import check_yaml, editor_schema
 from surgeon.common.checked_yaml import where as place_of
 from surgeon.common.suggestions import did_you_mean
 from surgeon.common.yaml import Place, parse_yaml, read_text
@@ -122,7 +122,7 @@ def load_study(
             data[group] = [_text_of(file) for file in files]
             given |= {(group, nth): f"--{group} {file}" for nth, file in enumerate(files)}
             given[(group,)] = f"--{group} {files[0]}"
-    config = check_yaml(Study, data, lines, str(path), what=_WHAT, known_keys=keys_by_section(Study), given=given)
+    config = check_yaml(Study, data, lines, str(path), what=_WHAT, given=given)
     loaded = LoadedStudy(config, path, lines, given, {})
     wrong: list[str] = []
     if not config.new:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from surgeon.common.checked_yaml import check_yaml, editor_schema, keys_by_section
+from surgeon.common.checked_yaml import check_yaml, editor_schema
 from surgeon.common.yaml import Place, parse_yaml, read_text
 from surgeon.continual.config.schema import TasksConfig
 from surgeon.errors import BadInput, printable
@@ -43,8 +43,7 @@ def load_tasks(path: Path) -> LoadedTasks:
     """Read and check a tasks file; BadInput names file and line."""
     text = read_text(path, what=_WHAT)
     data, lines = parse_yaml(text, str(path), what=_WHAT, needs="`surgeon_continual: 1` and `tasks:`")
-    known_keys = keys_by_section(TasksConfig)
-    config = check_yaml(TasksConfig, data, lines, str(path), what=_WHAT, known_keys=known_keys)
+    config = check_yaml(TasksConfig, data, lines, str(path), what=_WHAT)
     return LoadedTasks(config, path, lines)
 
 

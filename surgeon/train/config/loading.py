@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from surgeon.common.checked_yaml import check_yaml, editor_schema, keys_by_section, where
+from surgeon.common.checked_yaml import check_yaml, editor_schema, where
 from surgeon.common.yaml import Place, override, parse_yaml, read_text
 from surgeon.errors import printable
+from surgeon.train.config.habits import HABITS
 from surgeon.train.config.schema import TrainConfig
 
 _WHAT = "training config"
@@ -44,9 +45,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
     data, lines = parse_yaml(
         text, str(path), what=_WHAT, needs="`surgeon_train: 1`, `steps:` (or `epochs:`, or `bytes:`) and `sources:`"
     )
-    known_keys = keys_by_section(TrainConfig)
     given = override(data, overrides, example="optimizer.lr=1e-4")
-    config = check_yaml(TrainConfig, data, lines, str(path), what=_WHAT, known_keys=known_keys, given=given)
+    config = check_yaml(TrainConfig, data, lines, str(path), what=_WHAT, habits=HABITS, given=given)
     return LoadedConfig(config, path, lines, given)
 
 

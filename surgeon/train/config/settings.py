@@ -70,7 +70,7 @@ def settle(
     batch, micro_batch, accumulation = _batches(loaded, paper, processes, wrong)
     lr, min_lr = _rates(loaded, paper, wrong)
     last = printable(operations[-1]) if operations else "finetuning"
-    notes = [f"settings that the config leaves out are those of {last}: {paper.source}; this run's peak rate: {lr:g}"]
+    notes = [f"peak rate {lr:g}; what the config leaves out has the defaults of {last}: {paper.source}"]
     warmup_steps = _warmup_steps(loaded, paper, steps, wrong)
     if wrong:
         raise bad_input(wrong)

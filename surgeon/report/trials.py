@@ -1,0 +1,93 @@
+"""What a base makes of operations: each is drawn on it, from headers and config, by the code that would refuse it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+
+from surgeon.apply.proofs import known_proof, prove
+from surgeon.apply.shapes import check_shapes
+from surgeon.blueprint.blueprint import Blueprint, Promise
+from surgeon.blueprint.draft import Draft
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.errors import BadInput, printable
+from surgeon.families.anatomy import Anatomy
+from surgeon.operations.operation import Operation
+from surgeon.operations.prepare import Facts, OpenedBase, WeightsNeeded
+from surgeon.plan.plan import carry_out
+
+
+@dataclass(frozen=True)
+class Trial:
+    """An operation with the options of one of its `examples`, drawn on a base.
+
+    Where the base takes it, `promise` is what it promises there; elsewhere `refusal` is the reason.
+    """
+
+    op: str
+    options: Mapping[str, object]
+    promise: Promise | None
+    refusal: str
+
+
+def tried(
+    name: str, operation: type[Operation], options: Mapping[str, object], anatomy: Anatomy, folder: CheckpointFolder
+) -> Trial:
+    """Draw an operation on a base, as a plan of nothing else would."""
+    try:
+        blueprint = drawn([entry(name, operation, options)], anatomy, folder)
+    except BadInput as error:
+        return Trial(name, options, None, str(error))
+    return Trial(name, options, blueprint.promise, "")
+
+
+def entry(name: str, operation: type[Operation], options: Mapping[str, object]) -> Operation:
+    """Return an operation with these options. Raises BadInput where they are no entry of a plan."""
+    try:
+        return operation.model_validate({"op": name, **options})
+    except ValidationError as error:
+        wrong = "; ".join(
+            f"`{'.'.join(map(str, problem['loc']))}` {problem['msg']}".removeprefix("`` ") for problem in error.errors()
+        )
+        raise BadInput(f"not tried, as its `examples` are no entries of a plan: {printable(wrong)}") from None
+
+
+def drawn(operations: Sequence[Operation], anatomy: Anatomy, folder: CheckpointFolder) -> Blueprint:
+    """Draw operations on a base, as a plan of them would. Raises BadInput for what it would refuse."""
+    # Imports torch, which a base without grafts that nobody has to derive does without.
+    from surgeon.apply.preflight import check_skeleton
+
+    base = OpenedBase(folder, anatomy, weights=False)
+    draft = Draft(anatomy, folder.config, seed=0)
+    for operation in operations:
+        carry_out(operation, draft, _facts(operation, base))
+    blueprint = draft.finish()
+    check_shapes(blueprint, anatomy, folder.own)
+    if known_proof(blueprint, anatomy, folder.config, folder.own).how != "cached":
+        prove(blueprint, anatomy, folder.config, folder.own)
+    if not blueprint.native:
+        check_skeleton(blueprint)
+    return blueprint
+
+
+def _facts(operation: Operation, base: OpenedBase) -> Facts | None:
+    """What an operation finds out of a base; nothing where that needs weights which are elsewhere."""
+    if base.anatomy.family.encoder and not operation.on_encoders:
+        return None
+    try:
+        return operation.prepare(base)
+    except WeightsNeeded:
+        return None
+
+
+def options_text(options: Mapping[str, object]) -> str:
+    """Write the options of an operation as a plan has them."""
+    return _written(options)[1:-1]
+
+
+def _written(value: object) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_written(each)}" for key, each in value.items()) + "}"
+    return str(value)
