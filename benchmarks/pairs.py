@@ -31,7 +31,9 @@ from surgeon.apply.preview import open_headers, opened_for, preview_of
 from surgeon.blueprint.blueprint import Blueprint
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
+from surgeon.families.anatomy import Anatomy
 from surgeon.manifest.recipe_words import base_bytes_of
+from surgeon.operations.prepare import OpenedBase
 from surgeon.report.followers import RECORD, Answer, recorded_followers
 from tests import tiny, vocabularies
 
@@ -90,6 +92,7 @@ class Bases:
     family: str
     folder: Path
     _made: dict[str, Path] = field(default_factory=dict)
+    _refused: dict[str, BadInput] = field(default_factory=dict)
 
     def of(self, first: str, second: str) -> Path:
         """The base of a pair: what an operation needs, and the other does not bring, an earlier surgery brought."""
@@ -109,8 +112,14 @@ class Bases:
         """What the first operation of a pair makes of its base, as born, or with other values where it trains."""
         base, entry = self.of(first, second), pair(first, second)[0]
         name = f"{base.name}-{first}-{entry.get('gate', '')}-{'trained' if trained else 'born'}"
+        if name in self._refused:
+            raise self._refused[name]
         if name not in self._made:
-            made = surgeon.apply(plan_of(entry), base, self.folder / name, device="cpu").path
+            try:
+                made = surgeon.apply(plan_of(entry), base, self.folder / name, device="cpu").path
+            except BadInput as error:
+                self._refused[name] = error
+                raise
             self._made[name] = changed(made) if trained else made
         return self._made[name]
 
@@ -137,16 +146,18 @@ def _parsed(text: str) -> surgeon.LoadedPlan:
     return surgeon.parse_plan(text, source="plan.yaml")
 
 
-@functools.cache  # a base of many cells, none of which changes it
-def _opened(base: Path) -> CheckpointFolder:
-    return open_headers(base, revision=None, trust_remote_code=False)
+@functools.cache  # a base of many cells, none of which changes it: it is read and derived for the first of them
+def _opened(base: Path) -> tuple[CheckpointFolder, Anatomy]:
+    folder = open_headers(base, revision=None, trust_remote_code=False)
+    plan = plan_of({"op": "insert_layers", **ENTRIES["insert_layers"]})
+    return folder, opened_for(plan, folder, weights=False, recall=True).anatomy
 
 
 def foreseen(plan: surgeon.LoadedPlan, base: Path) -> Outcome:
     """The outcome as headers alone say it."""
     try:
-        opened = opened_for(plan, _opened(base), weights=False, recall=True)
-        drawn = preview_of(plan, opened, recall=True).blueprint
+        folder, anatomy = _opened(base)
+        drawn = preview_of(plan, OpenedBase(folder, anatomy, weights=False), recall=True).blueprint
         return Outcome(drawn.promise, drawn=drawn)
     except BadInput as error:
         return refused(error)
