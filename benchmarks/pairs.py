@@ -31,9 +31,7 @@ from surgeon.apply.preview import open_headers, opened_for, preview_of
 from surgeon.blueprint.blueprint import Blueprint
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
-from surgeon.families.anatomy import Anatomy
 from surgeon.manifest.recipe_words import base_bytes_of
-from surgeon.operations.prepare import OpenedBase
 from surgeon.report.followers import RECORD, Answer, recorded_followers
 from tests import tiny, vocabularies
 
@@ -146,18 +144,16 @@ def _parsed(text: str) -> surgeon.LoadedPlan:
     return surgeon.parse_plan(text, source="plan.yaml")
 
 
-@functools.cache  # a base of many cells, none of which changes it: it is read and derived for the first of them
-def _opened(base: Path) -> tuple[CheckpointFolder, Anatomy]:
-    folder = open_headers(base, revision=None, trust_remote_code=False)
-    plan = plan_of({"op": "insert_layers", **ENTRIES["insert_layers"]})
-    return folder, opened_for(plan, folder, weights=False, recall=True).anatomy
+@functools.cache  # a base of many cells, none of which changes it
+def _opened(base: Path) -> CheckpointFolder:
+    return open_headers(base, revision=None, trust_remote_code=False)
 
 
 def foreseen(plan: surgeon.LoadedPlan, base: Path) -> Outcome:
     """The outcome as headers alone say it."""
     try:
-        folder, anatomy = _opened(base)
-        drawn = preview_of(plan, OpenedBase(folder, anatomy, weights=False), recall=True).blueprint
+        opened = opened_for(plan, _opened(base), weights=False, recall=True)
+        drawn = preview_of(plan, opened, recall=True).blueprint
         return Outcome(drawn.promise, drawn=drawn)
     except BadInput as error:
         return refused(error)
