@@ -260,7 +260,8 @@ def test_pages_of_operations_have_one_shape(name: str) -> None:
     text = page.read_text(encoding="utf-8")
     head, *parts = re.split(r"^## ", re.sub(r"```.*?```", "", text, flags=re.S), flags=re.M)
     assert [part.partition("\n")[0] for part in parts] == _PARTS
-    assert re.match(rf"# {name}\n\n(!\[.*\n\n)?You get ", head)
+    picture = re.escape(f"![{name}: the stack before and after](../../pictures/operations/{name}.svg)")
+    assert re.match(rf"# {name}\n\n{picture}\n\nYou get ", head)
     plan, before = next(block for block in blocks(page) if block.kind == "yaml"), text.partition("\n## ")[0]
     assert "operations:" in plan.text and plan.text in before
     assert re.search(r"\*(exact|rounding|none)\*", parts[0])
@@ -268,10 +269,10 @@ def test_pages_of_operations_have_one_shape(name: str) -> None:
         assert option == "op" or f"`{option}" in parts[1], option
 
 
-@pytest.mark.parametrize("name", reference_pages.pages())
+@pytest.mark.parametrize("name", reference_pages.PAGES)
 def test_reference_pages_are_what_the_code_says(name: str) -> None:
     """`python -m tests.reference_pages` writes them."""
-    assert (reference_pages.DOCS / name).read_text(encoding="utf-8") == reference_pages.pages()[name]
+    assert (reference_pages.DOCS / name).read_text(encoding="utf-8") == reference_pages.PAGES[name]()
 
 
 QUOTING = [page for page in DOCS if "<!-- figures: " in page.read_text(encoding="utf-8")]
@@ -297,7 +298,7 @@ def test_every_figure_has_its_page_and_evidence_has_no_other() -> None:
 @pytest.mark.parametrize("name", ["training-file.md", "study-file.md", "tasks-file.md"])
 def test_every_key_of_a_file_has_a_meaning(name: str) -> None:
     """Except for keys with one value, such as `kind: task_id`."""
-    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| .* \| (.*) \|$", reference_pages.pages()[name], re.M)
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| .* \| (.*) \|$", reference_pages.PAGES[name](), re.M)
     assert len(rows) > 25
     assert [key for key, kind, meaning in rows if not meaning.strip() and not re.fullmatch(r"`\w+`", kind)] == []
 

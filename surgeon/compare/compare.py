@@ -61,7 +61,12 @@ class Compared:
         return self.path / PAGE_FILE
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data for `--json`: `results.json`, with what depends on this call."""
+        """Return plain data for `--json`: `results.json`, with what depends on this call.
+
+        Keys:
+            `path`, `page`, `made`, `seconds`: of this call, and not in `results.json`: the folder; the page; new runs;
+                their mean time (null: none)
+        """
         return {
             "path": str(self.path),
             "page": str(self.page),

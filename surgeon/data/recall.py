@@ -88,7 +88,16 @@ class Recalled:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data for `--json`."""
+        """Return plain data for `--json`.
+
+        Keys:
+            `path`, `base`, `digest`: the file; the model that wrote it; the digest of its config and tensors
+            `settings`: `tokens`, `prompts`, `temperature`, `top_p`, `length`, `batch`, `seed`, `dtype`
+            `counts`: `batches`; documents `written` and `kept`; `tokens` kept, and how many documents were `cut` at the
+                longest length; filtered out: `loops`, `duplicates`, `empty`
+            `sha256`: the file's digest
+            `seconds`, `tokens_per_second`, `resumed_at`: of this call, filtered text included; kept tokens at its start
+        """
         return plain_fields(self)
 
 
