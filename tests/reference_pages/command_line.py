@@ -38,7 +38,7 @@ Every command with its arguments and options, as `surgeon COMMAND --help` shows 
 | `COLUMNS`, `NO_COLOR` | width of tables; no colours |
 | `OMP_NUM_THREADS` | torch's number of threads |
 | `SURGEON_CACHE` | the folder of the [cache](families.md#what-is-kept), or `off` |
-| `SURGEON_STATE` | the folder of the [key](../explanation/trust.md) that signs your unfinished runs |
+| `SURGEON_STATE` | the folder of the [key](../explanation/trust.md#work-folders) that signs your unfinished runs |
 | `HF_HOME`, `HF_TOKEN`, `HF_ENDPOINT`, `HF_HUB_OFFLINE`, … | as huggingface_hub reads them |
 
 `python -m tests.reference_pages` writes what follows from the program, and a test compares the two.
