@@ -391,7 +391,7 @@ def _first(rows: Sequence[Row]) -> str:
     how = (
         f"for {len(sure)} of them the interval over seeds excludes 0"
         if sure
-        else "too few seeds to tell whether that is more than chance"
+        else "too few seeds to know whether that is more than chance"
     )
     return (
         f"Full fine-tuning with the same remedy forgets less at equal new loss than {len(beaten)} of"
