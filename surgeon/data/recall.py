@@ -292,7 +292,7 @@ def _there(expected: Recalled, beside: Path, *, take_over: bool, say: Callable[[
     if not same:
         raise BadInput(
             f"{printable(str(expected.path))}: not what this model writes by these settings; remove it, and it is"
-            " written anew"
+            " written again"
         )
     file, digest = _signed_file(expected.path), hashlib.sha256(content).hexdigest()
     try:
