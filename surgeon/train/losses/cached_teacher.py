@@ -274,7 +274,7 @@ class CachedTeacher:
     def _damaged(self, name: str) -> BadInput:
         return BadInput(
             f"{printable(str(self.work / name))}: not what was written, so the disk or somebody changed it; remove it,"
-            " and run the same command again: the base is asked anew"
+            " and run the same command again: the base predicts again"
         )
 
 
