@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from surgeon.common.page.markup import Markup, el, join
+from surgeon.common.page.picture import drawing
 
 WIDTH = 360
 _LEFT, _RIGHT, _TOP = 46, 10, 20.0
@@ -34,20 +35,6 @@ class Bar:
     style: int = 0
 
 
-def drawing(title: str, summary: str, height: float, *parts: Markup, key: str, class_: str = "chart") -> Markup:
-    """An SVG with a name and a description; `key` is unique on the page."""
-    return el(
-        "svg",
-        el("title", title, id=f"{key}-title"),
-        el("desc", summary, id=f"{key}-summary"),
-        *parts,
-        viewBox=f"0 0 {WIDTH} {height:g}",
-        class_=class_,
-        role="img",
-        aria_labelledby=f"{key}-title {key}-summary",
-    )
-
-
 def bars(title: str, entries: Sequence[Bar], *, full: float, key: str, cap: str = "") -> Markup:
     """Draw horizontal bars on a scale to `full`, the right end of the frame; `cap` is its label."""
     row, left, right = 22, 64, 92
@@ -66,7 +53,7 @@ def bars(title: str, entries: Sequence[Bar], *, full: float, key: str, cap: str 
     if cap:
         parts.append(el("text", cap, x=left + span, y=height - 3, class_="tick", text_anchor="end"))
     summary = "; ".join(f"{entry.name}: {entry.words}" for entry in entries)
-    return drawing(title, summary, height, *parts, key=key)
+    return drawing(title, summary, (WIDTH, height), *parts, key=key)
 
 
 def lines(
@@ -115,7 +102,7 @@ def lines(
     described = "; ".join(
         f"{one.name}: {_short(one.points[0][1])} to {_short(one.points[-1][1])}" for one in series if one.points
     )
-    return drawing(title, described, height + legend_height, *drawn, legend, key=key)
+    return drawing(title, described, (WIDTH, height + legend_height), *drawn, legend, key=key)
 
 
 def points(
@@ -139,7 +126,7 @@ def points(
     ]
     drawn += [_mark(frame.x(x), frame.y(y), style) for _, group, style in groups for x, y in group]
     legend, legend_height = _legend([(name, style) for name, _, style in groups], height, line=False)
-    return drawing(title, summary, height + legend_height, *drawn, legend, key=key)
+    return drawing(title, summary, (WIDTH, height + legend_height), *drawn, legend, key=key)
 
 
 def grid(
@@ -181,7 +168,7 @@ def grid(
                 )
     height = top + len(cells) * tall
     parts.append(el("rect", x=left, y=top, width=WIDTH - left - _RIGHT, height=height - top, class_="frame"))
-    return drawing(title, summary, height + 4, *parts, key=key)
+    return drawing(title, summary, (WIDTH, height + 4), *parts, key=key)
 
 
 @dataclass(frozen=True)

@@ -269,7 +269,7 @@ class CachedTeacher:
     def _damaged(self) -> BadInput:
         return BadInput(
             f"{printable(str(self.work / SAID_FILE))}: not what was written, so the disk or somebody changed it; remove"
-            " it, and run the same command again: the base is asked anew"
+            " it, and run the same command again: the base predicts again"
         )
 
 
