@@ -293,12 +293,12 @@ _SPELLINGS = {
         "begin (the begin-of-text token), template (the bare chat template), or a text file with a beginning a"
         " line  [default: template where BASE has one, else begin]"
     ),
-    "recall.temperature": _S("of the draws; 1: as the model learned"),
+    "recall.temperature": _S("temperature of the draws; 1: as the model learned"),
     "recall.top_p": _S("draw among the likeliest tokens of this share"),
     "recall.length": _S("longest document in tokens; default: 512"),
     "recall.once": _S("FILE may be there already, if BASE wrote it by these settings, here: nothing is done then"),
     "recall.batch": _S("documents at a time"),
-    "recall.seed": _S("of the draws", least=0),
+    "recall.seed": _S("seed of the draws", least=0),
     "evaluate.models": _S("folders or Hub ids (user/name[@revision])", "MODEL…"),
     "evaluate.data": _S(
         "text file or folder, NAME=FILE, a data file (.yaml), or a training config; may be given again",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,9 @@ from typing import Any
 import pytest
 
 import surgeon
-from surgeon.cli import app
+from surgeon.apply.apply import Applied
 from tests import tiny
+from tests.reference_pages.json_keys import SECTIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -26,25 +26,6 @@ def test_what_is_exported_is_there_and_documented() -> None:
         surgeon.aply  # noqa: B018
 
 
-def test_every_command_is_a_function_with_its_options() -> None:
-    """Options that only the terminal has are left out; sizes are in bytes, `--text NAME=FILE` is a mapping."""
-    renamed = {"ctx", "as_json", "quiet", "max_shard_size", "static", "dtype", "png", "text", "pr", "verify"}
-    # `apply --delta` is a function of its own, `apply_delta`.
-    renamed |= {"delta"}
-    # So is `train --dry-run`, `rehearse`.
-    renamed |= {"dry_run"}
-    for command in app.registered_commands:
-        assert command.callback is not None
-        name = command.callback.__name__
-        if name in ("schema", "plans", "demo"):
-            continue
-        offered = set(inspect.signature(getattr(surgeon, name)).parameters)
-        asked = set(inspect.signature(command.callback).parameters)
-        assert asked - renamed <= offered | {"folder"}, name
-        assert name in surgeon.__all__
-    assert "apply_delta" in surgeon.__all__
-
-
 def documented_keys(section: str) -> list[set[str]]:
     """The keys of a section of docs/reference/json.md, table by table."""
     page = (ROOT / "docs" / "reference" / "json.md").read_text(encoding="utf-8")
@@ -54,23 +35,17 @@ def documented_keys(section: str) -> list[set[str]]:
     return [{key for row in table for key in re.findall(r"`(\w+)`", row)} for table in rows]
 
 
-NAMES = {
-    **{"Preview": "preview", "Applied": "apply", "Verification": "verify", "Trained": "train", "Rehearsal": "rehearse"},
-    **{"Evaluation": "evaluate", "Reverted": "revert", "MadeDelta": "make_delta", "AppliedDelta": "apply_delta"},
-    **{"Difference": "diff", "Exported": "export_slot", "Inspection": "inspect", "Families": "families"},
-    **{"Followers": "families"},
-    **{"KnownBase": "families", "TransportReport": "transport_report", "RoutingReport": "routing_report"},
-    **{"Reported": "report", "Recalled": "recall", "GgufPattern": "gguf_pattern", "Compared": "compare"},
-    **{"Continued": "continual", "Merged": "merge", "Pushed": "push"},
-}
-
-
 def check_json(result: Any) -> None:
     """A result's plain data has exactly the keys of its section in docs/reference/json.md."""
-    kind = type(result).__name__
-    tables = documented_keys(NAMES[kind])
-    wanted = tables[{"KnownBase": 1, "Followers": 2}.get(kind, 0)]
-    if kind == "Applied":
+    kind = type(result)
+    section, number = next(
+        (function, number)
+        for function, tables in SECTIONS.items()
+        for number, results in enumerate(tables.values())
+        if kind in results
+    )
+    wanted = documented_keys(section)[number]
+    if kind is Applied:
         wanted |= documented_keys("preview")[0]
     assert result.to_json().keys() == wanted, kind
 

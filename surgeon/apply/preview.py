@@ -74,7 +74,24 @@ class Preview:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data for `--json`."""
+        """Return plain data for `--json`.
+
+        Keys:
+            `model_type`, `native`, `promise`: the base's model type; true if the output needs no code of its own;
+                `exact`, `rounding` or `none`
+            `operations`: each with `op`, `matched` (in words), `promise`, `reason`, `trains` (`new`, `all`)
+            `layers`: the output's, each with `layer`, `base` (its number there; null: new), `init`, `sources`, `grafts`
+            `parameters`: `before`, `after`, `new`, `trainable`
+            `bytes`: `read`, `written`, `holes` (zeros that take no room on disk); of those written, `unchanged` (in
+                shards that are the base's) and `linked` (with `--link`, else 0)
+            `shards`: each with `file`, `bytes`, `new`
+            `proof`: `how` an exact promise is known (`proven` in this run, `cached` from an earlier one, `promised`:
+                `apply` will prove it; `none`: less is promised), `text` in words, `libraries` and their versions
+            `peak_memory`: an estimate in bytes
+            `notes`: lines for the reader
+            `texts`: where the vocabulary grows, each with `use`, `text`, `sha256`, `documents`, `unchanged`, `words`,
+                and tokens `before` and `after`; else empty
+        """
         blueprint = self.blueprint
         return {
             "model_type": self.model_type,

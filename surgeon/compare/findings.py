@@ -135,7 +135,24 @@ class Findings:
     notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data; numbers that are not finite are texts."""
+        """Return plain data; numbers that are not finite are texts.
+
+        Keys:
+            `surgeon_study`, `base`, `budget`, `unit`: version of the format; the model; `steps`, `batch`, `length`,
+                `tokens`, `seeds`; nats a token or bits a byte
+            `texts`, `start`: names of the texts, and the base's mean losses, each `new` and `original`
+            `rows`: each method with each remedy: `method`, `remedy`, `label`, `kind`, `trained`, `open_end`; `points`
+                (`rate`, `seed`, `new`, `original`, `diverged`); `frontiers` by seed; `best` (`rate`, `new`, `original`:
+                the smallest sum); `against_full` and `area`, each `mean`, `half` (null: fewer than three seeds),
+                `seeds`; `shared`, the new losses that it and full fine-tuning reach
+            `remedies`: each method with a second remedy: `method`, `with`, `beside`, `forgets` (both: original loss
+                above the base's at equal new loss), `share`, `apart` and `reach` (difference of the lowest new losses),
+                each as `against_full`
+            `claims`: each with `says`, `better`, `worse`, `on`, `paper`, `remedy`, `difference` (as `against_full`),
+                `verdict`
+            `first`, `advice`: what full fine-tuning beats (or empty); the sentence of advice
+            `missing`, `notes`: runs still to be made, a line for each row; lines for the reader
+        """
         return {
             "surgeon_study": 1,
             **plain_fields(self, without=("rows", "remedies", "claims", "start")),
@@ -372,9 +389,9 @@ def _first(rows: Sequence[Row]) -> str:
     named = rest if 0 < len(rest) < len(beaten) else beaten
     names = ("all but " if named is rest else "") + "; ".join(row.label for row in named)
     how = (
-        f"{len(sure)} of them told apart over seeds"
+        f"for {len(sure)} of them the interval over seeds excludes 0"
         if sure
-        else "too few seeds to tell whether that is more than chance"
+        else "too few seeds to know whether that is more than chance"
     )
     return (
         f"Full fine-tuning with the same remedy forgets less at equal new loss than {len(beaten)} of"

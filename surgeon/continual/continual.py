@@ -96,7 +96,23 @@ class Continued:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data for `--json`."""
+        """Return plain data for `--json`.
+
+        Keys:
+            `path`, `kept`, `resumed_after`: of this call, and not in `continual.json`: the run; with `--keep` the
+                earlier tasks' models; the tasks that were done before
+            `surgeon_continual`, `base`, `tasks`, `general`: version of the format; the base; names of the tasks in
+                order, and of general sources
+            `performance`, `base_accuracy`: the measure, in words; the base's, by task and general source
+            `matrix`: after each task, its accuracy on that task and on all before it
+            `overall_performance`, `backward_transfer`, `general_ability_delta`: OP, BWT and ΔR after each task; ΔR is
+                null without general sources
+            `measured`: for the base and after each task, by task and general source: `right`, `tokens`, `nats`,
+                `accuracy`, `loss`
+            `trainings`: each task's `operations`, `settings`, `steps`, `tokens`, `losses` (by source, before and
+                after), `tensors` (how many trained)
+            `config`, `fingerprint`: the tasks file as it was read; the digest of everything that the numbers depend on
+        """
         return {
             "path": str(self.path),
             "kept": plain(self.kept),

@@ -88,7 +88,16 @@ class Recalled:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data for `--json`."""
+        """Return plain data for `--json`.
+
+        Keys:
+            `path`, `base`, `digest`: the file; the model that wrote it; the digest of its config and tensors
+            `settings`: `tokens`, `prompts`, `temperature`, `top_p`, `length`, `batch`, `seed`, `dtype`
+            `counts`: `batches`; documents `written` and `kept`; `tokens` kept, and how many documents were `cut` at the
+                longest length; filtered out: `loops`, `duplicates`, `empty`
+            `sha256`: the file's digest
+            `seconds`, `tokens_per_second`, `resumed_at`: of this call, filtered text included; kept tokens at its start
+        """
         return plain_fields(self)
 
 
@@ -283,7 +292,7 @@ def _there(expected: Recalled, beside: Path, *, take_over: bool, say: Callable[[
     if not same:
         raise BadInput(
             f"{printable(str(expected.path))}: not what this model writes by these settings; remove it, and it is"
-            " written anew"
+            " written again"
         )
     file, digest = _signed_file(expected.path), hashlib.sha256(content).hexdigest()
     try:
@@ -293,7 +302,7 @@ def _there(expected: Recalled, beside: Path, *, take_over: bool, say: Callable[[
     if signed is None or signed.data != digest:
         signed = UNSIGNED
     holds = f"text that this model wrote, {expected.settings['tokens']:,} tokens"
-    check_own(signed, expected.path, holds, take_over=take_over, say=say, again="have it written anew")
+    check_own(signed, expected.path, holds, take_over=take_over, say=say, again="have it written again")
     if not signed.here:
         write_signed(file, digest)
     return made

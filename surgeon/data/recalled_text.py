@@ -162,7 +162,9 @@ class TextSoFar:
 
 
 def _damaged(file: Path, why: str) -> BadInput:
-    return BadInput(f"{printable(str(file))}: damaged or edited ({why}); remove its folder, and the recall begins anew")
+    return BadInput(
+        f"{printable(str(file))}: damaged or edited ({why}); remove its folder, and the recall starts again"
+    )
 
 
 def _key(line: bytes) -> bytes:

@@ -216,7 +216,15 @@ class Evaluation(Generic[CellT]):
         raise KeyError(f"{model}, {source}")
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data for `--json`; NaN and infinity are written as strings."""
+        """Return plain data for `--json`; NaN and infinity are written as strings.
+
+        Keys:
+            `models`: each with `model`, `same_tokens` and `sources`: by name `documents`, `tokens`, `bytes`, and
+                `loss`, `perplexity`, `bits_per_byte`, `accuracy`, `loss_difference`, `bits_difference`, each with
+                `value`, `low`, `high`; with `--labels` instead `examples`, `loss`, `accuracy`, `accuracy_difference`
+                (with `value`, `low`, `high`), `f1`, `matthews` (null where they do not exist)
+            `length`, `dtype`, `device`, `confidence`, `notes`: the conditions
+        """
         return {
             "length": self.length,
             "dtype": self.dtype,

@@ -415,11 +415,6 @@ def _trunk_config(config: dict[str, Any]) -> dict[str, Any]:
     """The config of the trunk alone: its `anatomy` says what reads otherwise there."""
     told = config.get("anatomy")
     changed = told.get("trunk") if isinstance(told, Mapping) else None
-    if told is None:
-        raise BadInput(
-            "config.json: no `anatomy`, as outputs with grafts of surgeon before 0.1.0 have none, whose code this"
-            " version does not ship; apply the plan again on the base"
-        )
     if composition_of(config) is None or not isinstance(changed, Mapping):
         raise BadInput("config.json: `anatomy` cannot be read; get the output's own config.json")
     _check_branches(config.get("surgery"))

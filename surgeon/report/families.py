@@ -49,7 +49,12 @@ class Families:
         return f"Families({len(self.decoders)} decoders, {len(self.encoders)} encoders, and others)"
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data for `--json`."""
+        """Return plain data for `--json`.
+
+        Keys:
+            `decoders`, `encoders`, `derived_by`: by model type the operations that it takes; the version of
+                transformers whose other models are derived
+        """
         return plain_fields(self)
 
 
@@ -90,7 +95,13 @@ class KnownBase:
         return any(trial.op == op and trial.promise is not None for trial in self.trials)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data for `--json`."""
+        """Return plain data for `--json`.
+
+        Keys:
+            `base`, `model_type`, `evidence`, `period`, `notes`: the base, and how it is known
+            `kinds`: kinds of layers, each with `title`, `layers`, `silence`, `refusal`
+            `trials`: operations, each with `op`, `options`, `promise` (null: refused), `refusal`
+        """
         return plain_fields(self)
 
 

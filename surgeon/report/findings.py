@@ -14,7 +14,7 @@ from surgeon.families.dissect import dissect
 from surgeon.manifest.manifest import Manifest
 from surgeon.manifest.reading import manifest_of
 from surgeon.report.curves import Curve, TrainingRun, read_curves, training_runs
-from surgeon.report.history import Budget, History, layer_history, parameter_budget
+from surgeon.report.history import Budget, History, WiderEnd, layer_history, parameter_budget, wider_ends
 from surgeon.report.routing import routing_report
 from surgeon.report.routing_record import RoutingReport, read_routing
 from surgeon.report.transport import MapFact, by_blocks, map_facts, transport_report
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _CELLS = 192
 # The findings that are plain data already.
 _PLAIN = (
-    *("name", "model_type", "dtypes", "budget", "maps", "spectra"),
+    *("name", "model_type", "dtypes", "ends", "budget", "maps", "spectra"),
     *("heat_maps", "probing", "runs", "curves", "notes"),
 )
 
@@ -58,6 +58,7 @@ class Findings:
     dtypes: tuple[str, ...]
     manifest: Manifest
     history: History
+    ends: tuple[WiderEnd, ...]
     budget: Budget
     maps: tuple[MapFact, ...]
     spectra: tuple[Spectrum, ...]
@@ -147,6 +148,7 @@ def gather(out: Path, sources: Sources, *, device: str, trust_remote_code: bool,
         dtypes=tuple(sorted({info.dtype for info in folder.tensors.values()})),
         manifest=manifest,
         history=history,
+        ends=wider_ends(folder, history, anatomy),
         budget=parameter_budget(folder, manifest, history),
         maps=map_facts(history),
         spectra=gate_spectra(folder, anatomy, listener),

@@ -73,7 +73,13 @@ class Followers:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data for `--json`."""
+        """Return plain data for `--json`.
+
+        Keys:
+            `after`, `options`, `base`: the first operation and its options; null without BASE
+            `followers`: each with `op`, and by model type `promise` (null: refused) and `refusal` in the `same_plan`
+                and the `next_plan`
+        """
         return plain_fields(self)
 
 

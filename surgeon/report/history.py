@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from surgeon.blueprint.grafts import Graft, grafts_of
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import DTYPE_BITS, TensorInfo
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import layer_of, owner_of
+from surgeon.families.anatomy import Anatomy, layer_of, owner_of
 from surgeon.manifest.lineage import Lineage
-from surgeon.manifest.manifest import MANIFEST_FILE, GraftEntry, Manifest
+from surgeon.manifest.manifest import MANIFEST_FILE, GraftEntry, Manifest, StoredTensor
 from surgeon.manifest.moves import layers_of
 from surgeon.manifest.recipe_words import base_bytes_of
 from surgeon.operations import origin_of
 from surgeon.operations.operation import Origin as Made
 from surgeon.runtime.states_rules import BANK
 
-Origin = Literal["base", "changed"] | Made
+Origin = Literal["base", "widened", "changed"] | Made
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ class StackLayer:
 
     `base` is its number in the first base, None for one made by surgery number `surgery`, in its operation number
     `operation`, from the layers `sources` (numbers in this output). `trains`: the layer's own weights train, not only
-    its grafts. A layer of the base whose weights a surgery replaced is `changed`, in the way that `init` says.
+    its grafts. A layer of the base whose weights a surgery replaced is `changed`, in the way that `init` says. One with
+    rows or columns beside the base's is `widened`, and `share` of its numbers is new.
     """
 
     index: int
@@ -52,6 +53,22 @@ class StackLayer:
     operation: int | None
     trains: bool
     marks: tuple[Mark, ...]
+    share: float = 0.0
+
+
+@dataclass(frozen=True)
+class WiderEnd:
+    """A matrix outside the layers that grew, rows × columns; `below`: it holds the embeddings that layer 0 reads."""
+
+    name: str
+    before: tuple[int, int]
+    after: tuple[int, int]
+    below: bool
+
+    @property
+    def share(self) -> float:
+        """The share of its numbers that the first base does not have."""
+        return 1 - math.prod(self.before) / math.prod(self.after)
 
 
 @dataclass(frozen=True)
@@ -83,7 +100,50 @@ def layer_history(folder: CheckpointFolder, manifest: Manifest) -> History:
         _layer(lineage, index, grafts.get(index, []), trains=everything or index in own)
         for index in range(len(manifest.layers))
     ]
-    return History(lineage, tuple(layers))
+    return History(lineage, tuple(_widened(layers, folder, lineage.surgeries[0])))
+
+
+def _widened(layers: Sequence[StackLayer], folder: CheckpointFolder, first: Manifest) -> Iterator[StackLayer]:
+    """Mark layers of the base that are larger than they were there, and in no other way changed."""
+    before, after = _numbers(first.base.tensors), _numbers(folder.tensors)
+    for layer in layers:
+        was = before.get(layer.base, {}) if layer.origin == "base" else {}
+        there = {suffix: size for suffix, size in after.get(layer.index, {}).items() if suffix in was}
+        wider = [suffix for suffix, size in there.items() if size > was[suffix]]
+        if not wider:
+            yield layer
+            continue
+        blocks = dict.fromkeys(suffix.partition(".")[0] for suffix in wider)
+        share = 1 - sum(was[suffix] for suffix in there) / sum(there.values())
+        # The whole layer is wider where its norms are.
+        named = "" if len(blocks) > 2 else " and ".join(blocks)
+        yield replace(layer, origin="widened", init=f"wider {named}".rstrip(), share=share)
+
+
+def _numbers(tensors: Mapping[str, TensorInfo] | Mapping[str, StoredTensor]) -> dict[int | None, dict[str, int]]:
+    """How many numbers each tensor of each layer has, by suffix."""
+    found: dict[int | None, dict[str, int]] = {}
+    for name, tensor in tensors.items():
+        if (place := layer_of(name)) is not None:
+            found.setdefault(place[1], {})[place[2]] = math.prod(tensor.shape)
+    return found
+
+
+def wider_ends(folder: CheckpointFolder, history: History, anatomy: Anatomy) -> tuple[WiderEnd, ...]:
+    """Return the embeddings and the output head that are larger than in the first base, and other such matrices."""
+    first = history.lineage.surgeries[0].base.tensors
+    grown = [
+        (name, (was.shape[0], was.shape[1]), (info.shape[0], info.shape[1]))
+        for name, info in folder.tensors.items()
+        if layer_of(name) is None and (was := first.get(name)) is not None
+        if len(info.shape) == len(was.shape) == 2 and info.numel > math.prod(was.shape)
+        # Where a surgery added layers, a matrix may have got a part for each.
+        if len(_sizes_since(name, history)) == 1
+    ]
+    if not grown:
+        return ()
+    words = anatomy.derivation.vocabulary_tensors(anatomy.sizes.vocabulary)
+    return tuple(WiderEnd(name, before, after, words.get(name, False)) for name, before, after in grown)
 
 
 def _check(lineage: Lineage, folder: CheckpointFolder) -> None:

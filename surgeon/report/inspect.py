@@ -48,7 +48,14 @@ class Inspection:
         return f"Inspection({str(self.path)!r}, {self.model_type}, {layers}, {self.parameters:,} parameters, {surgery})"
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data for `--json`."""
+        """Return plain data for `--json`.
+
+        Keys:
+            `path`, `model_type`, `layers`, `parameters`, `tied_embeddings`, `shards`, `notes`: the checkpoint; `layers`
+                and `tied_embeddings` are null where it brings code that is not trusted
+            `foreign_code`: the first sign of code that is not surgeon's, then every script of the folder; else empty
+            `surgery`: the content of surgery.json, or null
+        """
         return {
             "path": str(self.path),
             "model_type": self.model_type,

@@ -29,7 +29,14 @@ class Reported:
         return f"Reported({str(self.html) if self.html else None!r}, {len(self.pictures)} pictures)"
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data for `--json`: the files, and every number they show."""
+        """Return plain data for `--json`: the files, and every number they show.
+
+        Keys:
+            `html`, `pictures`: files that were written
+            `name`, `model_type`, `dtypes`, `promise`, `budget`, `layers`, `notes`: the output
+            `verification`, `routing`: as of `verify` and `routing_report`, or null
+            `maps`, `heat_maps`, `spectra`, `probing`, `runs`, `curves`: the numbers behind the figures
+        """
         return {
             "html": None if self.html is None else str(self.html),
             "pictures": [str(path) for path in self.pictures],

@@ -126,7 +126,14 @@ class RoutingReport(_Entry):
         return ", ".join(f"{self.sites[s][0]}.{self.sites[s][1]} {sums[s] / total:.0%}" for s in order if sums[s])
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data: the file's content and `--json`."""
+        """Return plain data: the file's content and `--json`.
+
+        Keys:
+            `surgeon_routing`, `model`, `router`, `sites`: version of the format; the output; the router's `layer` and
+                `slots`; each site's layer and block
+            `texts`: by name `tokens`, `router` (`mean`, `largest`, `examples`), `states`, `gates`, `experts` (by layer
+                `tokens`, each expert's share of them, and `weight`)
+        """
         plain: dict[str, Any] = TypeAdapter(RoutingReport).dump_python(self, mode="json")
         return plain
 

@@ -126,7 +126,12 @@ class TransportReport:
         return sum(values) / len(values) if values else None
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data for `--json`."""
+        """Return plain data for `--json`.
+
+        Keys:
+            `entropy`, `trained`: by module, the mean over maps; the second after training
+            `maps`, `pictures`: each map's place, entropies, iterations and errors; files that were drawn
+        """
         return {
             "entropy": {module: self.mean(module) for module in self.modules},
             "trained": {module: self.mean(module, trained=True) for module in self.modules},

@@ -64,7 +64,12 @@ class AppliedDelta:
         return f"AppliedDelta({str(self.path)!r}, {self.tensors} of {self.whole} tensors from the delta)"
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data for `--json`."""
+        """Return plain data for `--json`.
+
+        Keys:
+            `path`, `base`, `tensors`, `whole`, `bytes`, `moved`, `seconds`: the output; its base; tensors of the delta
+                and of the whole; the rest as of `apply`
+        """
         return plain_fields(self, without=("manifest",))
 
 

@@ -224,7 +224,14 @@ class MadeDelta:
     beside: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data for `--json`."""
+        """Return plain data for `--json`.
+
+        Keys:
+            `out`, `path`, `base`, `revision`: the output; its delta; the base that it needs
+            `tensors`, `whole`, `bytes`, `whole_bytes`: in the delta, and in the whole output
+            `from_base`, `beside`, `seconds`: side files that come from the base; folders beside the weights that the
+                delta includes (`base-tensors`, `adapter`); by stage
+        """
         return plain_fields(self)
 
 

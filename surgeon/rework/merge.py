@@ -24,7 +24,12 @@ class Merged:
     measured: Verification
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data for `--json`."""
+        """Return plain data for `--json`.
+
+        Keys:
+            `applied`: the keys of `apply`
+            `measured`: the keys of `verify`: the merged model against the one with branches
+        """
         return plain_fields(self)
 
 

@@ -64,7 +64,16 @@ class Reverted:
         return f"Reverted({str(self.path)!r}, {self.to} of {self.surgeries} surgeries left, {self.tensors} tensors)"
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data for `--json`."""
+        """Return plain data for `--json`.
+
+        Keys:
+            `path`, `to`, `surgeries`, `base`, `undone`: the new folder; surgeries that are left, of how many; the
+                restored state's name; the operations of each surgery that was undone
+            `tensors`, `dropped`, `bytes`, `moved`, `left_behind`, `seconds`: what was written and what was not; `moved`
+                as of `apply`
+            `digest`, `checked_against`: the state's digest; what it was compared with: `base`, `base_digest`, both, or
+                nothing (then it is only OUT's own statement)
+        """
         return plain_fields(self, without=("manifest",))
 
 

@@ -58,7 +58,12 @@ class Exported:
         return f"Exported({str(self.path)!r}, slot {self.slot} for {self.base!r}, {self.modules} modules)"
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data for `--json`."""
+        """Return plain data for `--json`.
+
+        Keys:
+            `path`, `slot`, `base`, `revision`, `layers`, `modules`, `bytes`, `config`, `notes`: the adapter and the
+                base it fits; `config` is adapter_config.json
+        """
         return plain_fields(self)
 
 

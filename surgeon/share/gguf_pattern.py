@@ -55,7 +55,12 @@ class GgufPattern:
         return f"GgufPattern({str(self.path)!r}, {sum(self.pattern)} of {len(self.pattern)} layers have a window)"
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data for `--json`."""
+        """Return plain data for `--json`.
+
+        Keys:
+            `file`, `path`, `bytes`, `pattern`: the file that was read; the one that was written; for each layer, true
+                if its attention has a window
+        """
         return plain_fields(self)
 
 

@@ -108,7 +108,21 @@ class Rehearsal:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data for `--json`."""
+        """Return plain data for `--json`.
+
+        Keys:
+            `settings`, `device`, `notes`: as of `train`
+            `parameters`, `trained`, `tensors`: the model's numbers; those that train; in how many tensors
+            `sources`: each with `name`, `share`, `documents`, `tokens_a_document`, `counted` (share of tokens in the
+                loss; 0 for labels), `run_tokens`, `passes`, `labels` (texts by label)
+            `samples`: each with `source`, `label` (null: none) and `parts`: `text`, and `counted` if the loss counts it
+            `seconds_a_step`, `seconds`, `tokens`: measured on micro-batches; of the whole run
+            `seconds_writing`: before the run, for sources with `generate`, from one batch of documents each
+            `seconds_asking`, `teacher_bytes`: before the run, for `teacher: {cached: …}`, from one micro-batch; its
+                bytes on disk at most; else 0
+            `peak_memory`, `optimizer_bytes`, `copy_bytes`: of the micro-batches with AdamW's state (on a CPU with a
+                checkpoint's copy); that state; that copy, 0 where checkpoints are not written beside the steps
+        """
         return plain_fields(self, without=("samples",)) | {
             "samples": [
                 {

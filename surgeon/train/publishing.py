@@ -107,7 +107,23 @@ class Trained:
         return tuple(name for name, change in self.changes.items() if change.max_change == 0)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data for `--json`."""
+        """Return plain data for `--json`.
+
+        Keys:
+            `out`, `path`, `operations`, `settings`: the trained output; the run; the operations whose tensors train;
+                every number of the run
+            `losses`: by source, held out, `before` and `after`
+            `scores`: with labels: by source `accuracy`, `f1` and `matthews` (where they exist), after `published_step`
+            `published_step`: the step that RUN and `after` come from: the last, or with `keep_best` the best
+            `tensors`, `unchanged`: by name `max_change` and `relative_change` (null: it was zero); names without a
+                change
+            `parameters`, `tokens`, `peak_memory`: numbers that trained; tokens of the whole run; of the GPU where there
+                is one
+            `log`: the trainer's entries: `step`, `loss`, `grad_norm`, `learning_rate`, `eval_SOURCE_loss`; with
+                `preserve` also `loss.preserve`, its unweighted mean since the last entry
+            `seconds`, `tokens_per_second`, `resumed_at`: of the steps after `resumed_at`, without evaluations and
+                checkpoints
+        """
         return plain_fields(self, without=("manifest", "changes")) | {
             "losses": {name: {"before": before, "after": after} for name, (before, after) in self.losses.items()},
             "tensors": {name: change._asdict() for name, change in self.changes.items()},

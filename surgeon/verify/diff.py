@@ -62,7 +62,15 @@ class Difference:
         return not (self.added or self.removed or self.changed or self.moved or self.extended or self.config)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data for `--json`."""
+        """Return plain data for `--json`.
+
+        Keys:
+            `identical`, `a`, `b`, `not_read`: the verdict (exit 1 where it is false); the folders; the one taken from a
+                manifest instead of its bytes
+            `added`, `removed`, `same`: names of tensors
+            `changed`, `moved`, `extended`: names of tensors in `a` and in `b`
+            `config`: for each key of config.json that differs, `a` and `b`
+        """
         return plain_fields(self, without=("changed", "moved", "extended", "config", "sizes")) | {
             "identical": self.identical,
             "changed": [{"a": a, "b": b} for a, b in self.changed.items()],
@@ -73,7 +81,7 @@ class Difference:
 
 
 def diff(a: str | Path, b: str | Path, *, exact: bool = False, listener: Listener | None = None) -> Difference:
-    """What became of the checkpoint `a` in `b`, tensor by tensor: added, removed, changed, moved, the same.
+    """Return what became of the checkpoint `a` in `b`, tensor by tensor: added, removed, changed, moved, the same.
 
     Where the manifest of one says that the other is its base, that one is not read: names, config.json and lineage must
     fit, its digests are taken on trust. `exact` reads both. No code of either is run. Raises BadInput.

@@ -83,7 +83,25 @@ class Verification:
         return kept and all(check.holds for check in self.checks)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data for `--json`."""
+        """Return plain data for `--json`.
+
+        Keys:
+            `holds`, `promise`: the verdict (exit 3 where it is false); the manifest's promise
+            `trained`, `gated`: true if the output was trained since; true if a domain gate decides which tokens have
+                the base's logits
+            `checks`: each with `name`, `holds`, `detail`, `note`
+            `comparisons`: each with `mode` (`prefill`, `cached decode`; with images also `prefill, image` and `cached
+                decode, image`), `dtype`, `tokens`, `identical`, `max_abs_difference`; decoders also `kl`,
+                `top1_agreement`, `base_loss`, `out_loss`, `same` (positions with bit-identical logits),
+                `same_before_tail` (true if all logits but the base's last V mod 4 tokens' are identical), `apart`
+                (base's and output's loss at the other positions, or null), `grown` (new tokens' `added`, `rise`,
+                `bound`, `kept`, or null)
+            `identical`, `first_difference`: over all comparisons (null: none was made); with `--streamed`, where they
+                begin to differ
+            `tail_alone`: true if only the logits of the base's last V mod 4 tokens are promised to rounding, and all
+                others exactly
+            `tokens`: the source of the tokens
+        """
         return plain_fields(self, without=("streamed",)) | {
             "holds": self.holds,
             "identical": self.identical,
@@ -92,7 +110,7 @@ class Verification:
 
 
 def verification_view(verification: Verification) -> RenderableType:
-    """Checks and comparisons, and the verdict in one line."""
+    """Return checks and comparisons, and the verdict in one line."""
     checks = FittedTable(headings=False)
     for check in verification.checks:
         style = "yellow" if check.note else "green" if check.holds else "bold red"

@@ -108,7 +108,7 @@ def test_text_that_somebody_else_put_there_is_not_trained_on(base: Path, tmp_pat
     shutil.copytree(tmp_path / "one", tmp_path / "two")
     for name in (".memory.jsonl.signed", None):
         with pytest.raises(
-            BadInput, match=r"memory\.jsonl: holds text that this model wrote, .* to have it written anew"
+            BadInput, match=r"memory\.jsonl: holds text that this model wrote, .* to have it written again"
         ):
             recalled(folder, asked, tmp_path / "two" / "memory.jsonl", once=True, **given)
         if name:

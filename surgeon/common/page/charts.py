@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from surgeon.common.page.markup import Markup, el, join
+from surgeon.common.page.picture import drawing
 
 WIDTH = 360
-_LEFT, _RIGHT = 46, 10
+_LEFT, _RIGHT, _TOP = 46, 10, 20.0
 
 
 @dataclass(frozen=True)
@@ -34,20 +35,6 @@ class Bar:
     style: int = 0
 
 
-def drawing(title: str, summary: str, height: float, *parts: Markup, key: str, class_: str = "chart") -> Markup:
-    """An SVG with a name and a description; `key` is unique on the page."""
-    return el(
-        "svg",
-        el("title", title, id=f"{key}-title"),
-        el("desc", summary, id=f"{key}-summary"),
-        *parts,
-        viewBox=f"0 0 {WIDTH} {height:g}",
-        class_=class_,
-        role="img",
-        aria_labelledby=f"{key}-title {key}-summary",
-    )
-
-
 def bars(title: str, entries: Sequence[Bar], *, full: float, key: str, cap: str = "") -> Markup:
     """Draw horizontal bars on a scale to `full`, the right end of the frame; `cap` is its label."""
     row, left, right = 22, 64, 92
@@ -66,7 +53,7 @@ def bars(title: str, entries: Sequence[Bar], *, full: float, key: str, cap: str 
     if cap:
         parts.append(el("text", cap, x=left + span, y=height - 3, class_="tick", text_anchor="end"))
     summary = "; ".join(f"{entry.name}: {entry.words}" for entry in entries)
-    return drawing(title, summary, height, *parts, key=key)
+    return drawing(title, summary, (WIDTH, height), *parts, key=key)
 
 
 def lines(
@@ -76,7 +63,6 @@ def lines(
     key: str,
     across: str,
     up: str,
-    summary: str = "",
     low: float | None = None,
     high: float | None = None,
     scattered: Sequence[Series] = (),
@@ -90,7 +76,6 @@ def lines(
         key: unique on the page
         across: the horizontal axis, in words
         up: the vertical axis, in words
-        summary: the description for screen readers; by default each line's first and last value
         low: the vertical axis' lower end; by default the smallest value
         high: its upper end; by default the largest
         scattered: series of which only the marks are drawn, without a legend
@@ -114,10 +99,10 @@ def lines(
         if len(one.points) <= 24:
             drawn += [_mark(frame.x(x), frame.y(y), one.style) for x, y in one.points]
     legend, legend_height = _legend([(one.name, one.style) for one in series], height)
-    described = summary or "; ".join(
+    described = "; ".join(
         f"{one.name}: {_short(one.points[0][1])} to {_short(one.points[-1][1])}" for one in series if one.points
     )
-    return drawing(title, described, height + legend_height, *drawn, legend, key=key)
+    return drawing(title, described, (WIDTH, height + legend_height), *drawn, legend, key=key)
 
 
 def points(
@@ -141,7 +126,7 @@ def points(
     ]
     drawn += [_mark(frame.x(x), frame.y(y), style) for _, group, style in groups for x, y in group]
     legend, legend_height = _legend([(name, style) for name, _, style in groups], height, line=False)
-    return drawing(title, summary, height + legend_height, *drawn, legend, key=key)
+    return drawing(title, summary, (WIDTH, height + legend_height), *drawn, legend, key=key)
 
 
 def grid(
@@ -183,7 +168,7 @@ def grid(
                 )
     height = top + len(cells) * tall
     parts.append(el("rect", x=left, y=top, width=WIDTH - left - _RIGHT, height=height - top, class_="frame"))
-    return drawing(title, summary, height + 4, *parts, key=key)
+    return drawing(title, summary, (WIDTH, height + 4), *parts, key=key)
 
 
 @dataclass(frozen=True)
@@ -191,7 +176,6 @@ class _Frame:
     x_range: tuple[float, float]
     y_range: tuple[float, float]
     bottom: float
-    top: float = 20.0
 
     def x(self, value: float) -> float:
         low, high = self.x_range
@@ -200,7 +184,7 @@ class _Frame:
     def y(self, value: float) -> float:
         low, high = self.y_range
         clipped = min(max(value, low), high)
-        return self.bottom - (clipped - low) / (high - low) * (self.bottom - self.top)
+        return self.bottom - (clipped - low) / (high - low) * (self.bottom - _TOP)
 
 
 def _range(low: float, high: float) -> tuple[float, float]:

@@ -7,6 +7,7 @@ from importlib.resources import files
 
 from surgeon._version import __version__
 from surgeon.common.page.markup import Child, Markup, el, join, raw
+from surgeon.common.page.picture import picture_style
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 _STYLE = files(__package__) / "style.css"
@@ -30,7 +31,7 @@ def document(title: str, what: str, top: Sequence[Child], sections: Mapping[str,
         el("meta", name="viewport", content="width=device-width, initial-scale=1"),
         el("meta", name="color-scheme", content="light dark"),
         el("title", title),
-        el("style", raw("\n" + _STYLE.read_text(encoding="utf-8"))),
+        el("style", raw("\n" + picture_style() + _STYLE.read_text(encoding="utf-8"))),
     )
     body = el(
         "body",

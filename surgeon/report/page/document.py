@@ -123,8 +123,11 @@ def stack_section(findings: Findings) -> Markup:
         "stack",
         "The layer stack",
         pair(
-            figure(stack_figure(history), "Left the first base, right this output; the input enters at the bottom."),
-            legend(history),
+            figure(
+                stack_figure(history, findings.ends),
+                "Left the first base, right this output; the input enters at the bottom.",
+            ),
+            legend(history, findings.ends),
         ),
         folded(
             "The stack as a table",

@@ -1,27 +1,18 @@
-"""Reference pages, written from the code by `python -m tests.reference_pages`.
-
-In docs/reference: plans.md is the JSON schema of plans; training-file.md, study-file.md and tasks-file.md are those of
-the other YAML files; papers.md is the bibliography that the operations carry.
-"""
+"""The pages of YAML files, from their JSON schemas: plans.md, training-file.md, study-file.md and tasks-file.md."""
 
 from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
-from unicodedata import normalize
 
 from surgeon.compare.config.loading import json_schema as study_schema
 from surgeon.continual.config.loading import json_schema as tasks_schema
 from surgeon.operations import OPERATIONS
-from surgeon.operations.inits import INITS
-from surgeon.operations.operation import Paper, TrainingDefaults
+from surgeon.operations.operation import TrainingDefaults
 from surgeon.plan.plan import json_schema
 from surgeon.train.config.loading import json_schema as training_schema
 from surgeon.train.config.settings import FINETUNING
-
-DOCS = Path(__file__).resolve().parent.parent / "docs" / "reference"
 
 HEAD = """\
 # Plan reference
@@ -76,28 +67,6 @@ A key that is not listed here is refused with its line.
 `python -m tests.reference_pages` writes this page from the schema, and a test compares the two.
 """
 
-PAPERS_HEAD = """\
-# Papers
-
-The papers behind the operations. Model cards, and `surgeon report`, cite those that an output used;
-[CITATION.cff](../../CITATION.cff) cites surgeon. `python -m tests.reference_pages` writes this page from the
-operations, and a test compares the two.
-
-| paper | operations |
-|---|---|
-"""
-
-
-def pages() -> dict[str, str]:
-    """The content of every reference page, by its file's name in docs/."""
-    return {
-        "plans.md": plans_page(),
-        "training-file.md": _file_page(TRAINING_HEAD, training_schema()) + _defaults_of_operations(),
-        "study-file.md": _file_page(STUDY_HEAD, study_schema()),
-        "tasks-file.md": _file_page(TASKS_HEAD, tasks_schema()),
-        "papers.md": papers_page(),
-    }
-
 
 def plans_page() -> str:
     """The plan reference."""
@@ -116,6 +85,21 @@ def plans_page() -> str:
         if not _is_op(models[name]):
             parts += [f"### {name}\n", models[name]["description"] + "\n", _table(models[name], models)]
     return "\n".join(parts)
+
+
+def training_page() -> str:
+    """The reference of training configs, with the defaults of the operations."""
+    return _file_page(TRAINING_HEAD, training_schema()) + _defaults_of_operations()
+
+
+def study_page() -> str:
+    """The reference of studies."""
+    return _file_page(STUDY_HEAD, study_schema())
+
+
+def tasks_page() -> str:
+    """The reference of tasks files."""
+    return _file_page(TASKS_HEAD, tasks_schema())
 
 
 def _file_page(head: str, schema: dict[str, Any]) -> str:
@@ -159,34 +143,6 @@ def _defaults_row(name: str, defaults: TrainingDefaults) -> str:
 def _rate(rate: float) -> str:
     """A learning rate as configs have it: 5e-5."""
     return re.sub(r"\.?0*e-0*", "e-", f"{rate:.3e}") if rate else "0"
-
-
-def papers_page() -> str:
-    """The bibliography: which operation each paper is behind, and its BibTeX entry."""
-    users: dict[Paper, list[str]] = {}
-    for op, operation in OPERATIONS.items():
-        for paper in operation.papers_for(INITS):
-            inits = [kind for kind, init in INITS.items() if op == "insert_layers" and init.paper == paper]
-            made = f" ({', '.join(f'`{kind}`' for kind in inits)})" if inits else ""
-            users.setdefault(paper, []).append(f"[{op}](operations/{op}.md){made}")
-    rows = [f"| {_cited(paper)} | {', '.join(ops)} |" for paper, ops in users.items()]
-    entries = "\n\n".join(paper.bibtex for paper in users)
-    return PAPERS_HEAD + "\n".join(rows) + f"\n\n## BibTeX\n\n```bibtex\n{entries}\n```\n"
-
-
-def _cited(paper: Paper) -> str:
-    where = f", {paper.venue}" if paper.venue else ""
-    when = "" if str(paper.year) in where else f", {paper.year}"
-    link = f", [arXiv:{paper.arxiv}](https://arxiv.org/abs/{paper.arxiv})" if paper.arxiv else ""
-    return f"{_names(paper.authors)}: *{paper.title}*{where}{when}{link}"
-
-
-def _names(authors: str) -> str:
-    """The authors of a BibTeX entry as people write them: given names first."""
-    plain = re.sub(r"\{\\'(\w)\}", lambda found: normalize("NFC", f"{found[1]}\N{COMBINING ACUTE ACCENT}"), authors)
-    people = plain.split(" and ")
-    names = [" ".join(reversed(person.split(", "))) for person in people if person != "others"]
-    return ", ".join(names) + (" and others" if "others" in people else "")
 
 
 def _is_op(model: dict[str, Any]) -> bool:
@@ -267,8 +223,3 @@ def _bounds(field: dict[str, Any]) -> str:
 
 def _named(reference: str) -> str:
     return reference.rsplit("/", 1)[1]
-
-
-if __name__ == "__main__":
-    for name, content in pages().items():
-        (DOCS / name).write_text(content, encoding="utf-8")

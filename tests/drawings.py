@@ -1,0 +1,94 @@
+"""The pictures of docs/pictures that the report's own code draws, written by `python -m tests.drawings`.
+
+operations/<op>.svg is the stack before and after an operation, which a shipped plan did to a tiny model.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+
+import surgeon
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.common.page.markup import Markup, el
+from surgeon.common.page.picture import placed, standalone
+from surgeon.families.dissect import dissect
+from surgeon.manifest.reading import manifest_of
+from surgeon.report.history import layer_history, wider_ends
+from surgeon.report.page.stack import LEGEND_ROW, drawn_legend, drawn_stack, legend_rows
+from tests import tiny
+
+PICTURES = Path(__file__).resolve().parent.parent / "docs" / "pictures"
+
+# The shipped plan that shows each operation.
+PLANS = {
+    "control_llm": "control-llm",
+    "domain_gate": "domain-gate",
+    "drop_layers": "drop-layers",
+    "fold_adapters": "fold-adapters",
+    "gated_adapters": "neutral-residues",
+    "grow_vocabulary": "grow-vocabulary",
+    "insert_layers": "opt-deus",
+    "merge_branches": "control-llm/merge",
+    "mixture_of_control": "mixture-of-control",
+    "pmoe_experts": "pmoe",
+    "stack_layers": "solar",
+    "upcycle_experts": "upcycle-experts",
+    "widen_attention": "widen-attention",
+    "widen_ffn": "widen-ffn",
+    "widen_hidden": "widen-hidden",
+}
+WIDTH = 360.0
+# Pixels a unit, where the page has room.
+SCALE = 1.3
+
+PROMISES = {
+    "exact": "exact: at birth every logit is the base's, bit for bit",
+    "rounding": "rounding: at birth logits are the base's up to rounding",
+    "none": "none: the base's function changes",
+}
+TRAINS = {
+    "new": "trains: what is new",
+    "all": "trains: every layer",
+    "fitted": "trains: what is new; the gate is fitted once, before",
+}
+
+
+@functools.cache
+def of_operation(op: str) -> str:
+    """The picture of an operation: the stack before and after, what its marks mean, what is exact, what trains."""
+    plan = PLANS[op]
+    with tempfile.TemporaryDirectory() as folder:
+        base = tiny.base_for(plan, Path(folder))
+        surgeon.apply(plan, str(base), Path(folder) / "out")
+        out = CheckpointFolder.open(Path(folder) / "out")
+        # This surgery alone: left of it stands its own base, which may be an output itself.
+        manifest = manifest_of(out).model_copy(update={"lineage": []})
+        history = layer_history(out, manifest)
+        ends = wider_ends(out, history, dissect(out.config, out.tensors, out.own))
+    done = manifest.operations[-1]
+    assert done.op == op
+    stack, rows = drawn_stack(history, ends, width=WIDTH), legend_rows(history, ends)
+    below = stack.height + 8
+    words = [PROMISES[done.promise], TRAINS[done.trains]]
+    parts: list[Markup] = [*stack.parts, placed(0, below, drawn_legend(rows))]
+    below += LEGEND_ROW * len(rows) + 8
+    parts += [
+        el("text", line, x=0, y=below + 14 + LEGEND_ROW * nth, class_="label number") for nth, line in enumerate(words)
+    ]
+    height = below + LEGEND_ROW * len(words)
+    title = f"{op}: the stack before and after, by the plan {plan} on a tiny model"
+    return standalone(title, f"{stack.summary}; {'; '.join(words)}", (WIDTH, height), *parts, scale=SCALE)
+
+
+def drawings() -> dict[str, str]:
+    """Every picture, by its file's name in docs/pictures."""
+    return {f"operations/{op}.svg": of_operation(op) for op in PLANS}
+
+
+if __name__ == "__main__":
+    for name, content in drawings().items():
+        file = PICTURES / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(content, encoding="utf-8")
