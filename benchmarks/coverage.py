@@ -268,7 +268,8 @@ def _group(row: Row) -> str:
 
 
 def _named(row: Row) -> str:
-    name = f"{row.model_type}*" if "Image" in row.auto else row.model_type
+    # Markdown would take two stars for emphasis.
+    name = f"{row.model_type}\\*" if "Image" in row.auto else row.model_type
     if NOT_RUN in row.told.values():
         return name
     lacking = [surgery for surgery in PLANS if surgery != "insert" and row.told[surgery] != EXACT]

@@ -143,17 +143,13 @@ def _plan(block: Block, where: str, folder: Path, number: int) -> None:
         return
     if "surgeon_data" in asked:
         return
-    if "surgeon_sweep" in asked:
-        assert surgeon.find_sweep(path) is not None, where
-        return
     if "surgeon_study" in asked:
         load_study(path)
         return
     if "surgeon_sweep" in asked:
         loaded = find_sweep(path)
-        assert loaded is not None
-        for point in loaded.points:
-            found = swept(loaded, point)
+        assert loaded is not None, where
+        for found in swept(loaded).values():
             surgeon.preview(found.path, str(folder / "base-model"), overrides=found.overrides)
         return
     if "surgeon_train" in asked:

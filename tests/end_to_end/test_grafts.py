@@ -21,7 +21,6 @@ from surgeon.cli import app
 from surgeon.families.decoders import USUAL_DECODERS
 from surgeon.models.compare import compare_logits
 from surgeon.models.compare_streamed import compare_streamed
-from surgeon.plan import shipped
 from surgeon.runtime.adapters import GatedAdapter
 from surgeon.runtime.adapters_rules import GATES, VARIANCES, AdapterSpec
 from surgeon.runtime.bundle import CODE_FILE, bundle
@@ -30,7 +29,7 @@ from tests import tiny
 from tests.checkpoints import attaches_grafts, train, weights
 from tests.elsewhere import WITHOUT_SURGEON, load_elsewhere, run_elsewhere
 from tests.runtime.test_interpolators import CLASSES
-from tests.shipped_plans import SHIPPED
+from tests.shipped_plans import SHIPPED, plan_of
 
 # The paper's own initialisation of a next slot changes what a trained base computes, and says so.
 NOT_EXACT = ("pmoe/next-task-paper",)
@@ -135,7 +134,7 @@ def written(value: Any) -> Any:
 # Plans that differ in a weight or a share alone (of a paper's row of ablations) are the same model at birth.
 OF_A_KIND: dict[str, list[str]] = {}
 for _name in GRAFT_PLANS:
-    _operations = shipped.load_named(_name).data()["operations"]
+    _operations = plan_of(_name).data()["operations"]
     OF_A_KIND.setdefault(json.dumps(written(_operations)), []).append(_name)
 
 

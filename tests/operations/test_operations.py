@@ -19,14 +19,13 @@ from surgeon.manifest.card import card
 from surgeon.operations import OPERATIONS, legends, origin_of, papers_of
 from surgeon.operations.operation import Operation
 from surgeon.plan.plan import parse_plan
-from surgeon.plan.shipped import load_named
 from surgeon.runtime.registry import kinds
 from tests import tiny
 from tests.house import PACKAGE
 from tests.manifest.edits import edited
-from tests.shipped_plans import SHIPPED
+from tests.shipped_plans import SHIPPED, plan_of
 
-PLANS = {name: load_named(name).plan for name in SHIPPED}
+PLANS = {name: plan_of(name).plan for name in SHIPPED}
 
 
 def shipped_with(op: str) -> list[str]:
