@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import surgeon
 from surgeon import cli
-from surgeon.common.signatures import COMPUTED, parameters_of
+from surgeon.common.options import COMPUTED, parameters_of
 
 FUNCTIONS = {name: home for name, home in surgeon._HOMES.items() if inspect.isfunction(getattr(surgeon, name))}
 COMMANDS: dict[str, Any] = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from surgeon.common.page.markup import Markup, el, join
 from surgeon.common.page.picture import drawing
 
 WIDTH = 360
-_LEFT, _RIGHT = 46, 10
+_LEFT, _RIGHT, _TOP = 46, 10, 20.0
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,6 @@ def lines(
     key: str,
     across: str,
     up: str,
-    summary: str = "",
     low: float | None = None,
     high: float | None = None,
     scattered: Sequence[Series] = (),
@@ -77,7 +76,6 @@ def lines(
         key: unique on the page
         across: the horizontal axis, in words
         up: the vertical axis, in words
-        summary: the description for screen readers; by default each line's first and last value
         low: the vertical axis' lower end; by default the smallest value
         high: its upper end; by default the largest
         scattered: series of which only the marks are drawn, without a legend
@@ -101,7 +99,7 @@ def lines(
         if len(one.points) <= 24:
             drawn += [_mark(frame.x(x), frame.y(y), one.style) for x, y in one.points]
     legend, legend_height = _legend([(one.name, one.style) for one in series], height)
-    described = summary or "; ".join(
+    described = "; ".join(
         f"{one.name}: {_short(one.points[0][1])} to {_short(one.points[-1][1])}" for one in series if one.points
     )
     return drawing(title, described, (WIDTH, height + legend_height), *drawn, legend, key=key)
@@ -178,7 +176,6 @@ class _Frame:
     x_range: tuple[float, float]
     y_range: tuple[float, float]
     bottom: float
-    top: float = 20.0
 
     def x(self, value: float) -> float:
         low, high = self.x_range
@@ -187,7 +184,7 @@ class _Frame:
     def y(self, value: float) -> float:
         low, high = self.y_range
         clipped = min(max(value, low), high)
-        return self.bottom - (clipped - low) / (high - low) * (self.bottom - self.top)
+        return self.bottom - (clipped - low) / (high - low) * (self.bottom - _TOP)
 
 
 def _range(low: float, high: float) -> tuple[float, float]:
