@@ -87,6 +87,7 @@ class Command(TyperCommand):
             for theirs, ours in _TYPES_OF_VALUES.items():
                 if theirs in error.message:
                     error.message = f"it takes {ours}"
+            error.message = error.message.replace("Input should be", "it should be")
             raise
 
     def invoke(self, ctx: Any) -> Any:
