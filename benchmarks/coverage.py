@@ -27,7 +27,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import textwrap
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -241,23 +240,20 @@ def section(rows: list[Row]) -> str:
     groups: dict[str, list[str]] = {}
     for row in rows:
         groups.setdefault(_group(row), []).append(_named(row))
-    lines = [
-        f"Of {len(rows)} pairs of model type and auto class, exact: {counts}. `*` is the class for images and text."
-    ]
+    head = f"Of {len(rows)} pairs of model type and auto class, exact: {counts}. `*` is the class for images and text."
+    lines = [head, "", "| what works | types | which |", "|---|---|---|"]
     for title in (_ALL, _SOME, _EARLIER, _NEW, _REFUSED, _UNBUILT):
         if found := groups.get(title):
-            lines += ["", f"**{title}** ({len(found)}): {', '.join(found)}."]
-    # Lines as long as the others of the page; a model type is never broken.
-    wrapped = [textwrap.fill(line, 126, break_on_hyphens=False, break_long_words=False) for line in lines]
-    return "\n".join(wrapped)
+            lines.append(f"| {title} | {len(found)} | {', '.join(found)} |")
+    return "\n".join(lines)
 
 
-_ALL = "New layers and every graft"
-_SOME = "New layers, and grafts but for those named"
-_NEW = "Grafts, but no silent new layers after every layer"
-_REFUSED = "Refused"
-_EARLIER = "New layers, in an earlier run (in float32, without the way back); grafts are not run yet"
-_UNBUILT = "No tiny checkpoint can be made of the default config, which says nothing of real ones"
+_ALL = "new layers and every graft"
+_SOME = "new layers, and grafts but for those named"
+_NEW = "grafts, but no silent new layers after every layer"
+_REFUSED = "nothing"
+_EARLIER = "new layers, in an earlier run (in float32, without the way back); grafts are not run yet"
+_UNBUILT = "not tried: the default config gives no tiny checkpoint"
 
 
 def _group(row: Row) -> str:
@@ -272,7 +268,8 @@ def _group(row: Row) -> str:
 
 
 def _named(row: Row) -> str:
-    name = f"{row.model_type}*" if "Image" in row.auto else row.model_type
+    # Markdown would take two stars for emphasis.
+    name = f"{row.model_type}\\*" if "Image" in row.auto else row.model_type
     if NOT_RUN in row.told.values():
         return name
     lacking = [surgery for surgery in PLANS if surgery != "insert" and row.told[surgery] != EXACT]

@@ -90,6 +90,7 @@ class Bases:
     family: str
     folder: Path
     _made: dict[str, Path] = field(default_factory=dict)
+    _refused: dict[str, BadInput] = field(default_factory=dict)
 
     def of(self, first: str, second: str) -> Path:
         """The base of a pair: what an operation needs, and the other does not bring, an earlier surgery brought."""
@@ -109,8 +110,14 @@ class Bases:
         """What the first operation of a pair makes of its base, as born, or with other values where it trains."""
         base, entry = self.of(first, second), pair(first, second)[0]
         name = f"{base.name}-{first}-{entry.get('gate', '')}-{'trained' if trained else 'born'}"
+        if name in self._refused:
+            raise self._refused[name]
         if name not in self._made:
-            made = surgeon.apply(plan_of(entry), base, self.folder / name, device="cpu").path
+            try:
+                made = surgeon.apply(plan_of(entry), base, self.folder / name, device="cpu").path
+            except BadInput as error:
+                self._refused[name] = error
+                raise
             self._made[name] = changed(made) if trained else made
         return self._made[name]
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import surgeon
-from surgeon.plan.shipped import load_named
+from tests.shipped_plans import plan_of
 
 INDEX = "model.safetensors.index.json"
 
@@ -21,7 +21,7 @@ def attaches_grafts(name: str) -> bool:
 
     Experts do so beside an MLP that no class of transformers holds with them.
     """
-    operations = load_named(name).plan.operations
+    operations = plan_of(name).plan.operations
     return any(op.grafts and (op.op != "upcycle_experts" or name.endswith("/beside")) for op in operations)
 
 

@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 
 import surgeon
 from surgeon.cli import app
+from surgeon.cli.entries import ENTRIES
 from surgeon.common.yaml import parse_yaml
 from surgeon.compare.config.loading import load_study
 from surgeon.operations import OPERATIONS
@@ -142,17 +143,13 @@ def _plan(block: Block, where: str, folder: Path, number: int) -> None:
         return
     if "surgeon_data" in asked:
         return
-    if "surgeon_sweep" in asked:
-        assert surgeon.find_sweep(path) is not None, where
-        return
     if "surgeon_study" in asked:
         load_study(path)
         return
     if "surgeon_sweep" in asked:
         loaded = find_sweep(path)
-        assert loaded is not None
-        for point in loaded.points:
-            found = swept(loaded, point)
+        assert loaded is not None, where
+        for found in swept(loaded).values():
             surgeon.preview(found.path, str(folder / "base-model"), overrides=found.overrides)
         return
     if "surgeon_train" in asked:
@@ -238,6 +235,46 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in map(_anchor, headings), f"{name_of(page)}: {target}"
 
 
+# The pages that a script writes whole.
+WRITTEN = reference_pages.PAGES.keys()
+# Of hand-written prose: the words outside of code blocks and of what scripts write.
+MOST_WORDS, MOST_OF_A_PAGE, MOST_OF_README = 30_000, 1_800, 500
+# Words that people for whom English is a second language stumble over; docs, help and messages do without.
+AVOIDED = re.compile(r"\b(foretells?|tells?|told|anew|born with|newborn|bears?|patience|hears of)\b", re.I)
+# What a statistic does with two methods has no other name.
+APART = re.compile(r"\b(tell|told)( \w+){0,3} apart\b|\btells\b[^.]*\bapart\b", re.I)
+
+
+def prose(page: Path) -> str:
+    """The text of a page without code blocks, comments and what scripts write."""
+    if page.parent == reference_pages.DOCS and page.name in WRITTEN:
+        return ""
+    written = r"<!-- (?:figures: .*?<!-- end of figures|written by .*?<!-- until here) -->"
+    text = re.sub(written, "", page.read_text(encoding="utf-8"), flags=re.S)
+    return re.sub(r"<!--.*?-->", "", re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M), flags=re.S)
+
+
+def test_no_page_is_long_and_all_of_them_can_be_read() -> None:
+    words = {name_of(page): len(prose(page).split()) for page in [ROOT / "README.md", *DOCS]}
+    assert words["README.md"] <= MOST_OF_README
+    assert not {name: count for name, count in words.items() if count > MOST_OF_A_PAGE}
+    assert sum(words.values()) <= MOST_WORDS
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_pages_use_plain_words(page: Path) -> None:
+    text = APART.sub("", prose(page))
+    assert not AVOIDED.findall(re.sub(r"`[^`]*`", "", text))
+
+
+def test_messages_and_help_use_plain_words() -> None:
+    """Docstrings of code are for its readers; those of commands are help, and texts with spaces are messages."""
+    helps = [entry.help for entry in ENTRIES.values()]
+    messages = [text for text in _texts_of_the_source(docstrings=False) if " " in text]
+    found = [text for text in (*helps, *messages) if AVOIDED.search(APART.sub("", text))]
+    assert not found
+
+
 def test_every_page_can_be_reached() -> None:
     index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     for page in DOCS:
@@ -303,11 +340,16 @@ def test_every_key_of_a_file_has_a_meaning(name: str) -> None:
     assert [key for key, kind, meaning in rows if not meaning.strip() and not re.fullmatch(r"`\w+`", kind)] == []
 
 
-def _texts_of_the_source() -> list[str]:
+def _texts_of_the_source(*, docstrings: bool = True) -> list[str]:
     """Every string of the package, f-strings with `…` for what is filled in."""
     found: list[str] = []
     for file in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        # An expression that is a string alone is a docstring.
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if not docstrings and id(node) in alone:
+                continue
             if isinstance(node, ast.JoinedStr):
                 found.append("".join(v.value if isinstance(v, ast.Constant) else "…" for v in node.values))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):

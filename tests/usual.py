@@ -21,7 +21,7 @@ from surgeon.errors import BadInput
 from surgeon.families import usual, usual_table
 from surgeon.families.anatomy import Anatomy
 from surgeon.families.composing import _ACTIVATIONS
-from surgeon.families.derived import _Found
+from surgeon.families.derivation import Found
 from surgeon.families.dissect import dissect
 from surgeon.families.skeleton import build
 from surgeon.families.usual import sizes_of
@@ -96,7 +96,7 @@ def type_entry(model_type: str) -> TypeEntry:
     stated = {each.name: each.default for each in fields(kind)}
     left_out = kind().to_dict()
     one = derived_anatomy(config_for(model_type))
-    assert isinstance(one.derivation, _Found) and one.derivation.same_names
+    assert isinstance(one.derivation, Found) and one.derivation.same_names
     first = TypeEntry(
         files=_files(model_type, kind),
         prefix=one.prefix,
@@ -259,7 +259,7 @@ def _head_entry(model_type: str, entry: TypeEntry, when: When) -> tuple[HeadEntr
     held = {each: _info(each, tuple(value.shape)) for each, value in build(config).model.state_dict().items()}
     saved = headers_of(config)
     anatomy = dissect(config, held)
-    assert isinstance(anatomy.derivation, _Found)
+    assert isinstance(anatomy.derivation, Found)
     reads = {} if entry.encoder else anatomy.derivation.vocabulary_tensors(anatomy.sizes.vocabulary)
     composition = anatomy.derivation.composition
 
@@ -409,9 +409,9 @@ OTHER_SIZES: tuple[dict[str, int], ...] = (
 
 
 def code_files() -> tuple[str, ...]:
-    """The files of surgeon that derive a base: those that derived.py imports, and what these import."""
+    """The files of surgeon that derive a base: those that checkpoint_anatomy.py imports, and what these import."""
     found: dict[str, None] = {}
-    todo = ["surgeon.families.derived", "surgeon.families.dissect"]
+    todo = ["surgeon.families.checkpoint_anatomy", "surgeon.families.dissect"]
     while todo:
         module = todo.pop()
         if module not in found:

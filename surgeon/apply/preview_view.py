@@ -16,7 +16,7 @@ from surgeon.manifest.card import layer_runs
 
 
 def preview_view(preview: Preview, base: str) -> RenderableType:
-    """The new layer list beside the old, what each operation promises, and what it costs."""
+    """Return the new layer list beside the old, what each operation promises, and what it costs."""
     blueprint = preview.blueprint
     return Group(
         Text.assemble((printable(base), "bold"), f" ({printable(preview.model_type)})"),

@@ -164,12 +164,11 @@ MOST_AHEAD = 4_000_000_000
 class ReadAhead:
     """Tensors of a checkpoint, read by a thread in the order in which they will be needed.
 
-    It holds at most the larger of the two sets given to the last `expect`, and no more than `most` bytes.
+    It holds at most the larger of the two sets given to the last `expect`, and no more than `MOST_AHEAD` bytes.
     """
 
-    def __init__(self, base: CheckpointFolder, *, most: int = MOST_AHEAD) -> None:
+    def __init__(self, base: CheckpointFolder) -> None:
         self._base = base
-        self._most = most
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
         self._waiting: deque[str] = deque()
         self._coming: dict[str, Future[bytearray]] = {}
@@ -177,7 +176,7 @@ class ReadAhead:
 
     def expect(self, now: Sequence[str], then: Sequence[str]) -> None:
         """Read what is needed now, each once, then what is needed after it; drop earlier expectations."""
-        self._room = min(max(self._bytes(now), self._bytes(then)), self._most)
+        self._room = min(max(self._bytes(now), self._bytes(then)), MOST_AHEAD)
         needed = list(dict.fromkeys([*now, *then]))
         for name in self._coming.keys() - set(needed):
             self._coming.pop(name).cancel()

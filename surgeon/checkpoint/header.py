@@ -117,14 +117,14 @@ class Header:
 def read_header(fd: int, *, file: str) -> Header:
     """Read and check the header of the open file `fd`, which errors call `file`. Raises BadInput."""
     size = os.fstat(fd).st_size
-    first = _pread(fd, 64, 0)
+    first = _pread(fd, 64)
     length = header_length(first, file=file, file_size=size)
-    return parse_header(_pread(fd, 8 + length, 0), file=file, file_size=size)
+    return parse_header(_pread(fd, 8 + length), file=file, file_size=size)
 
 
 def header_bytes(fd: int, header: Header, *, file: str) -> bytes:
     """Return the bytes before the data of the open file `fd`, whose header was `header`; BadInput where it changed."""
-    found = _pread(fd, header.data_begin, 0)
+    found = _pread(fd, header.data_begin)
     if hashlib.sha256(found).hexdigest() != header.sha256:
         raise BadInput(f"{printable(file)}: changed meanwhile; start again when nothing writes to it")
     return found
@@ -274,16 +274,12 @@ def build_header(
     return prefix, [(len(prefix) + begin, len(prefix) + end) for begin, end in places]
 
 
-def _pread(fd: int, count: int, offset: int) -> bytes:
-    parts: list[bytes] = []
-    while count:
-        part = os.pread(fd, count, offset)
-        if not part:
-            break
-        parts.append(part)
-        offset += len(part)
-        count -= len(part)
-    return b"".join(parts)
+def _pread(fd: int, count: int) -> bytes:
+    """The first `count` bytes of a file, fewer where it is shorter."""
+    content = b""
+    while part := os.pread(fd, count - len(content), len(content)):
+        content += part
+    return content
 
 
 def check_dtype(name: str) -> None:

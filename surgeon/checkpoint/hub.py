@@ -69,13 +69,11 @@ def id_and_revision(name: str, revision: str | None = None) -> tuple[str, str | 
     return repo_id, named or revision
 
 
-def locate(
-    base: str, *, revision: str | None, weights: bool = True, code: bool = False, download: bool = True
-) -> Located:
+def locate(base: str, *, revision: str | None, code: bool = False, download: bool = True) -> Located:
     """Find a base: a local path, else `user/name[@revision]` on the Hub, through its cache, downloaded at need.
 
-    It downloads config, index, manifest, allow-listed side files and, with `weights`, exactly the shards that hold
-    them; never a pickle, and Python files only with `code`. Without `download` only the cache is searched. Raises
+    It downloads config, index, manifest, allow-listed side files and exactly the shards that hold the weights; never
+    a pickle, and Python files only with `code`. Without `download` only the cache is searched. Raises
     BadInput where it is not found, gated, of an unknown revision, or neither cached nor reachable.
     """
     if Path(base).exists():
@@ -88,7 +86,7 @@ def locate(
 
     def choose(repository: _Repository) -> list[str]:
         names = [name for name in repository.files if _comes_along(name, repository.files[name], code=code)]
-        return [*names, *choose_weights(repository).files] if weights else names
+        return [*names, *choose_weights(repository).files]
 
     return _at_one_commit(repo_id, revision, choose)
 

@@ -44,10 +44,10 @@ def places_of(infos: Mapping[str, TensorInfo], source: str = "") -> dict[str, Pi
     }
 
 
-def in_files(maps: Mapping[str, Pieces], infos: Mapping[str, TensorInfo], source: str = "") -> dict[str, Pieces]:
+def in_files(maps: Mapping[str, Pieces], infos: Mapping[str, TensorInfo]) -> dict[str, Pieces]:
     """Pieces of tensors as pieces of the files in which these lie."""
     read = {name: infos[name] for pieces in maps.values() for name in pieces.tensors}
-    places = places_of(read, source)
+    places = places_of(read)
     return {name: pieces.through(places) for name, pieces in maps.items()}
 
 

@@ -90,7 +90,7 @@ def check_own(
     *,
     take_over: bool,
     say: Callable[[str], None],
-    again: str = "begin anew",
+    again: str = "start again",
 ) -> None:
     """Raise BadInput where a record was not written here by this user, unless it is to be taken over, which is said.
 

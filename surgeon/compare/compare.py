@@ -140,9 +140,9 @@ def compare(
 
 def _check_options(device: str, jobs: int | None, minutes: float | None) -> None:
     """Raise BadInput for a device or a number that there is not, and under torchrun."""
-    devices.check(device)
     if device.startswith("cuda:"):
         raise BadInput(f"--device {printable(device)}: runs take auto, cpu or cuda; CUDA_VISIBLE_DEVICES chooses")
+    devices.check(device)
     if Ranks.of_environment().size > 1:
         raise BadInput("torchrun: `surgeon compare` starts its own processes (--jobs); run it without torchrun")
     for option, given in (("--jobs", jobs), ("--minutes", minutes)):

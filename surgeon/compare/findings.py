@@ -389,9 +389,9 @@ def _first(rows: Sequence[Row]) -> str:
     named = rest if 0 < len(rest) < len(beaten) else beaten
     names = ("all but " if named is rest else "") + "; ".join(row.label for row in named)
     how = (
-        f"{len(sure)} of them told apart over seeds"
+        f"for {len(sure)} of them the interval over seeds excludes 0"
         if sure
-        else "too few seeds to tell whether that is more than chance"
+        else "too few seeds to know whether that is more than chance"
     )
     return (
         f"Full fine-tuning with the same remedy forgets less at equal new loss than {len(beaten)} of"

@@ -17,7 +17,7 @@ def render(found: Findings) -> str:
     new, original = found.start
     budget = found.budget
     runs = sum(len(row.points) for row in found.rows)
-    state = f"{len(found.missing)} rows miss runs" if found.missing else "complete"
+    state = f"incomplete: {len(found.missing)} rows lack runs" if found.missing else "complete"
     top: list[Child] = [
         el("h1", f"Learning without forgetting on {found.base}"),
         el("p", f"{runs} finished runs by `surgeon compare`; losses in {found.unit}, on held-out text", class_="soft"),

@@ -149,7 +149,7 @@ class Records:
         except (KeyError, TypeError, AttributeError) as error:
             raise _damaged(file, str(error)) from None
         if self.written.get(key) != hashlib.sha256(content).hexdigest():
-            check_own(UNSIGNED, file, "losses", take_over=self.take_over, say=self.say, again="measure them anew")
+            check_own(UNSIGNED, file, "losses", take_over=self.take_over, say=self.say, again="measure them again")
             self._note(key, content)
         self.found[key] = record
         return record

@@ -101,7 +101,7 @@ class _State:
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise BadInput(
                 f"{printable(str(path))}: damaged or edited ({printable(str(error))}); remove"
-                f" {printable(str(path.parent))}, and the run begins anew"
+                f" {printable(str(path.parent))}, and the run starts from the beginning"
             ) from None
 
     def write(self, path: Path) -> None:

@@ -261,7 +261,7 @@ def is_blank(document: Document) -> bool:
 
 
 def text_files(path: Path) -> list[Path]:
-    """The files of a text: the file itself, or those in a folder.
+    """Return the files of a text: the file itself, or those in a folder.
 
     Raises BadInput where there is none to read, and for a link that leads out of the folder or to another folder.
     """

@@ -1,12 +1,12 @@
 """Labelled texts as examples of a classification: tokens, and the number of the label. One text, one sequence.
 
-Streams have the interface of packing's, so that a mixture of them is resumable at every example.
+Their streams are packing's, so that a mixture of them is resumable at every example.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from surgeon.checkpoint.labels import label_names
 from surgeon.data.documents import Corpus
 from surgeon.data.layouts import Labelled
-from surgeon.data.packing import generator
+from surgeon.data.packing import Stream
 from surgeon.errors import BadInput, printable
 from surgeon.models.tokenizer import Tokenizer
 from surgeon.models.tokens import check_ids
@@ -103,45 +103,22 @@ class ExampleEncoder:
 
 
 @dataclass(eq=False)
-class ExampleStream:
-    """The endless examples of one source: documents in a new random order for every pass."""
+class ExampleStream(Stream[Example]):
+    """The endless examples of one source."""
 
-    name: str
-    documents: Corpus
-    numbers: NDArray[np.int64]
     encoder: ExampleEncoder
-    seed: int
-    epoch: int = field(default=0, init=False)
-    position: int = field(default=0, init=False)
-    # Tokens of the examples so far, without padding.
-    used: int = field(default=0, init=False)
-    longest: int = field(default=0, init=False)
-    _order: NDArray[np.int64] | None = field(default=None, init=False)
 
     def next(self) -> Example:
         """Return the next example."""
-        if self._order is None:
-            self._order = generator(self.seed, self.name, self.epoch).permutation(self.numbers)
-        found = example_at(self.documents, int(self._order[self.position]), self.encoder, self.name)
+        found = example_at(self.documents, self._number(), self.encoder, self.name)
         self.used += len(found.ids)
         self.longest = max(self.longest, len(found.ids))
-        self.position += 1
-        if self.position == len(self.numbers):
-            self.epoch, self.position, self._order = self.epoch + 1, 0, None
+        self._step()
         return found
 
     def amount(self) -> int:
         """Count the examples of one pass."""
         return len(self.numbers)
-
-    def state(self) -> list[int]:
-        """The position between two examples."""
-        return [self.epoch, self.position, self.used]
-
-    def restore(self, state: Sequence[int]) -> None:
-        """Go to the position `state`."""
-        self.epoch, self.position, self.used = state
-        self._order = None
 
 
 def example_at(documents: Corpus, number: int, encoder: ExampleEncoder, name: str) -> Example:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,21 +88,64 @@ class Packer:
         return any(label != IGNORED_LABEL for label in self.labels[1:])
 
 
+_T = TypeVar("_T")
+
+
 @dataclass(eq=False)
-class SourceStream:
-    """The endless sequences of one source: documents in a new random order for every pass."""
+class Stream(ABC, Generic[_T]):
+    """The endless sequences or examples of one source: documents in a new random order for every pass.
+
+    Resumable between any two. `used` are tokens: of the document at `position`, or of all examples so far, unpadded.
+    """
 
     name: str
     documents: Corpus
     numbers: NDArray[np.int64]
-    encoder: Encoder
-    packer: Packer
     seed: int
     epoch: int = field(default=0, init=False)
     position: int = field(default=0, init=False)
     used: int = field(default=0, init=False)
     longest: int = field(default=0, init=False)
     _order: NDArray[np.int64] | None = field(default=None, init=False)
+
+    @abstractmethod
+    def next(self) -> _T:
+        """Return the next one."""
+
+    @abstractmethod
+    def amount(self) -> int:
+        """Count what one pass has: tokens, or examples."""
+
+    def state(self) -> list[int]:
+        """The position between two."""
+        return [self.epoch, self.position, self.used]
+
+    def restore(self, state: Sequence[int]) -> None:
+        """Go to the position `state`."""
+        self.epoch, self.position, self.used = state
+        self._order = None
+
+    def _number(self) -> int:
+        """The number of the document at the position."""
+        if self._order is None:
+            self._order = generator(self.seed, self.name, self.epoch).permutation(self.numbers)
+        return int(self._order[self.position])
+
+    def _step(self) -> bool:
+        """Go on to the next document; return whether it is the first of a new pass."""
+        self.position += 1
+        if self.position < len(self.numbers):
+            return False
+        self.epoch, self.position, self._order = self.epoch + 1, 0, None
+        return True
+
+
+@dataclass(eq=False)
+class SourceStream(Stream[PackedSequence]):
+    """The endless sequences of one source."""
+
+    encoder: Encoder
+    packer: Packer
     _current: tuple[tuple[int, int], Encoded] | None = field(default=None, init=False)
 
     def next(self) -> PackedSequence:
@@ -112,10 +156,8 @@ class SourceStream:
                 encoded = self._encoded()
                 self.used += self.packer.add(encoded, self.used)
                 if self.used >= len(encoded[0]):
-                    self.position, self.used = self.position + 1, 0
-                if self.position == len(self.numbers):
-                    self.epoch, self.position, self._order = self.epoch + 1, 0, None
-                    passes += 1
+                    self.used = 0
+                    passes += self._step()
                     if passes > 1 and not self.packer.teaches:
                         raise BadInput(
                             f"source {printable(self.name)}: the loss counts none of its tokens; look at its texts"
@@ -136,46 +178,13 @@ class SourceStream:
                 assert not isinstance(document, Labelled), "an ExampleStream's"
                 yield len(self.encoder.encode(document)[0]), text_bytes(document)
 
-    def state(self) -> list[int]:
-        """The position between two sequences."""
-        return [self.epoch, self.position, self.used]
-
-    def restore(self, state: Sequence[int]) -> None:
-        """Go to the position `state`."""
-        self.epoch, self.position, self.used = state
-        self._order = self._current = None
-
     def _encoded(self) -> Encoded:
         place = self.epoch, self.position
         if self._current is None or self._current[0] != place:
-            if self._order is None:
-                self._order = generator(self.seed, self.name, self.epoch).permutation(self.numbers)
-            encoded = self.encoder.encode(self.documents.read(int(self._order[self.position])))
+            encoded = self.encoder.encode(self.documents.read(self._number()))
             self.longest = max(self.longest, len(encoded[0]))
             self._current = place, encoded
         return self._current[1]
-
-
-_T = TypeVar("_T")
-_T_co = TypeVar("_T_co", covariant=True)
-
-
-class Stream(Protocol[_T_co]):
-    """Endless sequences or examples of one source, resumable between any two."""
-
-    name: str
-
-    def next(self) -> _T_co:
-        """Return the next one."""
-
-    def amount(self) -> int:
-        """Count what one pass has: tokens, or examples."""
-
-    def state(self) -> list[int]:
-        """The position between two."""
-
-    def restore(self, state: Sequence[int]) -> None:
-        """Go to the position `state`."""
 
 
 class Mixture(Generic[_T]):

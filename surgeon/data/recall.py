@@ -41,7 +41,7 @@ from surgeon.data.layouts import Document, document_of
 from surgeon.data.recalled_text import RECORD, Counts, NearlyNothing, TextSoFar, judge
 from surgeon.data.specs import GenerateSpec
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import is_encoder
+from surgeon.families.grafted_config import is_encoder
 from surgeon.models.templates import template_of
 
 if TYPE_CHECKING:
@@ -292,7 +292,7 @@ def _there(expected: Recalled, beside: Path, *, take_over: bool, say: Callable[[
     if not same:
         raise BadInput(
             f"{printable(str(expected.path))}: not what this model writes by these settings; remove it, and it is"
-            " written anew"
+            " written again"
         )
     file, digest = _signed_file(expected.path), hashlib.sha256(content).hexdigest()
     try:
@@ -302,7 +302,7 @@ def _there(expected: Recalled, beside: Path, *, take_over: bool, say: Callable[[
     if signed is None or signed.data != digest:
         signed = UNSIGNED
     holds = f"text that this model wrote, {expected.settings['tokens']:,} tokens"
-    check_own(signed, expected.path, holds, take_over=take_over, say=say, again="have it written anew")
+    check_own(signed, expected.path, holds, take_over=take_over, say=say, again="have it written again")
     if not signed.here:
         write_signed(file, digest)
     return made

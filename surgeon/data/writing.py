@@ -190,14 +190,14 @@ class Writer:
             found += given if isinstance(given, list) else [given]
         return {token for token in found if isinstance(token, int) and not isinstance(token, bool)}
 
-    def _rendered(self, turns: list[dict[str, str]], *, prompt: bool = False) -> tuple[str, str]:
+    def _rendered(self, turns: list[dict[str, str]]) -> tuple[str, str]:
         """Return what the template writes before and behind somebody's words."""
         if not self.tokenizer.chat_template:
             raise BadInput(
                 f"{printable(str(self.folder.path))}: its tokenizer has no chat template to begin with; use `prompts:"
                 " begin`, or a file with a beginning a line, or add chat_template.jinja"
             )
-        before, found, behind = self.tokenizer.render(turns, prompt=prompt).rpartition(_WORDS)
+        before, found, behind = self.tokenizer.render(turns).rpartition(_WORDS)
         if not found:
             raise BadInput(
                 f"{printable(str(self.folder.path))}: its chat template does not write a user's words as they are, so"

@@ -1,6 +1,6 @@
 """Dissect a checkpoint: which tensor is which part of which layer, checked against the config.
 
-What transformers builds of the config is taken apart and probed (derived.py).
+What transformers builds of the config is taken apart and probed (checkpoint_anatomy.py).
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from typing import Any
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.own_code import OwnCode
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy, is_grafted, native_config
+from surgeon.families.anatomy import Anatomy
 from surgeon.families.decoders import USUAL_DECODERS, USUAL_ENCODERS
+from surgeon.families.grafted_config import is_grafted, native_config
 from surgeon.families.settings import check_settings, check_sizes
 
 
@@ -33,6 +34,6 @@ def dissect(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], own: O
         check_sizes(native)
         check_settings(native)
     # Imports torch and transformers.
-    from surgeon.families.derived import anatomy_of
+    from surgeon.families.checkpoint_anatomy import anatomy_of
 
     return anatomy_of(native, tensors, own, carries_grafts=is_grafted(config))

@@ -79,6 +79,11 @@ def _shapes() -> type[Any]:
     return Shapes
 
 
+def without_scales(stored: Mapping[str, tuple[str, ...]], config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """What holds a layer's values: a scale is copied along with the tensor whose numbers it tells the size of."""
+    return {suffix: targets for suffix, targets in stored.items() if not is_scale(config, suffix)}
+
+
 def check_stored(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> None:
     """Raise BadInput for a quantised tensor without its scales, or of a dtype that the config's method does not use."""
     settings = quantisation(config)

@@ -133,7 +133,7 @@ class Listed(Deferred):
         found = in_words([base.layer.silence for _ in set(base.types)])
         if base.entry.encoder:
             found = f"an encoder of {len(base.types)} layers"
-        self.evidence = f"from surgeon's table of usual models: {found}; `apply` derives it anew and proves it"
+        self.evidence = f"from surgeon's table of usual models: {found}; `apply` derives and proves it itself"
 
     @cached_property
     def _composition(self) -> Composition:

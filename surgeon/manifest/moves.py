@@ -114,10 +114,10 @@ def _with_those_beyond(layers: Mapping[int, int], manifest: Manifest) -> dict[in
     return dict(layers) | {index: index + grown for index in numbers if index >= manifest.base.layers}
 
 
-def kept_as_they_are(manifest: Manifest, *, file: str = MANIFEST_FILE) -> dict[str, str]:
+def kept_as_they_are(manifest: Manifest) -> dict[str, str]:
     """The base's tensors that one of the output is, whole and in their shape, with its name. Raises BadInput."""
     found: dict[str, str] = {}
-    for name, lying in left_at(manifest, manifest.base.tensors, file=file).items():
+    for name, lying in left_at(manifest, manifest.base.tensors).items():
         of, holder = manifest.base.tensors[name], next(iter(lying.tensors), "")
         made = manifest.new_tensors.get(holder)
         whole = lying.covered and lying == Pieces.whole(holder, lying.nbytes)
@@ -126,10 +126,10 @@ def kept_as_they_are(manifest: Manifest, *, file: str = MANIFEST_FILE) -> dict[s
     return found
 
 
-def has_other_names(manifest: Manifest, *, file: str = MANIFEST_FILE) -> bool:
+def has_other_names(manifest: Manifest) -> bool:
     """Whether something of the base's lies under other names only: the output is of another class. Raises BadInput."""
-    homes = homes_of(manifest, manifest.base.tensors, file=file)
-    return not recorded_tensors(manifest, file=file).keys() >= {*homes.values()}
+    homes = homes_of(manifest, manifest.base.tensors)
+    return not recorded_tensors(manifest, file=MANIFEST_FILE).keys() >= {*homes.values()}
 
 
 def made_of_base(manifest: Manifest) -> dict[str, Pieces]:

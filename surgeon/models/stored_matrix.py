@@ -83,10 +83,7 @@ class StoredMatrix(Tensor):
 
     def whole(self) -> Tensor:
         """All of it, in memory."""
-        return self._rows(0, int(self.shape[0]))
-
-    def _rows(self, first: int, behind: int) -> Tensor:
-        return self._placed(self._read(first, behind))
+        return self._placed(self._read(0, int(self.shape[0])))
 
     def _placed(self, stored: Tensor) -> Tensor:
         return stored.to(self._device, self.dtype)

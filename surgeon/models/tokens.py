@@ -44,7 +44,6 @@ def token_batches(
     window: int = 128,
     windows: int | None = 8,
     vocabulary: int,
-    seed: int = 0,
 ) -> TokenBatches:
     """Cut `text`, tokenised by the tokenizer in `folder`, into at most `windows` windows of `window` tokens.
 
@@ -58,7 +57,6 @@ def token_batches(
         window: tokens of a window.
         windows: 0 or None: all of the text.
         vocabulary: rows of the model's embedding.
-        seed: of random ids.
 
     Raises:
         BadInput: a text cannot be read, gives no full window, or has tokens beyond `vocabulary`.
@@ -79,9 +77,9 @@ def token_batches(
     else:
         tokenizer, why_not = open_tokenizer(folder)
         if tokenizer is None:
-            made = torch.Generator().manual_seed(seed)
+            made = torch.Generator().manual_seed(0)
             ids = torch.randint(vocabulary, (windows or 8, window), generator=made)
-            return TokenBatches(ids, f"random tokens (seed {seed}), because {why_not}")
+            return TokenBatches(ids, f"random tokens, because {why_not}")
         documents, source = iter(probe_text()), "the built-in probe text (several languages and code)"
     stream = _token_stream(tokenizer, documents)
     tokens = torch.tensor(list(stream if limit is None else islice(stream, limit)), dtype=torch.long)

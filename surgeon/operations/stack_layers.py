@@ -61,7 +61,8 @@ class StackLayers(Operation):
         carrying = [source for source in twice if draft.layers[source].grafts]
         if carrying:
             raise BadInput(
-                f"layers {show(carrying)} carry grafts, which cannot run twice: stack layers before grafting"
+                f"layers {show(carrying)} have grafts, and a layer with grafts cannot be copied; stack layers before"
+                " you add grafts"
             )
         copies = [draft.copy_of(source, operation=number) for source in twice]
         draft.insert({bottom - 1: copies})

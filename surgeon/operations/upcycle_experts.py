@@ -128,7 +128,9 @@ class UpcycleExperts(Operation):
     ] = 1
     init: Annotated[
         Literal["copy", "noise", "drop_upcycling"],
-        Field(description="what experts begin as: the base's MLP, that and noise, or that with neurons drawn anew"),
+        Field(
+            description="what experts begin as: the base's MLP, that and noise, or that with neurons drawn at random"
+        ),
     ] = "copy"
     noise: Annotated[
         float | None,
@@ -148,7 +150,7 @@ class UpcycleExperts(Operation):
     ] = None
     drop: Annotated[
         float | None,
-        Field(gt=0, le=1, description="`init: drop_upcycling`: the share of neurons drawn anew, 0.5 by default"),
+        Field(gt=0, le=1, description="`init: drop_upcycling`: the share of neurons drawn at random, 0.5 by default"),
     ] = None
     router: Annotated[
         Literal["random"] | Prompts, Field(description="what routers begin as: random rows, or rows by prompts")
@@ -398,7 +400,7 @@ class UpcycleExperts(Operation):
         return Summed(tuple(self._whole(take, layer, n) for n in range(self._count)), (1,) * self._count, self._count)
 
     def _born(self, matrix: Recipe, made: Made, expert: str, key: str) -> Recipe:
-        """A matrix of one expert as the init has it; the neurons drawn anew are the same in its three matrices."""
+        """A matrix of one expert as the init has it; the neurons drawn at random are the same in its three matrices."""
         match self.init:
             case "noise":
                 # As Drop-Upcycling's baseline has it; with `noise`, as it was before that: on all neurons.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from surgeon.plan.plan import LoadedPlan
-    from surgeon.plan.sweep import LoadedSweep, Point
+    from surgeon.plan.sweep import LoadedSweep
 
 # The folders of studies and sweeps beside the plans.
 _STUDIES, _SWEEPS = "studies", "sweeps"
@@ -64,12 +64,18 @@ class FoundPlan:
 
 def points() -> Mapping[str, FoundPlan]:
     """Return the points of all shipped sweeps by name, as `surgeon apply NAME …` takes them beside the plans' names."""
-    found = {}
-    for name in sweeps():
-        loaded = _load_sweep(folder() / _SWEEPS / f"{name}.yaml")
-        for point in loaded.points:
-            found[_qualified(name, point)] = swept(loaded, point)
-    return found
+    return {point: found for name in sweeps() for point, found in _points_of(name).items()}
+
+
+def _points_of(name: str) -> dict[str, FoundPlan]:
+    loaded = _load_sweep(folder() / _SWEEPS / f"{name}.yaml")
+    return {_qualified(name, point): found for point, found in swept(loaded).items()}
+
+
+def _find_point(name: str) -> FoundPlan | None:
+    """Find the point of a shipped sweep that has this name. Only sweeps of the point's own folder are read."""
+    beside = (sweep for sweep in sweeps() if Path(sweep).parent == Path(name).parent)
+    return next((found[name] for sweep in beside if name in (found := _points_of(sweep))), None)
 
 
 def find_sweep(sweep: str | Path) -> LoadedSweep | None:
@@ -84,11 +90,11 @@ def find_sweep(sweep: str | Path) -> LoadedSweep | None:
     return _load_sweep(Path(sweep)) if kind_of(str(sweep)) == "a sweep" else None
 
 
-def swept(loaded: LoadedSweep, point: Point) -> FoundPlan:
-    """Find the plan of a sweep, with a point's values: a file beside the sweep's, or a shipped plan."""
+def swept(loaded: LoadedSweep) -> dict[str, FoundPlan]:
+    """Find the plan of a sweep (a file beside the sweep's, or a shipped plan) with each point's values, by its name."""
     beside = loaded.source.parent / loaded.sweep.plan
     found = FoundPlan(beside) if beside.is_file() else find_plan(loaded.sweep.plan)
-    return FoundPlan(found.path, (*found.overrides, *point.overrides))
+    return {point.name: FoundPlan(found.path, (*found.overrides, *point.overrides)) for point in loaded.points}
 
 
 def _load_sweep(path: Path) -> LoadedSweep:
@@ -152,11 +158,10 @@ def find_plan(plan: str | Path) -> FoundPlan:
     known = names()
     if str(plan) in known:
         return FoundPlan(folder() / f"{plan}.yaml")
-    named = points()
-    if str(plan) in named:
-        return named[str(plan)]
+    if (point := _find_point(str(plan))) is not None:
+        return point
     what = "a folder, not a plan" if path.is_dir() else "neither a plan file nor the name of a shipped plan"
-    raise BadInput(f"{printable(str(plan))}: {what}; {_hint(path, [*known, *named])}")
+    raise BadInput(f"{printable(str(plan))}: {what}; {_hint(path, [*known, *points()])}")
 
 
 def load_named(plan: str | Path, overrides: Sequence[str] = ()) -> LoadedPlan:
@@ -179,7 +184,7 @@ def text_of(name: str) -> str:
     lines = [f"# Its points{also}:"]
     for point in loaded.points:
         command = f"surgeon apply {loaded.sweep.plan} BASE OUT {point.options}".rstrip()
-        lines += [f"#   {_qualified(name, point) if also else point.name}", f"#     {command}"]
+        lines += [f"#   {_qualified(name, point.name) if also else point.name}", f"#     {command}"]
     return "\n".join([loaded.text.rstrip(), *lines]) + "\n"
 
 
@@ -190,13 +195,13 @@ def texts(name: str) -> dict[str, str]:
     loaded = find_sweep(name)
     if loaded is None:
         return {name: load_named(name).text}
-    found = {_qualified(name, point): swept(loaded, point) for point in loaded.points}
-    return {point: load_plan(plan.path, plan.overrides).text for point, plan in found.items()}
+    found = swept(loaded).items()
+    return {_qualified(name, point): load_plan(plan.path, plan.overrides).text for point, plan in found}
 
 
-def _qualified(sweep: str, point: Point) -> str:
+def _qualified(sweep: str, point: str) -> str:
     """Return the name of a point beside the plans' names: in the folder of its sweep."""
-    return str(Path(sweep).parent / point.name)
+    return str(Path(sweep).parent / point)
 
 
 def _hint(path: Path, known: list[str]) -> str:

@@ -74,7 +74,7 @@ class Isolation:
         """In words, with the figures."""
         changed = self.change if self.without_grafts is None else self.without_grafts
         # As in a model that counts positions itself.
-        shifted = ": its positions do not begin anew" if self.alone > _OF_A_LEAK * self.leaking else ""
+        shifted = ": its positions do not start at 0 again" if self.alone > _OF_A_LEAK * self.leaking else ""
         return (
             f"other neighbours change a document's states by {_number(changed)}, {self.leaking:.2g} where nothing is"
             f" isolated; at most {self.tolerance:.2g} is rounding ({self.dtype}); packed and alone they differ by"

@@ -135,7 +135,7 @@ class TrainingData:
             domain = config.domain_of(source)
             packer = partial(Packer, packing=config.packing, domain=domain)
             into = packer(settings.length)
-            streams.append(SourceStream(source.name, documents, kept, encoder, into, seed=config.seed))
+            streams.append(SourceStream(source.name, documents, kept, config.seed, encoder, into))
             hold = partial(_held, aside, numbers, encoder, packer)
             sequences = hold(config.validation_sequences, settings.length)
             if sequences:
@@ -162,7 +162,7 @@ class TrainingData:
             opened = _read(source, loaded, say)
             kept, aside, numbers = found._parted(source, opened)
             seen |= {*labels_of(opened.text, kept, encoder, source.name)}
-            streams.append(ExampleStream(source.name, opened.text, kept, encoder, seed=config.seed))
+            streams.append(ExampleStream(source.name, opened.text, kept, config.seed, encoder))
             held = numbers[: config.validation_sequences]
             if held:
                 found.validation[source.name] = [example_at(aside, number, encoder, source.name) for number in held]

@@ -76,9 +76,8 @@ def head_maps(
     n_heads: int,
     n_kv_heads: int,
     head_dim: int,
-    device: str | torch.device | None = None,
 ) -> HeadMaps:
-    """Return maps that send whole heads of `source` onto those of `target`.
+    """Return maps that send whole heads of `source` onto those of `target`, solved where the source is.
 
     The cost of two heads is the root mean square of the distances between their rows, so `reg` has the same scale as
     for single rows. With `solver="emd"` each group, and each head in it, maps to exactly one other.
@@ -90,7 +89,6 @@ def head_maps(
         n_heads: query heads.
         n_kv_heads: heads of keys and values.
         head_dim: rows of a head.
-        device: where it is solved; None: where the source is.
 
     Raises:
         ValueError: shapes do not fit the numbers of heads.
@@ -98,7 +96,7 @@ def head_maps(
     _check_layout(n_heads, n_kv_heads, head_dim)
     for weights in (source, target):
         _check_shapes(weights, n_heads * head_dim, n_kv_heads * head_dim)
-    device = source.query.device if device is None else torch.device(device)
+    device = source.query.device
     group = n_heads // n_kv_heads
     query_NN, query_rows = _squared(_query_parts(source, target), n_heads, device)
     key_GG, key_rows = _squared(((source.key, target.key), (source.value, target.value)), n_kv_heads, device)

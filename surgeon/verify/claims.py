@@ -131,7 +131,7 @@ def _differences(expected: Any, found: Any, path: str) -> Iterator[str]:
 
 def check_manifest(wrong: Sequence[str]) -> Check:
     """Whether a manifest says what plan and base make; `wrong` are the fields where it does not."""
-    kept = "every field is what plan and base make of it, as far as they show it"
+    kept = "every field follows from the plan and the base, as far as these determine it"
     return Check.of("manifest", wrong, f"{MANIFEST_FILE} says otherwise than plan and base", kept)
 
 

@@ -81,7 +81,7 @@ class Difference:
 
 
 def diff(a: str | Path, b: str | Path, *, exact: bool = False, listener: Listener | None = None) -> Difference:
-    """What became of the checkpoint `a` in `b`, tensor by tensor: added, removed, changed, moved, the same.
+    """Return what became of the checkpoint `a` in `b`, tensor by tensor: added, removed, changed, moved, the same.
 
     Where the manifest of one says that the other is its base, that one is not read: names, config.json and lineage must
     fit, its digests are taken on trust. `exact` reads both. No code of either is run. Raises BadInput.

@@ -88,8 +88,8 @@ def _constants(blueprint: Blueprint, manifest: Manifest, folder: CheckpointFolde
             place = {"": Pieces.whole(output.name, output.nbytes)}
             found = out[output.name] if entire else digest_of_pieces(folder, lying.through(place))
             wrong += [output.name] if found != sha256 else []
-    kept = f"{whole} tensors hold the value they are born with" if whole else _none(manifest)
-    return Check.of("constants", list(dict.fromkeys(wrong)), "not the value they are born with", kept)
+    kept = f"{whole} tensors hold their initial value" if whole else _none(manifest)
+    return Check.of("constants", list(dict.fromkeys(wrong)), "not their initial value", kept)
 
 
 def _as_born(blueprint: Blueprint, manifest: Manifest, out: Mapping[str, str]) -> Check:

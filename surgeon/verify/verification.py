@@ -110,7 +110,7 @@ class Verification:
 
 
 def verification_view(verification: Verification) -> RenderableType:
-    """Checks and comparisons, and the verdict in one line."""
+    """Return checks and comparisons, and the verdict in one line."""
     checks = FittedTable(headings=False)
     for check in verification.checks:
         style = "yellow" if check.note else "green" if check.holds else "bold red"

@@ -337,11 +337,10 @@ def test_offline_and_not_cached(hub: Hub, tmp_path: Path) -> None:
     assert hub.tokens == set()
 
 
-def test_config_alone_and_code_when_asked(hub: Hub, tmp_path: Path) -> None:
+def test_code_is_fetched_when_asked(hub: Hub, tmp_path: Path) -> None:
     hub.files["modeling_x.py"] = b"# code"
-    options: dict[str, Any] = {"base": "user/model", "revision": "main", "weights": False}
+    options: dict[str, Any] = {"base": "user/model", "revision": "main"}
     path = Path(ask(hub, tmp_path / "home", "locate", options)["path"])
-    assert not list(path.glob("*.safetensors"))
     assert not list(path.glob("*.py"))
     ask(hub, tmp_path / "home", "locate", options | {"code": True})
     assert [file.name for file in path.glob("*.py")] == ["modeling_x.py"]

@@ -39,7 +39,7 @@ def stream(documents: Documents, encoder: Encoder, **options: Any) -> SourceStre
     settings = {"name": "a", "length": 16, "packing": "isolated", "domain": 1, "seed": 0} | options
     numbers, _ = split(documents, 0.0, name="a")
     packer = Packer(settings["length"], settings["packing"], settings["domain"])
-    return SourceStream(settings["name"], documents, numbers, encoder, packer, seed=settings["seed"])
+    return SourceStream(settings["name"], documents, numbers, settings["seed"], encoder, packer)
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from functools import partial
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from surgeon.cli import app
 from surgeon.common.listener import Quiet
 from surgeon.data.encoding import Encoder
 from surgeon.demo import base, demo
@@ -19,6 +22,8 @@ from surgeon.train.training_data import TrainingData
 from tests import tiny
 from tests.demo.test_base import FEW_STEPS, WHOLE
 from tests.train.texts import add_tokenizer, text
+
+README = Path(__file__).resolve().parents[2] / "README.md"
 
 
 def test_definitions_without_comments_and_documentation(tmp_path: Path) -> None:
@@ -92,3 +97,17 @@ def test_the_demo_learns_and_forgets(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for loss in (learned.before[NEW], *(run.trained.losses[KNOWN][1] for run in learned.runs)):
         assert f"{loss:.3f}" in page
     assert "every tensor of the base is byte for byte in the trained run" in page
+
+    # README's lines, in the folder that its first one makes.
+    monkeypatch.chdir(tmp_path / "demo")
+    (block,) = re.findall(r"^```sh\n(surgeon demo .*?)^```$", README.read_text(encoding="utf-8"), re.M | re.S)
+    first, _, lines = block.partition("\n")
+    config, _, commands = lines.partition("\nEND\n")
+    assert first.startswith("surgeon demo && cd surgeon-demo ") and config.startswith("cat > train.yaml <<'END'\n")
+    Path("train.yaml").write_text(config.partition("\n")[2].replace("steps: 60", "steps: 3") + "\n")
+    printed = ""
+    for command in commands.splitlines():
+        ran = CliRunner().invoke(app, command.split()[1:])
+        assert ran.exit_code == 0, (command, ran.output)
+        printed = ran.stdout
+    assert all(name in printed for name in ("code", "docs", "base", "tuned", "run-whole", "Δ to base"))

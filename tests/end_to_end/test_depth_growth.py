@@ -14,17 +14,16 @@ import torch
 
 import surgeon
 from surgeon.families.decoders import USUAL_DECODERS
-from surgeon.plan.shipped import load_named
 from tests import tiny
 from tests.checkpoints import attaches_grafts, weights
 from tests.elsewhere import load_elsewhere
-from tests.shipped_plans import SHIPPED
+from tests.shipped_plans import SHIPPED, plan_of
 
 # Plans that attach nothing. Merging is another matter: branches that were never trained merge without a loss.
 DEPTH_PLANS = [
     name
     for name in SHIPPED
-    if not attaches_grafts(name) and not any(op.op == "merge_branches" for op in load_named(name).plan.operations)
+    if not attaches_grafts(name) and not any(op.op == "merge_branches" for op in plan_of(name).plan.operations)
 ]
 
 

@@ -15,10 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
-from surgeon.families.anatomy import native_config
 from surgeon.families.decoders import USUAL_DECODERS, USUAL_ENCODERS
 from surgeon.families.derived import derive
 from surgeon.families.dissect import dissect
+from surgeon.families.grafted_config import native_config
 from surgeon.families.settings import ACTIVATIONS, ROPE_TYPES, check_settings
 from tests import tiny
 from tests.runtime.grafting import joining
@@ -285,7 +285,7 @@ def test_layers_that_nothing_could_count_out(layers: int) -> None:
 def test_an_output_of_before_is_refused_in_a_line() -> None:
     """Once config.json said nothing of the classes that an output's are composed of."""
     said = {"model_type": "upcycled_llama", "num_hidden_layers": 6, "surgery": {"trunk_layers": 6, "new_layers": [0]}}
-    with pytest.raises(BadInput, match=r"no `anatomy`, as outputs with grafts of surgeon before 0.1.0 have none"):
+    with pytest.raises(BadInput, match=r"config.json: `anatomy` cannot be read; get the output's own config.json"):
         native_config(said)
 
 

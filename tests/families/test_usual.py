@@ -574,7 +574,7 @@ def test_a_first_preview_neither_proves_nor_says_so(fresh: Path, base: Path) -> 
         ran = subprocess.run([sys.executable, "-c", code, plan, base], capture_output=True, text=True, check=True)
         shown, imported = json.loads(ran.stdout)
         assert imported == []
-        assert shown["notes"][0] == (f"{FROM_TABLE}: down_proj, o_proj silent; `apply` derives it anew and proves it")
+        assert shown["notes"][0] == (f"{FROM_TABLE}: down_proj, o_proj silent; `apply` derives and proves it itself")
         assert shown["proof"]["how"] == ("none" if plan == "drop-layers" else "promised")
     assert not fresh.exists()
 

@@ -15,10 +15,9 @@ from surgeon.errors import BadInput
 from surgeon.operations.inits import INITS
 from surgeon.operations.insert_layers import InsertLayers
 from surgeon.plan.plan import parse_plan
-from surgeon.plan.shipped import load_named
 from tests import tiny
 from tests.checkpoints import weights
-from tests.shipped_plans import SHIPPED
+from tests.shipped_plans import SHIPPED, plan_of
 
 DEPTH = 4
 # What an init must be told where the base's weights are random.
@@ -54,7 +53,7 @@ def test_an_init_is_shipped_and_cited(kind: str) -> None:
 @cache
 def shipped_inits() -> frozenset[str]:
     """The inits of all shipped plans and their points."""
-    operations = (operation for name in SHIPPED for operation in load_named(name).plan.operations)
+    operations = (operation for name in SHIPPED for operation in plan_of(name).plan.operations)
     return frozenset(operation.init.kind for operation in operations if isinstance(operation, InsertLayers))
 
 

@@ -19,14 +19,13 @@ from surgeon.manifest.card import card
 from surgeon.operations import OPERATIONS, legends, origin_of, papers_of
 from surgeon.operations.operation import Operation
 from surgeon.plan.plan import parse_plan
-from surgeon.plan.shipped import load_named
 from surgeon.runtime.registry import kinds
 from tests import tiny
 from tests.house import PACKAGE
 from tests.manifest.edits import edited
-from tests.shipped_plans import SHIPPED
+from tests.shipped_plans import SHIPPED, plan_of
 
-PLANS = {name: load_named(name).plan for name in SHIPPED}
+PLANS = {name: plan_of(name).plan for name in SHIPPED}
 
 
 def shipped_with(op: str) -> list[str]:
@@ -114,7 +113,7 @@ def put_in(section: str, path: tuple[Any, ...], value: int, manifest: dict[str, 
 
 
 def test_the_letters_of_grafts_differ_and_have_a_colour_of_the_page() -> None:
-    style = (PACKAGE / "common" / "page" / "style.css").read_text(encoding="utf-8")
+    style = (PACKAGE / "common" / "page" / "picture.css").read_text(encoding="utf-8")
     assert len(legends()) == sum(len(operation.legend) for operation in OPERATIONS.values())
     for letter, legend in legends().items():
         assert len(letter) == 1 and legend.words and f"--c{legend.colour}:" in style

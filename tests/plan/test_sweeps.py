@@ -185,5 +185,5 @@ def test_a_sweep_of_ones_own_names_a_plan_beside_it(tmp_path: Path) -> None:
     path = written(tmp_path, "surgeon_sweep: 1\nplan: mine.yaml\nvalues: {operations.0.by: [8, 16]}\n")
     loaded = shipped.find_sweep(path)
     assert isinstance(loaded, LoadedSweep)
-    found = shipped.swept(loaded, loaded.points[1])
+    found = [*shipped.swept(loaded).values()][1]
     assert (found.path, found.overrides) == (tmp_path / "mine.yaml", ("operations.0.by=16",))

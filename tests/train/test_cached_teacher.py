@@ -184,7 +184,7 @@ def test_what_the_disk_changed_is_not_taught(made: Path, tmp_path: Path, monkeyp
         (self.work / SAID_FILE).write_bytes(content)
 
     monkeypatch.setattr(CachedTeacher, "_open", spoiled)
-    with pytest.raises(BadInput, match=r"teacher\.bin: not what was written.* the base is asked anew"):
+    with pytest.raises(BadInput, match=r"teacher\.bin: not what was written.* the base predicts again"):
         run(made, tmp_path / "run", teacher={"cached": 3})
 
 

@@ -446,7 +446,7 @@ def test_a_run_that_came_in_an_archive_is_not_gone_on_with(cut_off: Path, tmp_pa
     assert f"it says, by {getpass.getuser()} on {platform.node()} in {work_folder(cut_off / 'run')}, 2" in str(
         refused.value
     )
-    assert "To go on with it as it is, give --take-over; to begin anew, remove it" in str(refused.value)
+    assert "To go on with it as it is, give --take-over; to start again, remove it" in str(refused.value)
     assert all(path.read_bytes() == content for path, content in before.items())
     assert not (tmp_path / "run").exists()
 
@@ -467,7 +467,7 @@ def test_a_run_belongs_to_its_user_and_place(cut_off: Path, tmp_path: Path, monk
     home = tmp_path / "here"
     work = work_folder(home / "run")
     shutil.copytree(work_folder(cut_off / "run"), work)
-    with pytest.raises(BadInput, match=r"this user wrote it in another place: .* give --take-over; to begin anew"):
+    with pytest.raises(BadInput, match=r"this user wrote it in another place: .* give --take-over; to start again"):
         begun(cut_off, home)
     (said,) = begun(cut_off, home, take_over=True)
     assert said.endswith("Taken over as it is")
@@ -568,7 +568,9 @@ def test_a_checkpoint_counts_only_as_it_was_written(cut_off: Path, tmp_path: Pat
     shutil.copytree(whole / "checkpoint-3", work / "checkpoint-7")
     assert newest_checkpoint(work) == work / "checkpoint-2"
     flip(work / "run.json")
-    with pytest.raises(BadInput, match=r"run\.json: damaged or edited \(.*\); remove .*, and the run begins anew"):
+    with pytest.raises(
+        BadInput, match=r"run\.json: damaged or edited \(.*\); remove .*, and the run starts from the beginning"
+    ):
         newest_checkpoint(work)
 
 

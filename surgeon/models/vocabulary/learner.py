@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
 Pair = tuple[int, int]
+# A pair that occurs less often is left alone.
+_LEAST = 2
 
 
 def pairs_in(segmented: Iterable[Sequence[int]]) -> set[Pair]:
@@ -27,18 +29,17 @@ def learn_merges(
     *,
     first: int,
     joined: Callable[[int, int, int], bool],
-    least: int = 2,
 ) -> list[Pair]:
     """Return at most `count` pairs, in the order in which they are joined; the n-th makes the id `first` + n.
 
-    The more frequent of two pairs is first, of equally frequent ones that of the smaller ids.
+    The more frequent of two pairs is first, of equally frequent ones that of the smaller ids. A pair that occurs once
+    is left alone.
 
     Args:
         words: segmented words, and how often each occurs.
         count: pairs at most.
         first: the id that the first pair makes.
         joined: `joined(a, b, new)` takes a pair for good, or returns False; called once for each pair, at its turn.
-        least: pairs that occur less often are left alone.
     """
     held = [list(ids) for ids, _ in words]
     often = [number for _, number in words]
@@ -48,13 +49,13 @@ def learn_merges(
         for pair in pairwise(ids):
             counts[pair] += often[index]
             where[pair].add(index)
-    heap = [(-number, pair) for pair, number in counts.items() if number >= least]
+    heap = [(-number, pair) for pair, number in counts.items() if number >= _LEAST]
     heapq.heapify(heap)
     found: list[Pair] = []
     while heap and len(found) < count:
         number, pair = heapq.heappop(heap)
         now = counts.get(pair, 0)
-        if now < least:
+        if now < _LEAST:
             continue
         if -number != now:
             heapq.heappush(heap, (-now, pair))
@@ -69,7 +70,7 @@ def learn_merges(
         counts.pop(pair, None)
         found.append(pair)
         for other in changed:
-            if counts.get(other, 0) >= least:
+            if counts.get(other, 0) >= _LEAST:
                 heapq.heappush(heap, (-counts[other], other))
     return found
 

@@ -55,7 +55,7 @@ class Settings:
 def settle(
     loaded: LoadedConfig, operations: Sequence[str], *, context: object, processes: int, steps: int | None = None
 ) -> tuple[Settings, list[str]]:
-    """Settings for a model whose config names `context` positions (None: no limit), and notes about them.
+    """Return the settings for a model whose config names `context` positions (None: no limit), and notes about them.
 
     `operations` are those whose tensors train; none where the base's own do, or a LoRA. `steps` are those of the
     config's `epochs` or `bytes`; None: not counted yet.

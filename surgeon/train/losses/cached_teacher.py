@@ -45,11 +45,6 @@ _ENTRY = np.dtype([("tokens", "<u4"), ("ids", "<u4"), ("said", "<u4")])
 _SAVE_SECONDS = 30.0
 
 
-def bytes_a_token(k: int) -> int:
-    """Return a token's bytes on disk: k ids in int32, their log-probabilities and that of the rest in float32."""
-    return _record_of(k).itemsize
-
-
 def _record_of(k: int) -> np.dtype[Any]:
     return np.dtype([("ids", "<i4", (k,)), ("log_probs", "<f4", (k,)), ("rest", "<f4")])
 
@@ -170,7 +165,7 @@ class CachedTeacher:
                 file.seek(int(self._ends[number]) * self._record.itemsize)
                 content = file.read(here * self._record.itemsize)
                 if zlib.crc32(content) != entry["said"]:
-                    raise self._damaged(SAID_FILE)
+                    raise self._damaged()
                 parts.append(np.frombuffer(content, self._record))
         every = np.concatenate(parts)
         found = (torch.from_numpy(every[name].copy()) for name in ("ids", "log_probs", "rest"))
@@ -271,10 +266,10 @@ class CachedTeacher:
         self._index = np.frombuffer(read_own(self.work / INDEX_FILE) or b"", _ENTRY)
         self._ends = np.concatenate([[0], self._index["tokens"].astype(np.int64).cumsum()])
 
-    def _damaged(self, name: str) -> BadInput:
+    def _damaged(self) -> BadInput:
         return BadInput(
-            f"{printable(str(self.work / name))}: not what was written, so the disk or somebody changed it; remove it,"
-            " and run the same command again: the base is asked anew"
+            f"{printable(str(self.work / SAID_FILE))}: not what was written, so the disk or somebody changed it; remove"
+            " it, and run the same command again: the base predicts again"
         )
 
 

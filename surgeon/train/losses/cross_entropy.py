@@ -35,34 +35,34 @@ _TOLERANCE = 1e-2
 _PROBED = 64
 
 
-class _Chunked(torch.autograd.Function):
-    """Σ −log softmax(cap(h Wᵀ)) at the labels, over rows h (N D) and head W (V D); a float32 number.
+# Of the rows from a number on and their logits, float32: a loss's sum over them, and what computes its gradient, which
+# may take the logits' memory.
+RowsLoss = Callable[[int, Tensor], tuple[Tensor, Callable[[], Tensor]]]
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """The sum of a loss of the logits cap(h Wᵀ), over rows h (N D) and head W (V D); a float32 number.
 
     cap(x) is c · tanh(x / c), or x without a c. Logits are products in the dtype of h, as of the head itself; from
-    there on everything is float32. ∂/∂logits is softmax − one-hot, known with the loss, so no logits are kept.
+    there on everything is float32. ∂/∂logits is known with the loss, so no logits are kept. h and W alone get
+    a gradient.
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, cap: float | None, rows: int) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, loss: RowsLoss, cap: float | None, rows: int) -> Tensor:
         """Compute losses and gradients, `rows` tokens at a time."""
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         # A sum over chunks, which bfloat16 would round at each.
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for begin in range(0, len(hidden), rows):
-            part, wanted = hidden[begin : begin + rows], labels[begin : begin + rows, None]
-            logits = (part @ weight.T).float()
-            slope: Tensor | None = None
-            if cap is not None:
-                logits = logits.div_(cap).tanh_()
-                slope = 1 - logits.square()
-                logits = logits.mul_(cap)
-            normaliser = logits.logsumexp(-1, keepdim=True)
-            total += (normaliser - logits.gather(1, wanted)).sum()
+            part = hidden[begin : begin + rows]
+            logits, slope = capped_logits(part, weight, cap)
+            found, gradient_of = loss(begin, logits)
+            total += found
             if of_hidden is None and of_weight is None:
                 continue
-            gradient = logits.sub_(normaliser).exp_()
-            gradient.scatter_add_(1, wanted, gradient.new_full((1, 1), -1.0).expand_as(wanted))
+            gradient = gradient_of()
             if slope is not None:
                 gradient.mul_(slope)
             gradient = gradient.to(hidden.dtype)
@@ -88,6 +88,16 @@ class _Chunked(torch.autograd.Function):
         )
 
 
+def capped_logits(hidden: Tensor, weight: Tensor, cap: float | None) -> tuple[Tensor, Tensor | None]:
+    """cap(h Wᵀ), float32, and the cap's slope there."""
+    logits = (hidden @ weight.T).float()
+    if cap is None:
+        return logits, None
+    logits = logits.div_(cap).tanh_()
+    slope = 1 - logits.square()
+    return logits.mul_(cap), slope
+
+
 def chunked_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, cap: float | None = None, rows: int | None = None
 ) -> Tensor:
@@ -102,7 +112,21 @@ def chunked_cross_entropy(
     """
     counted = labels != IGNORED_LABEL
     rows = rows or max(1, CHUNK_BYTES // (_FLOAT32 * len(weight)))
-    total: Tensor = _Chunked.apply(hidden[counted], weight, labels[counted], cap, rows)  # type: ignore[no-untyped-call]
+    wanted = labels[counted]
+
+    def loss(begin: int, logits: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
+        """−log softmax at the labels; its gradient is softmax − one-hot."""
+        at = wanted[begin : begin + rows, None]
+        normaliser = logits.logsumexp(-1, keepdim=True)
+        found = (normaliser - logits.gather(1, at)).sum()
+
+        def gradient() -> Tensor:
+            softmax = logits.sub_(normaliser).exp_()
+            return softmax.scatter_add_(1, at, softmax.new_full((1, 1), -1.0).expand_as(at))
+
+        return found, gradient
+
+    total: Tensor = ChunkedLoss.apply(hidden[counted], weight, loss, cap, rows)  # type: ignore[no-untyped-call]
     return total
 
 

@@ -23,88 +23,13 @@ from surgeon.data.packing import IGNORED_LABEL
 from surgeon.manifest.within import Within
 from surgeon.models.teacher import BaseWithin
 from surgeon.train.config.schema import PreserveSpec
-from surgeon.train.losses.cross_entropy import CHUNK_BYTES, FusedHead
+from surgeon.train.losses.cross_entropy import CHUNK_BYTES, ChunkedLoss, FusedHead, capped_logits
 from surgeon.train.losses.top_k import TopK
 
 # In a batch: the numbers of its sequences among all that the run draws.
 NUMBERS = "sequence_numbers"
 # float32 logits of the model and of the base.
 _BYTES_A_LOGIT = 8
-
-
-class _Divergence(torch.autograd.Function):
-    """τ² Σ KL(p ‖ q) over rows, or with `reverse` KL(q ‖ p); float32. q = softmax(cap(h Wᵀ) / τ), h (N D), W (V D).
-
-    `says(begin, log q)` gives log p of rows from `begin` on for the first `old` tokens; p is 0 for the others. The
-    gradient of the logits is τ (q − p), of the reverse τ q (log q − log p − KL). Only h and W get one.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        says: Callable[[int, Tensor], Tensor],
-        cap: float | None,
-        temperature: float,
-        reverse: bool,
-        old: int,
-        rows: int,
-    ) -> Tensor:
-        """Compute the sum and its gradients, `rows` tokens at a time."""
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        of_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        for begin in range(0, len(hidden), rows):
-            part = hidden[begin : begin + rows]
-            log_q, slope = _log_softmax(part, weight, cap, temperature)
-            log_p = says(begin, log_q[:, :old])
-            if reverse:
-                q = log_q.exp()
-                apart = log_q.sub_(log_p)
-                each = (q * apart).sum(-1, keepdim=True)
-                gradient = apart.sub_(each).mul_(q)
-            else:
-                p = log_p.exp()
-                each = (p * (log_p - log_q[:, :old])).sum(-1, keepdim=True)
-                gradient = log_q.exp_()
-                gradient[:, :old] -= p
-            total += each.sum()
-            if of_hidden is None and of_weight is None:
-                continue
-            gradient.mul_(temperature)
-            if slope is not None:
-                gradient.mul_(slope)
-            gradient = gradient.to(hidden.dtype)
-            if of_hidden is not None:
-                torch.mm(gradient, weight, out=of_hidden[begin : begin + rows])
-            if of_weight is not None:
-                of_weight += gradient.T @ part
-        ctx.save_for_backward(of_hidden, of_weight)
-        ctx.weight_dtype = weight.dtype
-        return total * temperature**2
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients, times what comes from above."""
-        of_hidden, of_weight = ctx.saved_tensors
-        scale = upstream[0]
-        return (
-            None if of_hidden is None else of_hidden * scale.to(of_hidden.dtype),
-            None if of_weight is None else (of_weight * scale).to(ctx.weight_dtype),
-            *(None,) * 6,
-        )
-
-
-def _log_softmax(hidden: Tensor, weight: Tensor, cap: float | None, temperature: float) -> tuple[Tensor, Tensor | None]:
-    """log softmax(cap(h Wᵀ) / τ), float32, and the cap's slope."""
-    logits = (hidden @ weight.T).float()
-    slope: Tensor | None = None
-    if cap is not None:
-        logits = logits.div_(cap).tanh_()
-        slope = 1 - logits.square()
-        logits = logits.mul_(cap)
-    return torch.log_softmax(logits.div_(temperature), dim=-1), slope
 
 
 def chunked_divergence(
@@ -120,6 +45,8 @@ def chunked_divergence(
     teacher: Tensor | None = None,
 ) -> Tensor:
     """Sum τ² KL(base ‖ model) in nats, float32, with `reverse` τ² KL(model ‖ base), without all logits in memory.
+
+    p is what the base says, q = softmax(cap(h Wᵀ) / τ) what the model says.
 
     Args:
         hidden: N D, what the model gives its head.
@@ -138,13 +65,36 @@ def chunked_divergence(
     head = weight if teacher is None else teacher
 
     def says(begin: int, log_q: Tensor) -> Tensor:
+        """log p of rows from `begin` on for the first `old` tokens; p is 0 for the others."""
         part = taught[begin : begin + rows]
-        return part.dealt_out(log_q) if isinstance(part, TopK) else _log_softmax(part, head[:old], cap, temperature)[0]
+        return part.dealt_out(log_q) if isinstance(part, TopK) else _log_softmax(part, head[:old], cap, temperature)
 
-    total: Tensor = _Divergence.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, says, cap, temperature, reverse, old, rows
-    )
+    def loss(begin: int, logits: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
+        """The gradient is τ (q − p), of the reverse τ q (log q − log p − KL)."""
+        log_q = torch.log_softmax(logits.div_(temperature), dim=-1)
+        log_p = says(begin, log_q[:, :old])
+        if reverse:
+            q = log_q.exp()
+            apart = log_q.sub_(log_p)
+            each = (q * apart).sum(-1, keepdim=True)
+            return each.sum() * temperature**2, lambda: apart.sub_(each).mul_(q).mul_(temperature)
+        p = log_p.exp()
+        each = (p * (log_p - log_q[:, :old])).sum(-1, keepdim=True)
+
+        def gradient() -> Tensor:
+            q = log_q.exp_()
+            q[:, :old] -= p
+            return q.mul_(temperature)
+
+        return each.sum() * temperature**2, gradient
+
+    total: Tensor = ChunkedLoss.apply(hidden, weight, loss, cap, rows)  # type: ignore[no-untyped-call]
     return total
+
+
+def _log_softmax(hidden: Tensor, weight: Tensor, cap: float | None, temperature: float) -> Tensor:
+    """log softmax(cap(h Wᵀ) / τ), float32."""
+    return torch.log_softmax(capped_logits(hidden, weight, cap)[0].div_(temperature), dim=-1)
 
 
 def _rows_at_once(weight: Tensor) -> int:
@@ -246,7 +196,7 @@ class Preserving:
         hidden = self._states(batch, slice(None))[counts]
         weight = self.teacher.head.weight[: self.rows]
         logs = (
-            _log_softmax(part, weight, self.teacher.cap, self.spec.temperature)[0]
+            _log_softmax(part, weight, self.teacher.cap, self.spec.temperature)
             for part in torch.split(hidden, _rows_at_once(weight))
         )
         return TopK.joined([TopK.of(log_p, k) for log_p in logs])

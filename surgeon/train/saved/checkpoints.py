@@ -59,7 +59,7 @@ class RunRecord:
         except (ValueError, TypeError, AttributeError) as error:
             raise BadInput(
                 f"{printable(str(work / RUN_FILE))}: damaged or edited ({printable(str(error))}); remove"
-                f" {printable(str(work))}, and the run begins anew"
+                f" {printable(str(work))}, and the run starts from the beginning"
             ) from None
 
     @classmethod

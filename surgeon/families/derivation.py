@@ -1,0 +1,367 @@
+"""What a checkpoint of a derived model type can be asked: grown configs, grafts, and proofs on a twin."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+from surgeon.checkpoint.weights import QUANTISATION, quantisation
+from surgeon.common.devices import one_thread
+from surgeon.common.library import LOAD_FAILURES
+from surgeon.errors import BadInput, printable
+from surgeon.families.anatomy import Derivation, Packed
+from surgeon.families.composing import composition_of
+from surgeon.families.derived import Derived, derive
+from surgeon.families.encoder_blocks import encoder_composition, told_class
+from surgeon.families.family import Part
+from surgeon.families.grafted_config import config_with_grafts, head_with_grafts
+from surgeon.families.grafting import prove_grafts
+from surgeon.families.growth import grown
+from surgeon.families.names import Names
+from surgeon.families.own_classes import code_of, like, written
+from surgeon.families.proof import check_runs, layer_axis, prove, run_cached
+from surgeon.families.quantised import left_out, renumbered, skips, without_scales
+from surgeon.families.silence import some_tokens
+from surgeon.families.skeleton import Skeleton, build
+from surgeon.families.twin import twin_of
+from surgeon.families.whole_heads import heads_move
+from surgeon.runtime.composition import Composition
+
+# Ids by which a model is built larger to see what grows with its vocabulary.
+_MORE_WORDS = 1024
+
+
+@dataclass(frozen=True)
+class Found(Derivation):
+    """A checkpoint of a derived model type."""
+
+    config: Mapping[str, Any]
+    derived: Derived
+    names: Names
+    packed: tuple[Mapping[str, Packed], ...]
+    parts: tuple[tuple[Part, ...], ...]
+
+    @property
+    def evidence(self) -> str:  # type: ignore[override]
+        """What was proven of the model type."""
+        return self.derived.evidence
+
+    @property
+    def stack(self) -> str:  # type: ignore[override]
+        """As `Derivation` says."""
+        return self.derived.skeleton.stack
+
+    @property
+    def same_names(self) -> bool:
+        """As `Derivation` says."""
+        prefix = f"{self.derived.skeleton.model.base_model_prefix}."
+        inside = all(
+            targets == (suffix,) for layer in self.names.layers for suffix, targets in layer.items() if targets
+        )
+        outside = all(name.removeprefix(prefix) == t.removeprefix(prefix) for name, t in self.names.outer.items() if t)
+        full = not self.names.converted and quantisation(self.config) is None
+        return inside and outside and full and not self.derived.skeleton.path
+
+    @property
+    def composition(self) -> Composition:
+        """The classes that carry grafts. Raises BadInput where there are none."""
+        if code_of(self.config) is not None:
+            raise BadInput(
+                "config.json: `auto_map` names the base's own code, and grafts are composed of transformers' classes;"
+                " use operations that add whole layers (insert_layers, stack_layers)"
+            )
+        return composition_for(json.dumps(self.config, sort_keys=True))
+
+    @property
+    def activation(self) -> str:
+        """As `Derivation` says."""
+        return self.composition.activation
+
+    def blocks(self, layer: int) -> dict[str, str]:
+        """As `Derivation` says."""
+        if self.composition.encoder:
+            modules = dict(self.derived.skeleton.layers[layer].named_modules())
+            return {
+                span.role: span.writes
+                for span in self.composition.spans
+                for reads, writes in ((modules.get(span.reads), modules.get(span.writes)),)
+                if reads is not None and told_class(type(reads)) == span.reader
+                if writes is not None and told_class(type(writes)) == span.writer
+            }
+        held = self.derived.skeleton.layers[layer]._modules
+        found: dict[str, str] = {}
+        for site in self.composition.sites:
+            block = held.get(site.block)
+            if block is not None and told_class(type(block)) == site.native:
+                found.setdefault(site.role, site.block)
+        return found
+
+    def whole_heads(self, layer: int) -> bool:
+        """As `Derivation` says."""
+        kind = self.derived.kind_of[layer]
+        first = self.derived.kind_of.index(kind)
+        stem = f"{self.names.stem}{first}."
+        places = {
+            part.suffix: targets[0]
+            for part in self.parts[kind]
+            if len(targets := self.names.layers[first][part.suffix]) == 1
+            and f"{stem}{part.suffix}" not in self.names.converted
+        }
+        return heads_move(self.config, first, self.parts[kind], places, self.derived.sizes)
+
+    def linear(self, layer: int) -> dict[str, tuple[int, ...]]:
+        """As `Derivation` says."""
+        modules = self.derived.skeleton.layers[layer].named_modules()
+        elsewhere = _of_other_tokens(json.dumps(self.config, sort_keys=True), self.derived.heads)[layer]
+        shapes = {name: _linear_shape(each) for name, each in modules if name not in elsewhere}
+        return {name: shape for name, shape in shapes.items() if shape is not None}
+
+    def grafted(
+        self, trunk: Mapping[str, Any], order: Sequence[int], twins: Sequence[int], modules: Sequence[str]
+    ) -> dict[str, Any]:
+        """As `Derivation` says."""
+        composition = self.composition
+        head = head_with_grafts(composition, trunk)
+        made = copy.deepcopy(dict(trunk))
+        if twins:
+            whole = [*order, *(order[twin] for twin in twins)]
+            made = self._grown(whole, trunk=len(order))
+            # It names modules of the trunk's layers, whose numbers branches do not change.
+            made |= {key: copy.deepcopy(trunk[key]) for key in (QUANTISATION,) if key in trunk}
+        made = left_out(made, modules, self.derived.skeleton)
+        return config_with_grafts(composition, head, trunk, made)
+
+    def prove_grafts(self, trunk: Mapping[str, Any], grafted: Mapping[str, Any]) -> None:
+        """As `Derivation` says."""
+        _prove_grafts(json.dumps([trunk, grafted, self.derived.heads], sort_keys=True))
+
+    def grown(self, order: Sequence[int], opened: Sequence[int] = ()) -> dict[str, Any]:
+        """As `Derivation` says."""
+        made = self._grown(order)
+        stack = f"{self.derived.skeleton.stack}."
+        made = renumbered(self.config, made, order, (self.names.stem, stack))
+        before = skips(self.config, self.derived.skeleton)
+        after = skips(made, _skeleton(json.dumps(made, sort_keys=True))) if any(before) else [()] * len(order)
+        for index, source in enumerate(order):
+            if before[source] != after[index]:
+                name = min(set(before[source]) ^ set(after[index]))
+                raise BadInput(
+                    f"config.json: `quantization_config` names modules in a way that surgeon cannot renumber: {name} of"
+                    f" layer {index} would not be stored as layer {source}'s is; write out the names of its modules"
+                )
+        modules = [f"{stack}{index}.{name}" for index in opened for name in self._modules(order[index])]
+        return written(left_out(made, modules, self.derived.skeleton))
+
+    def _grown(self, order: Sequence[int], trunk: int | None = None) -> dict[str, Any]:
+        return copy.deepcopy(_grown(json.dumps(self.config), tuple(order), trunk))
+
+    def _modules(self, layer: int) -> list[str]:
+        """The modules of a layer that hold its quantised tensors."""
+        return list(dict.fromkeys(packed.module for packed in self.packed[self.derived.kind_of[layer]].values()))
+
+    def prove(
+        self,
+        grown: Mapping[str, Any],
+        order: Sequence[int],
+        kept: Sequence[bool],
+        silenced: Sequence[Mapping[str, float]],
+        silent: Mapping[int, Mapping[str, float]],
+    ) -> None:
+        """As `Derivation` says."""
+        in_memory = [self._in_memory(source, values) for source, values in zip(order, silenced, strict=True)]
+        before = {layer: self._in_memory(layer, values) for layer, values in silent.items()}
+        told = [self.config, like(grown, self.config), [*order], [*kept], in_memory, before, self.derived.heads]
+        _prove(json.dumps(told, sort_keys=True))
+
+    def check_runs(self, grown: Mapping[str, Any]) -> None:
+        """As `Derivation` says."""
+        told = [self.config, like(grown, self.config), self.derived.heads]
+        _check_runs(json.dumps(told, sort_keys=True))
+
+    def _in_memory(self, layer: int, values: Mapping[str, float]) -> dict[str, float]:
+        """Values of tensors of a layer, given by suffix on disk, by the names of its parameters."""
+        made = _made_of(without_scales(self.names.layers[layer], self.config))
+        return {
+            name: values[suffixes[0]]
+            for name, suffixes in made.items()
+            if all(values.get(suffix) == values.get(suffixes[0]) is not None for suffix in suffixes)
+        }
+
+    @property
+    def path(self) -> tuple[str, ...]:  # type: ignore[override]
+        """As `Derivation` says."""
+        return self.derived.skeleton.path
+
+    def vocabulary_tensors(self, rows: int) -> dict[str, bool]:
+        """As `Derivation` says: the model is built once more, with more ids, and what grew is compared."""
+        before = self.derived.skeleton
+        _check_one_vocabulary(before)
+        more = copy.deepcopy(dict(self.config))
+        part = more
+        for key in self.path:
+            part = part.setdefault(key, {})
+        # As many as keep any padding inside the model as it was.
+        part["vocab_size"] = rows + _MORE_WORDS
+        after = build(more).model.state_dict(keep_vars=True)
+        held = before.model.state_dict(keep_vars=True)
+        wider = {
+            name for name, value in held.items() if name not in after or tuple(after[name].shape) != tuple(value.shape)
+        }
+        reads = before.model.get_input_embeddings()
+        writes = before.model.get_output_embeddings()
+        known = {
+            id(value): module is reads
+            for module in (writes, reads)
+            if module is not None
+            for value in module.parameters()
+        }
+        found: dict[str, bool] = {}
+        for name, target in self.names.outer.items():
+            if target not in wider:
+                continue
+            wider.discard(target)
+            grew = [other - one for one, other in zip(held[target].shape, after[target].shape, strict=False)]
+            if id(held[target]) not in known or grew != [_MORE_WORDS, *[0] * (held[target].ndim - 1)]:
+                raise BadInput(
+                    f"{printable(name)}: has a part for each id of the vocabulary and is neither the embedding nor the"
+                    " output head, so it cannot be extended; this model's vocabulary cannot grow"
+                )
+            found[name] = known[id(held[target])]
+        # What is tied to the embedding is not stored.
+        if left := sorted(wider - set(before.model.all_tied_weights_keys)):
+            raise BadInput(
+                f"{printable(left[0])}: has a part for each id of the vocabulary and is not stored as surgeon expects;"
+                " this model's vocabulary cannot grow"
+            )
+        return found
+
+    def layer_axis(self, grown: Mapping[str, Any], name: str, layers: int) -> int | None:
+        """As `Derivation` says."""
+        place = self.names.outer.get(name)
+        before = self.derived.skeleton.model.state_dict(keep_vars=True).get(place or "")
+        if before is None:
+            return None
+        built = _skeleton(json.dumps(like(grown, self.config), sort_keys=True))
+        after = built.model.state_dict(keep_vars=True).get(place)
+        if after is None or after.shape == before.shape:
+            return None
+        return layer_axis(tuple(before.shape), tuple(after.shape), len(self.derived.kind_of), layers)
+
+
+@lru_cache(maxsize=8)
+def _prove(told: str) -> None:
+    """Once for what preview and apply ask alike."""
+    config, grown, order, kept, silenced, silent, heads = json.loads(told)
+    prove(config, grown, order, kept, silenced, {int(n): values for n, values in silent.items()}, heads=heads)
+
+
+@lru_cache(maxsize=8)
+def _check_runs(told: str) -> None:
+    """Once for what preview and apply ask alike."""
+    config, grown, heads = json.loads(told)
+    check_runs(config, grown, heads=heads)
+
+
+@lru_cache(maxsize=8)
+def _prove_grafts(told: str) -> None:
+    """Once for what preview and apply ask alike."""
+    trunk, grafted, heads = json.loads(told)
+    prove_grafts(trunk, grafted, heads=heads)
+
+
+def _linear_shape(module: Any) -> tuple[int, int] | None:
+    """A linear module's outputs and inputs, GPT-2's `Conv1D`, which stores its matrix transposed, among them."""
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    if not isinstance(module, nn.Linear | Conv1D):
+        return None
+    first, second = module.weight.shape
+    return (second, first) if isinstance(module, Conv1D) else (first, second)
+
+
+@lru_cache(maxsize=8)
+def _of_other_tokens(kept: str, heads: int) -> tuple[frozenset[str], ...]:
+    """Of each layer the linear modules that a twin runs on other tokens than the layer's own, by their path in it.
+
+    Attention over a compressed cache (MLA) expands at every step what earlier tokens left there; experts see some of
+    the tokens. What is decided for each token of a layer says nothing of those.
+    """
+    import torch
+    from torch import nn
+
+    twin = twin_of(json.loads(kept), heads=heads)
+    found: list[set[str]] = [set() for _ in twin.layers]
+    handles = []
+    for layer, others in zip(twin.layers, found, strict=True):
+        own = [0]
+
+        def begins(_: nn.Module, given: Any, named: Any, own: list[int] = own) -> None:
+            own[0] = (given[0] if given else named["hidden_states"]).shape[:-1].numel()
+
+        def runs(_: nn.Module, given: Any, named: Any, own: Any, name: str, others: set[str]) -> None:
+            if (given[0] if given else next(iter(named.values()))).shape[:-1].numel() != own[0]:
+                others.add(name)
+
+        handles.append(layer.register_forward_pre_hook(begins, with_kwargs=True))
+        for name, module in layer.named_modules():
+            if _linear_shape(module) is not None:
+                hook = partial(runs, own=own, name=name, others=others)
+                handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+    # What cannot be run with a cache is found out, and refused, elsewhere.
+    with one_thread(), torch.no_grad(), contextlib.suppress(*LOAD_FAILURES):
+        run_cached(twin, some_tokens(twin))
+    for handle in handles:
+        handle.remove()
+    return tuple(map(frozenset, found))
+
+
+@lru_cache(maxsize=8)
+def composition_for(kept: str) -> Composition:
+    """The classes that carry grafts for a config.json, given as JSON text. Raises BadInput where there are none."""
+    config = json.loads(kept)
+    found = derive(config)
+    firsts = [found.kind_of.index(kind) for kind in range(len(found.titles))]
+    compose = encoder_composition if found.skeleton.encoder else composition_of
+    return compose(config, found.skeleton, twin_of(config, heads=found.heads), firsts)
+
+
+def _check_one_vocabulary(skeleton: Skeleton) -> None:
+    """Raise BadInput where the decoder reads tokens by a second embedding, which has a size of its own."""
+    from torch import nn
+
+    reads = skeleton.model.get_input_embeddings()
+    fields = {key: value for key, value in skeleton.text.to_dict().items() if "vocab_size" in key}
+    sizes = {value: key for key, value in fields.items() if key != "vocab_size"}
+    for name, module in skeleton.model.get_submodule(skeleton.stack.rpartition(".")[0]).named_modules():
+        if isinstance(module, nn.Embedding) and module is not reads and module.num_embeddings in sizes:
+            raise BadInput(
+                f"{printable(name)}: tokens are read by this embedding too, of `{sizes[module.num_embeddings]}` rows,"
+                " which surgeon does not extend; this model's vocabulary cannot grow"
+            )
+
+
+@lru_cache(maxsize=16)
+def _grown(kept: str, order: tuple[int, ...], trunk: int | None) -> dict[str, Any]:
+    """As `grown` says of a config.json, given as JSON text; nobody may change it."""
+    config = json.loads(kept)
+    return grown(config, derive(config).skeleton, order, trunk)
+
+
+@lru_cache(maxsize=2)
+def _skeleton(kept: str) -> Skeleton:
+    return build(json.loads(kept))
+
+
+def _made_of(stored: Mapping[str, tuple[str, ...]]) -> dict[str, list[str]]:
+    """Of each tensor of a layer in memory the suffixes on disk that it is made of."""
+    made: dict[str, list[str]] = {}
+    for suffix, targets in stored.items():
+        for target in targets:
+            made.setdefault(target, []).append(suffix)
+    return made
