@@ -5,7 +5,7 @@
 
 RESULTS is `benchmarks/results/frontier_<base>`, of which git keeps results.json, comparison.html and runs.jsonl.gz.
 From the last the same command goes on (with `--take-over`; the base writes its recalled text again). The page is
-RESULTS.md beside it; comparison.html is drawn anew from results.json.
+RESULTS.md beside it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from surgeon.compare.config.schema import Claim
-from surgeon.compare.findings import Findings, Judged, Point, Remedied, Row
-from surgeon.compare.frontier import Interval
-from surgeon.compare.page import render
 
 # What is asked for: with recalled text and the base as teacher at most this share of what text replay forgets, and no
 # new loss given away beyond this.
@@ -186,61 +181,9 @@ def claims(found: dict[str, Any]) -> list[str]:
     ]
 
 
-def findings_of(found: dict[str, Any]) -> Findings:
-    """What results.json says, as `surgeon compare` draws it."""
-    rows = [_row_of(row) for row in found["rows"]]
-    labels = {row.method: row.label.removesuffix(f", {row.remedy}") for row in rows}
-    remedies = [
-        Remedied(
-            each["method"],
-            labels[each["method"]],
-            each["with"],
-            each["beside"],
-            (_interval_of(each["forgets"][0]), _interval_of(each["forgets"][1])),
-            *(_interval_of(each[key]) for key in ("share", "apart", "reach")),
-        )
-        for each in found["remedies"]
-    ]
-    claims = [
-        Judged(
-            Claim(**{key: each[key] for key in Claim.model_fields}),
-            each["remedy"],
-            _interval_of(each["difference"]),
-            each["verdict"],
-        )
-        for each in found["claims"]
-    ]
-    plain = {key: found[key] for key in ("base", "budget", "unit", "texts", "first", "advice")}
-    return Findings(
-        **plain,
-        start=(found["start"]["new"], found["start"]["original"]),
-        rows=tuple(rows),
-        remedies=tuple(remedies),
-        claims=tuple(claims),
-        missing=tuple(found["missing"]),
-        notes=tuple(found["notes"]),
-    )
-
-
-def _row_of(row: dict[str, Any]) -> Row:
-    points = tuple(
-        Point(**point | {axis: float(point[axis]) for axis in ("new", "original")}) for point in row["points"]
-    )
-    plain = {key: row[key] for key in ("method", "remedy", "label", "kind", "trained", "steps", "open_end")}
-    best = row["best"] and Point(row["best"]["rate"], -1, row["best"]["new"], row["best"]["original"])
-    shared = row["shared"] and (row["shared"][0], row["shared"][1])
-    against, area = _interval_of(row["against_full"]), _interval_of(row["area"])
-    return Row(**plain, points=points, best=best, against=against, shared=shared, area=area)
-
-
-def _interval_of(found: dict[str, Any] | None) -> Interval | None:
-    return None if found is None else Interval(**found)
-
-
 def main() -> None:
     (folder,) = (Path(given).resolve() for given in sys.argv[1:])
     found = json.loads((folder / "results.json").read_text(encoding="utf-8"))
-    (folder / "comparison.html").write_text(render(findings_of(found)), encoding="utf-8")
     folder.with_name(f"{folder.name}.md").write_text(page(found, folder.name), encoding="utf-8")
 
 

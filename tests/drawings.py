@@ -1,5 +1,7 @@
 """The pictures of docs/pictures that the report's own code draws, written by `python -m tests.drawings`.
 
+It draws the pages of the committed studies anew as well.
+
 operations/<op>.svg is the stack before and after an operation, which a shipped plan did to a tiny model. growth.svg is
 such a stack beside what the grown model learns and forgets, from the results of a study.
 """
@@ -7,16 +9,15 @@ such a stack beside what the grown model learns and forgets, from the results of
 from __future__ import annotations
 
 import functools
-import json
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import surgeon
-from benchmarks.frontier import findings_of
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common.page.markup import Markup, el
 from surgeon.common.page.picture import placed, standalone
+from surgeon.compare.page import render
 from surgeon.compare.panels import panels_of
 from surgeon.families.dissect import dissect
 from surgeon.manifest.manifest import OperationEntry
@@ -24,9 +25,9 @@ from surgeon.manifest.reading import manifest_of
 from surgeon.report.history import History, WiderEnd, layer_history, wider_ends
 from surgeon.report.page.stack import LEGEND_ROW, drawn_legend, drawn_stack, legend_rows
 from tests import tiny
+from tests.studies import RESULTS, STUDIES, findings_of
 
-ROOT = Path(__file__).resolve().parent.parent
-PICTURES, RESULTS = ROOT / "docs" / "pictures", ROOT / "benchmarks" / "results"
+PICTURES = Path(__file__).resolve().parent.parent / "docs" / "pictures"
 
 # The shipped plan that shows each operation.
 PLANS = {
@@ -112,7 +113,7 @@ def of_growth() -> str:
     """The README's picture: a stack before and after, beside what it learns and forgets."""
     plan, method = METHOD
     of = operated(plan)
-    found = findings_of(json.loads((RESULTS / STUDY / "results.json").read_text(encoding="utf-8")))
+    found = findings_of(STUDY)
     panels = panels_of(found)
     assert panels is not None
     panel = next(panel for panel in panels.panels if panel.title == method)
@@ -154,3 +155,5 @@ if __name__ == "__main__":
         file = PICTURES / name
         file.parent.mkdir(exist_ok=True)
         file.write_text(content, encoding="utf-8")
+    for name in STUDIES:
+        (RESULTS / name / "comparison.html").write_text(render(findings_of(name)), encoding="utf-8")

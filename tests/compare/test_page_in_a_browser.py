@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks.frontier import findings_of
 from surgeon.compare.page import render
 from tests import browser, drawings
+from tests.studies import findings_of
 
 pytestmark = [
     pytest.mark.browser,
@@ -20,8 +19,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def study() -> str:
     """The page of the largest committed study, as it is drawn now."""
-    results = drawings.RESULTS / drawings.STUDY / "results.json"
-    return render(findings_of(json.loads(results.read_text(encoding="utf-8"))))
+    return render(findings_of(drawings.STUDY))
 
 
 def drawn() -> str:
