@@ -84,7 +84,7 @@ SPELLINGS = {
     "trust_remote_code": _S("run and carry a base's own code (its auto_map)"),
     "text": _S("take tokens from this text or JSON-lines file"),
     "texts": _S(
-        "NAME=FILE: a domain and its text, to record routers and gates on; repeatable",
+        "NAME=FILE: a domain and its text, to run the output on; repeatable",
         option="--text",
         convert=_named_texts,
     ),

@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 from surgeon.common.page.charts import Bar, bars, grid
 from surgeon.common.page.markup import Child, Markup, el, figure, folded, pair, section, shaded_table, table
 from surgeon.common.page.plots import Axis, Series, lines, points
+from surgeon.evaluate.results import SourceScores
 from surgeon.report.curves import TrainingRun, curves_of
 from surgeon.report.findings import Findings, HeatMap
 from surgeon.report.page.gate import gate_figures
 from surgeon.report.page.heat import heat_image, heat_range
 from surgeon.report.routing_record import RouterPlace, RoutingReport
+from surgeon.report.text_losses import TextLoss
 from surgeon.report.transport import MapFact
 
 # How many styles there are of lines, and colours of slots.
@@ -226,6 +228,34 @@ def _gates(report: RoutingReport) -> list[Markup]:
     return [el("h3", "Gates by layer and text"), pair(*parts)]
 
 
+def losses_section(losses: Sequence[TextLoss]) -> Markup | None:
+    """Show the losses of base and output on the given texts; None where none were measured."""
+    if not losses:
+        return None
+    rows = [
+        (
+            loss.text,
+            "base" if loss.of_base else "output",
+            f"{loss.scores.documents:,}",
+            f"{loss.scores.tokens:,}",
+            *(cell.plain for cell in loss.scores.figures()),
+            loss.scores.difference_cell().plain,
+        )
+        for loss in losses
+    ]
+    head = ("text", "model", "documents", "tokens", *SourceScores.columns, SourceScores.difference)
+    words = (
+        "Nothing in this output chooses, so the texts show what it has learned: loss in nats a token, 95 % confidence"
+        " over documents in brackets, Δ to the base. As `surgeon evaluate` measures it."
+    )
+    return section(
+        "losses",
+        "Losses on texts",
+        el("p", words),
+        table("Losses of the models on each text", head, rows, numbers=range(2, len(head))),
+    )
+
+
 def spectra_section(findings: Findings) -> Markup | None:
     """Neutral Residues' Figure 3 for this output."""
     spectra = [s for s in findings.spectra if s.adapter and s.backbone]
@@ -362,7 +392,7 @@ def curves_section(findings: Findings) -> Markup | None:
         source = (
             "From the given log."
             if findings.curves
-            else "Held-out losses where each training run began and ended, one run after the other."
+            else "Held-out losses each time that training measured them, one run after the other."
         )
         changes = [
             (c.source, c.points[0][0], f"{first:.4f}", c.points[-1][0], f"{last:.4f}", f"{last - first:+.4f}")
