@@ -60,11 +60,11 @@ if TYPE_CHECKING:
     from surgeon.evaluate.results import Evaluation as Evaluation
     from surgeon.evaluate.results import LabelScores as LabelScores
     from surgeon.evaluate.results import SourceScores as SourceScores
-    from surgeon.manifest.added_record import add_record as add_record
     from surgeon.manifest.checkpoint import Checkpoint as Checkpoint
     from surgeon.manifest.checkpoint import check_model as check_model
     from surgeon.manifest.checkpoint import open_checkpoint as open_checkpoint
     from surgeon.manifest.manifest import Manifest as Manifest
+    from surgeon.manifest.run_files import add_record as add_record
     from surgeon.operations import OPERATIONS as OPERATIONS
     from surgeon.operations.pmoe_experts import RouterLoss as RouterLoss
     from surgeon.plan.plan import LoadedPlan as LoadedPlan
@@ -90,8 +90,6 @@ if TYPE_CHECKING:
     from surgeon.share.export_slot import export_slot as export_slot
     from surgeon.share.gguf_pattern import gguf_pattern as gguf_pattern
     from surgeon.share.push import push as push
-    from surgeon.train.checking import check_training as check_training
-    from surgeon.train.checking import discard_run as discard_run
     from surgeon.train.config.loading import LoadedConfig as LoadedConfig
     from surgeon.train.config.loading import load_config as load_config
     from surgeon.train.config.schema import LoraSpec as LoraSpec
@@ -102,6 +100,8 @@ if TYPE_CHECKING:
     from surgeon.train.config.schema import TrainConfig as TrainConfig
     from surgeon.train.config.settings import settle as settle
     from surgeon.train.publishing import Trained as Trained
+    from surgeon.train.train import check_training as check_training
+    from surgeon.train.train import discard_run as discard_run
     from surgeon.train.train import rehearse as rehearse
     from surgeon.train.train import train as train
     from surgeon.verify.diff import diff as diff
@@ -146,19 +146,19 @@ _HOMES = {
     "Trained": "train.publishing",
     "Verification": "verify.verification",
     "Windows": "data.scores",
-    "add_record": "manifest.added_record",
+    "add_record": "manifest.run_files",
     "answer": "data.answers",
     "apply": "apply.apply",
     "apply_delta": "rework.apply_delta",
     "check_destination": "checkpoint.staging",
     "check_model": "manifest.checkpoint",
     "check_source": "data.sources",
-    "check_training": "train.checking",
+    "check_training": "train.train",
     "compare": "compare.compare",
     "continual": "continual.continual",
     "cut": "data.scored",
     "diff": "verify.diff",
-    "discard_run": "train.checking",
+    "discard_run": "train.train",
     "encode_prompts": "data.answers",
     "evaluate": "evaluate.evaluate",
     "export_slot": "share.export_slot",

@@ -340,9 +340,9 @@ def report(house: House, *, sites: bool) -> Iterator[str]:
         (f"above {MOST_LINES} lines with them", [*house.long_functions(documented=True)]),
         (f"above {MOST_PARAMETERS} parameters", [*house.wide_functions()]),
     ):
-        commands = [each for each in found if each[1] == "surgeon.cli"]
+        commands = [each for each in found if each[1] == "surgeon.cli.commands"]
         yield f"{len(found) - len(commands)} functions {what} ({len(commands)} more in the command line)"
-        ordered = sorted(found, key=lambda each: (each[1] == "surgeon.cli", -each[0]))
+        ordered = sorted(found, key=lambda each: (each[1] == "surgeon.cli.commands", -each[0]))
         yield from (f"    {count} {module}:{node.lineno} {node.name}" for count, module, node in ordered if sites)
     floors = house.floors()
     yield f"{max(floors.values())} floors"

@@ -24,8 +24,8 @@ import yaml
 from typer.testing import CliRunner
 
 import surgeon
-from surgeon import cli
 from surgeon.cli import app
+from surgeon.cli.entries import ENTRIES
 from surgeon.common.yaml import parse_yaml
 from surgeon.compare.config.loading import load_study
 from surgeon.operations import OPERATIONS
@@ -269,7 +269,7 @@ def test_pages_use_plain_words(page: Path) -> None:
 
 def test_messages_and_help_use_plain_words() -> None:
     """Docstrings of code are for its readers; those of commands are help, and texts with spaces are messages."""
-    helps = [entry.help for entry in cli._ENTRIES.values()]
+    helps = [entry.help for entry in ENTRIES.values()]
     messages = [text for text in _texts_of_the_source(docstrings=False) if " " in text]
     found = [text for text in (*helps, *messages) if AVOIDED.search(APART.sub("", text))]
     assert not found

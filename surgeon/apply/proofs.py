@@ -23,8 +23,9 @@ from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.common.cache import MAX_ENTRY_BYTES, cache_folder, read_entry, write_entry
 from surgeon.common.formatting import show_layers
 from surgeon.errors import BadInput
-from surgeon.families.anatomy import Anatomy, is_grafted, native_config, with_vocabulary
+from surgeon.families.anatomy import Anatomy, with_vocabulary
 from surgeon.families.anatomy_cache import digest_of, found_with, versions
+from surgeon.families.grafted_config import is_grafted, native_config
 from surgeon.runtime.bundle import bundle
 
 # Raised whenever entries mean something else.

@@ -24,7 +24,8 @@ from surgeon.checkpoint.weights import SINGLE_FILE
 from surgeon.common.devices import one_thread
 from surgeon.common.library import LOAD_FAILURES, first_line, quiet_transformers
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import OLD_NORMS, Anatomy, is_grafted, native_config, with_vocabulary
+from surgeon.families.anatomy import OLD_NORMS, Anatomy, with_vocabulary
+from surgeon.families.grafted_config import is_grafted, native_config
 from surgeon.families.grafting import check_grafts, with_grafts
 from surgeon.families.names import as_loaded, under_base
 from surgeon.families.own_classes import trusted

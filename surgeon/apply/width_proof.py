@@ -17,7 +17,8 @@ from surgeon.blueprint.recipes import Constant, Copy, Joined, Recipe
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.common.devices import one_thread
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy, native_config
+from surgeon.families.anatomy import Anatomy
+from surgeon.families.grafted_config import native_config
 from surgeon.families.growth import part_of
 from surgeon.families.proof import run_prefill
 from surgeon.families.silence import some_tokens

@@ -41,11 +41,11 @@ from surgeon.families.anatomy import (
     Anatomy,
     Derivation,
     LayerKind,
-    native_config,
     with_sizes,
     with_vocabulary,
 )
 from surgeon.families.family import MOST_LAYERS
+from surgeon.families.grafted_config import native_config
 from surgeon.runtime.bundle import CODE_FILE
 from surgeon.runtime.rules import BRANCH
 from surgeon.runtime.states_rules import BANK

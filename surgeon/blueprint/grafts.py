@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from surgeon.blueprint.recipes import Constant, Random, Recipe
-from surgeon.families.anatomy import in_branch, is_grafted, owner_of
+from surgeon.families.anatomy import in_branch, owner_of
+from surgeon.families.grafted_config import is_grafted
 from surgeon.runtime.births import Birth, Fill, Normal
 from surgeon.runtime.registry import GRAFTS, kinds
 from surgeon.runtime.rules import BRANCH, Kind

@@ -88,7 +88,10 @@ class Forms:
                     return "{KEY: …}"
                 shown = form.get("required") or list(known)[:1]
                 more = ["…"] if len(known) > len(shown) else []
-                return "{" + ", ".join([*(f"{key}: {self._inner(known[key])}" for key in shown), *more]) + "}"
+                outline = "{" + ", ".join([*(f"{key}: {self._inner(known[key])}" for key in shown), *more]) + "}"
+                choices = _literals(next(self._flat(known[shown[0]]), {})) if shown and not letters else []
+                words = ", ".join(map(_shown, choices))
+                return f"{outline}, with {shown[0]} one of {words}" if len(choices) > 1 else outline
             case "array":
                 if "prefixItems" in form:
                     return "[" + ", ".join(self._inner(item) for item in form["prefixItems"]) + "]"

@@ -41,7 +41,7 @@ from surgeon.data.layouts import Document, document_of
 from surgeon.data.recalled_text import RECORD, Counts, NearlyNothing, TextSoFar, judge
 from surgeon.data.specs import GenerateSpec
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import is_encoder
+from surgeon.families.grafted_config import is_encoder
 from surgeon.models.templates import template_of
 
 if TYPE_CHECKING:

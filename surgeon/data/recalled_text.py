@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from surgeon.common.schema import TEMPLATE
 from surgeon.common.signed import check_own, read_signed, write_signed
 from surgeon.common.work_folders import WorkFolder, read_own
 from surgeon.errors import BadInput, printable
@@ -29,10 +30,19 @@ class NearlyNothing(BadInput):
     def of(cls, counts: Counts, settings: dict[str, Any]) -> NearlyNothing:
         """Return the error that says what was filtered, why, and which setting may help."""
         temperature = settings["temperature"]
+        if counts.empty > counts.loops + counts.duplicates:
+            # Nothing that temperature changes.
+            begin = (
+                "`prompts: begin` (plain text, without the chat template) or "
+                if settings["prompts"] == TEMPLATE
+                else ""
+            )
+            return cls(
+                f"{counts.filtered}: the model ends at once; give {begin}`prompts`, a file with a beginning a line"
+            )
         other = "a higher one, 1 say" if temperature < 1 else "a lower one, 0.8 say"
-        why = "they loop" if counts.loops >= counts.empty + counts.duplicates else "they are empty or the same"
         advice = f"temperature is {temperature:g}: try {other}, or give `prompts`, a file with a beginning a line"
-        return cls(f"{counts.filtered}, since {why}; {advice}")
+        return cls(f"{counts.filtered}; {advice}")
 
 
 @dataclass(frozen=True)

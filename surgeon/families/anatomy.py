@@ -1,8 +1,6 @@
-"""Dissect a checkpoint: which tensor is which part of which layer, checked against the config.
+"""The anatomy of a checkpoint: which tensor is which part of which layer, and what its model type was found to be.
 
-A checkpoint that carries grafts is read as the native trunk beneath: its `model_type` is `upcycled_<family>`, its
-`config.surgery` says which grafts stand where, and its `num_hidden_layers` counts trunk and branches (a branch is a
-layer of the tail, so that caches are allocated for it).
+Of a checkpoint that carries grafts it is that of the native trunk beneath (grafted_config.py).
 """
 
 from __future__ import annotations
@@ -13,16 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from types import SimpleNamespace
 from typing import Any
 
 from surgeon.checkpoint.header import QUANTISED_DTYPES, TensorInfo
 from surgeon.errors import BadInput, printable
-from surgeon.families.family import MOST_LAYERS, Family, Part, Sizes
-from surgeon.families.flat import nested
-from surgeon.runtime.composition import PREFIX, composition_of
-from surgeon.runtime.registry import GRAFTS, kinds
-from surgeon.runtime.rules import BRANCH, Kind, read_surgery
+from surgeon.families.family import Family, Part, Sizes
+from surgeon.runtime.registry import kinds
+from surgeon.runtime.rules import BRANCH, Kind
 
 # Only a number right after a family's stem (`layers.`) at the known place is a layer index: renaming changes it
 # alone, never a substring. Text decoders stand under these words: never under those of a tower for images or sound.
@@ -387,82 +382,6 @@ def renumbered(name: str, layers: Mapping[int, int]) -> str:
     return f"{stem}{layers[index]}.{suffix}"
 
 
-def is_grafted(config: Mapping[str, Any]) -> bool:
-    """Whether a config is of a checkpoint with grafts."""
-    return str(config.get("model_type", "")).startswith(PREFIX)
-
-
-def is_encoder(config: Mapping[str, Any]) -> bool:
-    """Whether a config is of a model that reads a sequence in both directions. Raises BadInput as `native_config`."""
-    from surgeon.families.skeleton import encoder_auto
-
-    return encoder_auto(native_config(config)) is not None
-
-
-def native_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of the trunk alone: native model type, no surgery, per-layer lists without the branches' tail.
-
-    A native config comes back as it is (a copy), its text settings in a part of their own where transformers reads them
-    so too. BadInput where `surgery` does not fit the rest.
-    """
-    native = copy.deepcopy(nested(config))
-    if not is_grafted(config):
-        return native
-    return _trunk_config(native)
-
-
-def _trunk_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The config of the trunk alone: its `anatomy` says what reads otherwise there."""
-    told = config.get("anatomy")
-    changed = told.get("trunk") if isinstance(told, Mapping) else None
-    if composition_of(config) is None or not isinstance(changed, Mapping):
-        raise BadInput("config.json: `anatomy` cannot be read; get the output's own config.json")
-    _check_branches(config.get("surgery"))
-    for key in ("surgery", "anatomy", "auto_map"):
-        config.pop(key, None)
-    config["model_type"] = str(config["model_type"]).removeprefix(PREFIX)
-    for path, value in changed.items():
-        *above, key = path.split("/")
-        part: Any = config
-        for step in above:
-            part = part.get(step) if isinstance(part, dict) else None
-        if not isinstance(part, dict) or not isinstance(value, list) or len(value) > 1 or key == "model_type":
-            raise BadInput(
-                f"config.json: `anatomy` says of `{printable(str(path))}` what cannot be read; get the output's own"
-                " config.json"
-            )
-        # A field that stays has its place.
-        if value:
-            part[key] = value[0]
-        else:
-            part.pop(key, None)
-    return config
-
-
-def _check_branches(surgery: Any) -> None:
-    """Raise BadInput for a `surgery` that cannot be read. How many layers there are is checked by building them."""
-    trunk = surgery.get("trunk_layers") if isinstance(surgery, Mapping) else None
-    if type(trunk) is not int or not 0 < trunk <= MOST_LAYERS:
-        raise BadInput(
-            "config.json: a model type of surgeon's, yet no `surgery` with `trunk_layers` in it; get the output's own"
-            " config.json"
-        )
-    twins = sum(len(surgery.get(kind.key) or ()) for kind in kinds().values() if kind.branching)
-    _read_trunk(SimpleNamespace(num_hidden_layers=trunk + twins, surgery=surgery))
-
-
-def changed_fields(trunk: Mapping[str, Any], grafted: Mapping[str, Any], above: str = "") -> dict[str, list[Any]]:
-    """The fields of `trunk` that read otherwise in `grafted`, by path: their value in a list, an empty one for none."""
-    changed: dict[str, list[Any]] = {}
-    for key in dict.fromkeys((*trunk, *grafted)):
-        one, other = trunk.get(key), grafted.get(key)
-        if isinstance(one, Mapping) and isinstance(other, Mapping):
-            changed |= changed_fields(one, other, f"{above}{key}/")
-        elif key not in trunk or key not in grafted or one != other:
-            changed[f"{above}{key}"] = [one] if key in trunk else []
-    return changed
-
-
 def owner_of(suffix: str) -> Kind | None:
     """Which kind of graft a layer's tensor belongs to, by what follows `layers.{i}.`; None for a native one."""
     claiming = [kind for kind in kinds().values() if kind.claims(suffix)]
@@ -480,20 +399,3 @@ def without_a_place(names: Sequence[str]) -> str:
     shown = ", ".join(printable(name) for name in names[:3])
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"the model has no place for {shown}{more}: carried along byte for byte, computing nothing"
-
-
-def _read_trunk(stated: SimpleNamespace) -> int:
-    """The number of trunk layers that a `surgery` names, all of it checked. Raises BadInput."""
-    layers = stated.num_hidden_layers
-    try:
-        trunk = read_surgery(stated, GRAFTS.values()).trunk_layers
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise BadInput(
-            f"config.json: `surgery` cannot be read: {printable(str(error))}; get the output's own config.json"
-        ) from None
-    if not isinstance(trunk, int) or isinstance(trunk, bool) or not 0 < trunk <= layers:
-        raise BadInput(
-            f"config.json: `surgery.trunk_layers` is {printable(repr(trunk), 60)}, of {layers} layers; get the"
-            " output's own config.json"
-        )
-    return trunk

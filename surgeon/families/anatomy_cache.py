@@ -31,10 +31,11 @@ from surgeon.checkpoint.own_code import OwnCode
 from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.common.cache import MAX_ENTRY_BYTES, cache_folder, is_off, read_entry, write_entry
 from surgeon.errors import BadInput
-from surgeon.families.anatomy import Anatomy, Derivation, LayerKind, is_grafted
+from surgeon.families.anatomy import Anatomy, Derivation, LayerKind
 from surgeon.families.deferred import Deferred
 from surgeon.families.dissect import dissect
 from surgeon.families.family import Family, Sizes
+from surgeon.families.grafted_config import is_grafted
 from surgeon.families.usual import known
 
 # Raised whenever entries mean something else.

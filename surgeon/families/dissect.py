@@ -11,8 +11,9 @@ from typing import Any
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.own_code import OwnCode
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy, is_grafted, native_config
+from surgeon.families.anatomy import Anatomy
 from surgeon.families.decoders import USUAL_DECODERS, USUAL_ENCODERS
+from surgeon.families.grafted_config import is_grafted, native_config
 from surgeon.families.settings import check_settings, check_sizes
 
 

@@ -1,13 +1,134 @@
-"""The config.json of a model with grafts, but for its `surgery`: its classes, and what reads otherwise in its trunk."""
+"""The config.json of a model with grafts, and that of the trunk beneath it.
+
+A checkpoint that carries grafts is read as its native trunk: its `model_type` is `upcycled_<family>`, its
+`config.surgery` says which grafts stand where, and its `num_hidden_layers` counts trunk and branches (a branch is a
+layer of the tail, so that caches are allocated for it).
+
+Some models that read images too are published with their text settings at the top, which transformers takes for those
+of `text_config`. A config that has both forms would be read by the nested one alone, so what surgery changes is written
+in that form, all of it.
+"""
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
+from surgeon.checkpoint.weights import QUANTISATION
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import changed_fields
-from surgeon.runtime.composition import PREFIX, Composition, short_name, upcycled
+from surgeon.families.family import MOST_LAYERS
+from surgeon.runtime.composition import PREFIX, Composition, composition_of, short_name, upcycled
+from surgeon.runtime.registry import GRAFTS, kinds
+from surgeon.runtime.rules import read_surgery
+
+TEXT = "text_config"
+# The types of which transformers reads both forms; a test compares them with it.
+FLAT = frozenset({"fuyu", "glm5_next", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl"})
+# What is the whole model's wherever it stands: fields of every config, of images and sounds, and of the code.
+_WHOLE = frozenset(
+    {
+        *("architectures", "auto_map", "dtype", "id2label", "is_encoder_decoder", "label2id", "model_type"),
+        *("num_channels", "output_hidden_states", "problem_type", "return_dict", "tie_word_embeddings", "torch_dtype"),
+        *("transformers_version", "chunk_size_feed_forward", QUANTISATION),
+    }
+)
+_BESIDE = re.compile(r"(image|video|vision|audio|patch)_.*|.*_config|_.*")
+# What transformers takes for left out in the flat form, where that is another value than in the nested one.
+_LEFT_OUT: dict[str, dict[str, Any]] = {"fuyu": {"partial_rotary_factor": 0.5}}
+
+
+def nested(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with its text settings in `text_config`; as it is where they stand there, or it has none."""
+    kind = config.get("model_type")
+    moved = [key for key in config if key not in _WHOLE and not _BESIDE.fullmatch(key)]
+    if kind not in FLAT or config.get(TEXT) is not None or not moved:
+        return dict(config)
+    text = {**_LEFT_OUT.get(str(kind), {}), **{key: config[key] for key in moved}}
+    return {**{key: value for key, value in config.items() if key not in moved}, TEXT: text}
+
+
+def is_grafted(config: Mapping[str, Any]) -> bool:
+    """Whether a config is of a checkpoint with grafts."""
+    return str(config.get("model_type", "")).startswith(PREFIX)
+
+
+def is_encoder(config: Mapping[str, Any]) -> bool:
+    """Whether a config is of a model that reads a sequence in both directions. Raises BadInput as `native_config`."""
+    from surgeon.families.skeleton import encoder_auto
+
+    return encoder_auto(native_config(config)) is not None
+
+
+def native_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of the trunk alone: native model type, no surgery, per-layer lists without the branches' tail.
+
+    A native config comes back as it is (a copy), its text settings in a part of their own where transformers reads them
+    so too. BadInput where `surgery` does not fit the rest.
+    """
+    native = copy.deepcopy(nested(config))
+    if not is_grafted(config):
+        return native
+    return _trunk_config(native)
+
+
+def _trunk_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The config of the trunk alone: its `anatomy` says what reads otherwise there."""
+    told = config.get("anatomy")
+    changed = told.get("trunk") if isinstance(told, Mapping) else None
+    if composition_of(config) is None or not isinstance(changed, Mapping):
+        raise BadInput("config.json: `anatomy` cannot be read; get the output's own config.json")
+    _check_branches(config.get("surgery"))
+    for key in ("surgery", "anatomy", "auto_map"):
+        config.pop(key, None)
+    config["model_type"] = str(config["model_type"]).removeprefix(PREFIX)
+    for path, value in changed.items():
+        *above, key = path.split("/")
+        part: Any = config
+        for step in above:
+            part = part.get(step) if isinstance(part, dict) else None
+        if not isinstance(part, dict) or not isinstance(value, list) or len(value) > 1 or key == "model_type":
+            raise BadInput(
+                f"config.json: `anatomy` says of `{printable(str(path))}` what cannot be read; get the output's own"
+                " config.json"
+            )
+        # A field that stays has its place.
+        if value:
+            part[key] = value[0]
+        else:
+            part.pop(key, None)
+    return config
+
+
+def _check_branches(surgery: Any) -> None:
+    """Raise BadInput for a `surgery` that cannot be read. How many layers there are is checked by building them."""
+    trunk = surgery.get("trunk_layers") if isinstance(surgery, Mapping) else None
+    if type(trunk) is not int or not 0 < trunk <= MOST_LAYERS:
+        raise BadInput(
+            "config.json: a model type of surgeon's, yet no `surgery` with `trunk_layers` in it; get the output's own"
+            " config.json"
+        )
+    twins = sum(len(surgery.get(kind.key) or ()) for kind in kinds().values() if kind.branching)
+    _read_trunk(SimpleNamespace(num_hidden_layers=trunk + twins, surgery=surgery))
+
+
+def _read_trunk(stated: SimpleNamespace) -> int:
+    """The number of trunk layers that a `surgery` names, all of it checked. Raises BadInput."""
+    layers = stated.num_hidden_layers
+    try:
+        trunk = read_surgery(stated, GRAFTS.values()).trunk_layers
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise BadInput(
+            f"config.json: `surgery` cannot be read: {printable(str(error))}; get the output's own config.json"
+        ) from None
+    if not isinstance(trunk, int) or isinstance(trunk, bool) or not 0 < trunk <= layers:
+        raise BadInput(
+            f"config.json: `surgery.trunk_layers` is {printable(repr(trunk), 60)}, of {layers} layers; get the"
+            " output's own config.json"
+        )
+    return trunk
 
 
 def head_with_grafts(composition: Composition, trunk: Mapping[str, Any]) -> str:
@@ -46,3 +167,15 @@ def config_with_grafts(
     unlike = {"model_type", "auto_map"}
     one, other = ({key: value for key, value in each.items() if key not in unlike} for each in (trunk, config))
     return config | {"anatomy": composition.to_json() | {"trunk": changed_fields(one, other)}}
+
+
+def changed_fields(trunk: Mapping[str, Any], grafted: Mapping[str, Any], above: str = "") -> dict[str, list[Any]]:
+    """The fields of `trunk` that read otherwise in `grafted`, by path: their value in a list, an empty one for none."""
+    changed: dict[str, list[Any]] = {}
+    for key in dict.fromkeys((*trunk, *grafted)):
+        one, other = trunk.get(key), grafted.get(key)
+        if isinstance(one, Mapping) and isinstance(other, Mapping):
+            changed |= changed_fields(one, other, f"{above}{key}/")
+        elif key not in trunk or key not in grafted or one != other:
+            changed[f"{above}{key}"] = [one] if key in trunk else []
+    return changed

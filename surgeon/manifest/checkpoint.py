@@ -15,14 +15,15 @@ from surgeon.checkpoint.hub import id_and_revision, locate
 from surgeon.checkpoint.labels import is_classifier, label_names
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy, is_encoder
+from surgeon.families.anatomy import Anatomy
 from surgeon.families.dissect import dissect
+from surgeon.families.grafted_config import is_encoder
 from surgeon.families.skeleton import wordless_auto
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, StoredTensor
 from surgeon.manifest.moves import recorded_tensors
 from surgeon.manifest.reading import manifest_of
-from surgeon.models.linear_modules import linear_modules
 from surgeon.models.templates import no_template, template_of
+from surgeon.runtime.composition import ATTENTION, FFN
 
 if TYPE_CHECKING:
     from surgeon.models.load import Attention
@@ -132,8 +133,26 @@ class Checkpoint:
             raise BadInput(no_template(self.path))
 
     def linear_modules(self) -> tuple[list[str], str]:
-        """Return what a LoRA can adapt, as names for `targets`, and a matrix that it cannot (empty: there is none)."""
-        return linear_modules(self.anatomy)
+        """Return what a LoRA can adapt of attention and FFN, as names for `targets`, and a matrix that it cannot.
+
+        Names are paths within a layer, in the layers' order. The second is empty where `targets: all` would do. FFNs
+        are left out where one has experts, with which PEFT confuses the modules beside them.
+        """
+        linear: dict[str, dict[str, None]] = {role: {} for role in (ATTENTION, FFN)}
+        others: dict[str, dict[str, str]] = {role: {} for role in (ATTENTION, FFN)}
+        for index, tensors in enumerate(self.anatomy.layers):
+            modules = self.anatomy.linear(index)
+            for role, block in self.anatomy.blocks(index).items():
+                for suffix, info in tensors.items():
+                    path = suffix.removesuffix(".weight")
+                    if suffix.startswith(f"{block}.") and len(info.shape) > 1 and role in linear:
+                        if path in modules:
+                            linear[role][path] = None
+                        else:
+                            others[role].setdefault(path, info.name)
+        other = next((name for found in others.values() for name in found.values()), "")
+        whole = [role for role, found in others.items() if not any("experts" in path.split(".") for path in found)]
+        return [path for role in whole for path in linear[role]], other
 
     def digests(self, advance: Callable[[int], None] = lambda _bytes: None) -> dict[str, str]:
         """Return the hex sha256 of every tensor's bytes; `advance` receives the bytes read."""

@@ -10,8 +10,9 @@ from typing import Any
 from surgeon._version import __version__
 from surgeon.blueprint.blueprint import Blueprint
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.families.anatomy import Anatomy, is_grafted, native_config
+from surgeon.families.anatomy import Anatomy
 from surgeon.families.decoders import HINTS
+from surgeon.families.grafted_config import is_grafted, native_config
 from surgeon.manifest.facts import sections_of
 from surgeon.manifest.manifest import (
     Base,

@@ -1,17 +1,21 @@
-"""What a training run puts beside its weights, in folders of its own: the base's own values, and a PEFT adapter.
+"""What a training run puts beside its weights: the base's own values and a PEFT adapter, in folders of their own.
 
-No loader looks there. It stays with the run, and goes into the run's delta; no other command carries it along.
+No loader looks there. It stays with the run, and goes into the run's delta; no other command carries it along. A study
+of tasks adds a record, which surgery.json then vouches for.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+from pathlib import Path
 
-from surgeon.checkpoint.folder import MAX_CONFIG_BYTES, CheckpointFolder, digests_of
+from surgeon.checkpoint.folder import MAX_CONFIG_BYTES, RECORD_FILE, CheckpointFolder, digests_of
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.peft_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from surgeon.manifest.manifest import AdapterEntry, StoredTensor
+from surgeon.common.work_folders import write_durably
+from surgeon.manifest.manifest import MANIFEST_FILE, AdapterEntry, StoredTensor
+from surgeon.manifest.reading import written_manifest
 
 KEPT_FOLDER = "base-tensors"
 ADAPTER_FOLDER = "adapter"
@@ -93,3 +97,11 @@ def _in(out: CheckpointFolder, folder: str, ending: str) -> list[str]:
         return []
     found = [name for name in out.source.tree() if name.startswith(f"{folder}/") and name.endswith(ending)]
     return sorted(name for name in found if name.count("/") == 1)
+
+
+def add_record(run: Path, text: str) -> None:
+    """Write `continual.json` into an output of surgeon and its digest into surgery.json, so that checks know it."""
+    write_durably(run / RECORD_FILE, text)
+    manifest = written_manifest(run)
+    files = manifest.files | {RECORD_FILE: hashlib.sha256(text.encode()).hexdigest()}
+    write_durably(run / MANIFEST_FILE, manifest.changed(files=files).to_bytes().decode())

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput, PromiseBroken
-from surgeon.families.anatomy import is_encoder
+from surgeon.families.grafted_config import is_encoder
 from surgeon.families.skeleton import BASE, encoder_auto, wordless_auto
 from surgeon.models.compare import ROUNDING
 from surgeon.models.load import load_model, opened, running

@@ -33,7 +33,7 @@ class Reported:
 
         Keys:
             `html`, `pictures`: files that were written
-            `name`, `model_type`, `dtypes`, `promise`, `budget`, `layers`, `notes`: the output
+            `name`, `model_type`, `dtypes`, `promise`, `budget`, `layers`, `ends`, `notes`: the output
             `verification`, `routing`: as of `verify` and `routing_report`, or null
             `maps`, `heat_maps`, `spectra`, `probing`, `runs`, `curves`: the numbers behind the figures
         """

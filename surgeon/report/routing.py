@@ -23,8 +23,9 @@ from surgeon.common.listener import Listener, Quiet
 from surgeon.common.names import check_new_name
 from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy, is_grafted
+from surgeon.families.anatomy import Anatomy
 from surgeon.families.dissect import dissect
+from surgeon.families.grafted_config import is_grafted
 from surgeon.report.files import write_text
 from surgeon.report.routing_record import ExpertChoices, RoutingReport, TextChoices, read_routing
 

@@ -59,7 +59,7 @@ def merge(
 
 def _merging(alpha: float | None) -> LoadedPlan:
     share = "" if alpha is None else f"\n    alpha: {alpha!r}"
-    return parse_plan(f"surgeon: 1\noperations:\n  - op: merge_branches{share}\n", source="merge")
+    return parse_plan(f"surgeon: 1\noperations:\n  - op: merge_branches{share}\n", source="surgeon merge")
 
 
 def merged_view(merged: Merged) -> RenderableType:

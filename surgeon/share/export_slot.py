@@ -28,8 +28,9 @@ from surgeon.common.formatting import at_revision, show, size
 from surgeon.common.json_results import plain_fields
 from surgeon.common.listener import Listener, Quiet, Stopwatch
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy, is_grafted
+from surgeon.families.anatomy import Anatomy
 from surgeon.families.dissect import dissect
+from surgeon.families.grafted_config import is_grafted
 from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest
 from surgeon.manifest.reading import manifest_of

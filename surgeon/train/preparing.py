@@ -20,8 +20,9 @@ from surgeon.common import devices
 from surgeon.common.schema import ORIGINAL
 from surgeon.data.sources import check_source
 from surgeon.errors import BadInput, Mistakes, bad_input, printable
-from surgeon.families.anatomy import Anatomy, native_config
+from surgeon.families.anatomy import Anatomy
 from surgeon.families.dissect import dissect
+from surgeon.families.grafted_config import native_config
 from surgeon.families.heads import head_of
 from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest

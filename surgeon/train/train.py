@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ _MOST_LABELS = 6
 _T = TypeVar("_T")
 
 if TYPE_CHECKING:
+    from surgeon.manifest.checkpoint import Checkpoint
     from surgeon.train.dry_run import Rehearsal
     from surgeon.train.preparing import Prepared
     from surgeon.train.publishing import Change, Trained
@@ -313,3 +315,19 @@ def _labels(found: Mapping[str, int]) -> str:
 def _on_a_line(text: str) -> str:
     """Line ends as the sign that is read for them: a sample stays what it is, and stays short."""
     return printable(text.replace("\n", "⏎"), 2000)
+
+
+def check_training(out: Checkpoint, config: LoadedConfig) -> None:
+    """Raise BadInput where `train` would refuse what the config has train, or its teacher, whatever the texts."""
+    from surgeon.train.preparing import check_base_trains
+
+    check_base_trains(out.folder, out.manifest, config)
+
+
+def discard_run(to: str | Path) -> None:
+    """Remove what a call of `train` that ended early keeps beside `to`: checkpoints, and texts that the model wrote."""
+    from surgeon.train.saved.work_folder import work_folder
+    from surgeon.train.self_generated import memory_folder
+
+    for folder in (work_folder(Path(to)), memory_folder(Path(to))):
+        shutil.rmtree(folder, ignore_errors=True)

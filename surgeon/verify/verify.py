@@ -13,8 +13,9 @@ from surgeon.common import devices
 from surgeon.common.files import check_readable
 from surgeon.common.listener import Listener, Quiet
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy, native_config, without_a_place
+from surgeon.families.anatomy import Anatomy, without_a_place
 from surgeon.families.dissect import dissect
+from surgeon.families.grafted_config import native_config
 from surgeon.families.skeleton import reads_images, wordless_auto
 from surgeon.manifest.manifest import MANIFEST_FILE
 from surgeon.manifest.reading import manifest_of

@@ -18,7 +18,7 @@ from surgeon.operations import OPERATIONS
 from surgeon.operations.operation import Operation
 from surgeon.plan.plan import Plan, parse_plan
 from surgeon.plan.sweep import Sweep
-from surgeon.train.config.habits import HABITS
+from surgeon.train.config.loading import HABITS
 from surgeon.train.config.schema import TrainConfig
 
 FILES: list[type[BaseModel]] = [Plan, Sweep, TrainConfig, TasksConfig, Study, DataConfig]

@@ -68,8 +68,8 @@ def test_rows_are_compared_with_full_fine_tuning_seed_by_seed(tmp_path: Path) ->
     assert found.claims[2].difference is not None
     assert found.claims[2].difference.mean == pytest.approx(-0.75, abs=0.03)
     assert found.first == (
-        "Full fine-tuning with the same remedy forgets less at equal new loss than 1 of 2: lost (1 of them told apart"
-        " over seeds)."
+        "Full fine-tuning with the same remedy forgets less at equal new loss than 1 of 2: lost (for 1 of them the"
+        " interval over seeds excludes 0)."
     )
     assert found.advice == (
         "For this data at this budget (20,480 tokens a run): kept, rate 0.003: new loss 5.000 → 3.000, original 2.000 →"

@@ -18,6 +18,7 @@ from surgeon.data import writing
 from surgeon.data.chats import Chat
 from surgeon.data.documents import Documents
 from surgeon.data.recall import recalled, recalled_view
+from surgeon.data.recalled_text import Counts, NearlyNothing
 from surgeon.data.specs import GenerateSpec
 from surgeon.data.writing import loops
 from surgeon.errors import BadInput
@@ -249,3 +250,11 @@ def test_a_run_has_its_model_write_a_source(base: Path, tmp_path: Path) -> None:
     path = config(tmp_path, sources=[new, memory | {"generate": asked | {"prompts": "template"}}])
     with pytest.raises(BadInput, match="`prompts: template` makes chats"):
         surgeon.train(tmp_path / "out", path, tmp_path / "run", device="cpu")
+
+
+@pytest.mark.parametrize(("prompts", "named"), [("template", True), ("begin", False)])
+def test_a_model_that_ends_at_once_is_given_other_beginnings(prompts: str, named: bool) -> None:
+    """A chat model with the bare template, say: no temperature helps."""
+    said = str(NearlyNothing.of(Counts(written=32, empty=32), {"temperature": 1.0, "prompts": prompts}))
+    assert "ends at once" in said and "a file with a beginning a line" in said and "temperature" not in said
+    assert ("`prompts: begin`" in said) is named

@@ -15,10 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
-from surgeon.families.anatomy import native_config
 from surgeon.families.decoders import USUAL_DECODERS, USUAL_ENCODERS
 from surgeon.families.derived import derive
 from surgeon.families.dissect import dissect
+from surgeon.families.grafted_config import native_config
 from surgeon.families.settings import ACTIVATIONS, ROPE_TYPES, check_settings
 from tests import tiny
 from tests.runtime.grafting import joining

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import surgeon
 from surgeon.errors import BadInput
-from surgeon.families import flat
+from surgeon.families import grafted_config
 from surgeon.families.skeleton import CAUSAL, IMAGE_TEXT
 from tests import tiny
 from tests.checkpoints import same_bytes, weights
@@ -120,7 +120,7 @@ def test_a_published_layout_grows_and_comes_back(layout: Callable[[Path], str], 
     assert json.loads((base / "config.json").read_text()) == json.loads((tmp_path / "back/config.json").read_text())
 
 
-@pytest.mark.parametrize("kind", sorted(flat.FLAT))
+@pytest.mark.parametrize("kind", sorted(grafted_config.FLAT))
 def test_text_settings_at_the_top_mean_what_they_mean_to_transformers(kind: str) -> None:
     """What is read of the flat form is what is read of the nested one, but for how it was written."""
     if kind not in transformers.CONFIG_MAPPING:
@@ -131,10 +131,10 @@ def test_text_settings_at_the_top_mean_what_they_mean_to_transformers(kind: str)
         # Its own check wants as many.
         text["num_key_value_heads"] = 4
     top = {"model_type": kind, "image_token_id": 7, "tie_word_embeddings": True, **text}
-    moved = flat.nested(top)
+    moved = grafted_config.nested(top)
     assert moved["text_config"].keys() >= text.keys()
     assert moved["image_token_id"] == 7 and not moved.keys() & text.keys()
-    assert flat.nested(moved) == moved
+    assert grafted_config.nested(moved) == moved
     one, other = (made.from_dict(dict(config)).to_dict() for config in (top, moved))
     assert one["text_config"] == other["text_config"] and one["tie_word_embeddings"] == other["tie_word_embeddings"]
 

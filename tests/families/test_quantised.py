@@ -19,7 +19,7 @@ from transformers.integrations import finegrained_fp8, mxfp4
 
 import surgeon
 from surgeon.errors import BadInput
-from surgeon.families.anatomy import native_config
+from surgeon.families.grafted_config import native_config
 from surgeon.models.load import load_model
 from surgeon.runtime.bundle import import_bundle
 from tests.checkpoints import add_letters, as_bytes, same_bytes, weights

@@ -113,7 +113,7 @@ def put_in(section: str, path: tuple[Any, ...], value: int, manifest: dict[str, 
 
 
 def test_the_letters_of_grafts_differ_and_have_a_colour_of_the_page() -> None:
-    style = (PACKAGE / "common" / "page" / "style.css").read_text(encoding="utf-8")
+    style = (PACKAGE / "common" / "page" / "picture.css").read_text(encoding="utf-8")
     assert len(legends()) == sum(len(operation.legend) for operation in OPERATIONS.values())
     for letter, legend in legends().items():
         assert len(letter) == 1 and legend.words and f"--c{legend.colour}:" in style

@@ -9,7 +9,7 @@ from typing import Any, Union, get_args, get_origin
 
 import typer
 
-from surgeon import cli
+from surgeon.cli import app, entries
 
 HEAD = """\
 # The command line
@@ -47,9 +47,9 @@ Every command with its arguments and options, as `surgeon COMMAND --help` shows 
 
 def command_line_page() -> str:
     """Options before a command, then every command in the order and the groups of the help."""
-    root: Any = typer.main.get_command(cli.app)
+    root: Any = typer.main.get_command(app)
     parts = [HEAD, "## Before the command\n", _table(root)]
-    for group, names in cli._GROUPS.items():
+    for group, names in entries.GROUPS.items():
         parts.append(f"## {group}\n")
         for name in names:
             parts += [f"### {name}\n", *_command(name, root.commands[name])]
@@ -59,9 +59,9 @@ def command_line_page() -> str:
 def _command(name: str, command: Any) -> list[str]:
     places = [_place(parameter) for parameter in command.params if parameter.param_type_name == "argument"]
     named = [_option(parameter, "…") for parameter in command.params if _must_be_named(parameter)]
-    example = f"{name} {cli._EXAMPLES[name]}".rstrip()
+    example = f"{name} {entries.EXAMPLES[name]}".rstrip()
     shown = [f"surgeon {' '.join([name, *places, *named, '[OPTIONS]'])}", f"surgeon {example}"]
-    text = "\n\n".join(" ".join(part.split()) for part in cli._ENTRIES[name].help.split("\n\n"))
+    text = "\n\n".join(" ".join(part.split()) for part in entries.ENTRIES[name].help.split("\n\n"))
     return ["```text", *shown, "```\n", f"{text}\n", _table(command)]
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 import re
 
-from surgeon import cli
 from surgeon.apply.apply import Applied
 from surgeon.apply.preview import Preview
+from surgeon.cli.entries import ENTRIES
 from surgeon.common.json_results import Result
 from surgeon.compare.compare import Compared
 from surgeon.compare.findings import Findings
@@ -82,7 +82,7 @@ SECTIONS: dict[str, dict[str, tuple[type[Result], ...]]] = {
 
 def json_page() -> str:
     """A table of keys for each command, by its function's name."""
-    assert {entry.function for entry in cli._ENTRIES.values()} - {""} <= set(SECTIONS)
+    assert {entry.function for entry in ENTRIES.values()} - {""} <= set(SECTIONS)
     parts = [HEAD]
     for function, tables in SECTIONS.items():
         parts.append(f"## {function}\n")

@@ -11,7 +11,7 @@ import pytest
 
 import surgeon
 from surgeon.errors import BadInput
-from surgeon.families.anatomy import changed_fields, native_config
+from surgeon.families.grafted_config import changed_fields, native_config
 from surgeon.runtime.bundle import CODE_FILE, bundle
 from surgeon.runtime.composition import composition_of, read_composition
 from tests.decoders import tiny_decoder

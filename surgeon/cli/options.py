@@ -1,20 +1,68 @@
-"""Options of a command line from a function's parameters, as typer takes them."""
+"""Options of a command line from a function's parameters, as typer takes them.
+
+A public function's parameters are read from its module's source, and nothing of the module is imported: a parameter has
+its name, type and default in one place, and `surgeon apply --help` does not wait for what `apply` imports.
+"""
 
 from __future__ import annotations
 
+import ast
 import inspect
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
-
-from surgeon.common.signatures import COMPUTED, Parameter, parameters_of
 
 _TYPES = {"bool": bool, "int": int, "float": float, "str": str, "str | Path": Path, "Path": Path}
 # What a program gives to a function, and a command line cannot.
 _FOR_PROGRAMS = ("Listener", "Ranks", "Callable[")
+
+
+# A default that is an expression: a name of the module, say.
+COMPUTED: Final = object()
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter: its name, its annotation as written, whether it has a default, and the default where it is plain."""
+
+    name: str
+    annotation: str
+    keyword: bool
+    required: bool
+    default: Any = None
+
+
+def parameters_of(module: str, function: str) -> list[Parameter]:
+    """The parameters of a function of surgeon, in order; `module` is its name below `surgeon` (`apply.preview`)."""
+    source = pkgutil.get_data("surgeon", f"{module.replace('.', '/')}.py")
+    assert source is not None
+    # Its overloads, which are for type checkers, stand before it.
+    *_, defined = (
+        node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == function
+    )
+    given = defined.args
+    places = [*given.posonlyargs, *given.args]
+    missing = [None] * (len(places) - len(given.defaults))
+    return [
+        *(_parameter(*pair, keyword=False) for pair in zip(places, [*missing, *given.defaults], strict=True)),
+        *(_parameter(*pair, keyword=True) for pair in zip(given.kwonlyargs, given.kw_defaults, strict=True)),
+    ]
+
+
+def _parameter(written: ast.arg, default: ast.expr | None, *, keyword: bool) -> Parameter:
+    assert written.annotation is not None
+    annotation = ast.unparse(written.annotation)
+    if default is None:
+        return Parameter(written.arg, annotation, keyword, required=True)
+    try:
+        value = ast.literal_eval(default)
+    except ValueError:
+        value = COMPUTED
+    return Parameter(written.arg, annotation, keyword, required=False, default=value)
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,14 @@ import typer
 from typer.testing import CliRunner
 
 import surgeon
-from surgeon import cli
-from surgeon.common.signatures import COMPUTED, parameters_of
+from surgeon.cli import app
+from surgeon.cli.entries import ENTRIES, EXAMPLES, GROUPS
+from surgeon.cli.options import COMPUTED, parameters_of
+from surgeon.cli.spellings import SPELLINGS
 
 FUNCTIONS = {name: home for name, home in surgeon._HOMES.items() if inspect.isfunction(getattr(surgeon, name))}
-COMMANDS: dict[str, Any] = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
-CALLING = {name: entry for name, entry in cli._ENTRIES.items() if entry.function}
+COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+CALLING = {name: entry for name, entry in ENTRIES.items() if entry.function}
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -57,8 +59,8 @@ def test_every_help_text_belongs_to_a_parameter() -> None:
     for name, entry in CALLING.items():
         for parameter in parameters_of(surgeon._HOMES[entry.function], entry.function):
             own = f"{name}.{parameter.name}"
-            used.add(own if own in cli._SPELLINGS else parameter.name)
-    assert set(cli._SPELLINGS) <= used
+            used.add(own if own in SPELLINGS else parameter.name)
+    assert set(SPELLINGS) <= used
 
 
 def test_what_was_not_given_is_left_to_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +71,7 @@ def test_what_was_not_given_is_left_to_the_function(monkeypatch: pytest.MonkeyPa
         raise surgeon.BadInput("enough")
 
     monkeypatch.setattr(surgeon, "push", push)
-    assert CliRunner().invoke(cli.app, ["push", "out", "user/name", "--private", "--pr"]).exit_code == 2
+    assert CliRunner().invoke(app, ["push", "out", "user/name", "--private", "--pr"]).exit_code == 2
     assert given.pop("listener") is not None
     asked = {"out": Path("out"), "repo_id": "user/name", "public": False, "pull_request": True}
     flags = ("dry_run", "force", "delta", "trust_remote_code")
@@ -77,9 +79,9 @@ def test_what_was_not_given_is_left_to_the_function(monkeypatch: pytest.MonkeyPa
 
 
 def test_every_command_has_its_group_and_an_example_that_it_takes() -> None:
-    grouped = [name for names in cli._GROUPS.values() for name in names]
-    assert sorted(grouped) == sorted(cli._ENTRIES) == sorted(cli._EXAMPLES)
-    for name, example in cli._EXAMPLES.items():
+    grouped = [name for names in GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted(ENTRIES) == sorted(EXAMPLES)
+    for name, example in EXAMPLES.items():
         COMMANDS[name].make_context(name, example.partition(" > ")[0].split())
 
 
@@ -111,8 +113,8 @@ def test_a_command_s_help_imports_nothing_of_what_it_runs() -> None:
         ("verify base out --txt x", "--text"),
         ("diff a b --zzz", "No such option: --zzz"),
         ("reprot out", "No such command 'reprot'. Did you mean 'report'"),
-        ("verify base out --window 1", "Input should be greater than or equal to 2"),
-        ("merge out dest --alpha 2", "Input should be less than or equal to 1"),
+        ("verify base out --window 1", "it should be greater than or equal to 2"),
+        ("merge out dest --alpha 2", "it should be less than or equal to 1"),
         ("train out train.yaml", "Missing argument 'RUN'"),
         ("verify base out --window ten", "it takes a whole number"),
         ("apply plan base", "Missing argument 'OUT'"),
@@ -120,6 +122,6 @@ def test_a_command_s_help_imports_nothing_of_what_it_runs() -> None:
     ],
 )
 def test_what_a_command_does_not_take_is_refused(given: str, said: str) -> None:
-    ran = CliRunner().invoke(cli.app, given.split(" "), prog_name="surgeon")
+    ran = CliRunner().invoke(app, given.split(" "), prog_name="surgeon")
     assert ran.exit_code == 2 and not ran.stdout
     assert said in " ".join(ran.stderr.split()), ran.stderr

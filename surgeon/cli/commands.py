@@ -1,0 +1,401 @@
+"""What each command does: call one public function and show its result."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import surgeon
+from surgeon._version import __version__
+from surgeon.cli.entries import AsJson, Declared, Group, QuietOption, command, shown
+from surgeon.cli.failures import Debug, sigterm_interrupts
+from surgeon.cli.output import console, listening, print_json, show
+from surgeon.cli.spellings import complete_shipped_or_swept
+from surgeon.common.distributed import Ranks, joined
+from surgeon.common.interrupting import interrupt
+from surgeon.errors import BadInput, printable
+
+if TYPE_CHECKING:
+    from surgeon.plan.plan import LoadedPlan
+
+app = typer.Typer(
+    name="surgeon",
+    cls=Group,
+    help="Grow a pretrained language model by a plan, and prove that nothing was lost.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    epilog=(
+        "Exit codes: 0 done; 1 a bug in surgeon (diff: they differ); 2 bad input or refused; 3 a promise does not"
+        " hold (verify, demo); 130 interrupted. Data goes to stdout, progress and errors to stderr."
+    ),
+    # The terminal's width, whatever it is: 80 columns, click's own limit, fold every option's help.
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 1_000},
+)
+
+
+def _print_version(given: bool) -> None:
+    if given:
+        print(f"surgeon {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    debug: Annotated[bool, typer.Option("--debug", help="show tracebacks")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="print the version", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    Debug.on = debug
+
+
+@command("preview")
+def preview(
+    plan: Declared,
+    base: Declared,
+    overrides: Declared = (),
+    as_json: AsJson = False,
+    quiet: QuietOption = False,
+    **given: Any,
+) -> None:
+    """Show what a plan does to a base, from headers and config alone."""
+    short()
+    from surgeon.apply.preview_view import preview_view
+
+    with listening(quiet) as listener:
+        listener.wait("reading headers")
+        shown = surgeon.preview(_plan(plan, overrides), base, **given)
+    show(shown, lambda found: preview_view(found, base), as_json=as_json)
+
+
+@command("apply")
+def apply(
+    plan: Declared,
+    base: Declared,
+    out: Declared,
+    overrides: Declared = (),
+    delta: Annotated[
+        bool, typer.Option("--delta", help="PLAN is a delta (a folder, or a Hub id): apply it to its base")
+    ] = False,
+    as_json: AsJson = False,
+    quiet: QuietOption = False,
+    **given: Any,
+) -> None:
+    """Grow BASE by PLAN into the new folder OUT; the same command continues an interrupted run.
+
+    Under torchrun (`torchrun --nproc-per-node N --no-python surgeon apply …`) N processes share the layers to compute.
+    `surgeon apply --delta DELTA BASE OUT` applies a delta to its base instead.
+    """
+    if delta:
+        from surgeon.rework.apply_delta import applied_delta_view
+
+        if overrides:
+            raise BadInput("--set changes a plan, and --delta applies none; leave one of them out")
+        if not Ranks.of_environment().leads:
+            return
+        kept = {name: given[name] for name in ("revision", "link", "trust_remote_code") if name in given}
+        with listening(quiet) as listener:
+            put = surgeon.apply_delta(plan, base, out, **kept, listener=listener)
+        show(put, applied_delta_view, as_json=as_json, quiet=quiet)
+        return
+    from surgeon.apply.apply import applied_view
+
+    with joined() as ranks, listening(quiet or not ranks.leads) as listener:
+        applied = surgeon.apply(_plan(plan, overrides), base, out, **given, listener=listener, ranks=ranks)
+    if ranks.leads:
+        show(applied, applied_view, as_json=as_json, quiet=quiet)
+
+
+shown(
+    "verify",
+    "verification_view",
+    "Prove that OUT keeps what its manifest promises of BASE; exit 3 where a promise does not hold.",
+    always=True,
+    code=lambda proof: 0 if proof.holds else 3,
+)
+
+
+@command("train")
+def train(
+    out: Declared,
+    config: Declared,
+    to: Declared,
+    overrides: Declared = (),
+    device: Declared = "auto",
+    trust_remote_code: Declared = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="write nothing: show tokens by source, a sample, memory and time")
+    ] = False,
+    as_json: AsJson = False,
+    quiet: QuietOption = False,
+    **given: Any,
+) -> None:
+    """Train what surgery added to OUT, and nothing else, into the new folder RUN; repeat the command to continue.
+
+    `what` and `lora` in the config train the base's own tensors, layers or a LoRA instead, of a plain base too.
+
+    Under torchrun (`torchrun --nproc-per-node N --no-python surgeon train …`) N processes share every step's sequences.
+    """
+    from surgeon.train.config.loading import load_config
+
+    # A mistake in it is shown before anything else is even imported.
+    load_config(config, overrides)
+
+    from surgeon.train.train import rehearsal_view, trained_view
+
+    with sigterm_interrupts(), listening(quiet or not Ranks.of_environment().leads) as listener:
+        both: dict[str, Any] = {
+            "overrides": overrides,
+            "device": device,
+            "trust_remote_code": trust_remote_code,
+            "listener": listener,
+        }
+        if dry_run:
+            rehearsal = surgeon.rehearse(out, config, to, **both)
+        else:
+            trained = surgeon.train(out, config, to, **given, **both)
+    if dry_run:
+        show(rehearsal, rehearsal_view, as_json=as_json)
+    elif trained is not None:
+        show(trained, trained_view, as_json=as_json, quiet=quiet)
+    _leave_ranks()
+
+
+shown(
+    "recall",
+    "recalled_view",
+    "Have BASE write text like that it was trained on, to be replayed in training; repeat the command to continue.",
+)
+shown(
+    "evaluate",
+    "evaluation_view",
+    """Measure loss, perplexity and bits per byte of models on the same held-out text, with confidence intervals.
+
+    With --prompt each model answers too, as a chat where its tokenizer has a template; --data may then be left out.
+    """,
+    always=True,
+)
+shown(
+    "continual",
+    "continued_view",
+    """Learn tasks one after the other, with a surgery for each, and measure all tasks after each one.
+
+    The same command continues an interrupted run, between tasks and within one.
+    """,
+)
+shown(
+    "compare",
+    "compared_view",
+    """Compare ways of learning new text without forgetting: runs at several rates, fair frontiers, a page, advice.
+
+    `surgeon compare quick BASE RESULTS --new NEW.txt --original KNOWN.txt` is all it takes. The same command goes on
+    where it was cut off.
+    """,
+    always=True,
+)
+shown(
+    "merge",
+    "merged_view",
+    "Merge the control blocks of OUT into one layer each, and measure how much the function changes.",
+    always=True,
+)
+shown(
+    "revert",
+    "reverted_view",
+    "Undo the last surgery of OUT, or all but the first N: DEST holds every earlier tensor, byte for byte.",
+)
+shown(
+    "make_delta",
+    "delta_view",
+    "Write the part of OUT that the base of its last surgery lacks; `apply --delta` applies it to that base.",
+    name="delta",
+)
+shown(
+    "export_slot",
+    "exported_view",
+    "Write a PMoE slot of OUT as a PEFT LoRA adapter for its base: shared LoRA below the router, the slot above.",
+)
+shown(
+    "gguf_pattern",
+    "gguf_pattern_view",
+    "Write FILE, a GGUF of Gemma 2 or 3, as DEST with each layer's kind of attention, as config.json of OUT has it.",
+)
+shown(
+    "push",
+    "pushed_view",
+    "Verify OUT and push it to a repository of the Hub; the same command continues an interrupted push.",
+)
+shown(
+    "diff",
+    "difference_view",
+    "Compare A with B, tensor by tensor; exit 0 where they are the same, 1 where they differ.",
+    code=lambda difference: 0 if difference.identical else 1,
+)
+shown(
+    "transport_report",
+    "transport_view",
+    "Report entropies of transport maps: how widely inserted layers' neurons correspond to their neighbours'.",
+    always=True,
+)
+shown(
+    "routing_report",
+    "routing_view",
+    "Record what routers and gates of a grafted output choose, by layer and site, on texts of several domains.",
+    always=True,
+)
+
+
+@command("report")
+def report(
+    out: Declared,
+    html: Declared = None,
+    png: Declared = None,
+    as_json: AsJson = False,
+    quiet: QuietOption = False,
+    **given: Any,
+) -> None:
+    """Write a report on OUT as one page that needs no network; exit 3 on a broken promise."""
+    if html is None and png is None and not as_json:
+        html = Path(f"{out.resolve().name}.html")
+    with listening(quiet) as listener:
+        written = surgeon.report(out, html=html, png=png, **given, listener=listener)
+    if as_json:
+        print_json(written.to_json())
+    elif not quiet:
+        for path in (*([written.html] if written.html else []), *written.pictures):
+            print(printable(str(path), 2000))
+    if written.findings.verification is not None and not written.findings.verification.holds:
+        raise typer.Exit(3)
+
+
+@command("inspect", name="inspect")
+def _inspect(checkpoint: Declared, as_json: AsJson = False, **given: Any) -> None:
+    """Show a checkpoint's family and sizes, its surgeries and new tensors, and code that it brings; none of it runs."""
+    short()
+    from surgeon.report.inspect import inspection_view
+
+    show(surgeon.inspect(checkpoint, **given), inspection_view, as_json=as_json)
+
+
+@command("families")
+def families(base: Declared = None, as_json: AsJson = False, quiet: QuietOption = False, **given: Any) -> None:
+    """List the model families; with BASE what is known or found out about it, and which operations it takes.
+
+    With --after, list which operations can follow OP: on BASE, or as recorded on tiny models.
+    """
+    from surgeon.report.families import families_view
+
+    with listening(quiet) as listener:
+        listener.wait("reading headers")
+        found = surgeon.families(base, **given)
+    show(found, families_view, as_json=as_json)
+
+
+@command()
+def schema(
+    training: Annotated[bool, typer.Option("--training", help="the schema of training configs")] = False,
+    tasks: Annotated[bool, typer.Option("--tasks", help="the schema of tasks files")] = False,
+    study: Annotated[bool, typer.Option("--study", help="the schema of studies")] = False,
+    sweep: Annotated[bool, typer.Option("--sweep", help="the schema of sweeps")] = False,
+) -> None:
+    """Print the JSON schema of plans, which editors use to complete YAML."""
+    short()
+    given = {"--training": training, "--tasks": tasks, "--study": study, "--sweep": sweep}
+    chosen = [name for name, is_given in given.items() if is_given]
+    if len(chosen) > 1:
+        raise BadInput(f"{' and '.join(chosen)} exclude each other; give one of them")
+    if study:
+        from surgeon.compare.config.loading import json_schema
+    elif sweep:
+        from surgeon.plan.sweep import json_schema
+    elif tasks:
+        from surgeon.continual.config.loading import json_schema
+    elif training:
+        from surgeon.train.config.loading import json_schema
+    else:
+        from surgeon.plan.plan import json_schema
+    print_json(json_schema())
+
+
+@command()
+def plans(
+    name: Annotated[
+        str | None,
+        typer.Argument(help="print this plan, or the points of this sweep", autocompletion=complete_shipped_or_swept),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the shipped plans and sweeps, or print a plan to start from, or a sweep with the command of each point."""
+    short()
+    from surgeon.plan import shipped
+
+    if as_json:
+        print_json(shipped.names() if name is None else shipped.texts(name))
+    elif name is None:
+        console().print(shipped.plans_view(shipped.described()))
+    else:
+        print(shipped.text_of(name), end="")
+
+
+@command()
+def demo(
+    folder: Annotated[Path | None, typer.Argument(metavar="DIR", help="new folder; default: surgeon-demo")] = None,
+    seconds: Annotated[float, typer.Option(min=0, help="seconds to train the small base")] = 25,
+    quiet: QuietOption = False,
+) -> None:
+    """Make a small base without network, grow it, prove that nothing was lost, and show what training learns."""
+    from surgeon.demo.demo import demo_view, run_demo
+
+    with listening(quiet) as listener:
+        shown = run_demo(folder or Path("surgeon-demo"), seconds=seconds, listener=listener)
+    console().print(demo_view(shown))
+    if not shown.holds:
+        raise typer.Exit(3)
+
+
+def short() -> None:
+    """Look for cycles less often: in a command of a second, among what it imports, that takes a fifth of the time."""
+    gc.set_threshold(100_000)
+
+
+def _leave_ranks() -> None:
+    """End a finished process of torchrun: gloo's threads may outlive the interpreter, whose exit then aborts."""
+    if Ranks.of_environment().size > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _plan(given: str, overrides: Sequence[str] | None) -> LoadedPlan:
+    """The plan that is named, or the one on stdin (`-`), whose relative paths start in this folder."""
+    overrides = overrides or ()
+    if given != "-":
+        from surgeon.apply.preview import loaded_plan
+
+        return loaded_plan(given, overrides)
+    from surgeon.common.yaml import LARGEST_FILE, decoded
+
+    if Ranks.of_environment().size > 1:
+        raise BadInput("PLAN -: torchrun starts several processes, and stdin has the plan once; give a file")
+    if sys.stdin.isatty():
+        raise BadInput("PLAN -: stdin is the terminal; redirect a plan to it, or give a file")
+    source = "<stdin>"
+    raw = sys.stdin.buffer.read(LARGEST_FILE + 1)
+    if len(raw) > LARGEST_FILE:
+        raise BadInput(f"{source}: larger than {LARGEST_FILE:,} bytes; is this a plan?")
+    return surgeon.parse_plan(decoded(raw, source), source=source, overrides=overrides)
+
+
+def main() -> None:
+    """Run the command line."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
+    app()

@@ -1,0 +1,177 @@
+"""The commands: the public function of each, its options, and how its result is shown."""
+
+from __future__ import annotations
+
+import inspect
+from collections import UserDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+import surgeon
+from surgeon.cli.failures import Command, failing
+from surgeon.cli.options import Spelling, as_option, parameters_given
+from surgeon.cli.output import listening, show
+from surgeon.cli.spellings import SPELLINGS
+
+# The order of the help.
+GROUPS = {
+    "Grow": ("demo", "plans", "families", "preview", "apply", "verify"),
+    "Train and measure": ("train", "recall", "evaluate", "compare", "continual"),
+    "Look": ("inspect", "diff", "report", "transport-report", "routing-report"),
+    "Undo, convert, share": ("revert", "merge", "delta", "export-slot", "gguf-pattern", "push"),
+    "For editors": ("schema",),
+}
+# The rest of the line behind `surgeon COMMAND`.
+EXAMPLES = {
+    "demo": "",
+    "plans": "llama-pro > plan.yaml",
+    "families": "base-model",
+    "preview": "plan.yaml base-model",
+    "apply": "plan.yaml base-model out",
+    "verify": "base-model out",
+    "train": "out train.yaml run",
+    "recall": "base-model --tokens 200000 --to recalled.jsonl",
+    "evaluate": "run --base base-model --data fr=french.txt --data en=english.txt",
+    "compare": "quick base-model results --new french.txt --original english.txt",
+    "continual": "tasks.yaml base-model run",
+    "inspect": "user/name@main",
+    "diff": "base-model out",
+    "report": "run --base base-model --html run.html",
+    "transport-report": "out --maps 12.below.query --png pictures",
+    "routing-report": "run --text french=fr.txt --text english=en.txt",
+    "revert": "run base-again --to 0",
+    "merge": "run merged --alpha 0.5",
+    "delta": "run run-delta",
+    "export-slot": "run 0 adapter",
+    "gguf-pattern": "out out.gguf out-fixed.gguf",
+    "push": "run user/name --dry-run",
+    "schema": "--training > train.schema.json",
+}
+AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output on stdout")]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="no progress, no notes")]
+# A parameter of a command that its function declares.
+Declared = Any
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A command: its help, the public function whose parameters are its options, and what runs with their values.
+
+    Parameters of `run` that are `Declared`, and all that it takes as `**given`, are the function's; others are the
+    command's own.
+    """
+
+    name: str
+    help: str
+    function: str
+    run: Callable[..., None]
+
+    def command(self) -> Any:
+        """The command as typer has it. The function's module is read for it, not imported."""
+        own = [p for p in inspect.signature(self.run, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        declared = parameters_given(surgeon._HOMES[self.function], self.function) if self.function else []
+        spelt = {parameter.name: self._spelling(parameter.name) for parameter in declared}
+        parameters = [as_option(parameter, spelt[parameter.name]) for parameter in declared]
+        # The command's own come before --trust-remote-code, which is the last one everywhere.
+        before = len(parameters) - any(parameter.name == "trust_remote_code" for parameter in parameters)
+        parameters[before:before] = [
+            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for parameter in own
+            if parameter.annotation is not Declared
+        ]
+
+        def called(**words: Any) -> None:
+            # What is not given has the function's default.
+            given = {name: value for name, value in words.items() if value is not None or name not in spelt}
+            self.run(**{name: spelt[name].value(value) if name in spelt else value for name, value in given.items()})
+
+        called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+        # The mark keeps the lines of the paragraph as they are.
+        text = f"{self.help}\n\n\b\nExample:\n  surgeon {self.name} {EXAMPLES[self.name]}".rstrip()
+        alone.command(self.name, cls=Command, help=text)(called)
+        return typer.main.get_command(alone)
+
+    def _spelling(self, parameter: str) -> Spelling:
+        return SPELLINGS.get(f"{self.name}.{parameter}") or SPELLINGS[parameter]
+
+
+ENTRIES: dict[str, Entry] = {}
+
+
+class Commands(UserDict[str, Any]):
+    """The commands by name, each made when it is asked for."""
+
+    def __getitem__(self, name: str) -> Any:
+        if isinstance(found := self.data[name], Entry):
+            found = self.data[name] = found.command()
+        return found
+
+
+class Group(TyperGroup):
+    """Commands that end every failure with one line on stderr and an exit code; their help has whole summaries."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.commands = Commands(ENTRIES)
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """The names of all commands."""
+        return list(self.commands)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """The commands by group, each with the first paragraph of its help, however long that is."""
+        for group, names in GROUPS.items():
+            with formatter.section(group):
+                formatter.write_dl(
+                    [(name, " ".join(ENTRIES[name].help.partition("\n\n")[0].split())) for name in names]
+                )
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that is named."""
+        with failing():
+            return super().invoke(ctx)
+
+
+def command(function: str = "", *, name: str = "") -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a command of what runs it, called as that is and with its docstring for help, for a public function."""
+
+    def added(run: Callable[..., None]) -> Callable[..., None]:
+        called = name or run.__name__
+        ENTRIES[called] = Entry(called, inspect.getdoc(run) or "", function, run)
+        return run
+
+    return added
+
+
+def shown(
+    function: str,
+    view: str,
+    help: str,
+    *,
+    name: str = "",
+    always: bool = False,
+    code: Callable[[Any], int] = lambda result: 0,
+) -> None:
+    """Add a command that calls a public function with its options and shows the result by `view` of its module.
+
+    With `always` it is shown although `--quiet` is set. `code` gives the exit code.
+    """
+
+    def run(as_json: AsJson = False, quiet: QuietOption = False, **given: Any) -> None:
+        with listening(quiet) as listener:
+            result = getattr(surgeon, function)(**given, listener=listener)
+        # A public view has a home of its own.
+        module = import_module(f"surgeon.{surgeon._HOMES.get(view, surgeon._HOMES[function])}")
+        show(result, getattr(module, view), as_json=as_json, quiet=quiet and not always)
+        if failed := code(result):
+            raise typer.Exit(failed)
+
+    called = name or function.replace("_", "-")
+    ENTRIES[called] = Entry(called, inspect.cleandoc(help), function, run)

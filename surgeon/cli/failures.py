@@ -1,0 +1,182 @@
+"""How a command fails: one line on stderr for each mistake, and an exit code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+import typer
+from typer.core import TyperCommand
+
+from surgeon.common.disk_space import no_room
+from surgeon.common.distributed import Ranks
+from surgeon.common.interrupting import interrupt
+from surgeon.errors import BadInput, Mistakes, SurgeonError, printable
+
+
+class Debug:
+    """Whether tracebacks are shown."""
+
+    on = False
+
+
+@contextmanager
+def failing() -> Iterator[None]:
+    """End every failure of a command with one line on stderr and an exit code."""
+    try:
+        with _plugins_named():
+            yield
+        # What is shown is written at the latest here, where there may be no room for it.
+        sys.stdout.flush()
+    except Mistakes as error:
+        fail(error.lines, error.exit_code)
+    except SurgeonError as error:
+        fail(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        fail("interrupted; the same command continues where it stopped", 130)
+    except (typer.Exit, typer.Abort, BrokenPipeError):
+        raise
+    except SystemExit as error:
+        # Nothing of surgeon's raises it: a command that was not carried out must not end as if it were done.
+        fail(f"code that this command called ended Python (SystemExit: {error}); --debug shows where", 1)
+    except Exception as error:
+        # Usage errors (an unknown option, say) have their own exit code; typer shows them.
+        if isinstance(getattr(error, "exit_code", None), int):
+            raise
+        if (why := no_room(error)) is not None:
+            where = getattr(error, "filename", None)
+            _stop_writing(where)
+            fail(f"{where or 'the output'}: {why}; make room and run the same command again", 2)
+        if isinstance(error, OSError):
+            # What a command did not foresee of paths, permissions and disks is not in surgeon either.
+            named = f"{error.filename}: " if isinstance(error.filename, str) else ""
+            fail(f"{named}{error.strerror or error}; check the path, its permissions and the disk", 2)
+        summary = f"{type(error).__name__}: {error}".splitlines()[0]
+        fail(f"a bug in surgeon: {summary} (--debug shows the trace; please report it)", 1)
+
+
+@contextmanager
+def _plugins_named() -> Iterator[None]:
+    """Turn whatever a plugin's code raises into a refusal that names the plugin."""
+    try:
+        yield
+    except BaseException as error:
+        from surgeon.common.plugins import blamed
+
+        if not isinstance(error, BrokenPipeError) and no_room(error) is None and (refusal := blamed(error)):
+            raise refusal from error
+        raise
+
+
+class Command(TyperCommand):
+    """A command that asks, where its arguments are refused, whether two of them changed places."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the arguments; what a value must be is said in the words of this house."""
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            # typer's words for what it expects are pydantic's.
+            for theirs, ours in _TYPES_OF_VALUES.items():
+                if theirs in error.message:
+                    error.message = f"it takes {ours}"
+            error.message = error.message.replace("Input should be", "it should be")
+            raise
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except Mistakes as error:
+            # Every line of a file of another kind is wrong: one is enough beside what it is.
+            hint = mixed_up_arguments(ctx)
+            if hint and error.lines[0].startswith(hint.partition(" is ")[0]):
+                raise BadInput(f"{error.lines[0]}; {hint}") from error
+            raise
+        except BadInput as error:
+            if "did you mean" not in str(error) and (hint := mixed_up_arguments(ctx)):
+                raise BadInput(f"{error}; {hint}") from error
+            raise
+
+
+_TYPES_OF_VALUES = {"valid integer": "a whole number", "valid number": "a number", "valid boolean": "true or false"}
+
+
+def mixed_up_arguments(ctx: typer.Context) -> str:
+    """Return a question about arguments that may have changed places, by their names in the help; empty without one."""
+    from surgeon.checkpoint.kinds import CHECKPOINTS, NAME, NEW, Argument, Kind, mixed_up
+
+    outputs: dict[str, set[Kind]] = {
+        "apply": {NEW, NAME},
+        "train": {*CHECKPOINTS},
+        "verify": {"an output of surgeon", NAME},
+    }
+    takes: dict[str, set[Kind]] = {
+        "PLAN": {"a delta", NAME} if ctx.params.get("delta") else {"a plan", NAME},
+        "BASE": {*CHECKPOINTS, NAME},
+        "OUT": outputs.get(str(ctx.command.name), {"an output of surgeon"}),
+        "DEST": {NEW, NAME},
+        "RUN": {NEW, NAME},
+        "MODEL…": {*CHECKPOINTS, NAME},
+        "DATA": {"a file", "a folder", "a data file", "a training config"},
+        "TRAIN.YAML": {"a training config"},
+        "TASKS.YAML": {"a tasks file"},
+        "STUDY": {"a study", NAME},
+        "RESULTS": {NEW, NAME, "a folder"},
+        "CHECKPOINT": {*CHECKPOINTS, NAME},
+        "A": {*CHECKPOINTS},
+        "B": {*CHECKPOINTS},
+        "REPO": {NAME},
+        "--base": {*CHECKPOINTS, NAME},
+        "--text": {"a file"},
+    }
+    arguments = []
+    for parameter in ctx.command.params:
+        called = parameter.metavar or parameter.opts[0]
+        given = ctx.params.get(parameter.name or "")
+        # A repeatable one is looked at only where it was given once.
+        if isinstance(given, list) and len(given) == 1:
+            given = given[0]
+        if called in takes and isinstance(given, str | Path):
+            arguments.append(Argument(called, str(given), frozenset(takes[called])))
+    return mixed_up(arguments)
+
+
+def _stop_writing(where: str | None) -> None:
+    """Let go of what is still to be written to a full stdout: Python would try again, and fail again, at its end."""
+    if where is None:
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def fail(message: str | Sequence[str], code: int) -> NoReturn:
+    """Print what is wrong, a line each, and exit."""
+    if Debug.on:
+        traceback.print_exc()
+    if Ranks.of_environment().leads:
+        for line in [message] if isinstance(message, str) else message:
+            print(f"surgeon: {printable(line, 2000)}", file=sys.stderr)
+    raise typer.Exit(code)
+
+
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """End at SIGTERM, which schedulers and containers send, as at Ctrl-C: what is being written is waited for.
+
+    Several processes are left as they are: torchrun ends those that wait for one that failed, and they would wait on.
+    """
+    if Ranks.of_environment().size > 1 or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
