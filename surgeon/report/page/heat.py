@@ -14,6 +14,21 @@ from surgeon.report.findings import HeatMap
 _STOPS = ((20, 20, 60), (60, 60, 140), (40, 130, 140), (90, 190, 110), (250, 230, 60))
 
 
+def heat_figure(heat: HeatMap) -> Markup:
+    """The map with the names of its sides, and its colours with the shares at both ends."""
+    low, high = heat_range(heat)
+    colours = ",".join(f"rgb{stop}" for stop in _STOPS)
+    scale = el("i", style=f"background:linear-gradient(to right,{colours})")
+    return el(
+        "div",
+        el("span", f"lower layer: {heat.rows:,} neurons", class_="down"),
+        heat_image(heat),
+        el("span", f"upper layer: {heat.columns:,} neurons", class_="across"),
+        el("span", f"{low:.2g}", scale, f"{high:.2g} of a lower neuron's mass", class_="scale"),
+        class_="heatmap",
+    )
+
+
 def heat_image(heat: HeatMap) -> Markup:
     """The map on a logarithmic scale, from its smallest cell (at least a millionth of the largest) to its largest."""
     low, high = heat_range(heat)

@@ -12,7 +12,7 @@ from surgeon.evaluate.results import SourceScores
 from surgeon.report.curves import TrainingRun, curves_of
 from surgeon.report.findings import Findings, HeatMap
 from surgeon.report.page.gate import gate_figures
-from surgeon.report.page.heat import heat_image, heat_range
+from surgeon.report.page.heat import heat_figure
 from surgeon.report.routing_record import RouterPlace, RoutingReport
 from surgeon.report.text_losses import TextLoss
 from surgeon.report.transport import MapFact
@@ -54,18 +54,14 @@ def transport_section(findings: Findings) -> Markup | None:
         head = ("layer", "module", "entropy", "at most", "row error", "column error", "iterations", "converged")
         parts.append(folded("Every map", table("Transport maps", head, rows, numbers=range(2, 7))))
     if findings.heat_maps:
-        images = [el("figure", heat_image(m), el("figcaption", _map_words(m))) for m in findings.heat_maps]
+        images = [figure(heat_figure(m), _map_words(m)) for m in findings.heat_maps]
         parts += [el("h3", "Heat maps"), pair(*images)]
     return section("transport", "Transport maps", *parts)
 
 
 def _map_words(heat: HeatMap) -> str:
-    low, high = heat_range(heat)
-    each = "" if heat.block == 1 else f"; a dot is the largest of {heat.block} × {heat.block}"
-    return (
-        f"{heat.name}: {heat.rows} neurons of the lower layer (down) × {heat.columns} of the upper (across); the share"
-        f" of a lower neuron's mass, {low:.2g} (dark) to {high:.2g} (light), logarithmic{each}"
-    )
+    each = "" if heat.block == 1 else f" A dot is the largest of {heat.block} × {heat.block}."
+    return f"{heat.name}. A row shows where a lower neuron's mass goes; colours are logarithmic.{each}"
 
 
 def _map_bars(maps: Sequence[MapFact]) -> list[Markup]:
