@@ -1,0 +1,91 @@
+"""The screenshots of docs/how-to/report.md: of the report on a small base that is made, grown three times and trained.
+
+`python docs/pictures/report.py` (about two minutes; it needs Chromium and matplotlib) writes report-*.png beside this
+file.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import matplotlib.image
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import surgeon  # noqa: E402
+from surgeon.demo.base import code, documentation, make_base, split  # noqa: E402
+from tests import browser  # noqa: E402
+
+PLANS = (
+    "  - {op: insert_layers, where: top_half, init: {kind: ot_fusion}}\n",
+    "  - {op: control_llm, layers: [1, 4]}\n  - {op: gated_adapters, size: 32}\n",
+    "  - {op: pmoe_experts, slots: 4, threshold: 4, rank: 4}\n",
+)
+TRAINING = """\
+surgeon_train: 1
+steps: 40
+batch: 8
+length: 64
+evaluate_every: 5
+dtype: float32
+optimizer: {lr: 0.001}
+validation_sequences: 32
+sources:
+  - {name: code, path: code.jsonl, share: 1.0, validation: code-held-out.jsonl}
+  - {name: docs, path: docs.jsonl, share: 0.0, role: original, validation: docs.jsonl}
+"""
+# Each picture: the section that it begins with (none: the top), width, height, dark.
+SHOTS = {
+    "wide-light": ("", 1400, 1250, False),
+    "phone-dark": ("", 390, 1500, True),
+    "routing": ("routing", 1240, 700, False),
+    "alignment": ("alignment", 1240, 960, False),
+    "spectra": ("spectra", 390, 760, False),
+    "learning": ("curves", 1240, 800, True),
+}
+
+
+def make_page(folder: Path) -> str:
+    """Make the base, its output and the report in `folder`."""
+    known = documentation()
+    make_base(folder / "base", documents=known, seconds=10)
+    new, aside = split(code())
+    for name, documents in (("code", new), ("code-held-out", aside), ("docs", split(known)[1])):
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in documents)
+        (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+    (folder / "train.yaml").write_text(TRAINING, encoding="utf-8")
+    state = folder / "base"
+    for number, operations in enumerate(PLANS):
+        plan = folder / "plan.yaml"
+        plan.write_text(f"surgeon: 1\noperations:\n{operations}", encoding="utf-8")
+        grown = surgeon.apply(plan, state, folder / f"grown-{number}").path
+        surgeon.train(grown, folder / "train.yaml", folder / f"trained-{number}", device="cpu")
+        before, state = state, folder / f"trained-{number}"
+    texts = {name: folder / f"{name}.jsonl" for name in ("docs", "code-held-out")}
+    surgeon.report(state, html=folder / "page.html", base=before, texts=texts, maps=["7.below.query"], device="cpu")
+    return (folder / "page.html").read_text(encoding="utf-8")
+
+
+def main() -> None:
+    """Make the page and photograph it."""
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        page = make_page(folder)
+        for name, (section, width, height, dark) in SHOTS.items():
+            shown = page
+            if section:
+                # What stands above is left out.
+                shown = page.replace("</head>", "<style>header { display: none }</style></head>")
+                start, at = shown.index('<main id="main">') + 16, shown.index(f'<section id="{section}"')
+                shown = shown[:start] + shown[at:]
+            browser.photograph(shown, folder / "shot.png", width=width, height=height, dark=dark)
+            pixels = matplotlib.image.imread(folder / "shot.png")[:, :width]
+            matplotlib.image.imsave(Path(__file__).with_name(f"report-{name}.png"), pixels)
+
+
+if __name__ == "__main__":
+    main()
