@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from surgeon.common.listener import ProgressListener as ProgressListener
     from surgeon.compare.compare import compare as compare
     from surgeon.continual.continual import continual as continual
+    from surgeon.data.answers import Answer as Answer
+    from surgeon.data.answers import EncodedPrompts as EncodedPrompts
+    from surgeon.data.answers import answer as answer
+    from surgeon.data.answers import encode_prompts as encode_prompts
     from surgeon.data.documents import text_files as text_files
     from surgeon.data.held_out import HeldOut as HeldOut
     from surgeon.data.held_out import held_out_text as held_out_text
@@ -108,10 +112,12 @@ if TYPE_CHECKING:
 # What `import surgeon` offers, and the module that defines it; loaded at first use, so that `surgeon --help` does not
 # wait for pydantic.
 _HOMES = {
+    "Answer": "data.answers",
     "Applied": "apply.apply",
     "BadInput": "errors",
     "Checkpoint": "manifest.checkpoint",
     "Diverged": "errors",
+    "EncodedPrompts": "data.answers",
     "Evaluation": "evaluate.results",
     "FoundPlan": "plan.shipped",
     "GenerateSpec": "data.specs",
@@ -141,6 +147,7 @@ _HOMES = {
     "Verification": "verify.verification",
     "Windows": "data.scores",
     "add_record": "manifest.run_files",
+    "answer": "data.answers",
     "apply": "apply.apply",
     "apply_delta": "rework.apply_delta",
     "check_destination": "checkpoint.staging",
@@ -152,6 +159,7 @@ _HOMES = {
     "cut": "data.scored",
     "diff": "verify.diff",
     "discard_run": "train.train",
+    "encode_prompts": "data.answers",
     "evaluate": "evaluate.evaluate",
     "export_slot": "share.export_slot",
     "families": "report.families",

@@ -1,23 +1,31 @@
 """The pictures of docs/pictures that the report's own code draws, written by `python -m tests.drawings`.
 
-operations/<op>.svg is the stack before and after an operation, which a shipped plan did to a tiny model.
+It draws the pages of the committed studies anew as well.
+
+operations/<op>.svg is the stack before and after an operation, which a shipped plan did to a tiny model. growth.svg is
+such a stack beside what the grown model learns and forgets, from the results of a study.
 """
 
 from __future__ import annotations
 
 import functools
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import surgeon
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common.page.markup import Markup, el
 from surgeon.common.page.picture import placed, standalone
+from surgeon.compare.page import render
+from surgeon.compare.panels import panels_of
 from surgeon.families.dissect import dissect
+from surgeon.manifest.manifest import OperationEntry
 from surgeon.manifest.reading import manifest_of
-from surgeon.report.history import layer_history, wider_ends
+from surgeon.report.history import History, WiderEnd, layer_history, wider_ends
 from surgeon.report.page.stack import LEGEND_ROW, drawn_legend, drawn_stack, legend_rows
 from tests import tiny
+from tests.studies import RESULTS, STUDIES, findings_of
 
 PICTURES = Path(__file__).resolve().parent.parent / "docs" / "pictures"
 
@@ -55,10 +63,21 @@ TRAINS = {
 }
 
 
-@functools.cache
-def of_operation(op: str) -> str:
-    """The picture of an operation: the stack before and after, what its marks mean, what is exact, what trains."""
-    plan = PLANS[op]
+# The study of growth.svg, and the method whose plan is drawn beside it.
+STUDY, METHOD = "frontier_en-llama-8m", ("copy", "copied layers, zero-init")
+
+
+@dataclass(frozen=True)
+class Operated:
+    """The last surgery of a shipped plan on a tiny model."""
+
+    history: History
+    ends: tuple[WiderEnd, ...]
+    done: OperationEntry
+
+
+def operated(plan: str) -> Operated:
+    """Carry a shipped plan out."""
     with tempfile.TemporaryDirectory() as folder:
         base = tiny.base_for(plan, Path(folder))
         surgeon.apply(plan, str(base), Path(folder) / "out")
@@ -67,7 +86,15 @@ def of_operation(op: str) -> str:
         manifest = manifest_of(out).model_copy(update={"lineage": []})
         history = layer_history(out, manifest)
         ends = wider_ends(out, history, dissect(out.config, out.tensors, out.own))
-    done = manifest.operations[-1]
+    return Operated(history, ends, manifest.operations[-1])
+
+
+@functools.cache
+def of_operation(op: str) -> str:
+    """The picture of an operation: the stack before and after, what its marks mean, what is exact, what trains."""
+    plan = PLANS[op]
+    of = operated(plan)
+    history, ends, done = of.history, of.ends, of.done
     assert done.op == op
     stack, rows = drawn_stack(history, ends, width=WIDTH), legend_rows(history, ends)
     below = stack.height + 8
@@ -82,9 +109,45 @@ def of_operation(op: str) -> str:
     return standalone(title, f"{stack.summary}; {'; '.join(words)}", (WIDTH, height), *parts, scale=SCALE)
 
 
+def of_growth() -> str:
+    """The README's picture: a stack before and after, beside what it learns and forgets."""
+    plan, method = METHOD
+    of = operated(plan)
+    found = findings_of(STUDY)
+    panels = panels_of(found)
+    assert panels is not None
+    panel = next(panel for panel in panels.panels if panel.title == method)
+    stack, rows = drawn_stack(of.history, of.ends, width=230), legend_rows(of.history, of.ends)
+    top, left = 24.0, 244.0
+    below = top + stack.height + 6
+    size = (545.0, below + LEGEND_ROW * len(rows))
+    beside = [
+        "English model that learns French;",
+        "replayed: with English of another kind;",
+        "recalled: with text that the base wrote",
+    ]
+    parts = [
+        _heading("Before and after", 0),
+        placed(0, top, *stack.parts),
+        placed(0, below, drawn_legend(rows)),
+        _heading("Forgetting against learning", left),
+        placed(left, top, panels.part(panel, (size[0] - left, stack.height))),
+        *(
+            el("text", line, x=left + 76, y=below + 14 + LEGEND_ROW * nth, class_="label")
+            for nth, line in enumerate(beside)
+        ),
+    ]
+    summary = f"{stack.summary}. {method} on {found.base}: {panel.words}; full fine-tuning in grey"
+    return standalone("A model grown by new layers, and what it learns and forgets", summary, size, *parts, scale=SCALE)
+
+
+def _heading(words: str, x: float) -> Markup:
+    return el("text", words, x=x, y=14, class_="label number")
+
+
 def drawings() -> dict[str, str]:
     """Every picture, by its file's name in docs/pictures."""
-    return {f"operations/{op}.svg": of_operation(op) for op in PLANS}
+    return {"growth.svg": of_growth()} | {f"operations/{op}.svg": of_operation(op) for op in PLANS}
 
 
 if __name__ == "__main__":
@@ -92,3 +155,5 @@ if __name__ == "__main__":
         file = PICTURES / name
         file.parent.mkdir(exist_ok=True)
         file.write_text(content, encoding="utf-8")
+    for name in STUDIES:
+        (RESULTS / name / "comparison.html").write_text(render(findings_of(name)), encoding="utf-8")

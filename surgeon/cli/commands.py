@@ -177,7 +177,10 @@ shown(
 shown(
     "evaluate",
     "evaluation_view",
-    "Measure loss, perplexity and bits per byte of models on the same held-out text, with confidence intervals.",
+    """Measure loss, perplexity and bits per byte of models on the same held-out text, with confidence intervals.
+
+    With --prompt each model answers too, as a chat where its tokenizer has a template; --data may then be left out.
+    """,
     always=True,
 )
 shown(

@@ -84,7 +84,7 @@ SPELLINGS = {
     "trust_remote_code": _S("run and carry a base's own code (its auto_map)"),
     "text": _S("take tokens from this text or JSON-lines file"),
     "texts": _S(
-        "NAME=FILE: a domain and its text, to record routers and gates on; repeatable",
+        "NAME=FILE: a domain and its text, to run the output on; repeatable",
         option="--text",
         convert=_named_texts,
     ),
@@ -136,6 +136,8 @@ SPELLINGS = {
     "evaluate.base": _S(
         "the base, a folder or a Hub id; it is the first row, and others are compared with it", kind=str
     ),
+    "evaluate.prompts": _S("have each model answer this, greedily; may be given again", "TEXT", "--prompt"),
+    "evaluate.answer_tokens": _S("most new tokens of an answer", least=1),
     "evaluate.sources": _S("evaluate on this source only; may be given again", option="--source"),
     "evaluate.length": _S("tokens in a window; default: the smallest context, at most 2048", least=2),
     "evaluate.batch": _S("windows at a time", least=1),

@@ -1,8 +1,8 @@
 """Plugins: what other installed distributions add, by entry points.
 
-Groups: `surgeon.operations` (an operation's spec, by the name it has in plans), `surgeon.families` (a `Family`, by its
+Groups: `surgeon.operations` (an operation's spec, by the name it has in plans), `surgeon.families` (a `Hint`, by its
 `model_type`) and `surgeon.runtime` (what must be found from a config.json alone, since it ships in outputs: the rules
-of a graft or of an interpolator, or the `Native` of a model type). Nothing is loaded that the environment did not
+of a graft, or an interpolator). Nothing is loaded that the environment did not
 install, nothing whose metadata lies in the working directory, and nothing before it is asked for.
 
 Whatever a plugin's code raises, SystemExit too, is the plugin's: it is named, and the command is refused.

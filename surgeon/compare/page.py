@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from surgeon.common.formatting import count
-from surgeon.common.page.charts import Series, lines
 from surgeon.common.page.document import document, facts
 from surgeon.common.page.markup import Child, Markup, el, figure, folded, section, table
-from surgeon.compare.findings import Findings, Row
+from surgeon.compare.findings import Findings
 from surgeon.compare.frontier import Interval
-
-# Lines of one chart: the three that every chart has, and so many others.
-_OTHERS = 3
-_ALWAYS = ("full", "lora", "partial")
+from surgeon.compare.panels import panels_of
 
 
 def render(found: Findings) -> str:
@@ -67,57 +63,27 @@ def _equal(budget: Mapping[str, int]) -> str:
 
 
 def _frontiers(found: Findings) -> Markup | None:
-    """Charts, remedy by remedy: full fine-tuning, LoRA and partial tuning in each, with three others."""
-    parts: list[Child] = []
-    for number, remedy in enumerate(dict.fromkeys(row.remedy for row in found.rows)):
-        rows = [row for row in found.rows if row.remedy == remedy and row.means()]
-        always = [row for row in rows if row.kind in _ALWAYS]
-        others = sorted((row for row in rows if row.kind not in _ALWAYS), key=_order)
-        groups = [others[begin : begin + _OTHERS] for begin in range(0, len(others), _OTHERS)] or [[]]
-        for nth, group in enumerate(groups):
-            if always or group:
-                chart = _chart(found, remedy, [*always[: 6 - len(group)], *group], key=f"frontier-{number}-{nth}")
-                parts.append(chart if nth == 0 else folded(f"{', '.join(r.label for r in group)}", chart))
-    if not parts:
+    """A panel for each method, the remedies in one, full fine-tuning in grey in each."""
+    drawn = panels_of(found)
+    if drawn is None:
         return None
+    charts = [
+        figure(drawn.figure(panel, f"frontier-{nth}"), el("strong", panel.title))
+        for nth, panel in enumerate(drawn.panels)
+    ]
     return section(
         "frontiers",
         "Frontiers",
         el(
             "p",
-            "Each point is a finished run at one rate, seeds in the mean; lines join those that no other run of the"
-            " method beats on both axes. Left is learned, down is kept: lower left is better. Chosen among the methods"
-            " by their area, smallest first.",
+            "Learned is how far the loss on new text fell, forgotten how far the loss on original text rose: lower"
+            " right is better. Each point is a finished run at one rate, seeds in the mean. Lines join the points that"
+            " no other run of the method beats on both axes; faint points are beaten. Grey is full fine-tuning. Thin"
+            " crosses are 95 % intervals over at least three seeds. A triangle at the rim points to a value beyond it."
+            " Methods with the smallest area come first.",
         ),
-        *parts,
+        el("div", *charts, class_="panels"),
     )
-
-
-def _order(row: Row) -> tuple[float, str]:
-    return (row.area.mean if row.area is not None else float("inf"), row.label)
-
-
-def _chart(found: Findings, remedy: str, rows: Sequence[Row], *, key: str) -> Markup:
-    series = [Series(row.label, row.mean_frontier(), number % 6) for number, row in enumerate(rows)]
-    beaten = [
-        Series(
-            row.label, [(p.new, p.original) for p in row.means() if (p.new, p.original) not in set(drawn.points)], n % 6
-        )
-        for n, (row, drawn) in enumerate(zip(rows, series, strict=True))
-    ]
-    base = found.start
-    heights = [y for one in series for _, y in one.points]
-    drawn = lines(
-        f"Original loss against new loss, {remedy}",
-        series,
-        key=key,
-        across=f"loss on new text, {found.unit}",
-        up="loss on original text",
-        scattered=beaten,
-        low=min(base[1], *heights),
-        level=base[1],
-    )
-    return figure(drawn, f"Remedy: {remedy}. The thin line is the base's own loss on original text, {base[1]:.3f}.")
 
 
 def _methods(found: Findings) -> Markup:

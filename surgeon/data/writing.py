@@ -1,12 +1,10 @@
-"""Text that a model writes, a batch of documents at a time, by transformers' `generate` with a cache.
+"""Text that a model writes of its own accord, a batch of documents at a time.
 
 A batch depends on the settings, its number and nothing else.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,16 +13,13 @@ import torch
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common.schema import BEGIN, TEMPLATE
+from surgeon.data.generation import ANSWER, QUESTION, Prompter, Turn, continued
 from surgeon.data.packing import generator
 from surgeon.errors import BadInput, printable
-from surgeon.models.load import load_model, running
-from surgeon.models.tokenizer import open_tokenizer
+from surgeon.models.load import load_model
 
 # Text loops where more than this share of its runs of tokens of this length stood in it before.
 LOOP_LENGTH, LOOP_SHARE = 8, 0.3
-# What stands for a user's words in a template, to find what is before and behind them.
-_WORDS = "\uf8e0words\uf8e0"
-_SETTINGS = "generation_config.json"
 
 
 @dataclass(frozen=True)
@@ -36,14 +31,6 @@ class Written:
     ended: bool
     loops: bool
     empty: bool
-
-
-@dataclass(frozen=True)
-class _Turn:
-    """Tokens that were written, without the one that ends them, and whether that came."""
-
-    ids: list[int]
-    ended: bool
 
 
 def loops(ids: Sequence[int]) -> bool:
@@ -66,13 +53,9 @@ class Writer:
         self.folder = folder
         self.settings = settings
         shown = printable(str(folder.path))
-        tokenizer, why_not = open_tokenizer(folder.path)
-        if tokenizer is None:
-            raise BadInput(f"{shown}: {why_not}; text needs one: copy the model's own tokenizer files here")
-        self.tokenizer = tokenizer
-        self.special = set(tokenizer.all_special_ids)
-        self.ends = self._ends()
-        begin = tokenizer.bos_token_id
+        self.prompter = Prompter(folder)
+        self.tokenizer, self.ends = self.prompter.tokenizer, self.prompter.ends
+        begin = self.tokenizer.bos_token_id
         if begin is None:
             begin = _first_number(folder.config.get("bos_token_id"))
         self.begin = begin
@@ -89,9 +72,7 @@ class Writer:
                 self.prompts = [self._before_words()]
             case _:
                 assert beginnings is not None
-                self.prompts = [tokenizer.ids(line) for line in beginnings.splitlines() if line.strip()]
-                # Beginnings that the tokenizer closes are opened again.
-                self.prompts = [ids[:-1] if ids[-1] in self.ends else ids for ids in self.prompts]
+                self.prompts = [self.prompter.continuing(line) for line in beginnings.splitlines() if line.strip()]
         longest = max(map(len, self.prompts))
         self.room = settings["length"] - longest
         if self.room < 1:
@@ -117,21 +98,23 @@ class Writer:
         kept = [[] if self.settings["prompts"] == BEGIN else prompt for prompt in prompts]
         return [self._text(prompt, turn) for prompt, turn in zip(kept, turns, strict=True)]
 
-    def _text(self, prompt: list[int], turn: _Turn) -> Written:
-        text = self._words([*prompt, *turn.ids], ended=turn.ended)
-        empty = not text.strip() or not self._words(turn.ids, ended=turn.ended).strip()
+    def _text(self, prompt: list[int], turn: Turn) -> Written:
+        text = self.prompter.words([*prompt, *turn.ids], ended=turn.ended)
+        empty = not text.strip() or not self.prompter.words(turn.ids, ended=turn.ended).strip()
         return Written({"text": text}, len(turn.ids), turn.ended, loops(turn.ids), empty)
 
     def _chats(self, prompts: list[list[int]], seeds: Any) -> list[Written]:
         """Write a question to each prompt, and an answer to each question that has words."""
-        questions = self._continued(prompts, self._user_ends(), self.room // 2, int(seeds[0]))
-        texts = [self._words(turn.ids, ended=turn.ended).strip() for turn in questions]
-        rendered = [self._answering(question or "?") for question in texts]
+        questions = self._continued(
+            prompts, self.ends | self._end_of(QUESTION, "user's"), self.room // 2, int(seeds[0])
+        )
+        texts = [self.prompter.words(turn.ids, ended=turn.ended).strip() for turn in questions]
+        rendered = [self.prompter.answering(question or "?") for question in texts]
         room = max(1, self.settings["length"] - max(map(len, rendered)))
-        answers = self._continued(rendered, self.ends | self._assistant_ends(), room, int(seeds[1]))
+        answers = self._continued(rendered, self.ends | self._end_of(ANSWER, "assistant's"), room, int(seeds[1]))
         found = []
         for question, turn, answer in zip(texts, questions, answers, strict=True):
-            said = self._words(answer.ids, ended=answer.ended).strip()
+            said = self.prompter.words(answer.ids, ended=answer.ended).strip()
             entry = [{"role": "user", "content": question}, {"role": "assistant", "content": said}]
             found.append(
                 Written(
@@ -145,92 +128,51 @@ class Writer:
             )
         return found
 
-    def _words(self, ids: Sequence[int], *, ended: bool) -> str:
-        text = self.tokenizer.decode([token for token in ids if token not in self.special])
-        # Cut off, it may end within a character.
-        return text if ended else text.rstrip("\ufffd")
-
-    def _continued(self, prompts: list[list[int]], ends: set[int], most: int, seed: int) -> list[_Turn]:
-        """Continue each prompt: at most `most` tokens, or up to one of `ends`."""
-        from transformers import GenerationConfig
-
-        width = max(map(len, prompts))
-        pad = next(iter(sorted(ends)), 0)
-        ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts], device=self.device)
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=self.device)
-        how = GenerationConfig(
-            do_sample=True,
-            temperature=self.settings["temperature"],
-            top_p=self.settings["top_p"],
-            top_k=0,
-            max_new_tokens=most,
-            eos_token_id=sorted(ends) or None,
-            pad_token_id=pad,
-            use_cache=True,
-        )
+    def _continued(self, prompts: list[list[int]], ends: set[int], most: int, seed: int) -> list[Turn]:
+        """Continue each prompt as the settings say: at most `most` tokens, or up to one of `ends`."""
         cuda = [torch.device(self.device)] if self.device.startswith("cuda") else []
-        with torch.random.fork_rng(devices=cuda), torch.no_grad(), running(self.model):
+        with torch.random.fork_rng(devices=cuda):
             torch.manual_seed(seed)
-            made = self.model.generate(ids, attention_mask=mask, generation_config=how)
-        turns = []
-        for row in made[:, width:].tolist():
-            end = next((place for place, token in enumerate(row) if token in ends), None)
-            turns.append(_Turn(row if end is None else row[:end], end is not None))
-        return turns
+            return continued(
+                self.model,
+                prompts,
+                ends,
+                most,
+                do_sample=True,
+                temperature=self.settings["temperature"],
+                top_p=self.settings["top_p"],
+                top_k=0,
+            )
 
-    def _ends(self) -> set[int]:
-        """Return the tokens that end a text, by tokenizer, config.json and generation_config.json."""
-        found: list[object] = [self.tokenizer.eos_token_id]
-        configs = [self.folder.config]
-        if _SETTINGS in self.folder.side_files:
-            with contextlib.suppress(ValueError, RecursionError):
-                configs.append(json.loads(self.folder.read_side_file(_SETTINGS)))
-        for config in configs:
-            given = config.get("eos_token_id") if isinstance(config, dict) else None
-            found += given if isinstance(given, list) else [given]
-        return {token for token in found if isinstance(token, int) and not isinstance(token, bool)}
-
-    def _rendered(self, turns: list[dict[str, str]]) -> tuple[str, str]:
-        """Return what the template writes before and behind somebody's words."""
+    def _before_words(self) -> list[int]:
+        """Return the tokens that the template writes before a user's words."""
         if not self.tokenizer.chat_template:
             raise BadInput(
                 f"{printable(str(self.folder.path))}: its tokenizer has no chat template to begin with; use `prompts:"
                 " begin`, or a file with a beginning a line, or add chat_template.jinja"
             )
-        before, found, behind = self.tokenizer.render(turns).rpartition(_WORDS)
-        if not found:
-            raise BadInput(
-                f"{printable(str(self.folder.path))}: its chat template does not write a user's words as they are, so"
-                " there is no bare template; use `prompts: begin`, or a file"
-            )
-        return before, behind
+        around = self.prompter.around_words(QUESTION)
+        if around is None:
+            raise self._not_as_they_are()
+        return self.tokenizer.ids(around[0], special=False)
 
-    def _before_words(self) -> list[int]:
-        before, _ = self._rendered([{"role": "user", "content": _WORDS}])
-        return self.tokenizer.ids(before, special=False)
-
-    def _user_ends(self) -> set[int]:
-        return self.ends | self._end_of([{"role": "user", "content": _WORDS}], "user's")
-
-    def _assistant_ends(self) -> set[int]:
-        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _WORDS}]
-        return self._end_of(turns, "assistant's")
+    def _not_as_they_are(self) -> BadInput:
+        return BadInput(
+            f"{printable(str(self.folder.path))}: its chat template does not write a user's words as they are, so"
+            " there is no bare template; use `prompts: begin`, or a file"
+        )
 
     def _end_of(self, turns: list[dict[str, str]], whose: str) -> set[int]:
-        """Find the token by which the template ends these words."""
-        _, behind = self._rendered(turns)
-        ids = [token for token in self.tokenizer.ids(behind.lstrip(), special=False)[:1] if token in self.special]
-        if not ids and not (whose == "assistant's" and self.ends):
+        """Return the token by which the template ends the words in these turns."""
+        found = self.prompter.end_of_turn(turns)
+        if found is None:
+            raise self._not_as_they_are()
+        if not found and not (whose == "assistant's" and self.ends):
             raise BadInput(
                 f"{printable(str(self.folder.path))}: its chat template ends a {whose} turn by no token of its own; use"
                 " `prompts: begin`, or a file"
             )
-        return set(ids)
-
-    def _answering(self, question: str) -> list[int]:
-        return self.tokenizer.ids(
-            self.tokenizer.render([{"role": "user", "content": question}], prompt=True), special=False
-        )
+        return found
 
 
 def _first_number(given: object) -> int | None:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgeon import open_checkpoint
 from surgeon.common.devices import one_thread
 from surgeon.common.library import quiet_transformers
 from surgeon.errors import BadInput, printable
@@ -129,20 +128,6 @@ def make_base(
 def split(documents: list[str]) -> tuple[list[str], list[str]]:
     """The documents to train on, and every twentieth one, which is held out."""
     return [text for index, text in enumerate(documents) if index % _HELD_OUT], documents[::_HELD_OUT]
-
-
-def sample(folder: Path, prompt: str, tokens: int) -> str:
-    """`prompt` and up to `tokens` more tokens, each the most probable one by the checkpoint in `folder`.
-
-    Raises BadInput where the checkpoint cannot be loaded.
-    """
-    opened = open_checkpoint(folder)
-    model, tokenizer = opened.load(), opened.tokenizer()
-    with quiet_transformers():
-        encoded = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-        written = model.generate(**encoded, max_new_tokens=tokens, do_sample=False)
-    text: str = tokenizer.decode(written[0], skip_special_tokens=True)
-    return text
 
 
 def _tokenizer(documents: list[str]) -> Any:

@@ -13,13 +13,24 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from surgeon import Applied, Trained, Verification, apply, preview_view, recall, train, verification_view, verify
+from surgeon import (
+    Applied,
+    Trained,
+    Verification,
+    apply,
+    evaluate,
+    preview_view,
+    recall,
+    train,
+    verification_view,
+    verify,
+)
 from surgeon.common.devices import one_thread
 from surgeon.common.disk_space import writing
 from surgeon.common.formatting import count
 from surgeon.common.listener import Listener
 from surgeon.common.names import check_new_name
-from surgeon.demo.base import STEPS_A_SECOND, DemoBase, code, documentation, make_base, sample, split
+from surgeon.demo.base import STEPS_A_SECOND, DemoBase, code, documentation, make_base, split
 from surgeon.errors import BadInput, printable
 
 PLAN, GATED_PLAN = "opt-deus", "domain-gate/layers"
@@ -115,7 +126,8 @@ def _run_demo(folder: Path, *, seconds: float, seed: int, listener: Listener) ->
     applied = apply(PLAN, str(base_folder), out, listener=listener)
     listener.say("verifying: bytes, then logits in prefill and cached decode")
     verification = verify(base_folder, out, dtypes=("auto", "float32"), listener=listener)
-    base_writes, out_writes = (sample(each, PROMPT, WRITTEN_TOKENS) for each in (base_folder, out))
+    written = evaluate(out, base=base_folder, prompts=PROMPT, answer_tokens=WRITTEN_TOKENS, device="cpu")
+    base_writes, out_writes = (row.answers[0].text for row in written.models)
     steps = max(1, round(seconds * STEPS_A_SECOND * LEARNING_SHARE))
     listener.say("training the new layers on the library's code, which the base has never seen")
     learning = learn(base_folder, out, folder, known=documents, new=code(), steps=steps, seed=seed, listener=listener)
@@ -284,5 +296,4 @@ def _title(text: str) -> Text:
 
 
 def _written(prompt: str, continuation: str) -> str:
-    text = continuation if continuation.startswith(prompt) else f"{prompt}{continuation}"
-    return " ".join(text.split())
+    return " ".join(f"{prompt}{continuation}".split())

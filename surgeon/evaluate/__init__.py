@@ -1,1 +1,1 @@
-"""Compare models on the same held-out text."""
+"""Compare models on the same held-out text and by their answers."""

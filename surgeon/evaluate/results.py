@@ -1,4 +1,4 @@
-"""What an evaluation found: a row for each model, a cell for each source, whether of text or of texts with labels."""
+"""What an evaluation found: a row for each model, a cell for each source (text, or texts with labels), its answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from rich.text import Text
 
-from surgeon import Ratio
+from surgeon import Answer, Ratio
+from surgeon.common.json_results import plain_fields
 
 # A repr names so many models and sources.
 _MOST_SHOWN = 4
@@ -179,30 +180,39 @@ class LabelScores:
 
 @dataclass(frozen=True)
 class ModelScores(Generic[CellT]):
-    """One model on all sources; `same_tokens`: whether its tokens are the first model's (None: labels are compared)."""
+    """One model on all sources, and its answers to all prompts.
+
+    `same_tokens`: whether its tokens are the first model's; None where no text is scored.
+    """
 
     model: str
     same_tokens: bool | None
     sources: tuple[CellT, ...]
+    answers: tuple[Answer, ...] = ()
 
 
 @dataclass(frozen=True)
 class Evaluation(Generic[CellT]):
-    """Several models on the same held-out text; the others are compared with the first.
+    """Several models on the same held-out text, where there is some, and their answers to the same prompts.
 
-    Cells are `SourceScores`, of texts with labels `LabelScores`. `length` is the most tokens of a window, or of a text
-    with a label; `notes` are lines that explain the numbers.
+    The others are compared with the first. Cells are `SourceScores`, of texts with labels `LabelScores`. `length` is
+    the most tokens of a window, or of a text with a label (None: no text); `notes` are lines that explain the numbers.
     """
 
     models: tuple[ModelScores[CellT], ...]
-    length: int
+    length: int | None
     dtype: str
     device: str
     notes: tuple[str, ...]
+    prompts: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         shown = "; ".join(
-            f"{row.model}: " + ", ".join(f"{found.source} {found.headline}" for found in row.sources[:_MOST_SHOWN])
+            f"{row.model}: "
+            + ", ".join(
+                [f"{found.source} {found.headline}" for found in row.sources[:_MOST_SHOWN]]
+                + [f"{len(row.answers)} answers"] * bool(row.answers)
+            )
             for row in self.models[:_MOST_SHOWN]
         )
         return f"Evaluation({len(self.models)} models, {shown})"
@@ -215,6 +225,14 @@ class Evaluation(Generic[CellT]):
                     return found
         raise KeyError(f"{model}, {source}")
 
+    def answer(self, model: str, prompt: str) -> Answer:
+        """Return a model's answer to a prompt. Raises KeyError where there is none."""
+        for row in self.models:
+            for given, answer in zip(self.prompts, row.answers, strict=True):
+                if (row.model, given) == (model, prompt):
+                    return answer
+        raise KeyError(f"{model}, {prompt}")
+
     def to_json(self) -> dict[str, Any]:
         """Return plain data for `--json`; NaN and infinity are written as strings.
 
@@ -223,7 +241,9 @@ class Evaluation(Generic[CellT]):
                 `loss`, `perplexity`, `bits_per_byte`, `accuracy`, `loss_difference`, `bits_difference`, each with
                 `value`, `low`, `high`; with `--labels` instead `examples`, `loss`, `accuracy`, `accuracy_difference`
                 (with `value`, `low`, `high`), `f1`, `matthews` (null where they do not exist)
-            `length`, `dtype`, `device`, `confidence`, `notes`: the conditions
+            `answers`: each with `prompt` and `models`: each with `model`, `text`, `tokens`, `ended` (whether the model
+                ended it by itself)
+            `length`, `dtype`, `device`, `confidence`, `notes`: the conditions; `length` is null without text
         """
         return {
             "length": self.length,
@@ -237,6 +257,13 @@ class Evaluation(Generic[CellT]):
                     "sources": {found.source: found.to_json() for found in row.sources},
                 }
                 for row in self.models
+            ],
+            "answers": [
+                {
+                    "prompt": prompt,
+                    "models": [{"model": row.model, **plain_fields(row.answers[number])} for row in self.models],
+                }
+                for number, prompt in enumerate(self.prompts)
             ],
             "notes": list(self.notes),
         }

@@ -1,4 +1,4 @@
-"""Score several models on the same held-out text and compare each with the first, document by document."""
+"""Score several models on the same held-out text and compare each with the first, document by document; ask them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,18 @@ import gc
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from surgeon import Checkpoint, HeldOut, Scores, Windows, cut, score
+from surgeon import (
+    Answer,
+    Checkpoint,
+    EncodedPrompts,
+    HeldOut,
+    Scores,
+    Windows,
+    answer,
+    cut,
+    encode_prompts,
+    score,
+)
 from surgeon.common.listener import Listener
 from surgeon.errors import BadInput, printable
 from surgeon.evaluate.results import Evaluation, ModelScores, SourceScores
@@ -31,13 +42,18 @@ def evaluate_texts(
     models: Sequence[Checkpoint],
     texts: Sequence[HeldOut],
     *,
+    prompts: Sequence[str],
+    answer_tokens: int,
     length: int | None,
     batch: int,
     dtype: str,
     device: str,
     listener: Listener,
 ) -> Evaluation[SourceScores]:
-    """Score every model on every text, one model in memory at a time. Raises BadInput where one cannot be loaded."""
+    """Score every model on every text and have it answer every prompt, one model in memory at a time.
+
+    Either may be empty. Raises BadInput where a model cannot be loaded, or a prompt leaves no room for an answer.
+    """
     notes: list[str] = []
 
     def note(line: str) -> None:
@@ -46,11 +62,36 @@ def evaluate_texts(
 
     for model in models:
         check_predicts(model)
-    window = _window(models, length, note)
+    window = _window(models, length, note) if texts else None
     for model in models:
         for line in model.notes:
             note(f"{model.name}: {line}")
         _ask_for_base(model, models, note)
+    asked = [_encoded(prompts, model, answer_tokens, note) if prompts else None for model in models]
+    windows = [{} for _ in models] if window is None else _cut(texts, models, window, note)
+    rows: list[ModelScores[SourceScores]] = []
+    reference: dict[str, Scores] | None = None
+    for model, own, encoded in zip(models, windows, asked, strict=True):
+        found, answers = _run(model, own, encoded, batch, dtype, device, note, listener)
+        same = own is windows[0] if texts else None
+        rows.append(ModelScores(model.name, same, _summaries(own, found, windows[0], reference), tuple(answers)))
+        reference = reference or found
+    return Evaluation(tuple(rows), window, dtype, device, tuple(notes), tuple(prompts))
+
+
+def _encoded(prompts: Sequence[str], model: Checkpoint, tokens: int, note: Callable[[str], None]) -> EncodedPrompts:
+    """Return the prompts as the model reads them, and note which answers its context cuts."""
+    encoded = encode_prompts(prompts, model, tokens=tokens)
+    for number, most in enumerate(encoded.most, 1):
+        if most < tokens:
+            note(f"{model.name}: its context of {model.context} leaves {most} tokens for the answer to prompt {number}")
+    return encoded
+
+
+def _cut(
+    texts: Sequence[HeldOut], models: Sequence[Checkpoint], window: int, note: Callable[[str], None]
+) -> list[dict[str, Windows]]:
+    """Return the windows of each model: the first one's own where the tokens are the same."""
     first = models[0]
     windows = [cut(texts, first, length=window)]
     _note_documents(windows[0], window, note)
@@ -64,13 +105,7 @@ def evaluate_texts(
             f"{model.name}: its tokens differ from {first.name}'s, so losses a token and perplexities"
             " of the two cannot be compared; compare bits per byte"
         )
-    rows: list[ModelScores[SourceScores]] = []
-    reference: dict[str, Scores] | None = None
-    for model, own in zip(models, windows, strict=True):
-        found = _run(model, own, batch, dtype, device, note, listener)
-        rows.append(ModelScores(model.name, own is windows[0], _summaries(own, found, windows[0], reference)))
-        reference = reference or found
-    return Evaluation(tuple(rows), window, dtype, device, tuple(notes))
+    return windows
 
 
 def narrowest_of(models: Sequence[Checkpoint]) -> Checkpoint:
@@ -109,20 +144,26 @@ def _note_documents(cut_texts: Mapping[str, Windows], window: int, note: Callabl
 def _run(
     checkpoint: Checkpoint,
     cut_texts: Mapping[str, Windows],
+    prompts: EncodedPrompts | None,
     batch: int,
     dtype: str,
     device: str,
     note: Callable[[str], None],
     listener: Listener,
-) -> dict[str, Scores]:
+) -> tuple[dict[str, Scores], list[Answer]]:
     listener.say(f"loading {checkpoint.name}")
     model = checkpoint.load(dtype=dtype, device=device, say=note)
-    listener.begin(f"scoring {checkpoint.name}", sum(map(len, cut_texts.values())), "windows")
+    if cut_texts:
+        listener.begin(f"scoring {checkpoint.name}", sum(map(len, cut_texts.values())), "windows")
     found = {name: score(model, windows, batch=batch, advance=listener.advance) for name, windows in cut_texts.items()}
+    answers: list[Answer] = []
+    if prompts is not None:
+        listener.begin(f"asking {checkpoint.name}", len(prompts.ids), "prompts")
+        answers = answer(model, prompts, advance=listener.advance)
     # Free the memory for the next model.
     del model
     gc.collect()
-    return found
+    return found, answers
 
 
 def _summaries(

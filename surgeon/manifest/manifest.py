@@ -152,6 +152,7 @@ class TrainingEntry(Entry):
     `kept` are the tensors whose values from before all training lie in `base-tensors/` of this run's output.
     `published_step` is the step that was published, where that is the best one on a source. `scores` are, by source,
     what else was measured of a classification head: accuracy, and F1 and Matthews' correlation where there are any.
+    `curves` are, by source, the held-out losses by step, each time that they were measured.
     """
 
     tool: Tool
@@ -167,6 +168,7 @@ class TrainingEntry(Entry):
     # What was measured of a domain gate that the run fitted.
     gate: dict[str, Any] | None = None
     scores: dict[str, dict[str, float]] = {}
+    curves: dict[str, dict[str, float]] = {}
 
 
 class ModelEntry(Entry):

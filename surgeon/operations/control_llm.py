@@ -20,7 +20,8 @@ from surgeon.common.formatting import show_layers
 from surgeon.errors import BadInput
 from surgeon.operations.operation import Legend, OneOf, Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.selectors import LayerSelector, select_layers
-from surgeon.runtime.control_rules import DIVERGENCES, INTERPOLATOR, NO_ATTENTION, InterpolatorRule, InterpolatorSpec
+from surgeon.runtime.control_rules import DIVERGENCES, INTERPOLATOR, NO_ATTENTION
+from surgeon.runtime.interpolators import Interpolation, InterpolatorSpec
 from surgeon.runtime.registry import INTERPOLATORS
 from surgeon.runtime.rules import BRANCH
 
@@ -51,7 +52,7 @@ class Interpolator(Spec):
     learnable: Annotated[bool, Field(description="train α (Lerp8MSEα), or the bias of the gate that makes it")] = False
 
     @property
-    def rule(self) -> InterpolatorRule:
+    def rule(self) -> Interpolation:
         """What holds of this kind of interpolator."""
         return INTERPOLATORS[self.kind]
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +68,9 @@ def _shares(entries: Iterable[tuple[str, Any]]) -> dict[str, float]:
 class TrainingRun:
     """One training run, as a manifest records it.
 
-    `losses` maps sources to held-out losses before and after; `changes` every tensor that trained, by its name in that
-    surgery's output, to max |Δ| and ‖Δ‖ / ‖before‖ (None: the tensor was zero before). `gate` is what a
-    domain gate did that the run fitted.
+    `losses` maps sources to held-out losses before and after, `curves` to all that were measured, by step. `changes`
+    maps every tensor that trained, by its name in that surgery's output, to max |Δ| and ‖Δ‖ / ‖before‖ (None: it was
+    zero before). `gate` is what a domain gate did that the run fitted.
     """
 
     surgery: int
@@ -77,6 +78,7 @@ class TrainingRun:
     tokens: int
     losses: dict[str, tuple[float, float]]
     changes: dict[str, tuple[float, float | None]]
+    curves: dict[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
     gate: GateActivity | None = None
 
     @property
@@ -98,6 +100,7 @@ def training_runs(history: History) -> tuple[TrainingRun, ...]:
                 if found and all(map(math.isfinite, found))
             },
             changes={name: (tensor.max_change, tensor.relative_change) for name, tensor in entry.tensors.items()},
+            curves={name: _points(by_step) for name, by_step in entry.curves.items()},
             gate=GateActivity.of(entry.gate),
         )
         for number, manifest in history.surgeries.items()
@@ -105,13 +108,23 @@ def training_runs(history: History) -> tuple[TrainingRun, ...]:
     )
 
 
+def _points(by_step: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
+    """The losses of a manifest in the order of their steps, without those that are no numbers."""
+    found = ((int(step), loss) for step, loss in by_step.items() if re.fullmatch("[0-9]{1,15}", step))
+    return tuple(sorted((step, loss) for step, loss in found if math.isfinite(loss)))
+
+
 def curves_of(runs: Iterable[TrainingRun]) -> tuple[Curve, ...]:
-    """Runs one after the other: a source's losses where each began and ended."""
+    """Runs one after the other: a source's losses each time that they were measured.
+
+    Of runs whose manifests have none but those at the beginning and the end, these.
+    """
     curves: dict[str, list[tuple[int, float]]] = {}
     step = 0
     for run in runs:
         for source, (before, after) in run.losses.items():
-            curves.setdefault(source, []).extend(((step, before), (step + run.steps, after)))
+            measured = run.curves.get(source) or ((0, before), (run.steps, after))
+            curves.setdefault(source, []).extend((step + at, loss) for at, loss in measured)
         step += run.steps
     return tuple(Curve(source, tuple(points)) for source, points in curves.items())
 

@@ -16,7 +16,8 @@ from surgeon.manifest.reading import manifest_of
 from surgeon.report.curves import Curve, TrainingRun, read_curves, training_runs
 from surgeon.report.history import Budget, History, WiderEnd, layer_history, parameter_budget, wider_ends
 from surgeon.report.routing import routing_report
-from surgeon.report.routing_record import RoutingReport, read_routing
+from surgeon.report.routing_record import NothingChooses, RoutingReport, read_routing
+from surgeon.report.text_losses import TextLoss, text_losses
 from surgeon.report.transport import MapFact, by_blocks, map_facts, transport_report
 from surgeon.verify.verification import Verification
 from surgeon.verify.verify import verify
@@ -65,6 +66,7 @@ class Findings:
     verification: Verification | None
     heat_maps: tuple[HeatMap, ...]
     routing: RoutingReport | None
+    losses: tuple[TextLoss, ...]
     probing: Probing | None
     runs: tuple[TrainingRun, ...]
     curves: tuple[Curve, ...]
@@ -77,6 +79,7 @@ class Findings:
             "promise": self.manifest.promise,
             "verification": self.verification and self.verification.to_json(),
             "routing": self.routing and self.routing.to_json(),
+            "losses": [loss.to_json() for loss in self.losses],
             **{name: _plain(getattr(self, name)) for name in _PLAIN},
         }
 
@@ -134,8 +137,12 @@ def gather(out: Path, sources: Sources, *, device: str, trust_remote_code: bool,
     verification = None if sources.base is None else verify(sources.base, out, logits=sources.logits, **running)
     anatomy = dissect(folder.config, folder.tensors, folder.own)
     heat_maps = _heat_maps(folder, sources.maps, device, listener)
+    losses: tuple[TextLoss, ...] = ()
     if sources.texts:
-        recorded = routing_report(out, sources.texts, **running)
+        try:
+            recorded = routing_report(out, sources.texts, **running)
+        except NothingChooses:
+            losses = text_losses(out, sources.base, sources.texts, **running)
     from surgeon.report.measurements import branch_alignment, gate_spectra
 
     surgery = folder.config.get("surgery")
@@ -155,6 +162,7 @@ def gather(out: Path, sources: Sources, *, device: str, trust_remote_code: bool,
         verification=verification,
         heat_maps=heat_maps,
         routing=recorded,
+        losses=losses,
         probing=probing,
         runs=training_runs(history),
         curves=curves,

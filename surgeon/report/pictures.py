@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from surgeon.common.page.picture import light_colours
 from surgeon.errors import printable
 from surgeon.report.curves import Curve
 from surgeon.report.files import save_picture
@@ -13,8 +14,6 @@ from surgeon.report.findings import Findings
 from surgeon.report.history import History
 from surgeon.report.page.stack import origin_words
 from surgeon.report.routing_record import RouterPlace, RoutingReport, TextChoices
-
-_ORIGINS = {"base": "#dfe4ea", "fused": "#b9e3d6", "copied": "#c3d9f7", "made": "#e2d2f5", "changed": "#f3d9b8"}
 
 
 def draw_pictures(findings: Findings, folder: Path) -> tuple[Path, ...]:
@@ -53,19 +52,21 @@ def _plain(words: str, limit: int = 40) -> str:
 
 
 def _stack(history: History) -> Any:
+    colours = light_colours()
+    colours["widened"] = colours["base"]
     figure, axes = _empty(7, 1 + 0.3 * max(len(history.layers), history.base_layers))
     offset = (len(history.layers) - history.base_layers) / 2
     for base in range(history.base_layers):
-        axes.barh(base + offset, 0.8, height=0.8, color=_ORIGINS["base"], edgecolor="#525d6b")
+        axes.barh(base + offset, 0.8, height=0.8, color=colours["base"], edgecolor=colours["soft"])
         axes.text(0.4, base + offset, str(base), ha="center", va="center", fontsize=8)
     for layer in history.layers:
-        axes.barh(layer.index, 4.5, left=1.6, height=0.8, color=_ORIGINS[layer.origin], edgecolor="#525d6b")
+        axes.barh(layer.index, 4.5, left=1.6, height=0.8, color=colours[layer.origin], edgecolor=colours["soft"])
         marks = " ".join(mark.sign + ("*" if mark.trains else "") for mark in layer.marks)
         words = f"{layer.index}  {_plain(origin_words(layer))}"
         axes.text(1.7, layer.index, words, va="center", fontsize=8)
         axes.text(6.0, layer.index, marks + ("  trains" if layer.trains else ""), ha="right", va="center", fontsize=8)
         if layer.base is not None:
-            axes.plot([0.8, 1.6], [layer.base + offset, layer.index], color="#525d6b", linewidth=0.7)
+            axes.plot([0.8, 1.6], [layer.base + offset, layer.index], color=colours["soft"], linewidth=0.7)
     axes.set_title("base (left), output (right); letters: grafts, * trains", fontsize=9)
     axes.set_axis_off()
     return figure
@@ -110,8 +111,10 @@ def _matrix(title: str, rows: list[str], columns: list[str], cells: Any, *, most
 
 def _losses(curves: Sequence[Curve]) -> Any:
     figure, axes = _empty(7, 4)
-    for curve in curves:
-        axes.plot(*zip(*curve.points, strict=True), marker=".", label=_plain(curve.source))
+    colours = light_colours()
+    for nth, curve in enumerate(curves):
+        points = zip(*curve.points, strict=True)
+        axes.plot(*points, marker=".", color=colours[f"c{nth % 6}"], label=_plain(curve.source))
     axes.set_xlabel("step")
     axes.set_ylabel("loss, nats a token")
     axes.legend(fontsize=8)

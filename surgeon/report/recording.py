@@ -10,12 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.errors import BadInput, printable
+from surgeon.errors import printable
 from surgeon.families.anatomy import Anatomy
 from surgeon.models.load import load_model, running
 from surgeon.models.outputs import auto_class, check_window, load_encoder
 from surgeon.models.tokenizer import Tokenizer
-from surgeon.report.routing_record import ExpertChoices, GateChoices, RouterChoices, RouterPlace, Site, TextChoices
+from surgeon.report.routing_record import (
+    ExpertChoices,
+    GateChoices,
+    NothingChooses,
+    RouterChoices,
+    RouterPlace,
+    Site,
+    TextChoices,
+)
 
 # How many tokens of each text are kept one by one, to colour them by slot (PMoE, Figure 5).
 _EXAMPLES = 256
@@ -34,7 +42,7 @@ def observer_of(
         model = load_model(folder, device=device, say=say)
     observer = Observer(model, encoder=anatomy.family.encoder)
     if not observer.chooses:
-        raise BadInput(
+        raise NothingChooses(
             f"{printable(str(folder.path))}: its grafts have neither router nor gate whose choices are recorded;"
             " give another output"
         )

@@ -35,6 +35,7 @@ class Reported:
             `html`, `pictures`: files that were written
             `name`, `model_type`, `dtypes`, `promise`, `budget`, `layers`, `ends`, `notes`: the output
             `verification`, `routing`: as of `verify` and `routing_report`, or null
+            `losses`: where nothing chooses, by `text` and `model` (base, output), scores as of `evaluate`
             `maps`, `heat_maps`, `spectra`, `probing`, `runs`, `curves`: the numbers behind the figures
         """
         return {
@@ -69,7 +70,8 @@ def report(
         png: the folder for pictures
         base: the base's folder, against which the static proof runs
         logits: compare logits with the base's too
-        texts: by their domains' names, texts on which choices of routers and gates are recorded
+        texts: by their domains' names, texts on which choices of routers and gates are recorded; losses, where nothing
+            chooses
         routing: a file with such a record, in place of texts
         log: losses, JSON lines of step, source and loss
         maps: names of transport maps to draw

@@ -27,7 +27,7 @@ from surgeon.families.anatomy import Anatomy
 from surgeon.families.dissect import dissect
 from surgeon.families.grafted_config import is_grafted
 from surgeon.report.files import write_text
-from surgeon.report.routing_record import ExpertChoices, RoutingReport, TextChoices, read_routing
+from surgeon.report.routing_record import ExpertChoices, NothingChooses, RoutingReport, TextChoices, read_routing
 
 # Of a layer's experts so many are named.
 _MOST_NAMED = 8
@@ -60,7 +60,9 @@ def _opened(
         listener.say(note)
     surgery = folder.config.get("surgery") if is_grafted(folder.config) else None
     if not isinstance(surgery, Mapping):
-        raise BadInput(f"{printable(str(out))}: no grafts here, so no routers or gates; give an output that has some")
+        raise NothingChooses(
+            f"{printable(str(out))}: no grafts here, so no routers or gates; give an output that has some"
+        )
     return folder, dissect(folder.config, folder.tensors, folder.own)
 
 

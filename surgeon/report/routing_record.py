@@ -20,6 +20,10 @@ Index = Annotated[int, Field(ge=0)]
 Site = tuple[Index, Literal["attention", "ffn"]]
 
 
+class NothingChooses(BadInput):
+    """An output without routers and gates whose choices could be recorded."""
+
+
 class _Entry:
     """A record's part; its annotations are what a file of it must hold, and nothing more."""
 

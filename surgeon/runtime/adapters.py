@@ -22,7 +22,8 @@ from .adapters_rules import AdapterRules, Adapters, AdapterSpec, LocalLossSpec
 from .births import Birth
 from .graft import Frame, Graft
 from .losses import masked_mean
-from .newborn import Newborn, Projection, at_least_fp32
+from .newborn import Newborn, Projection
+from .precision import at_least_fp32
 from .rules import Surgery
 
 # By the gate's kind: how open it is for its score.

@@ -113,17 +113,17 @@ class {model}(UpcycledOuter, {native}):
 
 @dataclass(frozen=True)
 class Use:
-    """A graft in a joined file: its rules, and what it takes by name from other parts (key, module, name)."""
+    """A graft in a joined file: its rules, and what it gets from other parts (key, module, class)."""
 
     rules: GraftRules
     taken: tuple[tuple[str, str, str], ...] | None
 
     @property
     def source(self) -> str:
-        """How the config class makes it: `ControlGraft({"lerp": Lerp})`."""
+        """How the config class makes it: `ControlGraft({"lerp": Lerp()})`."""
         if self.taken is None:
             return f"{self.rules.module}()"
-        taken = ", ".join(f'"{key}": {name}' for key, _, name in self.taken)
+        taken = ", ".join(f'"{key}": {name}()' for key, _, name in self.taken)
         return f"{self.rules.module}({{{taken}}})"
 
 

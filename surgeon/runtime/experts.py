@@ -26,7 +26,8 @@ from .births import Birth
 from .experts_rules import EXPERTS, ExpertRules, Experts, ExpertsSpec, RouterSpec, SlotSpec
 from .graft import Frame, Graft, current_frame
 from .losses import masked_mean
-from .newborn import LowRank, Newborn, at_least_fp32
+from .newborn import LowRank, Newborn
+from .precision import at_least_fp32
 from .rules import Surgery, engine_of
 
 

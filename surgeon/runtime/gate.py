@@ -34,7 +34,8 @@ from torch.nn import functional as F
 from .gate_rules import GateRules, Gates, GateSpec
 from .graft import Frame, Graft
 from .losses import Flow, logger
-from .newborn import Newborn, at_least_fp32
+from .newborn import Newborn
+from .precision import at_least_fp32
 from .prefix import PrefixCache, Reading, keep_prefix, latest, prefix_in, read_rows
 from .rules import Surgery
 

@@ -87,8 +87,3 @@ def product(x: Tensor, matrices: tuple[Tensor, Tensor], weight: float | Tensor =
     elif weight != 1.0:
         narrow = narrow * weight
     return F.linear(narrow, up)
-
-
-def at_least_fp32(x: Tensor) -> Tensor:
-    """`x` in fp32, or as it is where it is wider."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))

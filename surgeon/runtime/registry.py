@@ -10,10 +10,11 @@ from surgeon.common.plugins import Plugin, Registry, wrong_kind
 from surgeon.errors import BadInput, printable
 
 from .adapters_rules import AdapterRules
-from .control_rules import INTERPOLATORS as BUILT_IN
-from .control_rules import ControlRules, InterpolatorRule
+from .control_rules import ControlRules
 from .experts_rules import ExpertRules
 from .gate_rules import GateRules
+from .interpolators import INTERPOLATORS as BUILT_IN
+from .interpolators import Interpolation
 from .routed_rules import RoutedRules
 from .rules import GraftRules, Kind
 from .states_rules import StatesRules
@@ -25,8 +26,8 @@ def _of(kind: type[Any], key: str) -> Any:
     """Admits the plugins that name a `kind`, by the name that their attribute `key` states."""
 
     def admit(plugin: Plugin) -> Any:
-        if not isinstance(plugin.value, GraftRules | InterpolatorRule):
-            raise wrong_kind(plugin, GROUP, "GraftRules or an InterpolatorRule")
+        if not isinstance(plugin.value, GraftRules | Interpolation):
+            raise wrong_kind(plugin, GROUP, "GraftRules or an Interpolation")
         if not isinstance(plugin.value, kind):
             return None
         if getattr(plugin.value, key) != plugin.name:
@@ -37,8 +38,8 @@ def _of(kind: type[Any], key: str) -> Any:
 
 
 # By their key in plans, by name; grafts are asked in their order.
-INTERPOLATORS: Registry[InterpolatorRule] = Registry(
-    GROUP, {rule.key: rule for rule in BUILT_IN}, _of(InterpolatorRule, "key")
+INTERPOLATORS: Registry[Interpolation] = Registry(
+    GROUP, {rule.key: rule for rule in BUILT_IN}, _of(Interpolation, "key")
 )
 GRAFTS: Registry[GraftRules] = Registry(
     GROUP,

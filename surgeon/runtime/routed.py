@@ -22,7 +22,8 @@ from transformers.activations import ACT2FN
 
 from .graft import Frame, Graft
 from .losses import balance_loss
-from .newborn import Newborn, at_least_fp32
+from .newborn import Newborn
+from .precision import at_least_fp32
 from .routed_rules import Routed, RoutedRules, RoutedSpec
 from .rules import Surgery
 

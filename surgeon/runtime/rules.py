@@ -118,7 +118,7 @@ class GraftRules:
         return None
 
     def uses(self, raw: Mapping[str, Any]) -> tuple[tuple[str, str, str], ...] | None:
-        """What its `Graft` takes from other parts, as (key, module, name), and gets as a mapping; None: takes none."""
+        """What its `Graft` gets as a mapping: (key, module, class made without arguments) each; None: it gets none."""
         return None
 
 

@@ -27,7 +27,8 @@ from torch.nn import functional as F
 
 from .graft import Frame, Graft
 from .losses import Flow, balance_loss, selected, valid_tokens
-from .newborn import LowRank, Newborn, at_least_fp32, product
+from .newborn import LowRank, Newborn, product
+from .precision import at_least_fp32
 from .prefix import PrefixCache, Reading, check_one_document, keep_prefix, prefix_in, read_rows, several_in_a_row
 from .rules import Surgery
 from .states_rules import MixtureSpec, States, StatesRules

@@ -322,6 +322,8 @@ def _publish(trained: Trained, run: Run, target: Path, digests: dict[str, str], 
         "tokens": trained.tokens,
         "losses": trained.losses,
     }
+    if trained.losses:
+        entry["curves"] = {name: _curve(trained, name) for name in trained.losses}
     if trained.scores:
         entry["scores"] = trained.scores
     if run.loaded.config.keep_best is not None:
@@ -347,6 +349,13 @@ def _publish(trained: Trained, run: Run, target: Path, digests: dict[str, str], 
     if moved.text:
         run.say(moved.text)
     return replace(trained, manifest=written_manifest(target), changes=final.changes)
+
+
+def _curve(trained: Trained, source: str) -> dict[str, float]:
+    """The held-out losses on a source by step, from before the first one on."""
+    measured = f"eval_{source}_loss"
+    later = {str(entry["step"]): float(entry[measured]) for entry in trained.log if measured in entry}
+    return {"0": trained.losses[source][0]} | later
 
 
 def _saving(run: Run, model: Any) -> Saving:

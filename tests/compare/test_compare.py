@@ -22,12 +22,14 @@ from surgeon.compare.compare import Compared
 from surgeon.compare.config.loading import load_study
 from surgeon.compare.config.settings import suited, training_config
 from surgeon.compare.packed import RUNS_FILE, read_packed
+from surgeon.compare.page import render
 from surgeon.compare.records import Record, losses_of
 from surgeon.errors import BadInput
 from surgeon.train.config.loading import load_config
 from tests import tiny, vocabularies
 from tests.decoders import tiny_decoder
 from tests.report.test_page import Reader
+from tests.studies import RESULTS, STUDIES, findings_of
 from tests.test_api import check_json
 from tests.train.texts import add_tokenizer, corpus
 from tests.warm import warm
@@ -214,6 +216,14 @@ def test_the_committed_studies_hold_every_run_of_their_pages() -> None:
         points["base"] = found["start"]["new"], found["start"]["original"]
         finished = {name: losses_of(each, names, by_byte=False) for name, each in losses.items() if each.measured}
         assert finished == points, results
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_the_committed_pages_are_drawn_as_now(study: str) -> None:
+    """`python -m tests.drawings` draws them; what is read back of results.json is all that it says."""
+    found = findings_of(study)
+    assert found.to_json() == json.loads((RESULTS / study / "results.json").read_text(encoding="utf-8"))
+    assert (RESULTS / study / "comparison.html").read_text(encoding="utf-8") == render(found)
 
 
 def test_a_worker_that_fails_says_what_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

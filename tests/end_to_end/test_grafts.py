@@ -23,12 +23,12 @@ from surgeon.models.compare_streamed import compare_streamed
 from surgeon.runtime.adapters import GatedAdapter
 from surgeon.runtime.adapters_rules import GATES, VARIANCES, AdapterSpec
 from surgeon.runtime.bundle import CODE_FILE, bundle
-from surgeon.runtime.control_rules import InterpolatorSpec
+from surgeon.runtime.interpolators import InterpolatorSpec
 from tests import tiny
 from tests.checkpoints import attaches_grafts, train, weights
 from tests.compared_logits import compare_logits
 from tests.elsewhere import WITHOUT_SURGEON, load_elsewhere, run_elsewhere
-from tests.runtime.test_interpolators import CLASSES
+from tests.runtime.test_interpolators import RULES, build_interpolator
 from tests.shipped_plans import SHIPPED, plan_of
 
 # The paper's own initialisation of a next slot changes what a trained base computes, and says so.
@@ -221,10 +221,10 @@ def test_grafted_output_is_a_base_for_the_next_plan(base: Path, plan: Callable[.
             (
                 CONTROL | {"interpolator": {"kind": kind} | more},
                 "interpolator.",
-                lambda kind=kind, more=more: CLASSES[kind](InterpolatorSpec(kind=kind, **more), 32),
+                lambda kind=kind, more=more: build_interpolator(InterpolatorSpec(kind=kind, **more), 32),
             )
             for kind, more in [
-                *((kind, {"learnable": True, "alpha": 0.7}) for kind in CLASSES),
+                *((kind, {"learnable": True, "alpha": 0.7}) for kind in RULES),
                 ("dlerp", {}),
                 ("plerp", {}),
             ]

@@ -27,17 +27,16 @@ class Mutation:
 
 
 NONSENSE_INTERPOLATOR = '''
-class Nonsense(ScalarInterpolator):
+class Nonsense(Interpolation):
     """The pre-trained branch, whatever the other one is."""
 
-    rule = _RULES["nonsense"]
+    key = "nonsense"
 
-    def forward(self, hidden: Tensor, pretrained: Tensor, expanded: Tensor) -> tuple[Tensor, float | Tensor]:
-        return pretrained, self.share(pretrained)
+    def join(self, tensors: Mapping[str, Tensor], p: Tensor, e: Tensor, alpha: float | Tensor) -> Tensor:
+        return p
 
 
-class Dlerp(Interpolator):
-'''
+INTERPOLATORS = (Nonsense(), '''
 NONSENSE_INIT = '''
 class NonsenseInit(Init):
     """The layer two below, whether or not there is one."""
@@ -50,31 +49,13 @@ class NonsenseInit(Init):
 
 # An init's `kind`'''
 
-LERP = '''one α."""
-        alpha = self.share(pretrained)
-        return torch.lerp({}, alpha), alpha
-'''
-
 MUTATIONS = {
     "new interpolator": Mutation(
-        (
-            ("runtime/control.py", "\nclass Dlerp(Interpolator):\n", NONSENSE_INTERPOLATOR),
-            (
-                "runtime/control_rules.py",
-                '    LateralRule("proj"',
-                '    InterpolatorRule("nonsense", "Nonsense"),\n    LateralRule("proj"',
-            ),
-        ),
+        (("runtime/interpolators.py", "\nINTERPOLATORS = (", NONSENSE_INTERPOLATOR),),
         ("tests/runtime/test_interpolators.py",),
     ),
     "interpolator": Mutation(
-        (
-            (
-                "runtime/control.py",
-                LERP.format("pretrained, expanded"),
-                LERP.format("expanded, pretrained"),
-            ),
-        ),
+        (("runtime/interpolators.py", "return p.lerp(e, alpha)", "return e.lerp(p, alpha)"),),
         ("tests/runtime/test_interpolators.py",),
     ),
     "new gate": Mutation(

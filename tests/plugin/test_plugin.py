@@ -67,7 +67,7 @@ def test_the_manifest_names_the_package_and_its_code_ships(grown: Path) -> None:
     manifest = json.loads((grown / "out" / "surgery.json").read_text())
     assert manifest["plugins"] == {"surgeon-scale": "0.1"}
     code = (grown / "out" / "modeling_surgeon.py").read_text()
-    for mark in ("class ScaleGraft(Graft, ScaleRules):", "class Channels(Interpolator):", '{"channels": Channels}'):
+    for mark in ("class ScaleGraft(Graft, ScaleRules):", "class Channels(Interpolation):", '{"channels": Channels()}'):
         assert mark in code
     assert "class GatedAdapter" in code and "class ExpertRouter" not in code
     assert not any(line.startswith(("from surgeon", "import surgeon", "from .")) for line in code.splitlines())
@@ -204,7 +204,7 @@ BROKEN = {
     ),
     "its part is none": (
         "[surgeon.runtime]\nspoilt = json:dumps\n",
-        ["surgeon-spoilt 0.1", "must be GraftRules or an InterpolatorRule"],
+        ["surgeon-spoilt 0.1", "must be GraftRules or an Interpolation"],
     ),
 }
 

@@ -16,6 +16,11 @@ def test_every_operation_has_its_picture_and_no_other_is_there() -> None:
     assert there == {f"operations/{op}.svg" for op in OPERATIONS}
 
 
+def test_the_picture_of_growth_is_that_of_the_results() -> None:
+    """`python -m tests.drawings` writes it."""
+    assert (drawings.PICTURES / "growth.svg").read_text(encoding="utf-8") == drawings.of_growth()
+
+
 @pytest.mark.parametrize("op", drawings.PLANS)
 def test_the_picture_of_an_operation_is_drawn_now(op: str) -> None:
     """`python -m tests.drawings` writes them."""

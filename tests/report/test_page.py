@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import surgeon
 from surgeon.cli import app
 from surgeon.models.load import load_model
-from surgeon.report.curves import GateActivity, TrainingRun
+from surgeon.report.curves import GateActivity, TrainingRun, curves_of
 from surgeon.report.page.document import render
 from surgeon.report.report import Reported
 from surgeon.train.steps.optimizer import MasterAdamW
@@ -327,7 +327,10 @@ def test_training_runs_are_told_by_the_manifest(base: Path, tmp_path: Path) -> N
     assert (done.steps, done.losses) == (4, {"words": (before, after)})
     assert f"words {before:.3f} → {after:.3f}" in reader.words
     assert "every static promise holds, also after training" in reader.words
-    assert "Held-out losses where each training run began" in page
+    assert "Held-out losses each time that training measured them" in page
+    [measured] = curves_of([done])
+    assert (measured.source, [step for step, _ in measured.points]) == ("words", [0, 2, 4])
+    assert (measured.points[0][1], measured.points[-1][1]) == (before, after)
     assert "did not change" not in page
     for name, (largest, _) in trained.changes.items():
         assert name in page
@@ -335,8 +338,28 @@ def test_training_runs_are_told_by_the_manifest(base: Path, tmp_path: Path) -> N
     log.write_text(json.dumps(trained.to_json(), indent=2))
     told, _, _ = reported(run, tmp_path / "b.html", log=log)
     [curve] = told.findings.curves
-    assert [step for step, _ in curve.points] == [0, 2, 4]
+    assert curve == measured
     assert (curve.points[0][1], curve.points[-1][1]) == (before, pytest.approx(after))
+
+
+def test_a_native_output_shows_its_losses_on_texts(tmp_path: Path) -> None:
+    """Where nothing chooses: of base and output, as `evaluate` measures them."""
+    base = byte_tokenizer(tiny.checkpoint(tmp_path / "base", "llama", vocab_size=300), eos=False) or tmp_path / "base"
+    out = tmp_path / "out"
+    surgeon.apply(write_plan(tmp_path / "p.yaml", [FUSED]), str(base), out)
+    text = tmp_path / "text.txt"
+    text.write_text("Some words of a domain, again and again.\n" * 20)
+    texts = {HOSTILE: text, "probe": None}
+    told, page, _ = reported(out, tmp_path / "a.html", base=base, texts=texts, window=32, windows=2)
+    found = [(loss.text, loss.of_base) for loss in told.findings.losses]
+    assert found == [(name, of_base) for name in texts for of_base in (True, False)]
+    own = surgeon.evaluate(str(base), {"a": text}, length=32, most=2).of(str(base), "a")
+    first, second, *_ = told.findings.losses
+    assert first.scores.loss == second.scores.loss == own.loss and second.scores.loss_difference is not None
+    assert "Losses on texts" in page and f"{own.loss.value:.4f}" in page and "0, exactly" in page
+    assert told.to_json()["losses"][1]["model"] == "output" and told.findings.routing is None
+    told, _, _ = reported(out, tmp_path / "b.html", texts={"it": text}, window=32)
+    assert [loss.of_base for loss in told.findings.losses] == [False]
 
 
 def test_hostile_words_stay_words(grown: list[Path], tmp_path: Path) -> None:

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 import surgeon
-from tests import tiny
+from tests import browser, tiny
 from tests.checkpoints import train, write_plan
 from tests.models.test_tokens import byte_tokenizer
-from tests.report import browser
 from tests.report.test_page import ADAPTERS, CONTROL, FUSED, SLOTS, STATES
 
 pytestmark = [
@@ -76,7 +75,7 @@ def test_nothing_scrolls_sideways_or_overlaps(page: str, width: int, dark: bool,
         assert found["inner"] == width
         assert found["scroll"] <= width
         assert found["blank"] == 0
-        assert found["outside"] == []
+        assert found["outside"] == [] and found["overlapping"] == []
         assert found["focusable"] > 15
         assert all(b[2] - b[0] > 100 and b[3] - b[1] > 20 and b[2] <= width + 0.5 for b in found["figures"])
         check_stack(found["rows"])

@@ -15,7 +15,7 @@ import surgeon
 from surgeon.errors import BadInput
 from surgeon.operations import merge_branches
 from surgeon.runtime.births import Birth, Fill
-from surgeon.runtime.control_rules import InterpolatorRule
+from surgeon.runtime.interpolators import Interpolation
 from tests.checkpoints import train, weights
 from tests.elsewhere import load_elsewhere
 from tests.test_api import check_json
@@ -48,7 +48,7 @@ def test_merge_folds_branches_and_measures(base: Path, plan: Callable[..., Path]
     assert config == native
 
 
-class Tanh(InterpolatorRule):
+class Tanh(Interpolation):
     """A learned α that is no logit's sigmoid: ½ (1 + tanh c)."""
 
     def learned(self, alpha: float) -> dict[str, Birth]:
@@ -59,7 +59,7 @@ def test_merge_asks_for_the_share_where_a_learned_alpha_is_no_logit(
     base: Path, plan: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     surgeon.apply(plan(CONTROL | {"interpolator": {"learnable": True}}), str(base), tmp_path / "out")
-    monkeypatch.setattr(merge_branches, "INTERPOLATORS", {"lerp": Tanh("lerp", "Lerp")})
+    monkeypatch.setattr(merge_branches, "INTERPOLATORS", {"lerp": Tanh()})
     with pytest.raises(BadInput, match="learns its α in another form than a logit; say which fixed share"):
         surgeon.merge(tmp_path / "out", tmp_path / "merged", window=24, windows=1)
     merged = surgeon.merge(tmp_path / "out", tmp_path / "merged", alpha=0.25, window=24, windows=1)

@@ -12,7 +12,7 @@ from surgeon.families.derivation import composition_for
 from surgeon.runtime.adapters_rules import GATES
 from surgeon.runtime.bundle import import_bundle
 from surgeon.runtime.composition import PREFIX, Composition, upcycled
-from surgeon.runtime.control_rules import INTERPOLATORS
+from surgeon.runtime.interpolators import INTERPOLATORS
 from surgeon.runtime.registry import GRAFTS
 from tests import tiny
 

@@ -1,4 +1,4 @@
-"""Each interpolator against the paper's equation in float64, forward and gradients; exact on equal branches."""
+"""Interpolators: what holds of every one, and those of the paper and its code against their equations in float64."""
 
 from __future__ import annotations
 
@@ -9,24 +9,28 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgeon.runtime import control
+from surgeon.runtime.births import Normal
 from surgeon.runtime.control import Interpolator
-from surgeon.runtime.control_rules import INTERPOLATORS, InterpolatorSpec
+from surgeon.runtime.interpolators import INTERPOLATORS, Interpolation, InterpolatorSpec
 
 WIDTH = 8
 ALPHA = 0.3
+# As near to no and to the whole share as a logit may be.
+LITTLE = 1e-9
 
 
-CLASSES: dict[str, type[Interpolator]] = {rule.key: getattr(control, rule.module) for rule in INTERPOLATORS}
+RULES: dict[str, Interpolation] = {rule.key: rule for rule in INTERPOLATORS}
 SCALAR_ALPHA = [rule.key for rule in INTERPOLATORS if rule.scalar_alpha]
+# A gate that is born with random numbers has no one α to begin with.
+STATED = [rule.key for rule in INTERPOLATORS if not any(isinstance(b, Normal) for b in rule.matrices(WIDTH).values())]
 
 
 def build_interpolator(spec: InterpolatorSpec, width: int) -> Interpolator:
-    return CLASSES[spec.kind](spec, width)
+    return Interpolator(RULES[spec.kind], spec, width)
 
 
-def test_every_rule_is_the_one_of_its_class() -> None:
-    assert all(kind.rule.key == key for key, kind in CLASSES.items())
+def test_every_interpolator_has_a_key_of_its_own() -> None:
+    assert len(RULES) == len(INTERPOLATORS)
 
 
 def made(kind: str, *, noise: float = 0.5, **spec: Any) -> Interpolator:
@@ -86,13 +90,12 @@ def dlerp_in(named: dict[str, Tensor], h: Tensor, p: Tensor, e: Tensor) -> Tenso
     return (1 - alpha) * p + alpha * e
 
 
+# Of the paper and its public code; of any other one, the tests of every interpolator say whether it is one.
 EQUATIONS = {"lerp": lerp, "proj": lerp, "plerp": plerp, "slerp": slerp, "dlerp": dlerp, "dlerp_in": dlerp_in}
-# A hard choice follows no equation with a gradient of its own; it has its own test.
-CHOICES = ("moe",)
 
 
 @pytest.mark.parametrize("learnable", [False, True])
-@pytest.mark.parametrize("kind", [kind for kind in CLASSES if kind not in CHOICES])
+@pytest.mark.parametrize("kind", EQUATIONS)
 def test_forward_and_gradients_follow_the_equation(kind: str, learnable: bool) -> None:
     module = made(kind, learnable=learnable)
     inputs = [state.requires_grad_() for state in states()]
@@ -125,7 +128,7 @@ def test_a_tensor_called_logit_is_the_log_odds_of_alpha(kind: str) -> None:
 
 
 @pytest.mark.parametrize("learnable", [False, True])
-@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize("kind", RULES)
 def test_both_branches_have_a_share_that_alpha_sets(kind: str, learnable: bool) -> None:
     """Whatever the interpolator: α is what it says, each branch gets a gradient, and so does every tensor it learns."""
     h, p, e = (state.requires_grad_() for state in states())
@@ -134,7 +137,8 @@ def test_both_branches_have_a_share_that_alpha_sets(kind: str, learnable: bool) 
     module.initialise()
     combined, alpha = module(h, p, e)
     alpha = torch.as_tensor(alpha, dtype=torch.float64)
-    if kind not in CHOICES:
+    assert (alpha.numel() == 1) == RULES[kind].scalar_alpha
+    if kind in STATED:
         torch.testing.assert_close(alpha, torch.full_like(alpha, ALPHA), rtol=1e-6, atol=1e-6)
     (combined * states(seed=9)[0]).sum().backward(retain_graph=True)
     assert p.grad is not None and p.grad.abs().max() > 0
@@ -144,19 +148,33 @@ def test_both_branches_have_a_share_that_alpha_sets(kind: str, learnable: bool) 
         assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
 
 
-@pytest.mark.parametrize("kind", [kind for kind in CLASSES if kind not in CHOICES])
-def test_a_greater_share_lies_nearer_to_the_expanded_branch(kind: str) -> None:
+@pytest.mark.parametrize("kind", RULES)
+def test_the_share_leads_from_the_pretrained_branch_to_the_expanded_one(kind: str) -> None:
     h, p, e = states()
     apart = []
-    for alpha in (0.2, 0.8):
-        module = build_interpolator(InterpolatorSpec(kind=kind, alpha=alpha), WIDTH).double()
-        module.initialise()
+    for alpha in (LITTLE, 0.2, 0.8, 1 - LITTLE):
         with torch.no_grad():
-            apart.append(float((module(h, p, e)[0] - e).norm()))
-    assert apart[1] < 0.5 * apart[0]
+            combined, _ = made(kind, noise=0.0, alpha=alpha)(h, p, e)
+        apart.append(float((combined - e).norm()))
+        if alpha == LITTLE:
+            torch.testing.assert_close(combined, p, rtol=1e-6, atol=1e-6)
+    assert apart == sorted(apart, reverse=True)
+    assert apart[-1] < 1e-6
 
 
-@pytest.mark.parametrize("kind", [rule.key for rule in INTERPOLATORS if not rule.unmergeable])
+@pytest.mark.parametrize("kind", RULES)
+def test_a_token_has_a_share_of_its_own_whatever_was_learned(kind: str) -> None:
+    """α is a share however far its tensors move, and no token sees another, as a cache shows them one by one."""
+    inputs = states()
+    module = made(kind, noise=5.0, learnable=True).eval()
+    with torch.no_grad():
+        combined, alpha = module(*inputs)
+        last, _ = module(*(state[:, -1:] for state in inputs))
+    assert bool(((torch.as_tensor(alpha) >= 0) & (torch.as_tensor(alpha) <= 1)).all())
+    torch.testing.assert_close(combined[:, -1:], last, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [rule.key for rule in INTERPOLATORS if not rule.unmergeable] + ["dlerp", "dlerp_in"])
 def test_branches_that_can_be_merged_are_joined_in_a_straight_line(kind: str) -> None:
     """`merge_branches` makes p + α (e − p) of the weights, whatever the interpolator."""
     h, p, e = states()
@@ -198,7 +216,7 @@ def test_a_fresh_moe_gives_tokens_to_both_branches() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("alpha", [0.1, 0.5, 0.9])
-@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize("kind", RULES)
 def test_equal_branches_pass_unchanged_whatever_alpha_is(kind: str, alpha: float, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     module = build_interpolator(InterpolatorSpec(kind=kind, alpha=alpha, learnable=True), 64).to(dtype)
@@ -219,8 +237,9 @@ def test_alpha_of_training_and_of_inference(kind: str, trained: float, inferred:
     assert not torch.equal(fixed[trained](*inputs)[0], fixed[inferred](*inputs)[0])
 
 
-def test_slerp_has_finite_gradients_on_equal_and_on_opposite_branches() -> None:
-    module = made("slerp", learnable=True)
+@pytest.mark.parametrize("kind", RULES)
+def test_gradients_are_finite_on_equal_and_on_opposite_branches(kind: str) -> None:
+    module = made(kind, learnable=True)
     h, p, _ = states()
     for e in (p.clone(), -p, p + 1e-9):
         expanded = e.requires_grad_()
@@ -238,17 +257,21 @@ def test_slerp_keeps_the_norm_where_lerp_does_not() -> None:
     assert (made("lerp")(p, p, e)[0].norm(dim=-1) < 0.99).all()
 
 
-def test_anchor_is_detached_and_projected_by_proj_alone() -> None:
+@pytest.mark.parametrize("kind", RULES)
+def test_the_anchor_is_the_pretrained_branch_and_sends_it_no_gradient(kind: str) -> None:
     _, p, _ = states()
     p.requires_grad_()
-    for kind in CLASSES:
-        module = made(kind)
-        anchor = module.anchor(p)
-        if kind == "proj":
-            torch.testing.assert_close(anchor, p + torch.einsum("dc,btc->btd", module.weight, p))
-            anchor.sum().backward()
-            assert module.weight.grad is not None
-        else:
-            assert torch.equal(anchor, p)
-            assert not anchor.requires_grad
+    assert torch.equal(made(kind, noise=0.0).anchor(p), p)
+    anchor = made(kind).anchor(p)
+    assert anchor.requires_grad == RULES[kind].projects
+    if RULES[kind].projects:
+        anchor.sum().backward()
+    else:
+        assert torch.equal(anchor, p)
     assert p.grad is None
+
+
+def test_the_anchor_of_proj_is_projected() -> None:
+    _, p, _ = states()
+    module = made("proj")
+    torch.testing.assert_close(module.anchor(p), p + torch.einsum("dc,btc->btd", module.weight, p))

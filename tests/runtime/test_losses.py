@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers.utils.logging import warning_once
 
 from surgeon.runtime.control import DISTANCES, divergence
-from surgeon.runtime.control_rules import DIVERGENCES, INTERPOLATORS
+from surgeon.runtime.control_rules import DIVERGENCES
+from surgeon.runtime.interpolators import INTERPOLATORS
 from surgeon.runtime.losses import valid_tokens
 from tests import tiny
 from tests.runtime.grafting import TRUNK, adapters, both, classes, config, control, grafted, perturbed, tokens
@@ -41,12 +42,12 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return -picked[wanted != -100].mean()
 
 
-def branches(model: Any) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Will hold, after a forward, what each interpolator was given: input, pre-trained and expanded states."""
-    seen: list[tuple[Tensor, Tensor, Tensor]] = []
+def branches(model: Any) -> list[tuple[Tensor, Tensor, Tensor, Tensor | float]]:
+    """Will hold, after a forward, each interpolator's input, pre-trained and expanded states, and its α."""
+    seen: list[tuple[Tensor, Tensor, Tensor, Tensor | float]] = []
     for layer in model.model.layers:
         if hasattr(layer, "control"):
-            layer.interpolator.register_forward_hook(lambda module, args, out: seen.append(args))
+            layer.interpolator.register_forward_hook(lambda module, args, out: seen.append((*args, out[1])))
     return seen
 
 
@@ -71,22 +72,13 @@ def test_divergence_follows_the_equation(interpolator: str, kind: str) -> None:
 
     valid = inputs["attention_mask"].bool()
     terms = []
-    for layer, (h, p, e) in zip((1, 4), seen, strict=True):
-        module = model.model.layers[layer].interpolator
-        odds = torch.logit(torch.tensor(0.3, dtype=torch.float64))
-        if interpolator == "dlerp":
-            alpha = torch.sigmoid((torch.cat([p, e], -1) @ module.weight.T).squeeze(-1) + odds)
-        elif interpolator == "dlerp_in":
-            alpha = torch.sigmoid((h @ module.weight.T).squeeze(-1) + odds)
-        elif interpolator == "moe":
-            alpha = torch.sigmoid(h @ (module.weight[1] - module.weight[0]) + odds)
-        else:
-            alpha = torch.full(valid.shape, 0.3, dtype=torch.float64)
+    for _, p, e, alpha in seen:
         if kind == "mse":
             distance = ((p - e) ** 2).mean(-1)
         else:
             distance = 1 - (p * e).sum(-1) / (p.norm(dim=-1) * e.norm(dim=-1))
-        terms.append((alpha * distance)[valid].mean())
+        terms.append((torch.as_tensor(alpha, dtype=torch.float64) * distance.unsqueeze(-1))[valid].mean())
+    assert len(terms) == 2
     mean = torch.stack(terms).mean()
     assert mean > 1e-4
     torch.testing.assert_close(out.divergence_loss, mean.detach(), rtol=1e-9, atol=0)
@@ -100,7 +92,7 @@ def test_proj_compares_with_the_projected_branch() -> None:
     seen = branches(model)
     inputs = batch()
     out = model(**inputs)
-    _, p, e = seen[0]
+    _, p, e, _ = seen[0]
     projected = p + p @ model.model.layers[2].interpolator.weight.T
     valid = inputs["attention_mask"].bool()
     torch.testing.assert_close(out.divergence_loss, (0.5 * ((e - projected) ** 2).mean(-1))[valid].mean().detach())
@@ -115,7 +107,7 @@ def test_each_control_block_has_its_own_weight() -> None:
     inputs = batch()
     out = model(**inputs)
     valid = inputs["attention_mask"].bool()
-    (_, p0, e0), (_, p1, e1) = seen
+    (_, p0, e0, _), (_, p1, e1, _) = seen
     first = (0.5 * ((p0 - e0) ** 2).mean(-1))[valid].mean()
     second = (0.5 * (1 - torch.cosine_similarity(p1, e1, dim=-1)))[valid].mean()
     expected = cross_entropy(out.logits, inputs["labels"]) + (3.0 * first + 0.5 * second) / 2

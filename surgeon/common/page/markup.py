@@ -68,7 +68,7 @@ def section(key: str, title: str, *children: Child) -> Markup:
     return el("section", el("h2", title, id=f"{key}-head"), *children, id=key, aria_labelledby=f"{key}-head")
 
 
-def figure(drawn: Markup, caption: str) -> Markup:
+def figure(drawn: Markup, caption: Child) -> Markup:
     """A picture with its caption."""
     return el("figure", drawn, el("figcaption", caption))
 

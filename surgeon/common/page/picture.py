@@ -48,7 +48,7 @@ def placed(x: float, y: float, *parts: Markup) -> Markup:
     return el("g", *parts, transform=f"translate({x:g} {y:g})")
 
 
-def standalone(title: str, summary: str, size: tuple[float, float], *parts: Markup, scale: float = 1.0) -> str:
+def standalone(title: str, summary: str, size: tuple[float, float], *parts: Markup, scale: float) -> str:
     """Return a file's content: the picture with its style, on paper of its own.
 
     A browser shows it in the colours that its reader prefers. The paper is drawn too, as the page around it may have

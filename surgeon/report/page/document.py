@@ -15,6 +15,7 @@ from surgeon.report.history import Budget
 from surgeon.report.page.measured import (
     alignment_section,
     curves_section,
+    losses_section,
     routing_section,
     spectra_section,
     transport_section,
@@ -37,6 +38,7 @@ def render(findings: Findings) -> str:
         "proof": ("Preservation", proof_section(findings)),
         "transport": ("Transport", transport_section(findings)),
         "routing": ("Routing and gates", routing_section(findings.routing)),
+        "losses": ("Losses", losses_section(findings.losses)),
         "spectra": ("Singular values", spectra_section(findings)),
         "alignment": ("Alignment", alignment_section(findings)),
         "curves": ("Learning", curves_section(findings)),

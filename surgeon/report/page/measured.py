@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from surgeon.common.page.charts import Bar, Series, bars, grid, lines, points
+from surgeon.common.page.charts import Bar, bars, grid
 from surgeon.common.page.markup import Child, Markup, el, figure, folded, pair, section, shaded_table, table
+from surgeon.common.page.plots import Axis, Series, lines, points
+from surgeon.evaluate.results import SourceScores
 from surgeon.report.curves import TrainingRun, curves_of
 from surgeon.report.findings import Findings, HeatMap
 from surgeon.report.page.gate import gate_figures
 from surgeon.report.page.heat import heat_image, heat_range
 from surgeon.report.routing_record import RouterPlace, RoutingReport
+from surgeon.report.text_losses import TextLoss
 from surgeon.report.transport import MapFact
 
 # How many styles there are of lines, and colours of slots.
@@ -225,6 +228,34 @@ def _gates(report: RoutingReport) -> list[Markup]:
     return [el("h3", "Gates by layer and text"), pair(*parts)]
 
 
+def losses_section(losses: Sequence[TextLoss]) -> Markup | None:
+    """Show the losses of base and output on the given texts; None where none were measured."""
+    if not losses:
+        return None
+    rows = [
+        (
+            loss.text,
+            "base" if loss.of_base else "output",
+            f"{loss.scores.documents:,}",
+            f"{loss.scores.tokens:,}",
+            *(cell.plain for cell in loss.scores.figures()),
+            loss.scores.difference_cell().plain,
+        )
+        for loss in losses
+    ]
+    head = ("text", "model", "documents", "tokens", *SourceScores.columns, SourceScores.difference)
+    words = (
+        "Nothing in this output chooses, so the texts show what it has learned: loss in nats a token, 95 % confidence"
+        " over documents in brackets, Δ to the base. As `surgeon evaluate` measures it."
+    )
+    return section(
+        "losses",
+        "Losses on texts",
+        el("p", words),
+        table("Losses of the models on each text", head, rows, numbers=range(2, len(head))),
+    )
+
+
 def spectra_section(findings: Findings) -> Markup | None:
     """Neutral Residues' Figure 3 for this output."""
     spectra = [s for s in findings.spectra if s.adapter and s.backbone]
@@ -239,7 +270,7 @@ def spectra_section(findings: Findings) -> Markup | None:
         return [(k / span, sum(row[k] for row in rows) / len(rows)) for k in kept]
 
     adapters, backbone = mean([s.adapter for s in spectra]), mean([s.backbone for s in spectra])
-    series = [Series("adapters' W_g", adapters, 0), Series("the backbone's W_g in the same layers", backbone, 1)]
+    series = [Series("adapters' W_g", adapters, 0), Series("backbone's W_g", backbone, 1)]
     rows = [
         (
             f"{s.layer}{' (branch)' if s.in_branch else ''}",
@@ -259,13 +290,12 @@ def spectra_section(findings: Findings) -> Markup | None:
                 lines(
                     "Singular values of adapters and backbone",
                     series,
+                    Axis("rank, as a share of all", 0.0, 1.0),
+                    Axis("σ over the largest", 0.0, 1.0),
                     key="spectra-lines",
-                    across="rank, as a share of all",
-                    up="σ over the largest",
-                    low=0.0,
-                    high=1.0,
                 ),
-                f"Mean over layers {', '.join(str(s.layer) for s in spectra)}. A spectrum that falls more steeply than"
+                f"Mean over layers {', '.join(str(s.layer) for s in spectra)}, the backbone's of the same. A"
+                " spectrum that falls more steeply than"
                 " the backbone's has collapsed on few directions (Neutral Residues, Figure 3).",
             ),
             table("Effective values: exp of the entropy of σ² as shares", head, rows, numbers=range(5)),
@@ -287,11 +317,13 @@ def alignment_section(findings: Findings) -> Markup | None:
     if not probing.layers:
         return section("alignment", "Alignment of branches", el("p", probing.missing))
     layers = probing.layers
-    cosine = [Series("pre-trained and expanded branch", [(a.layer, a.cosine) for a in layers], 0)]
+    across = Axis.over("layer", (a.layer for a in layers))
+    cosine = [Series("", [(a.layer, a.cosine) for a in layers], 0)]
     distance = [
-        Series("distance of the branches", [(a.layer, a.distance) for a in layers], 1),
-        Series("length of the pre-trained states", [(a.layer, a.norm) for a in layers], 2),
+        Series("between branches", [(a.layer, a.distance) for a in layers], 1),
+        Series("pre-trained states", [(a.layer, a.norm) for a in layers], 2),
     ]
+    lengths = [length for one in distance for _, length in one.points]
     last = layers[-1]
     flat = points(
         f"Final tokens' states of layer {last.layer}, both branches",
@@ -317,7 +349,12 @@ def alignment_section(findings: Findings) -> Markup | None:
         pair(
             figure(
                 lines(
-                    "Cosine similarity by layer", cosine, key="alignment-cosine", across="layer", up="cosine", high=1.0
+                    "Cosine similarity by layer",
+                    cosine,
+                    across,
+                    Axis.over("cosine", (a.cosine for a in layers), high=1.0),
+                    key="alignment-cosine",
+                    summary="; ".join(f"layer {a.layer}: {a.cosine:.6f}" for a in layers),
                 ),
                 "Mean over sentences; 1: the same direction.",
             ),
@@ -325,12 +362,11 @@ def alignment_section(findings: Findings) -> Markup | None:
                 lines(
                     "Euclidean distance by layer",
                     distance,
+                    across,
+                    Axis.over("length", lengths, low=0.0),
                     key="alignment-distance",
-                    across="layer",
-                    up="length",
-                    low=0.0,
                 ),
-                "Mean over sentences; 0: the branches agree.",
+                "Mean over sentences; 0: the branches agree. For scale, the length of the pre-trained states.",
             ),
             figure(flat, f"Layer {last.layer}, both branches on two principal axes of their states."),
             table("Branches by layer", ("layer", "cosine", "distance", "length"), rows, numbers=range(4)),
@@ -356,7 +392,7 @@ def curves_section(findings: Findings) -> Markup | None:
         source = (
             "From the given log."
             if findings.curves
-            else "Held-out losses where each training run began and ended, one run after the other."
+            else "Held-out losses each time that training measured them, one run after the other."
         )
         changes = [
             (c.source, c.points[0][0], f"{first:.4f}", c.points[-1][0], f"{last:.4f}", f"{last - first:+.4f}")
@@ -367,7 +403,14 @@ def curves_section(findings: Findings) -> Markup | None:
         parts.append(
             pair(
                 figure(
-                    lines("Loss by source", series, key="curves-lines", across="step", up="loss, nats a token"),
+                    lines(
+                        "Loss by source",
+                        series,
+                        Axis.over("step", (step for c in curves for step, _ in c.points)),
+                        Axis.over("loss, nats a token", (loss for c in curves for _, loss in c.points)),
+                        key="curves-lines",
+                        height=max(206.0, 12.0 * len(curves) + 70),
+                    ),
                     f"{source} Rising: forgetting.",
                 ),
                 table("First and last losses", columns, changes, numbers=range(1, 6)),

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from surgeon.runtime.control import Interpolator
 from surgeon.runtime.graft import Frame, Graft
 from surgeon.runtime.newborn import Newborn
 from surgeon.runtime.rules import Surgery
 
-from .rules import CHANNELS, ScaleRules, ScaleSpec
+from .rules import ScaleRules, ScaleSpec
 
 
 class FeedForwardScale(Newborn):
@@ -59,15 +57,3 @@ class ScaleGraft(Graft, ScaleRules):
     def counted(self, surgery: Surgery) -> Mapping[str, tuple[type[nn.Module], int]]:
         """Scales."""
         return {"scales": (FeedForwardScale, len(surgery.of[self.name]))}
-
-
-class Channels(Interpolator):
-    """h = (1 − σ(l)) p + σ(l) e, channel by channel."""
-
-    rule = CHANNELS
-    logits: nn.Parameter
-
-    def forward(self, hidden: Tensor, pretrained: Tensor, expanded: Tensor) -> tuple[Tensor, float | Tensor]:
-        """Linear interpolation; α is the channels' mean."""
-        share = torch.sigmoid(self.logits)
-        return torch.lerp(pretrained, expanded, share.to(pretrained.dtype)), share.mean().reshape(1)

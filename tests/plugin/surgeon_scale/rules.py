@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from surgeon.runtime.births import Birth, Fill
-from surgeon.runtime.control_rules import InterpolatorRule, log_odds
 from surgeon.runtime.rules import BRANCH, GraftRules, Kind, Surgery, built, by_layer, check_layers
 
 SCALE = "mlp.scale."
@@ -73,21 +72,4 @@ class ScaleRules(GraftRules):
         return True
 
 
-@dataclass(frozen=True)
-class ChannelRule(InterpolatorRule):
-    """One α for each channel, learned always."""
-
-    scalar_alpha: bool = False
-    unmergeable: str = "has an α for every channel"
-
-    def matrices(self, width: int) -> dict[str, Birth]:
-        """σ(logits) = ½ in every channel."""
-        return {"logits": Fill((width,), log_odds(0.5))}
-
-    def learned(self, alpha: float) -> dict[str, Birth]:
-        """Nothing more."""
-        return {}
-
-
 SCALE_RULES = ScaleRules()
-CHANNELS = ChannelRule("channels", "Channels", part="surgeon_scale.modules")

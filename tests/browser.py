@@ -22,6 +22,12 @@ document.getElementById("page").addEventListener("load", (event) => {{
   const view = event.target.contentWindow, page = view.document;
   if ({unfolded}) page.querySelectorAll("details").forEach((one) => {{ one.open = true; }});
   const box = (node) => {{ const r = node.getBoundingClientRect(); return [r.left, r.top, r.right, r.bottom]; }};
+  const pictures = [...page.querySelectorAll("svg[role=img]")].filter((svg) => svg.checkVisibility());
+  // A line of text as tall as its letters: boxes of lines have room above and below.
+  const inked = (text) => {{
+    const [left, top, right, bottom] = box(text), room = (bottom - top) * 0.2;
+    return [left, top + room, right, bottom - room];
+  }};
   const found = {{
     inner: view.innerWidth,
     scroll: page.documentElement.scrollWidth,
@@ -36,7 +42,15 @@ document.getElementById("page").addEventListener("load", (event) => {{
       flags: [...row.querySelectorAll("path.flag")].map(box),
     }})),
     figures: [...page.querySelectorAll("svg.chart, img")].map(box),
-    outside: [...page.querySelectorAll("svg.chart")].flatMap((svg) => [
+    overlapping: pictures.flatMap((svg) => {{
+      const texts = [...svg.querySelectorAll("text:not([transform])")].map((text) => [text.textContent, inked(text)]);
+      const over = (a, b) => a[0] < b[2] - 1 && b[0] < a[2] - 1 && a[1] < b[3] - 1 && b[1] < a[3] - 1;
+      return texts.flatMap(([words, a], nth) => texts.slice(nth + 1).filter(([_, b]) => over(a, b))
+        .map(([others, _]) => words + " / " + others));
+    }}),
+    smallest: Math.min(...pictures.flatMap((svg) => [...svg.querySelectorAll("text:not(.small)")].map((text) =>
+      parseFloat(view.getComputedStyle(text).fontSize) * svg.getScreenCTM().a))),
+    outside: pictures.flatMap((svg) => [
       ...svg.querySelectorAll("text")].filter((text) => {{
       const a = text.getBoundingClientRect(), b = svg.getBoundingClientRect();
       return a.left < b.left - 1 || a.right > b.right + 1 || a.top < b.top - 1 || a.bottom > b.bottom + 1;

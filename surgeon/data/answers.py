@@ -1,0 +1,93 @@
+"""What a model answers to prompts, in three calls: encode them by a checkpoint, load the model, have it answer.
+
+Torch is imported where work begins, so that what a command refuses it refuses at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from surgeon.errors import BadInput, printable
+
+if TYPE_CHECKING:
+    from surgeon.data.generation import Prompter
+    from surgeon.manifest.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer: its text, how many tokens it has, and whether the model ended it by itself."""
+
+    text: str
+    tokens: int
+    ended: bool
+
+
+@dataclass(frozen=True)
+class EncodedPrompts:
+    """Prompts as a checkpoint reads them: the `ids` of each, the `most` tokens of its answer, and what ends one.
+
+    With `chat` each is a user's turn as the chat template writes it, else a text to go on with.
+    """
+
+    ids: tuple[list[int], ...]
+    most: tuple[int, ...]
+    chat: bool
+    ends: frozenset[int]
+    prompter: Prompter
+
+
+def encode_prompts(prompts: Sequence[str], checkpoint: Checkpoint, *, tokens: int = 64) -> EncodedPrompts:
+    """Encode prompts by a checkpoint's tokenizer: as a user's turn where it has a chat template, else as they are.
+
+    An answer may have `tokens` tokens, or as many as the context leaves. Raises BadInput where there is no tokenizer,
+    and for a prompt without tokens or without room for an answer.
+    """
+    from surgeon.data.generation import ANSWER, Prompter
+    from surgeon.models.tokens import check_ids
+
+    prompter = Prompter(checkpoint.folder)
+    chat = bool(prompter.tokenizer.chat_template)
+    ends = prompter.ends | ((prompter.end_of_turn(ANSWER) if chat else None) or set())
+    context = checkpoint.context or sys.maxsize
+    ids, most = [], []
+    for number, prompt in enumerate(prompts, 1):
+        encoded = prompter.answering(prompt) if chat else prompter.continuing(prompt)
+        called = f"{printable(checkpoint.name)}: prompt {number} ({printable(prompt, 40)})"
+        if not encoded:
+            raise BadInput(f"{called} has no tokens; give one with words that its tokenizer knows")
+        if len(encoded) >= context:
+            raise BadInput(
+                f"{called} has {len(encoded)} tokens, and its context of {context} has no room for an answer; shorten"
+                " it"
+            )
+        check_ids(encoded, prompter.tokenizer, rows=checkpoint.vocabulary or sys.maxsize)
+        ids.append(encoded)
+        most.append(min(tokens, context - len(encoded)))
+    return EncodedPrompts(tuple(ids), tuple(most), chat, frozenset(ends), prompter)
+
+
+def answer(
+    model: Any, prompts: EncodedPrompts, *, advance: Callable[[int], None] = lambda _prompts: None
+) -> list[Answer]:
+    """Have a loaded model answer each prompt (`encode_prompts`), taking the likeliest token each time.
+
+    Prompts are run one by one, so that no padding changes an answer; `advance` receives how many are done.
+    """
+    from surgeon.data.generation import continued
+
+    found = []
+    for ids, most in zip(prompts.ids, prompts.most, strict=True):
+        (turn,) = continued(model, [ids], set(prompts.ends), most)
+        words = prompts.prompter.words
+        text = words(turn.ids, ended=turn.ended)
+        if not prompts.chat:
+            # Behind its beginning, as decoders of single tokens drop a space before the first word.
+            before, whole = words(ids, ended=True), words([*ids, *turn.ids], ended=turn.ended)
+            text = whole.removeprefix(before) if whole.startswith(before) else text
+        found.append(Answer(text, len(turn.ids), turn.ended))
+        advance(1)
+    return found

@@ -1,0 +1,266 @@
+"""Interpolators (Control LLM, arXiv:2501.10979, section 3.3): how two branches of a layer become one.
+
+Each is one class: its key in plans, its tensors at birth and its equation. Previews read this file without torch, so
+equations are written with operators and methods of tensors, and import torch themselves where they need more.
+
+Shapes: B batch, T tokens, D hidden size; h the layer's input, p the pre-trained and e the expanded branch, all B T D;
+α, the share of e: a float, a tensor of shape (1,) or of B T 1.
+Written as p + α (e − p) (`lerp`), the result is bit-exactly p where e equals p, whatever α is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from .births import Birth, Fill, Normal, Values
+from .precision import at_least_fp32
+from .rules import fraction
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Below this angle (radians) slerp's share differs from α by less than fp32 can hold.
+SMALL_ANGLE = 1e-3
+
+
+@dataclass(frozen=True)
+class InterpolatorSpec:
+    """How two branches become one: α in training and at inference (None: the same), learned or fixed."""
+
+    kind: str = "lerp"
+    alpha: float = 0.5
+    inference_alpha: float | None = None
+    learnable: bool = False
+
+    def __post_init__(self) -> None:
+        fraction("alpha", self.alpha)
+        if self.inference_alpha is not None:
+            fraction("inference_alpha", self.inference_alpha)
+
+
+class Interpolation:
+    """One interpolator. What is not overridden is lerp with one α, fixed or learned.
+
+    `scalar_alpha`: its α is one number, so that another can take its place at inference. `projects`: it projects for
+    the divergence, without which its matrix would never train. `unmergeable` says why two branches that it joins
+    cannot be folded into one layer without a stated share; empty where they can. A learned α that is folded stands in
+    a tensor `logit`, as α = σ(logit); where it stands otherwise, the share must be stated.
+    """
+
+    key: ClassVar[str]
+    scalar_alpha: ClassVar[bool] = True
+    projects: ClassVar[bool] = False
+    unmergeable: ClassVar[str] = ""
+
+    def matrices(self, width: int) -> dict[str, Birth]:
+        """Its tensors beside α, for hidden states of size `width`."""
+        return {}
+
+    def learned(self, alpha: float) -> dict[str, Birth]:
+        """The tensor that holds α where it is learned; shape (1,), as FSDP2 does not shard scalars."""
+        return {"logit": Fill((1,), log_odds(alpha))}
+
+    def share(self, tensors: Mapping[str, Tensor], alpha: float, h: Tensor, p: Tensor, e: Tensor) -> float | Tensor:
+        """Return α of this forward, which also weighs the divergence.
+
+        Args:
+            tensors: those of `births`, by name: what `learned` names is there only where α is learned.
+            alpha: the stated share.
+            h: the layer's input.
+            p: the pre-trained branch.
+            e: the expanded branch.
+        """
+        if "logit" not in tensors:
+            return alpha
+        return at_least_fp32(tensors["logit"]).sigmoid().to(p.dtype)
+
+    def join(self, tensors: Mapping[str, Tensor], p: Tensor, e: Tensor, alpha: float | Tensor) -> Tensor:
+        """Return the combined states, exactly p where p and e are equal.
+
+        Args:
+            tensors: as for `share`.
+            p: the pre-trained branch.
+            e: the expanded branch.
+            alpha: what `share` returned, or `inference_alpha` in its place.
+        """
+        return p.lerp(e, alpha)
+
+    def anchor(self, tensors: Mapping[str, Tensor], p: Tensor) -> Tensor:
+        """What the divergence pulls the expanded branch towards; `p` is detached."""
+        return p
+
+    def births(self, spec: InterpolatorSpec, width: int) -> dict[str, Birth]:
+        """All its tensors at birth, by name."""
+        return self.matrices(width) | (self.learned(spec.alpha) if spec.learnable else {})
+
+    def check(self, spec: InterpolatorSpec, known: Iterable[Interpolation]) -> None:
+        """ValueError where the spec asks for what this interpolator has not; `known` are those to choose from."""
+        if spec.inference_alpha is not None and not self.scalar_alpha:
+            others = ", ".join(rule.key for rule in known if rule.scalar_alpha)
+            raise ValueError(
+                f"config.surgery: inference_alpha needs an interpolator with one α for all tokens "
+                f"({others}), not `{self.key}`"
+            )
+        # A logit holds α where it is learned or added to a gate's output; 0 and 1 have none.
+        if (spec.learnable or not self.scalar_alpha) and not 0.0 < spec.alpha < 1.0:
+            raise ValueError(
+                f"config.surgery: alpha is {spec.alpha}; where `{self.key}` learns it must lie "
+                "between 0 and 1, exclusive"
+            )
+
+
+def log_odds(alpha: float) -> float:
+    """The number whose sigmoid is α."""
+    return math.log(alpha) - math.log1p(-alpha)
+
+
+class Lerp(Interpolation):
+    """h = (1 − α) p + α e."""
+
+    key = "lerp"
+
+
+class Dlerp(Interpolation):
+    """h = (1 − α) p + α e, α = σ(W [p, e] + b) for every token; b stays at logit α unless `learnable`."""
+
+    key = "dlerp"
+    scalar_alpha = False
+    unmergeable = "chooses α for every token"
+    # How many states the gate reads side by side.
+    states: ClassVar[int] = 2
+
+    def matrices(self, width: int) -> dict[str, Birth]:
+        """W = 0: every token starts at α."""
+        return {"weight": Fill((1, self.states * width))}
+
+    def learned(self, alpha: float) -> dict[str, Birth]:
+        """b."""
+        return {"bias": Fill((1,), log_odds(alpha))}
+
+    def share(self, tensors: Mapping[str, Tensor], alpha: float, h: Tensor, p: Tensor, e: Tensor) -> float | Tensor:
+        """From what both branches say."""
+        import torch
+
+        return self.gate(tensors, alpha, torch.cat((p, e), dim=-1))
+
+    def gate(self, tensors: Mapping[str, Tensor], alpha: float, features: Tensor) -> Tensor:
+        """σ(W features + b), B T 1; the sigmoid in fp32."""
+        score = at_least_fp32(features @ tensors["weight"].T)
+        bias = at_least_fp32(tensors["bias"]) if "bias" in tensors else log_odds(alpha)
+        return (score + bias).sigmoid().to(features.dtype)
+
+
+class DlerpIn(Dlerp):
+    """Dlerp whose α comes from the layer's input: α = σ(W h + b)."""
+
+    key = "dlerp_in"
+    states = 1
+
+    def share(self, tensors: Mapping[str, Tensor], alpha: float, h: Tensor, p: Tensor, e: Tensor) -> float | Tensor:
+        """From the layer's input."""
+        return self.gate(tensors, alpha, h)
+
+
+class MixtureOfTwo(Interpolation):
+    """Hard choice for every token: the larger of softmax(W h + b) takes all; a tie is the expanded branch's.
+
+    argmax alone would leave the gate without a gradient. The choice is therefore passed straight through:
+    forward takes one branch exactly, backward sees the probability of the expanded branch, which is also the
+    divergence's α.
+    """
+
+    key = "moe"
+    scalar_alpha = False
+    unmergeable = "chooses α for every token"
+
+    def matrices(self, width: int) -> dict[str, Birth]:
+        """Random scores, of the variance of a linear layer's default, so that both branches get tokens at once."""
+        return {"weight": Normal((2, width), 1 / math.sqrt(3 * width))}
+
+    def learned(self, alpha: float) -> dict[str, Birth]:
+        """b = (0, logit α)."""
+        return {"bias": Values((2,), (0.0, log_odds(alpha)))}
+
+    def share(self, tensors: Mapping[str, Tensor], alpha: float, h: Tensor, p: Tensor, e: Tensor) -> float | Tensor:
+        """The probability of the expanded branch, B T 1, in fp32."""
+        scores = at_least_fp32(h @ tensors["weight"].T)
+        fixed = scores.new_tensor((0.0, log_odds(alpha)))
+        bias = at_least_fp32(tensors["bias"]) if "bias" in tensors else fixed
+        return (scores + bias).softmax(dim=-1)[..., 1:]
+
+    def join(self, tensors: Mapping[str, Tensor], p: Tensor, e: Tensor, alpha: float | Tensor) -> Tensor:
+        """The chosen branch."""
+        assert not isinstance(alpha, float)
+        choice = (alpha >= 0.5).to(alpha.dtype) + (alpha - alpha.detach())
+        return p.lerp(e, choice.to(p.dtype))
+
+
+class Lateral(Interpolation):
+    """One with a square matrix W, of which `weight` holds W − I, so that zeros are the exact identity.
+
+    W itself would lose its updates in bf16: beside the 1 of its diagonal they round away.
+    """
+
+    def matrices(self, width: int) -> dict[str, Birth]:
+        """W − I = 0."""
+        return {"weight": Fill((width, width))}
+
+
+class Plerp(Lateral):
+    """h = (1 − α) W p + α e."""
+
+    key = "plerp"
+    unmergeable = "projects the pre-trained branch, which no single layer can do"
+
+    def join(self, tensors: Mapping[str, Tensor], p: Tensor, e: Tensor, alpha: float | Tensor) -> Tensor:
+        """Linear interpolation of the lateral layer's output and the expanded branch."""
+        return (p + p @ tensors["weight"].T).lerp(e, alpha)
+
+
+class Slerp(Interpolation):
+    """Spherical interpolation: sin((1−α)θ)/sin θ · p + sin(αθ)/sin θ · e, θ the angle between p and e.
+
+    From the public code, not the paper. Computed as (sum of the factors) · lerp(p, e, share of the second),
+    with θ from the chord of the unit vectors, so that equal branches give θ = 0, a sum of 1 and exactly p.
+    """
+
+    key = "slerp"
+    unmergeable = "goes along an arc; a straight mean is something else"
+
+    def join(self, tensors: Mapping[str, Tensor], p: Tensor, e: Tensor, alpha: float | Tensor) -> Tensor:
+        """Interpolation along the arc, in at least fp32."""
+        import torch
+        from torch.nn import functional as F
+
+        dtype, p, e = p.dtype, at_least_fp32(p), at_least_fp32(e)
+        unit_p, unit_e = F.normalize(p, dim=-1), F.normalize(e, dim=-1)
+        chord = torch.linalg.vector_norm(unit_e - unit_p, dim=-1, keepdim=True)
+        sagitta = torch.linalg.vector_norm(unit_e + unit_p, dim=-1, keepdim=True)
+        # Opposite vectors have no arc between them; stop just short of a half turn.
+        theta = (2 * torch.atan2(chord, sagitta)).clamp(max=math.pi - SMALL_ANGLE)
+        small = theta < SMALL_ANGLE
+        safe = torch.where(small, torch.ones_like(theta), theta)
+        total = torch.cos((0.5 - alpha) * theta) / torch.cos(theta / 2)
+        share = torch.sin(alpha * safe) / (2 * torch.sin(safe / 2) * torch.cos((0.5 - alpha) * safe))
+        share = torch.where(small, torch.zeros_like(theta) + alpha, share)
+        return (total * torch.lerp(p, e, share)).to(dtype)
+
+
+class Proj(Lateral):
+    """Lerp whose divergence compares e with W p. From the public code, not the paper.
+
+    W takes no part in the combined states; the loss trains it and the expanded branch.
+    """
+
+    key = "proj"
+    projects = True
+
+    def anchor(self, tensors: Mapping[str, Tensor], p: Tensor) -> Tensor:
+        """W p."""
+        return p + p @ tensors["weight"].T
+
+
+INTERPOLATORS = (Lerp(), Dlerp(), DlerpIn(), MixtureOfTwo(), Plerp(), Slerp(), Proj())
