@@ -223,10 +223,11 @@ def alike(one: Path, other: Path, *, exact: bool, more: int) -> list[str]:
     """What differs in logits, beyond rounding where that is all that is promised."""
     import torch
 
-    from surgeon.models.compare import compare_logits
+    from surgeon.models.compare import compare_models, load_pair
 
     ids = torch.randint(4, 300, (2, 24), generator=torch.Generator().manual_seed(0))
-    found = [each for dtype in DTYPES for each in compare_logits(one, other, ids, dtype=dtype, more=more)]
+    pairs = [load_pair(one, other, dtype=dtype) for dtype in DTYPES]
+    found = [each for pair in pairs for each in compare_models(*pair, ids, more=more)]
     return [f"{c.mode} {c.dtype}: differs" for c in found if not (c.identical if exact else c.rounded)]
 
 

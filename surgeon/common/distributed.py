@@ -7,9 +7,13 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from surgeon.errors import SurgeonError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 # A rank may wait for another's transport maps or for rank 0's read-back of a large model; one that died is noticed by
 # torchrun, which ends the rest.
@@ -145,3 +149,14 @@ def is_sharded(model: Any) -> bool:
     from torch.distributed.fsdp import FSDPModule
 
     return isinstance(model, FSDPModule)
+
+
+def summed(sums: NDArray[np.float64], processes: int, device: Any) -> NDArray[np.float64]:
+    """The sums of all processes, each of which has its own of the same shape; those of one process as they are."""
+    if processes == 1:
+        return sums
+    import torch
+
+    together = torch.from_numpy(sums).to(device if device.type == "cuda" else "cpu")
+    torch.distributed.all_reduce(together)
+    return together.cpu().numpy()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from surgeon.common.distributed import is_sharded
+from surgeon.common.distributed import is_sharded, summed
 from surgeon.data.examples import Example, batch_of_examples
 from surgeon.data.scores import Judged
 from surgeon.models.load import running
@@ -47,10 +47,7 @@ def judge_examples(
                 sums[0, mine] = F.cross_entropy(logits.float(), expected, reduction="none").double().cpu().numpy()
                 sums[1, mine] = logits.argmax(dim=-1).cpu().numpy()
         advance(len(whole))
-    if processes > 1:
-        together = torch.from_numpy(sums).to(device if device.type == "cuda" else "cpu")
-        torch.distributed.all_reduce(together)
-        sums = together.cpu().numpy()
+    sums = summed(sums, processes, device)
     model.train(training)
     labels: Any = model.config.num_labels  # type: ignore[union-attr]
     return Judged(sums[0], sums[1].astype(np.int64), np.array([example.label for example in examples]), int(labels))

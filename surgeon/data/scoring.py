@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from surgeon.common.distributed import is_sharded
+from surgeon.common.distributed import is_sharded, summed
 from surgeon.data.encoding import Encoder
 from surgeon.data.held_out import HeldOut
 from surgeon.data.layouts import Document, Labelled
@@ -115,11 +115,8 @@ def score_sequences(
             # The others' forward needs this process's shares.
             _by_token(model, [sequences[whole[0]]], device)
         advance(len(whole))
-    if processes > 1:
-        # A unit may lie in several processes' sequences; its sums are the sums over processes.
-        together = torch.from_numpy(sums).to(device if device.type == "cuda" else "cpu")
-        torch.distributed.all_reduce(together)
-        sums = together.cpu().numpy()
+    # A unit may lie in several processes' sequences; its sums are the sums over processes.
+    sums = summed(sums, processes, device)
     model.train(training)
     return Scores(sums[0], sums[1].astype(np.int64), sums[2].astype(np.int64))
 

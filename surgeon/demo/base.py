@@ -62,14 +62,13 @@ class DemoBase:
     """The trained base. Losses are next-token cross-entropies in nats, in the dtype it is stored in.
 
     `validation_loss` is over documents that were not trained on, `validation_loss_before` the same for the
-    untrained weights; `train_loss` is the mean over the last tenth of the steps.
+    untrained weights.
     """
 
     folder: Path
     parameters: int
     steps: int
     tokens_trained: int
-    train_loss: float
     validation_loss_before: float
     validation_loss: float
     seconds: float
@@ -106,9 +105,7 @@ def make_base(
         before = _loss(model, windows)
         _start_from_neighbours(model, stream)
         steps = max(1, round(seconds * STEPS_A_SECOND))
-        losses = _train(
-            model, stream, steps=steps, seed=seed, show=lambda share, words: show(0.1 + 0.85 * share, words)
-        )
+        _train(model, stream, steps=steps, seed=seed, show=lambda share, words: show(0.1 + 0.85 * share, words))
         model.to(torch.bfloat16).eval()
         after = _loss(model, windows)
     show(0.95, "saving")
@@ -117,13 +114,11 @@ def make_base(
         tokenizer.save_pretrained(folder)
     parameters = sum(value.numel() for value in model.parameters())
     show(1.0, "done")
-    last = losses[-max(1, steps // 10) :]
     return DemoBase(
         folder=folder,
         parameters=parameters,
         steps=steps,
         tokens_trained=steps * _BATCH * _WINDOW,
-        train_loss=sum(last) / len(last),
         validation_loss_before=before,
         validation_loss=after,
         seconds=time.monotonic() - began,
@@ -212,13 +207,12 @@ def _start_from_neighbours(model: Any, stream: Tensor) -> None:
         layer.mlp.down_proj.weight.zero_()
 
 
-def _train(model: Any, stream: Tensor, *, steps: int, seed: int, show: Progress) -> list[float]:
-    """AdamW on random windows of `stream`, linear warm-up then cosine decay; the loss of every step."""
+def _train(model: Any, stream: Tensor, *, steps: int, seed: int, show: Progress) -> None:
+    """AdamW on random windows of `stream`, linear warm-up then cosine decay."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=_PEAK_RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     made = torch.Generator().manual_seed(seed)
     # Each epoch uses every window once, at another offset.
     order: list[int] = []
-    losses: list[float] = []
     model.train()
     for step in range(steps):
         while len(order) < _BATCH:
@@ -234,9 +228,7 @@ def _train(model: Any, stream: Tensor, *, steps: int, seed: int, show: Progress)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
-        show((step + 1) / steps, f"training, step {step + 1} of {steps}, loss {losses[-1]:.2f}")
-    return losses
+        show((step + 1) / steps, f"training, step {step + 1} of {steps}, loss {loss.item():.2f}")
 
 
 def _rate(step: int, steps: int) -> float:

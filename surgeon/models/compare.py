@@ -95,35 +95,13 @@ class LogitComparison:
         return self.kl, self.top1_agreement, self.base_loss, self.out_loss
 
 
-def compare_logits(
-    base: CheckpointFolder | Path,
-    out: CheckpointFolder | Path,
-    ids: Tensor,
-    *,
-    dtype: str = "auto",
-    device: str = "cpu",
-    decode_tokens: int = 16,
-    batch_size: int = 4,
-    more: int = 0,
-) -> list[LogitComparison]:
-    """Load `base` and `out` whole and compare their logits on `ids` (windows, window).
-
-    Prefill runs each window at once without a cache; cached decode prefills all but the last
-    `decode_tokens` of each window, then feeds those one at a time. Both models use the dtype and the
-    attention implementation that transformers chooses for the base. Each folder is trusted as it was opened, a path
-    with no code at all (`load_model`). Memory: both models and the logits of one batch of each.
-    Raises BadInput when the base cannot be loaded, PromiseBroken when the output cannot.
-    """
-    pair = load_pair(base, out, dtype=dtype, device=device)
-    return compare_models(*pair, ids, device=device, decode_tokens=decode_tokens, batch_size=batch_size, more=more)
-
-
 def load_pair(
     base: CheckpointFolder | Path, out: CheckpointFolder | Path, *, dtype: str = "auto", device: str = "cpu"
 ) -> tuple[Any, Any]:
-    """Both models, in the dtype and with the attention implementation that transformers chooses for the base.
+    """Load both models whole, in `dtype` (auto: the base's), and with the base's attention implementation.
 
-    Raises BadInput when the base cannot be loaded, PromiseBroken when the output cannot.
+    Each folder is trusted as it was opened, a path with no code at all (`load_model`). Raises BadInput when the base
+    cannot be loaded, PromiseBroken when the output cannot.
     """
     base_model = load_model(base, dtype=dtype, device=device)
     attention = attention_of(base_model)
@@ -143,6 +121,8 @@ def compare_models(
 ) -> list[LogitComparison]:
     """Compare two models on `ids` (windows, window): prefill, and cached decode unless `decode_tokens` is 0.
 
+    Prefill runs each window at once without a cache; cached decode prefills all but the last `decode_tokens` of each
+    window, then feeds those one at a time. Memory, beside the models: the logits of one batch of each.
     `more` is how many tokens the output has that the base has not.
     """
     steps = decoded_steps(ids, decode_tokens)

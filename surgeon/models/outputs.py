@@ -22,6 +22,8 @@ from surgeon.models.load import load_model, opened, running
 from surgeon.runtime.composition import ENCODER_AUTOS, composition_of
 
 WHOLE = "whole sequences"
+# Windows that run together.
+_TOGETHER = 4
 # What heads return, or the model without one.
 _OUTPUTS = ("logits", "prediction_logits", "start_logits", "last_hidden_state")
 
@@ -91,7 +93,6 @@ def compare_outputs(
     auto: str,
     dtype: str = "auto",
     device: str = "cpu",
-    batch_size: int = 4,
 ) -> OutputComparison:
     """Load `base` and `out` whole and compare their outputs. The last third of every other window is padding.
 
@@ -102,7 +103,6 @@ def compare_outputs(
         auto: transformers' auto class.
         dtype: the dtype that both compute in.
         device: where both run.
-        batch_size: windows that run together.
 
     Raises:
         BadInput: the base cannot be loaded or has fewer positions than a window.
@@ -120,15 +120,15 @@ def compare_outputs(
         failure=PromiseBroken,
         auto=auto,
     )
-    mask = torch.ones_like(ids)
+    mask, together = torch.ones_like(ids), _TOGETHER
     if config.pad_token_id is None and not is_encoder(base.config):
         # A decoder's classifier then finds no last token of a row but in a batch of one row, without padding.
-        batch_size = 1
+        together = 1
     else:
         mask[1::2, ids.shape[1] - ids.shape[1] // 3 :] = 0
         ids = torch.where(mask.bool(), ids, config.pad_token_id or 0)
     name, identical, difference, largest = "", True, 0.0, 0.0
-    batches = (torch.split(values.to(device), batch_size) for values in (ids, mask))
+    batches = (torch.split(values.to(device), together) for values in (ids, mask))
     for ids_BT, mask_BT in zip(*batches, strict=True):
         name, first, second = _both(base_model, out_model, ids_BT, mask_BT)
         identical = identical and torch.equal(first, second)

@@ -90,15 +90,11 @@ class DeltaIndex(Entry):
     from_base: dict[str, Sha256]
     shards: dict[_Shard, list[str]]
     tensors: dict[str, HeldTensor]
-    beside: dict[_Beside, list[str]] = {}  # noqa: RUF012  # pydantic copies it
-
-    def data(self) -> dict[str, Any]:
-        """As JSON data. A field that came later stays out where it says nothing: older versions read the rest."""
-        return self.model_dump(exclude_unset=True)
+    beside: dict[_Beside, list[str]]
 
     def to_bytes(self) -> bytes:
         """The file's content."""
-        return (json.dumps(self.data(), indent=1, ensure_ascii=False) + "\n").encode()
+        return (json.dumps(self.model_dump(), indent=1, ensure_ascii=False) + "\n").encode()
 
 
 @dataclass(frozen=True)
@@ -143,7 +139,7 @@ class Delta:
         content = source.small(DELTA_FILE, max_bytes=MAX_DELTA_BYTES)
         data = parse_json_strict(content, file=DELTA_FILE, max_bytes=MAX_DELTA_BYTES)
         index = checked(DeltaIndex, data, "delta", file=str(path / DELTA_FILE))
-        if seal_of(index.data()) != index.sha256:
+        if seal_of(index.model_dump()) != index.sha256:
             raise BadInput(f"{shown}: not what its sha256 says, so it was edited or damaged; get the delta again")
         files: dict[str, bytes] = {}
         for name, digest in index.files.items():
@@ -369,9 +365,9 @@ def _index(
                 for shard in shards
                 for output in shard.outputs
             },
-            **({"beside": {file: list(infos) for file, infos in beside.held.items()}} if beside.held else {}),
+            beside={file: list(infos) for file, infos in beside.held.items()},
         )
-        return index.model_copy(update={"sha256": seal_of(index.data())})
+        return index.model_copy(update={"sha256": seal_of(index.model_dump())})
     except ValidationError as error:
         problem = printable(error.errors(include_url=False)[0]["msg"])
         raise BadInput(f"{printable(str(out.path))}: {problem}: a shard's name") from None

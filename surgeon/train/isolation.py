@@ -24,7 +24,7 @@ from surgeon.data.packing import Packer, Packing, batch_of
 from surgeon.errors import BadInput, printable
 from surgeon.train.processes.sharding import let_go
 from surgeon.train.steps.by_document import by_document
-from surgeon.train.steps.one_row import builds_no_mask, implementation_of
+from surgeon.train.steps.one_row import builds_no_mask
 
 # Relative change of a token's states that rounding alone may make, by dtype; and at most this part of a leak's.
 _ROUNDING = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -44,7 +44,6 @@ class Isolation:
     is the first one whose output changes (None: none does).
     """
 
-    implementation: str
     dtype: str
     training: float
     evaluation: float | None
@@ -130,7 +129,7 @@ def probe(model: Any, *, length: int, micro_batch: int, packing: Packing, ids: S
                     without = max(packed.changed(runs, packed.kept, training=mode) for mode in (True, False))
     let_go(model)
     dtype = str(model.dtype).removeprefix("torch.")
-    return Isolation(implementation_of(model), dtype, training, evaluation, without, leaking, alone, tolerance, layer)
+    return Isolation(dtype, training, evaluation, without, leaking, alone, tolerance, layer)
 
 
 class _Documents:

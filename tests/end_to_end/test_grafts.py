@@ -19,7 +19,6 @@ import surgeon
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.cli import app
 from surgeon.families.decoders import USUAL_DECODERS
-from surgeon.models.compare import compare_logits
 from surgeon.models.compare_streamed import compare_streamed
 from surgeon.runtime.adapters import GatedAdapter
 from surgeon.runtime.adapters_rules import GATES, VARIANCES, AdapterSpec
@@ -27,6 +26,7 @@ from surgeon.runtime.bundle import CODE_FILE, bundle
 from surgeon.runtime.interpolators import InterpolatorSpec
 from tests import tiny
 from tests.checkpoints import attaches_grafts, train, weights
+from tests.compared_logits import compare_logits
 from tests.elsewhere import WITHOUT_SURGEON, load_elsewhere, run_elsewhere
 from tests.runtime.test_interpolators import RULES, build_interpolator
 from tests.shipped_plans import SHIPPED, plan_of

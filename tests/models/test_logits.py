@@ -11,9 +11,10 @@ import torch
 
 from surgeon.errors import BadInput, PromiseBroken
 from surgeon.models import compare
-from surgeon.models.compare import CACHED_DECODE, PREFILL, compare_logits, compare_models
+from surgeon.models.compare import CACHED_DECODE, PREFILL, compare_models
 from surgeon.models.load import load_model
 from tests import tiny
+from tests.compared_logits import compare_logits
 from tests.models.grown import edit, grow, shard_of
 
 IDS = torch.randint(3, 128, (3, 24), generator=torch.Generator().manual_seed(1))

@@ -14,12 +14,12 @@ from surgeon.errors import BadInput, PromiseBroken
 from surgeon.families.twin import stored_buffers
 from surgeon.models import compare_streamed as compare_streamed_module
 from surgeon.models import stored_matrix
-from surgeon.models.compare import compare_logits
 from surgeon.models.compare_streamed import StreamedComparison, compare_streamed
 from surgeon.models.load import load_model
 from surgeon.models.stored_matrix import StoredMatrix
 from surgeon.models.stream import StreamedModel
 from tests import tiny
+from tests.compared_logits import compare_logits
 from tests.decoders import tiny_decoder
 from tests.models.grown import edit, grow, shard_of
 

@@ -260,7 +260,7 @@ def test_what_was_edited_since_is_found(tmp_path: Path) -> None:
 
 def test_a_bound_that_is_broken_is_said(tmp_path: Path) -> None:
     """Rows of the output that are far from the mean take more than their share."""
-    from surgeon.models.compare import compare_logits
+    from tests.compared_logits import compare_logits
 
     base = base_of(tmp_path)
     surgeon.apply(plan_of(tmp_path, GROW), base, tmp_path / "out", device="cpu")

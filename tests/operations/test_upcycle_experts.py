@@ -530,7 +530,7 @@ def test_other_models_than_fine_tunes_are_refused(tmp_path: Path) -> None:
 
 def test_a_promise_of_rounding_is_checked(tmp_path: Path) -> None:
     """Logits that differ by more than the order of sums makes of them break it."""
-    from surgeon.models.compare import compare_logits
+    from tests.compared_logits import compare_logits
 
     base = base_of(tmp_path, "llama", dtype="float32")
     out = upcycled(tmp_path, base, form="copies")

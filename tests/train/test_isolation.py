@@ -63,7 +63,7 @@ def test_what_isolates_is_found_to(family: str, dtype: str, tmp_path: Path) -> N
     assert family == "mixtral" or found.change == 0
     assert found.leaking > 0.1
     assert found.alone < 2e-2
-    assert (found.implementation, found.dtype, found.layer) == ("eager", dtype, None)
+    assert (found.dtype, found.layer) == (dtype, None)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
