@@ -235,9 +235,10 @@ class _Labels:
         )  # fmt: skip
         words = _short(value)
         width = _LETTER * len(words)
-        left = x + 6 if x + 6 + width < self._frame.right else x - 6 - width
         at = min(max(y, _TOP + 6), self._frame.bottom - 6)
-        if self._free(left, at, width):
+        beside = (left for left in (x + 6, x - 6 - width) if _LEFT <= left <= self._frame.right - width)
+        left = next((left for left in beside if self._free(left, at, width)), None)
+        if left is not None:
             self._taken.append((left, at, width))
             yield el("text", words, x=left, y=at + 3.5, class_=f"name {one.classes}")
 
