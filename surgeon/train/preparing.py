@@ -80,6 +80,7 @@ def prepare(
     _tried(lambda: devices.check(device), wrong)
     _tried(lambda: check_destination(target, out.path), wrong)
     sharding = _tried(lambda: requested_sharding(loaded.config), wrong)
+    _tried(lambda: _check_template(out, loaded), wrong)
     wrong += _not_installed(loaded)
     for number, source in enumerate(loaded.config.sources):
         wrong += [f"{loaded.where('sources', number, key)}{why}" for key, why in check_source(source, loaded)]
@@ -103,7 +104,6 @@ def prepare(
         notes = _about_what(manifest, loaded, wanted)
         if within is not None and within.last and loaded.config.preserve and loaded.config.preserve.last is None:
             notes.append(f"`preserve`: the first base is not in the model any more, so {within.shown} teaches")
-    _tried(lambda: _check_template(out, loaded), wrong)
     if wrong or wanted is None or settled is None or settled_for is None:
         raise bad_input(wrong)
     settings, about_settings = settled

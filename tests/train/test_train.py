@@ -318,6 +318,8 @@ def test_checkpointing_changes_nothing_but_memory(tmp_path: Path) -> None:
 def test_what_is_not_for_this_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny.checkpoint(tmp_path / "base", "roberta")
     surgeon.apply("mixture-of-control", str(tmp_path / "base"), tmp_path / "out")
+    for name in ("fr", "en"):
+        corpus(tmp_path / f"{name}.jsonl")
     with pytest.raises(BadInput, match=r"an encoder \(roberta\), which predicts no next token; .*`kind: labels`"):
         surgeon.train(tmp_path / "out", config(tmp_path), tmp_path / "run", device="cpu")
     with pytest.raises(BadInput, match="training takes auto, cpu or cuda"):
