@@ -17,6 +17,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import typer
@@ -24,6 +25,7 @@ import yaml
 from typer.testing import CliRunner
 
 import surgeon
+from benchmarks.walks import a_real_base, first_hour
 from surgeon.cli import app
 from surgeon.cli.entries import ENTRIES
 from surgeon.common.yaml import parse_yaml
@@ -259,6 +261,23 @@ def test_no_page_is_long_and_all_of_them_can_be_read() -> None:
     assert words["README.md"] <= MOST_OF_README
     assert not {name: count for name, count in words.items() if count > MOST_OF_A_PAGE}
     assert sum(words.values()) <= MOST_WORDS
+
+
+@pytest.mark.parametrize(("walk", "most"), [(first_hour, 900), (a_real_base, 700)])
+def test_a_tutorial_is_short_and_has_what_its_script_runs(walk: ModuleType, most: int) -> None:
+    page = ROOT / "docs" / "tutorial" / walk.PAGE
+    text, at = page.read_text(encoding="utf-8"), 0
+    for step in walk.STEPS:
+        files = [f"# {name}\n{content}" for name, content in step.writes]
+        for part in () if step.hidden else (step.title, step.says, *files, f"```sh\n{step.command}\n", step.then):
+            at = text.find(part, at)
+            assert at >= 0, part
+    assert len(prose(page).split()) <= most
+
+
+def test_the_first_hour_succeeds_and_recovers_three_times() -> None:
+    assert [step.exits for step in first_hour.STEPS if step.exits] == [2, 2, 2]
+    assert all(step.names for step in first_hour.STEPS if step.exits)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
