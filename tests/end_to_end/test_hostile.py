@@ -170,7 +170,10 @@ def test_halves_of_characters_in_chats_and_probes(made: Path, tmp_path: Path) ->
     config = training(tmp_path, "chat.jsonl", kind="chat")
     out = tmp_path / "out"
     out.symlink_to(made / "out")
-    assert "chat" in refused("train", out, config, tmp_path / "run")
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": "chatml"}))
+    assert "message 1: character 2 of the text is half of a UTF-16 pair" in refused(
+        "train", out, config, tmp_path / "run"
+    )
     (tmp_path / "text.jsonl").write_text('{"text": "a\\udc00"}\n')
     assert "line 1: half of a UTF-16 pair" in refused("verify", made / "base", out, "--text", tmp_path / "text.jsonl")
     for text, words in (('"\\ud800"', "half of a UTF-16 pair"), ('"a\\0b"', "a NUL character")):

@@ -17,7 +17,7 @@ import pytest
 import surgeon
 from surgeon.common import cache
 from surgeon.errors import BadInput
-from surgeon.families import anatomy_cache, derived
+from surgeon.families import anatomy_cache, checkpoint_anatomy, derivation
 from tests.decoders import tiny_decoder
 
 PLAN = "surgeon: 1\noperations:\n  - {op: insert_layers, where: {every: 2}, init: {kind: copy}}\n"
@@ -46,13 +46,13 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A line for each time that a base was derived."""
     lines: list[str] = []
-    original = derived.anatomy_of
+    original = checkpoint_anatomy.anatomy_of
 
     def counting(*args: Any, **options: Any) -> Any:
         lines.append("derived")
         return original(*args, **options)
 
-    monkeypatch.setattr(derived, "anatomy_of", counting)
+    monkeypatch.setattr(checkpoint_anatomy, "anatomy_of", counting)
     return lines
 
 
@@ -101,17 +101,17 @@ def test_a_refusal_is_made_anew(base: Path, plan: Path, kept: Path, monkeypatch:
     def refuse(*_args: Any, **_options: Any) -> None:
         raise BadInput("the logits differ")
 
-    derived._prove.cache_clear()
+    derivation._prove.cache_clear()
     with monkeypatch.context() as patched:
-        patched.setattr(derived, "prove", refuse)
+        patched.setattr(derivation, "prove", refuse)
         for _ in range(2):
             with pytest.raises(BadInput, match="the logits differ"):
                 surgeon.preview(plan, base)
     assert not kept.exists()
     surgeon.preview(plan, base)
-    derived._prove.cache_clear()
+    derivation._prove.cache_clear()
     plan.write_text(PLAN.replace("every: 2", "every: 1"))
-    monkeypatch.setattr(derived, "prove", refuse)
+    monkeypatch.setattr(derivation, "prove", refuse)
     with pytest.raises(BadInput, match="the logits differ"):
         surgeon.preview(plan, base)
 

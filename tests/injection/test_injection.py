@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import resource
 import threading
@@ -173,10 +174,10 @@ def test_a_full_device_for_what_is_shown(monkeypatch: pytest.MonkeyPatch) -> Non
     def full() -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    from surgeon import cli
+    from surgeon.cli import failures
 
-    monkeypatch.setattr(cli, "_stop_writing", lambda _where: None)
-    monkeypatch.setattr(cli.json, "dumps", lambda *_, **__: full())
+    monkeypatch.setattr(failures, "_stop_writing", lambda _where: None)
+    monkeypatch.setattr(json, "dumps", lambda *_, **__: full())
     result = CliRunner().invoke(app, ["schema"])
     assert result.exit_code == 2
     assert "the output: the disk is full; make room and run the same command again" in result.stderr

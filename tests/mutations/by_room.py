@@ -61,6 +61,13 @@ MISTAKES = (
         "return both",
     ),
     _mistake(
+        "cli",
+        "--static compares logits, and without it none are compared",
+        "spellings.py",
+        'option="--static", off=True)',
+        'option="--static")',
+    ),
+    _mistake(
         "checkpoint",
         "a header that changed since it was read is copied",
         "header.py",

@@ -43,7 +43,7 @@ UNSEEN: dict[str, str] = {
     r"vocabularies\.0\.measured(\..*)?": "what a growth measured of texts, which verify is not given",
     r"dropped\.0\.text\.(sha256|scores)(\..*)?": "what was measured on a text, which verify is not given",
     r"training": "the same run, said twice",
-    r"training\.\*\.(tool|config|settings|steps|tokens|losses)(\..*)?": "what a run reports of itself",
+    r"training\.\*\.(tool|config|settings|steps|tokens|losses|curves)(\..*)?": "what a run reports of itself",
     r"training\.\*\.tensors\.\*": "a tensor that trained and did not change, so that it is what it was at birth",
     r"training\.\*\.tensors\.\*\.(max_change|relative_change)": "what a run reports of itself",
     r"new_tensors\.\*\.sha256": "of a computed tensor that was trained since: its value at birth is gone",
