@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -222,9 +223,9 @@ class Standing:
         return found
 
 
-@pytest.fixture(scope="module")
-def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standing]:
-    home = tmp_path_factory.mktemp("home")
+@contextmanager
+def one_client(home: Path) -> Iterator[Standing]:
+    """A stand-in without files and a process that asks it, until the block ends."""
     with (
         serve(Awkward({}), AwkwardAnswers) as hub,
         subprocess.Popen(
@@ -238,6 +239,12 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standing]:
         assert isinstance(hub, Awkward) and client.stdin is not None
         yield Standing(hub, home, client)
         client.stdin.close()
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standing]:
+    with one_client(tmp_path_factory.mktemp("home")) as standing:
+        yield standing
 
 
 @pytest.fixture
@@ -384,21 +391,25 @@ def test_a_gated_shard_is_told_by_the_preview(standing: Standing) -> None:
     assert "gated" in standing.refused(REMOTE)[0]
 
 
-def test_answers_that_never_end_have_a_limit(standing: Standing) -> None:
-    """Each piece comes soon after the one before: what is limited is the whole."""
-    hub = standing.hub
-    standing.told(("set", {"PATIENCE": 0.5, "SLOWEST": 10**9}))
-    try:
-        for how in ("headers", "weights", "config", "listing", "shard"):
-            hub.how = how
-            (message,) = standing.refused(LOCATE if how == "shard" else REMOTE)
-            assert message.startswith("user/model: the Hub has not answered in full within")
-    finally:
-        hub.how = ""
-        hub.over.set()
-        standing.told(("set", {"PATIENCE": 60.0, "SLOWEST": 32_000}))
-        assert "tensors" in standing.told(REMOTE)
-        hub.over.clear()
+def test_answers_that_never_end_have_a_limit(base: Path, tmp_path: Path) -> None:
+    """Each piece comes soon after the one before: what is limited is the whole.
+
+    The client is a process of its own: the downloads that it gives up go on behind it until it ends.
+    """
+    with one_client(tmp_path / "home") as standing:
+        hub = standing.hub
+        hub.files = files_of(base)
+        standing.told(("set", {"PATIENCE": 0.5, "SLOWEST": 10**9}))
+        try:
+            for how in ("headers", "weights", "config", "listing", "shard"):
+                hub.how = how
+                (message,) = standing.refused(LOCATE if how == "shard" else REMOTE)
+                assert message.startswith("user/model: the Hub has not answered in full within")
+        finally:
+            hub.how = ""
+            hub.over.set()
+            standing.told(("set", {"PATIENCE": 60.0, "SLOWEST": 32_000}))
+            assert "tensors" in standing.told(REMOTE)
 
 
 @pytest.mark.parametrize(
