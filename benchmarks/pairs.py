@@ -15,13 +15,14 @@ leaves the other cells of the record as they are, `--page` writes the page from 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
 from surgeon.manifest.recipe_words import base_bytes_of
 from surgeon.report.followers import RECORD, Answer, recorded_followers
-from tests import tiny, vocabularies
+from tests import adapters, tiny, vocabularies
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "combining.md"
 BEGIN, END = "<!-- written by `python -m benchmarks.pairs` -->", "<!-- until here -->"
@@ -58,6 +59,7 @@ ENTRIES: Mapping[str, Entry] = {
     "widen_ffn": {"by": 16},
     "widen_attention": {"groups": 2},
     "widen_hidden": {"times": 2},
+    "merge_adapter": {"from": "adapter"},
 }
 # What the second of two equal operations has otherwise: other layers, or other words.
 AGAIN: Mapping[str, Entry] = {
@@ -66,12 +68,21 @@ AGAIN: Mapping[str, Entry] = {
     "gated_adapters": {"layers": [1]},
     "widen_attention": {"groups": 4},
     "grow_vocabulary": {"tokens": [" déjà"]},
+    "merge_adapter": {"from": {"adapter": "adapter", "weight": 0.5}},
 }
 # What an operation needs to find in the model.
 NEEDS: Mapping[str, Entry] = {
     "merge_branches": {"op": "control_llm", "layers": [0]},
     "fold_adapters": {"op": "gated_adapters", "layers": [0], "size": 8, "gate": "none"},
 }
+
+
+@contextlib.contextmanager
+def beside_adapter(folder: Path) -> Iterator[None]:
+    """Work in a new folder where `adapter` is one for the bases of all families."""
+    adapters.lora(folder / "adapter", {"mlp.down_proj": (32, 48)}, layers=4)
+    with contextlib.chdir(folder):
+        yield
 
 
 @dataclass(frozen=True)
@@ -426,7 +437,7 @@ def main() -> int:
         return 0
     chosen = asked.families
     broken = 0
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, beside_adapter(Path(scratch)):
         families = {name: Bases(name, Path(scratch) / name) for name in chosen}
         one, two = tables(families, [both for both in EVERY if {*both} & {*asked.of}])
         for name, bases in families.items():

@@ -49,6 +49,14 @@ def _width_of_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
 
 
+@pytest.fixture(autouse=True)
+def _at_home() -> Iterator[None]:
+    """A test that goes to another folder leaves the next one where it was."""
+    home = Path.cwd()
+    yield
+    os.chdir(home)
+
+
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
     """A tiny Llama in bf16, four shards."""

@@ -38,6 +38,7 @@ PLANS = {
     "gated_adapters": "neutral-residues",
     "grow_vocabulary": "grow-vocabulary",
     "insert_layers": "opt-deus",
+    "merge_adapter": "merge-adapter",
     "merge_branches": "control-llm/merge",
     "mixture_of_control": "mixture-of-control",
     "pmoe_experts": "pmoe",

@@ -39,8 +39,9 @@ def structure(shown: Preview) -> str:
     drawn = shown.blueprint
     told = shown.to_json()
     del told["notes"], told["proof"]
-    if not told["texts"]:
-        del told["texts"]
+    for key in ("texts", "deltas"):
+        if not told[key]:
+            del told[key]
     for operation in told["operations"]:
         del operation["matched"], operation["reason"]
     for layer in told["layers"]:

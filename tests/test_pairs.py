@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ from surgeon.operations import OPERATIONS
 
 
 @pytest.fixture(scope="module")
-def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pairs.Bases]:
-    return {name: pairs.Bases(name, tmp_path_factory.mktemp(name)) for name in pairs.FAMILIES}
+def families(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, pairs.Bases]]:
+    with pairs.beside_adapter(tmp_path_factory.mktemp("adapted")):
+        yield {name: pairs.Bases(name, tmp_path_factory.mktemp(name)) for name in pairs.FAMILIES}
 
 
 # A cell of four: of every operation some as the first and some as the second. The benchmark does all, and proves them.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -149,5 +150,11 @@ def base_for(plan: str, folder: Path) -> Path:
         from tests.vocabularies import byte_level
 
         return byte_level(checkpoint(folder / "base", "llama", vocab_size=320))
+    if plan == "merge-adapter":
+        from tests.adapters import lora
+
+        # A shipped plan's own folder has no adapter, so it is sought in the working directory.
+        lora(folder / "adapter")
+        os.chdir(folder)
     layers = {"num_hidden_layers": 8} if plan.startswith("control-llm") else {}
     return checkpoint(folder / "base", "llama", **layers)

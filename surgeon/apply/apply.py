@@ -69,12 +69,16 @@ class Applied:
             `left_behind`: the base's files that were not copied
             `fits`: each network that predicted matrices (LESA), with `explained`, `cosine`, `norm`, `triples`; else
                 empty
+            `merged`: each tensor that an adapter was merged into, with `change` (‖ΔW‖ / ‖W‖), the shares of ΔW that are
+                left by rounding to `nearest` and as it was rounded (`kept`), and how many rows were `guided`; else
+                empty
             `moved`: bytes of tensors `written`, `reflinked`, `linked`
             `seconds`: by stage
         """
         told = plain_fields(self, without=("manifest", "preview", "read_back")) | self.preview.to_json()
         fits = {name: fit.model_dump() for name, fit in self.manifest.fits.items()}
-        return told | {"base_digest": self.manifest.base_digest, "fits": fits}
+        merged = {name: entry.model_dump() for name, entry in self.manifest.merged.items()}
+        return told | {"base_digest": self.manifest.base_digest, "fits": fits, "merged": merged}
 
 
 def apply(
@@ -280,6 +284,8 @@ def applied_view(applied: Applied) -> RenderableType:
         lines.insert(1, Text(applied.moved.text, style="dim"))
     if manifest.fits:
         lines.append(Text(f"predicted: {manifest.fit_text}", style="yellow" if manifest.poor_fits else "dim"))
+    if manifest.merged:
+        lines.append(Text(f"merged: {manifest.merge_text}", style="dim"))
     if applied.left_behind:
         lines.append(Text(f"not carried along: {listed(applied.left_behind)}", style="dim"))
     return Group(*lines)

@@ -62,6 +62,7 @@ class Evaluator:
         self.maps = Maps(blueprint.couplings, self, base, plan_source=plan_source)
         self._ahead = ReadAhead(base)
         self._fits: dict[str, dict[str, Any]] = {}
+        self._changes: dict[str, dict[str, Any]] = {}
         self._prompted: dict[tuple[_Prompts, _Prompts], list[Tensor]] = {}
         # What several parts of the output under way are taken from, one after the other.
         self._kept: dict[Recipe, Tensor] = {}
@@ -81,9 +82,9 @@ class Evaluator:
         self._ahead.close()
 
     def take_reports(self) -> dict[str, dict[str, Any]]:
-        """Reports since the last call: of maps by the name of their coupling, of networks by that of their fit."""
-        taken = self.maps.reports | self._fits
-        self.maps.reports, self._fits = {}, {}
+        """Reports since the last call, by name: of transport maps, of networks' fits, of changes that were merged."""
+        taken = self.maps.reports | self._fits | self._changes
+        self.maps.reports, self._fits, self._changes = {}, {}, {}
         return taken
 
     def make(self, output: Output) -> Iterator[memoryview]:
@@ -241,6 +242,10 @@ class Evaluator:
                 )
             self._fits[fit] = found.to_report()
         return self._predictors[network]
+
+    def record(self, name: str, figures: Mapping[str, float | int | None]) -> None:
+        """Keep what a merge changed in a tensor, and what rounding left of it, as `name`."""
+        self._changes[name] = dict(figures)
 
     def stage(self, name: str) -> AbstractContextManager[object]:
         """Time a stage of the work."""

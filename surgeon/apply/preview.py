@@ -28,6 +28,7 @@ from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import MANIFEST_FILE
 from surgeon.manifest.reading import manifest_of
 from surgeon.operations.grow_vocabulary import TextCounts, VocabularyFacts
+from surgeon.operations.merge_adapter import MergeFacts
 from surgeon.operations.prepare import Facts, OpenedBase
 from surgeon.plan.plan import LoadedPlan, draw, parse_plan, placed, prepare
 from surgeon.plan.shipped import load_named
@@ -91,6 +92,8 @@ class Preview:
             `notes`: lines for the reader
             `texts`: where the vocabulary grows, each with `use`, `text`, `sha256`, `documents`, `unchanged`, `words`,
                 and tokens `before` and `after`; else empty
+            `deltas`: where adapters are merged, by adapter and module ‖ΔW‖ (of LoRA; DoRA needs the weights); else
+                empty
         """
         blueprint = self.blueprint
         return {
@@ -135,7 +138,14 @@ class Preview:
             "shards": [{"file": s.file, "bytes": s.nbytes, "new": s.twin is None} for s in self.shards],
             "notes": list(self.notes),
             "texts": [text.model_dump() for text in self.measured],
+            "deltas": self.deltas,
         }
+
+    @property
+    def deltas(self) -> dict[str, dict[str, float]]:
+        """‖ΔW‖ of every matrix that an adapter changes, as far as the adapter alone says it, by the adapter's id."""
+        merges = [facts for facts in self.facts.values() if isinstance(facts, MergeFacts)]
+        return {each.facts.id: dict(each.norms) for facts in merges for each in facts.adapters}
 
     @property
     def measured(self) -> list[TextCounts]:

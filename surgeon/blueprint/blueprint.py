@@ -141,6 +141,12 @@ class Blueprint:
         return {name for output in self.outputs for name in output.recipe.sources}
 
     @property
+    def changes(self) -> list[str]:
+        """The names under which it is recorded what merges changed, and what rounding left of that."""
+        found = (recipe.own_change for output in self.outputs if output.computed for recipe in output.recipe.walk())
+        return sorted({name for name in found if name is not None})
+
+    @property
     def native(self) -> bool:
         """Whether the output loads without custom code."""
         return not self.code_files

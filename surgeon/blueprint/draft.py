@@ -41,6 +41,7 @@ from surgeon.families.anatomy import (
     Anatomy,
     Derivation,
     LayerKind,
+    with_dtype,
     with_sizes,
     with_vocabulary,
 )
@@ -122,6 +123,8 @@ class Draft:
         self.outer = {name: Outer(Copy.of(info), None) for name, info in anatomy.outer.items()}
         # Of the trunk alone; `finish` writes back what grafts need.
         self.config = native_config(config)
+        # What the config says that numbers are stored in, where an operation stores some in a wider dtype.
+        self.dtype: str | None = None
         self.couplings: dict[str, Coupling] = {}
         self.records: list[OperationRecord] = []
         # Of a model that becomes one of another class: its config.json.
@@ -273,6 +276,8 @@ class Draft:
         """Number the layers, name the tensors and extend the config."""
         grafted = any(layer.grafts for layer in self.layers)
         config = with_sizes(self._finished_config(grafted=grafted), self.anatomy, self.widths)
+        if self.dtype is not None:
+            config = with_dtype(config, self.dtype)
         outer = [Output(name, each.recipe, each.operation) for name, each in self.outer.items()]
         known = len(self.anatomy.outer)
         outputs = [*self._with_parts(outer[:known], config), *outer[known:]]

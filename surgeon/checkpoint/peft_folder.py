@@ -7,7 +7,7 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,8 @@ _MOST_REPEATS = 2
 # Alternatives multiply the cost of a match: fewer of them are allowed beside wildcards.
 _MOST_CHOICES = {False: 8, True: 3}
 
-# Keys that the product depends on are read; others are about training, or must be empty (see `_check_plain`).
-_READ = {"peft_type", "r", "lora_alpha", "use_rslora", "lora_dropout", "alpha_pattern", "bias", "init_lora_weights"}
+# Keys that the product depends on are read; others are about training, or must be empty (see `check_settings`).
+_READ = {"peft_type", "r", "lora_alpha", "use_rslora", "lora_dropout", "alpha_pattern", "init_lora_weights"}
 _OF_NO_EFFECT = {
     "task_type",
     "auto_mapping",
@@ -56,15 +56,6 @@ _OF_NO_EFFECT = {
     "eva_config",
     "corda_config",
     "lora_ga_config",
-}
-_REASONS = {
-    "use_dora": "DoRA rescales the base's weights, and a LoRA slot cannot",
-    "lora_bias": "a slot has no bias",
-    "modules_to_save": "whole modules were trained beside the LoRA, and a slot holds a LoRA alone",
-    "trainable_token_indices": "embeddings were trained beside the LoRA",
-    "layer_replication": "it is for a base with repeated layers",
-    "target_parameters": "it adapts parameters that are not linear modules",
-    "alora_invocation_tokens": "it is active only after certain tokens",
 }
 # Initialisations that do not change the base's weights.
 _PLAIN_INITS = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
@@ -100,10 +91,7 @@ class Adapter:
 
     def scale(self, module: str, rank: int) -> float:
         """The factor of the product B A at `module` (a path in the base model), as PEFT reads its patterns."""
-        alpha = next(
-            (value for pattern, value in self.alpha_pattern.items() if _compiled(pattern).match(module)),
-            self.alpha,
-        )
+        alpha = matched(self.alpha_pattern, module, self.alpha)
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
     def identity(self) -> dict[str, Any]:
@@ -115,15 +103,16 @@ class Adapter:
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """An opened adapter; `facts` describes it, `read` returns a tensor's bytes."""
+    """An opened adapter; `facts` describes it, `read` returns a tensor's bytes, `config` is its adapter_config.json."""
 
     facts: Adapter
+    config: Mapping[str, Any] = field(repr=False)
     _source: LocalSource = field(repr=False)
     _header: Header = field(repr=False)
 
     @classmethod
     def open(cls, path: Path, *, id: str, revision: str | None = None) -> AdapterFolder:
-        """Open a local folder and hash its tensors. Raises BadInput for an adapter that does not fit a slot."""
+        """Open a local folder and hash its tensors. Raises BadInput for what is no LoRA that stands by itself."""
         source = LocalSource(path)
         listing = source.listing()
         check_adapter_files(listing, source.shown)
@@ -132,13 +121,13 @@ class AdapterFolder:
         config = parse_json_strict(content, file=ADAPTER_CONFIG, max_bytes=MAX_CONFIG_BYTES)
         if not isinstance(config, dict):
             raise BadInput(f"{shown}: holds a {type(config).__name__}, expected a JSON object; {_AGAIN}")
-        _check_plain(config, shown)
+        _check_kind(config, shown)
         header = source.headers([ADAPTER_WEIGHTS])[ADAPTER_WEIGHTS]
         for info in header.tensors:
             if info.dtype not in FLOAT_DTYPES:
                 raise BadInput(
-                    f"{source.shown}: tensor {printable(info.name)} is {info.dtype}; a slot takes plain floating-point"
-                    f" matrices ({', '.join(sorted(FLOAT_DTYPES))}): save it in one of these"
+                    f"{source.shown}: tensor {printable(info.name)} is {info.dtype}; plain floating-point"
+                    f" numbers are read ({', '.join(sorted(FLOAT_DTYPES))}): save it in one of these"
                 )
         rank = _number(config, "r", shown, 8)
         if rank < 1:
@@ -152,7 +141,23 @@ class AdapterFolder:
             alpha_pattern=_alpha_pattern(config, shown),
             tensors=_hashed(source, header),
         )
-        return cls(facts, source, header)
+        return cls(facts, config, source, header)
+
+    @property
+    def shown(self) -> str:
+        """Its config's path, for messages."""
+        return printable(str(self._source.path / ADAPTER_CONFIG))
+
+    def check_settings(self, known: Collection[str], reasons: Mapping[str, str], advice: str) -> None:
+        """Raise BadInput for a setting that makes the adapter more than B A times a number at linear modules.
+
+        `known` are keys that the caller reads itself; `reasons` say why others are in the way, `advice` what to do.
+        """
+        for key, value in self.config.items():
+            if key in _READ or key in _OF_NO_EFFECT or key in known or value in (None, False, "", [], {}, "none"):
+                continue
+            reason = reasons.get(key, "surgeon does not know what that does to the adapter's output")
+            raise BadInput(f"{self.shown}: `{printable(key)}` is {_show(value)}: {reason}; {advice}")
 
     def read(self, name: str) -> bytearray:
         """One tensor's bytes. Raises BadInput where they changed after the adapter was opened."""
@@ -168,8 +173,8 @@ class AdapterFolder:
         self._source.check_unchanged()
 
 
-def check_pattern(pattern: str, shown: str) -> None:
-    """Raise BadInput for a key of `alpha_pattern` that is more than a module's name with a few wildcards."""
+def check_pattern(pattern: str, shown: str, key: str = "alpha_pattern") -> None:
+    """Raise BadInput for a name in the setting `key` that is more than a module's name with a few wildcards."""
     repeats = sum(pattern.count(sign) for sign in "*+?")
     cheap = repeats <= _MOST_REPEATS and pattern.count("|") <= _MOST_CHOICES[repeats > 0]
     plain = len(pattern) <= _LONGEST_PATTERN and _PATTERN.fullmatch(pattern) and not _REPEATED_GROUP.search(pattern)
@@ -181,7 +186,7 @@ def check_pattern(pattern: str, shown: str) -> None:
         else:
             return
     raise BadInput(
-        f"{shown}: `alpha_pattern` has the key {printable(repr(pattern))}; names of modules with at most"
+        f"{shown}: `{key}` has the key {printable(repr(pattern))}; names of modules with at most"
         f" {_MOST_REPEATS} wildcards are read: write the modules' full names"
     )
 
@@ -202,6 +207,11 @@ def check_adapter_files(listing: Mapping[str, int], shown: str) -> None:
     raise BadInput(f"{shown}: no {ADAPTER_WEIGHTS} here; is the download complete?")
 
 
+def matched(patterns: Mapping[str, float], module: str, default: float) -> float:
+    """The number of the first pattern that names a module, by its path, as PEFT matches them."""
+    return next((value for pattern, value in patterns.items() if _compiled(pattern).match(module)), default)
+
+
 # `re` caches a few hundred patterns; an adapter may have one for every module.
 @functools.lru_cache(maxsize=_MOST_PATTERNS)
 def _compiled(pattern: str) -> re.Pattern[str]:
@@ -209,28 +219,16 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(rf"(.*\.)?({pattern})$")
 
 
-def _check_plain(config: Mapping[str, Any], shown: str) -> None:
-    """Refuse every setting that makes the adapter more than B A times a number at linear modules."""
+def _check_kind(config: Mapping[str, Any], shown: str) -> None:
+    """Refuse what is no LoRA, and one that stands beside other weights than the base's own."""
     kind = config.get("peft_type")
     if kind != "LORA":
-        raise BadInput(f"{shown}: `peft_type` is {_show(kind)}; only LORA fits a slot; import another adapter")
-    if config.get("bias", "none") != "none":
-        raise BadInput(
-            f"{shown}: `bias` is {_show(config['bias'])}: biases were trained beside the LoRA; import one without"
-        )
+        raise BadInput(f"{shown}: `peft_type` is {_show(kind)}; only LORA is read; give another adapter")
     init = config.get("init_lora_weights", True)
     if not any(init is plain or (isinstance(plain, str) and init == plain) for plain in _PLAIN_INITS):
         raise BadInput(
             f"{shown}: `init_lora_weights` is {_show(init)}, which changed the base's own weights; save it as a plain"
             " LoRA (`save_pretrained(NEW, path_initial_model_for_weight_conversion=INITIAL)`)"
-        )
-    for key, value in config.items():
-        if key in _READ or key in _OF_NO_EFFECT or value in (None, False, "", [], {}):
-            continue
-        reason = _REASONS.get(key, "surgeon does not know what that does to the adapter's output")
-        raise BadInput(
-            f"{shown}: `{printable(key)}` is {_show(value)}: {reason}; such an adapter does not fit a"
-            " slot: import another"
         )
 
 
@@ -256,13 +254,16 @@ def _dropout(config: Mapping[str, Any], shown: str) -> float:
 
 
 def _alpha_pattern(config: Mapping[str, Any], shown: str) -> dict[str, float]:
-    found = config.get("alpha_pattern") or {}
+    return checked_pattern(config, "alpha_pattern", shown)
+
+
+def checked_pattern(config: Mapping[str, Any], key: str, shown: str) -> dict[str, float]:
+    """A setting's numbers by names of modules. Raises BadInput for names that are more than that."""
+    found = config.get(key) or {}
     if not isinstance(found, dict) or len(found) > _MOST_PATTERNS:
-        raise BadInput(
-            f"{shown}: `alpha_pattern` must map at most {_MOST_PATTERNS:,} names of modules to numbers; {_AGAIN}"
-        )
+        raise BadInput(f"{shown}: `{key}` must map at most {_MOST_PATTERNS:,} names of modules to numbers; {_AGAIN}")
     for pattern in found:
-        check_pattern(pattern, shown)
+        check_pattern(pattern, shown, key)
     return {pattern: _number(found, pattern, shown, 0.0) for pattern in found}
 
 

@@ -52,6 +52,11 @@ OLD_NORMS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm
 _UNREAD = tuple(dtype for dtype in QUANTISED_DTYPES if dtype not in ("F8_E4M3", "U8"))
 
 
+# What a parameter is to the module that has it: a linear module's matrix, outputs by inputs or `turned`; an embedding;
+# the matrices of all experts, each outputs by inputs or turned; anything else.
+FORMS = ("linear", "turned", "embedding", "experts", "turned experts", "other")
+
+
 class Derivation(ABC):
     """What was found out about a model type, and what can be done with it."""
 
@@ -138,6 +143,14 @@ class Derivation(ABC):
         """The tensors with a row for each of the vocabulary's `rows`; True where rows are embeddings of what is read.
 
         Raises BadInput where another tensor than embeddings and output head grows with the vocabulary.
+        """
+
+    @abstractmethod
+    def parameters(self) -> dict[str, tuple[str, str]]:
+        """Every parameter of transformers' model, by its name, in the model's order: where it is stored, and its form.
+
+        It is stored as a tensor of its own (its name on disk), or as several, or as another's (empty). The form is one
+        of `FORMS`.
         """
 
     # Where the fields of the text decoder stand in config.json.
@@ -351,6 +364,14 @@ def with_sizes(config: Mapping[str, Any], anatomy: Anatomy, sizes: Mapping[str, 
         part = part.setdefault(key, {})
     part.update(sizes)
     return made
+
+
+def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """The config that has transformers load numbers in this dtype, wherever it names one."""
+    made = {key: with_dtype(each, dtype) if isinstance(each, Mapping) else each for key, each in config.items()}
+    named = [key for key in ("dtype", "torch_dtype") if made.get(key) is not None]
+    # The text's part is read by its own name, and the top by the newer one.
+    return made | dict.fromkeys(named or (["dtype"] if "model_type" in made else []), dtype)
 
 
 VOCABULARY_KEY = "vocab_size"

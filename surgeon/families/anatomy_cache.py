@@ -140,6 +140,10 @@ class Remembered(Deferred):
         question = ("axis", grown, name, layers)
         return self._asked(int | None, lambda own: own.layer_axis(grown, name, layers), *question)
 
+    def parameters(self) -> dict[str, tuple[str, str]]:
+        """As `Derivation` says."""
+        return self._asked(dict[str, tuple[str, str]], lambda own: own.parameters(), "parameters")
+
     def check_runs(self, grown: Mapping[str, Any]) -> None:
         """As `Derivation` says; once checked, it is not checked again."""
 

@@ -41,6 +41,10 @@ class Deferred(Derivation):
         """As `Derivation` says."""
         self.own.prove(grown, order, kept, silenced, silent)
 
+    def parameters(self) -> dict[str, tuple[str, str]]:
+        """As `Derivation` says."""
+        return self.own.parameters()
+
     def check_runs(self, grown: Mapping[str, Any]) -> None:
         """As `Derivation` says."""
         self.own.check_runs(grown)

@@ -240,6 +240,23 @@ class Found(Derivation):
             )
         return found
 
+    def parameters(self) -> dict[str, tuple[str, str]]:
+        """As `Derivation` says."""
+        names, stack = self.names, self.stack
+        stored = {target: name for name, target in names.outer.items() if target}
+        for index, layer in enumerate(names.layers):
+            for suffix, targets in layer.items():
+                name = f"{names.stem}{index}.{suffix}"
+                if len(targets) == 1 and name not in names.converted:
+                    stored[f"{stack}.{index}.{targets[0]}"] = name
+        model = self.derived.skeleton.model
+        return {
+            f"{path}.{key}".removeprefix("."): (stored.get(f"{path}.{key}".removeprefix("."), ""), _form(module, key))
+            for path, module in model.named_modules()
+            for key, value in module._parameters.items()
+            if value is not None
+        }
+
     def layer_axis(self, grown: Mapping[str, Any], name: str, layers: int) -> int | None:
         """As `Derivation` says."""
         place = self.names.outer.get(name)
@@ -283,6 +300,18 @@ def _linear_shape(module: Any) -> tuple[int, int] | None:
         return None
     first, second = module.weight.shape
     return (second, first) if isinstance(module, Conv1D) else (first, second)
+
+
+def _form(module: Any, key: str) -> str:
+    """The form of a module's parameter, one of `FORMS`."""
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    if key == "weight" and isinstance(module, nn.Linear | Conv1D | nn.Embedding):
+        return "turned" if isinstance(module, Conv1D) else "linear" if isinstance(module, nn.Linear) else "embedding"
+    if module._parameters[key].ndim == 3:
+        return "turned experts" if getattr(module, "is_transposed", False) else "experts"
+    return "other"
 
 
 @lru_cache(maxsize=8)

@@ -195,6 +195,22 @@ class Listed(Deferred):
             return self.own.vocabulary_tensors(rows)
         return found
 
+    def parameters(self) -> dict[str, tuple[str, str]]:
+        """As `Derivation` says."""
+        base, below = self._base, self._base.entry.prefix
+        if base.entry.encoder:
+            return self.own.parameters()
+        bare = not any(name.startswith(below) for name in base.outer)
+        stem = f"{'' if bare else below}{base.entry.stem}"
+        stored = {name if name in base.head.outer else f"{below}{name}": name for name in base.outer}
+        forms = {True: "embedding", False: "linear", None: "other"}
+        found = {name: (stored.get(name, ""), forms[each.reads]) for name, each in base.head.outer.items()}
+        for index in range(len(base.types)):
+            for suffix in base.layer.parts:
+                form = "linear" if suffix.removesuffix(".weight") in base.layer.linear else "other"
+                found[f"{self.stack}.{index}.{suffix}"] = f"{stem}{index}.{suffix}", form
+        return found
+
     def layer_axis(self, grown: Mapping[str, Any], name: str, layers: int) -> int | None:
         """As `Derivation` says: no tensor of a usual type outside its layers depends on their number."""
         return None

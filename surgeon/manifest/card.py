@@ -173,6 +173,8 @@ def _done(manifest: Manifest) -> str:
         lines += ["", *_vocabulary(grown)]
     if manifest.fits:
         lines += ["", f"Matrices were predicted (LESA): {manifest.fit_text}."]
+    if manifest.merged:
+        lines += ["", f"Adapters were merged: {manifest.merge_text}."]
     lines += ["", "The layers, top of the stack first:", "", _fenced("\n".join(_stack(manifest.layers)), "text")]
     plan = manifest.plan
     cut = len(plan) > _LONGEST_PLAN

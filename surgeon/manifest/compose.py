@@ -16,6 +16,7 @@ from surgeon.families.grafted_config import is_grafted, native_config
 from surgeon.manifest.facts import sections_of
 from surgeon.manifest.manifest import (
     Base,
+    ChangeEntry,
     FitEntry,
     GraftEntry,
     LayerEntry,
@@ -74,7 +75,8 @@ class Written:
     """What an execution wrote, and what it found out on the way.
 
     `digests` are of output tensors, `files` of the files beside them, `texts` of those that the base was run on;
-    `reports` are what solvers and networks report of themselves, by the names of transport maps and of networks;
+    `reports` are what solvers and networks report of themselves, and what merges changed, by the names of transport
+    maps, of networks and of tensors;
     `models` are other models that tensors were taken from; `proven` are the versions of the libraries by which the
     promise was proven on a twin.
     """
@@ -106,10 +108,13 @@ def compose(
         written: digests, and what was found out on the way.
     """
     maps = {name: dict(report) for name, report in sorted(written.reports.items()) if name in blueprint.couplings}
-    fits = {name: FitEntry(**fit) for name, fit in sorted(written.reports.items()) if name not in maps}
+    merged = {name: ChangeEntry(**written.reports[name]) for name in blueprint.changes if name in written.reports}
+    others = {name: fit for name, fit in sorted(written.reports.items()) if name not in maps and name not in merged}
+    fits = {name: FitEntry(**fit) for name, fit in others.items()}
     # Fields that only some plans have.
     more: dict[str, Any] = {"models": dict(written.models)} if written.models else {}
     more |= {"fits": fits} if fits else {}
+    more |= {"merged": merged} if merged else {}
     more |= {"proven": dict(written.proven)} if written.proven else {}
     more |= sections_of(facts, loaded.plan, blueprint)
     return sealed(

@@ -187,6 +187,20 @@ class FitEntry(Entry):
     triples: Annotated[int, Field(ge=1)]
 
 
+class ChangeEntry(Entry):
+    """What a merge changed in a tensor W, and what rounding left of that.
+
+    `change` is ‖ΔW‖ / ‖W‖ (None: W is zero). `nearest` and `kept` are the shares of ΔW that are left by rounding to
+    nearest, and by the rounding that was done: ⟨what changed, ΔW⟩ / ‖ΔW‖². `guided` rows were rounded so that their
+    error cancels on what the adapter reads.
+    """
+
+    change: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None
+    nearest: Annotated[float, Field(allow_inf_nan=False)]
+    kept: Annotated[float, Field(allow_inf_nan=False)]
+    guided: Annotated[int, Field(ge=0)]
+
+
 class Surgery(Entry):
     """One applied plan: the base, what was done to it, and what training made of the result since.
 
@@ -217,6 +231,7 @@ class Surgery(Entry):
     models: dict[str, ModelEntry] = {}
     dropped: dict[_Number, LayerFacts] = {}
     fits: dict[str, FitEntry] = {}
+    merged: dict[str, ChangeEntry] = {}
     facts: dict[_Number, dict[str, Any]] = {}
     proven: dict[str, str] = {}
 
@@ -250,6 +265,21 @@ class Surgery(Entry):
             return text
         than = "no better than zeros" if min(explained) <= 0 else f"less than {LITTLE_EXPLAINED:.0%}"
         return f"{text}; {len(self.poor_fits)} of them poorly ({than}): what they made is not what lies between layers"
+
+    @property
+    def merge_text(self) -> str:
+        """What merges changed and rounding left of it, in a sentence; empty where there is none."""
+        if not self.merged:
+            return ""
+        sizes = [entry.change for entry in self.merged.values() if entry.change is not None]
+        nearest, kept = ([getattr(e, key) for e in self.merged.values()] for key in ("nearest", "kept"))
+        guided = sum(bool(entry.guided) for entry in self.merged.values())
+        how = f"; rounding to nearest would leave as little as {min(nearest):.1%}" if guided else ""
+        return (
+            f"{len(self.merged)} tensors change by {min(sizes, default=0.0):.2g} to {max(sizes, default=0.0):.2g} of"
+            f" their norm, of which {min(kept):.1%} or more is left after rounding"
+            f"{f' ({guided} guided)' if guided else ''}{how}"
+        )
 
     @property
     def dropped_layers(self) -> dict[int, int]:

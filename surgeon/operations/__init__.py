@@ -22,6 +22,7 @@ from surgeon.operations.fold_adapters import FoldAdapters
 from surgeon.operations.gated_adapters import GatedAdapters
 from surgeon.operations.grow_vocabulary import GrowVocabulary
 from surgeon.operations.insert_layers import InsertLayers
+from surgeon.operations.merge_adapter import MergeAdapter
 from surgeon.operations.merge_branches import MergeBranches
 from surgeon.operations.mixture_of_control import MixtureOfControl
 from surgeon.operations.operation import Legend, Operation, Origin, Paper
@@ -49,6 +50,7 @@ _BUILT_IN: tuple[type[Operation], ...] = (
     WidenFFN,
     WidenAttention,
     WidenHidden,
+    MergeAdapter,
 )
 
 

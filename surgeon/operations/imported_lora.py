@@ -12,7 +12,7 @@ from pydantic import Field
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Imported, Recipe
 from surgeon.checkpoint.header import FLOAT_DTYPES
-from surgeon.checkpoint.peft_folder import Adapter, AdapterTensor, check_pattern
+from surgeon.checkpoint.peft_folder import Adapter, AdapterFolder, AdapterTensor, check_pattern
 from surgeon.common.json_results import plain_fields
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import layer_of
@@ -23,6 +23,22 @@ from surgeon.runtime.experts_rules import slot_name
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<matrix>[AB])\.weight", re.DOTALL)
 # Conversions that lose nothing.
 _WIDENING = {("F16", "F32"), ("BF16", "F32"), ("F16", "F64"), ("BF16", "F64"), ("F32", "F64")}
+# Settings of adapters that are more than B A at linear modules, and why a slot cannot hold them.
+_REASONS = {
+    "bias": "biases were trained beside the LoRA",
+    "use_dora": "DoRA rescales the base's weights, and a LoRA slot cannot",
+    "lora_bias": "a slot has no bias",
+    "modules_to_save": "whole modules were trained beside the LoRA, and a slot holds a LoRA alone",
+    "trainable_token_indices": "embeddings were trained beside the LoRA",
+    "layer_replication": "it is for a base with repeated layers",
+    "target_parameters": "it adapts parameters that are not linear modules",
+    "alora_invocation_tokens": "it is active only after certain tokens",
+}
+
+
+def check_slot(adapter: AdapterFolder) -> None:
+    """Raise BadInput for an adapter that does not fit a slot, by its settings."""
+    adapter.check_settings((), _REASONS, "such an adapter does not fit a slot: import another, or `merge_adapter`")
 
 
 @dataclass(frozen=True)

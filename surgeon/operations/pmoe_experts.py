@@ -24,6 +24,7 @@ from surgeon.errors import BadInput, printable
 from surgeon.operations.imported_lora import (
     AdapterFacts,
     ImportedModule,
+    check_slot,
     imported_modules,
     rounding,
     slot_entry,
@@ -152,7 +153,11 @@ class PMoEExperts(Operation):
 
     def prepare(self, base: OpenedBase) -> AdapterFacts | None:
         """Open the adapter that becomes the slot."""
-        return None if self.from_peft is None else AdapterFacts.of(base.adapter(self.from_peft).facts)
+        if self.from_peft is None:
+            return None
+        adapter = base.adapter(self.from_peft)
+        check_slot(adapter)
+        return AdapterFacts.of(adapter.facts)
 
     def facts_key(self, number: int) -> str | None:
         """The plan's name for the adapter: operations that import the same one share its entry."""

@@ -52,7 +52,7 @@ class LoadedPlan:
 
     def data(self) -> dict[str, Any]:
         """Return the plan as JSON data, with defaults in it."""
-        operations = [operation.model_dump(mode="json") for operation in self.plan.operations]
+        operations = [operation.model_dump(mode="json", by_alias=True) for operation in self.plan.operations]
         return {"surgeon": self.plan.surgeon, "seed": self.plan.seed, "operations": operations}
 
     def operation(self, number: int) -> str:

@@ -3,8 +3,8 @@
 What nothing shows is left out, and named here: how the base was called (`base.id`, `base.revision`), comments of the
 plan, what solvers and training report of themselves (`transport_maps`, losses, settings, sizes of changes), the digest
 of the text that a plan had the base run on, and of other models that it took tensors from, what a growth of the
-vocabulary measured of texts and made its tokens of, what was measured of layers before some were taken out, and at
-birth of a computed tensor that was trained since.
+vocabulary measured of texts and made its tokens of, what was measured of layers before some were taken out, what
+merges changed and how large adapters are, and at birth of a computed tensor that was trained since.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ def manifest_differences(
             digests={o.name: _at_birth(o, manifest, base) for o in blueprint.outputs if o.new},
             files=manifest.files,
             reports={name: manifest.transport_maps.get(name, {}) for name in blueprint.couplings}
-            | {name: manifest.fits[name].model_dump() for name in fits if name in manifest.fits},
+            | {name: manifest.fits[name].model_dump() for name in fits if name in manifest.fits}
+            | {name: manifest.merged[name].model_dump() for name in blueprint.changes if name in manifest.merged},
             texts={name: manifest.texts.get(name, "0" * 64) for name in texts},
             models={n: manifest.models.get(n, ModelEntry(id=n, sha256="0" * 64)) for n in blueprint.taken},
         ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,7 +37,22 @@ BASE: dict[str, Tensor] = {
     "mxfp4": torch.arange(2 * 3 * 2 * 16).mul(37).remainder(256).to(torch.uint8).view(2, 3, 2, 16),
     "mxfp4 scales": torch.arange(12).add(121).to(torch.uint8).view(2, 3, 2),
 }
-ELSEWHERE = {"lora": drawn("lora", 3, 4, dtype=torch.float32), "theirs": drawn("theirs", 6, 4, dtype=torch.float32)}
+ELSEWHERE = {
+    name: drawn(name, *shape, dtype=torch.float32)
+    for name, shape in {
+        **{"lora": (3, 4), "theirs": (6, 4)},
+        **{
+            "A": (2, 4),
+            "B": (6, 2),
+            "magnitude": (6,),
+            "A of 3": (6, 6),
+            "B of 3": (4, 6),
+            "theirs of 3": (4, 4),
+            "rows": (2, 4),
+            "all": (6, 4),
+        },
+    }.items()
+}
 NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float8_e4m3fn: "F8_E4M3", torch.uint8: "U8"}
 
 
@@ -77,6 +92,7 @@ class Table:
     read_names: set[str] = field(default_factory=set)
     map_names: set[str] = field(default_factory=set)
     forgotten: set[str] = field(default_factory=set)
+    records: dict[str, dict[str, float | int | None]] = field(default_factory=dict)
 
     def dtype(self, name: str) -> torch.dtype:
         return next((dtype for dtype, known_as in NAMES.items() if known_as == name), None) or stored_dtype(name)
@@ -105,7 +121,7 @@ class Table:
         return memoryview(bytearray(found.view(torch.uint8).numpy().tobytes())), found
 
     def imported(self, place: Place, name: str, tensor: str) -> Tensor:
-        assert (place, name) == (("adapter", "mine") if tensor == "lora" else ("model", "other"))
+        assert (place, name) == (("model", "other") if tensor == "theirs" else ("adapter", "mine"))
         return ELSEWHERE[tensor].clone()
 
     def draws(self, key: str) -> np.random.Generator:
@@ -140,6 +156,9 @@ class Table:
         for each in stack:
             self.compute(each)
         return Steep()
+
+    def record(self, name: str, figures: Mapping[str, float | int | None]) -> None:
+        self.records[name] = dict(figures)
 
     def stage(self, name: str) -> nullcontext[None]:
         return nullcontext()

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from surgeon.blueprint import recipes as known
 from surgeon.blueprint.recipes import (
+    Adapted,
     Bench,
     Block,
     Constant,
@@ -35,11 +36,13 @@ from surgeon.blueprint.recipes import (
     Noised,
     OneExpert,
     Predicted,
+    Product,
     Prompted,
     Random,
     Recipe,
     Shuffled,
     Summed,
+    Trained,
     average,
     columns,
     extended,
@@ -84,6 +87,18 @@ def unpacked(weight: Tensor, scales: Tensor) -> Tensor:
     return out.transpose(-1, -2)
 
 
+def mine(name: str) -> Imported:
+    """A tensor of an adapter."""
+    return Imported("adapter", "mine", name, "F32", tuple(ELSEWHERE[name].shape))
+
+
+def trained() -> Tensor:
+    """`a` half of the way to trained values, two of its rows all of it to others."""
+    made = (A + ELSEWHERE["all"].double()) / 2
+    made[[4, 1]] = ELSEWHERE["rows"].double()
+    return made
+
+
 @dataclass(frozen=True)
 class Case:
     """A recipe, the tensor that it is to make, and its words."""
@@ -97,6 +112,8 @@ class Case:
 
 PLAIN, TURNED, BRAIDED = ExpertLayout(False, False), ExpertLayout(True, False), ExpertLayout(True, True)
 OF_A, OF_B = {"copy": "a"}, {"copy": "b"}
+LORA_A, LORA_B, LENGTHS = (ELSEWHERE[name].double() for name in ("A", "B", "magnitude"))
+OF_LORA = [{"imported": name, "adapter": "mine"} for name in ("A", "B")]
 LOGIT = float(torch.sigmoid(BASE["logit"].float()))
 STD = 0.02
 STACK = tuple(base(name) for name in "abc")
@@ -271,6 +288,111 @@ CASES: dict[str, Case] = {
         Means(base("a"), ((0, 2, 5), (1,))),
         torch.stack([A[[0, 2, 5]].mean(0), A[1]]),
         {"means": OF_A, "rows": 2, "named": 2},
+    ),
+    "adapted": Case(
+        Adapted(base("a"), (Product(mine("A"), mine("B"), 0.5),), "a", "BF16", "nearest"),
+        A + 0.5 * LORA_B @ LORA_A,
+        {"merged": OF_A, "with": [{"of": OF_LORA, "scale": 0.5, "weight": 1.0}], "rounding": "nearest"},
+        tolerance=2**-8,
+    ),
+    "adapted twice, turned": Case(
+        Adapted(
+            base("b"),
+            (Product(mine("A of 3"), mine("B of 3"), 2.0, 0.25), Product(mine("A of 3"), mine("B of 3"), 2.0)),
+            "b",
+            "BF16",
+            "nearest",
+            turned=True,
+        ),
+        B + 2.5 * (ELSEWHERE["B of 3"].double() @ ELSEWHERE["A of 3"].double()).T,
+        {
+            "merged": OF_B,
+            "with": [
+                {
+                    "of": [{"imported": "A of 3", "adapter": "mine"}, {"imported": "B of 3", "adapter": "mine"}],
+                    "scale": 2.0,
+                    "weight": weight,
+                }
+                for weight in (0.25, 1.0)
+            ],
+            "rounding": "nearest",
+        },
+        tolerance=2**-8,
+    ),
+    "adapted by DoRA": Case(
+        Adapted(base("a"), (Product(mine("A"), mine("B"), 0.5, magnitude=mine("magnitude")),), "a", "BF16", "nearest"),
+        torch.nn.functional.normalize(A + 0.5 * LORA_B @ LORA_A, dim=1) * LENGTHS[:, None],
+        {
+            "merged": OF_A,
+            "with": [
+                {"of": [*OF_LORA, {"imported": "magnitude", "adapter": "mine"}], "scale": 0.5, "weight": 1.0},
+            ],
+            "rounding": "nearest",
+        },
+        tolerance=2**-8,
+    ),
+    "adapted embedding": Case(
+        Adapted(base("a"), (Product(mine("B of 3"), mine("theirs of 3"), 0.5, turned=True),), "a", "BF16", "nearest"),
+        A + 0.5 * (ELSEWHERE["theirs of 3"].double() @ ELSEWHERE["B of 3"].double()).T,
+        {
+            "merged": OF_A,
+            "with": [
+                {
+                    "of": [{"imported": "B of 3", "adapter": "mine"}, {"imported": "theirs of 3", "adapter": "mine"}],
+                    "scale": 0.5,
+                    "weight": 1.0,
+                }
+            ],
+            "rounding": "nearest",
+        },
+        tolerance=2**-8,
+    ),
+    "adapted expert": Case(
+        Adapted(
+            base("c"),
+            (Product(mine("A of 3"), mine("B of 3"), 1.0, expert=1, experts=3),),
+            "c",
+            "BF16",
+            "nearest",
+            turned=True,
+        ),
+        C + (ELSEWHERE["B of 3"].double()[:, 1::3] @ ELSEWHERE["A of 3"].double()[2:4]).T,
+        {
+            "merged": {"copy": "c"},
+            "with": [
+                {
+                    "of": [{"imported": "A of 3", "adapter": "mine"}, {"imported": "B of 3", "adapter": "mine"}],
+                    "scale": 1.0,
+                    "weight": 1.0,
+                    "expert": 1,
+                }
+            ],
+            "rounding": "nearest",
+        },
+        tolerance=2**-8,
+    ),
+    "trained": Case(
+        Adapted(base("a"), (Trained(mine("all"), 0.5), Trained(mine("rows"), rows=(4, 1))), "a", "BF16", "nearest"),
+        trained(),
+        {
+            "merged": OF_A,
+            "with": [
+                {"trained": {"imported": "all", "adapter": "mine"}, "weight": 0.5},
+                {"trained": {"imported": "rows", "adapter": "mine"}, "weight": 1.0, "rows": [4, 1]},
+            ],
+            "rounding": "nearest",
+        },
+        tolerance=2**-8,
+    ),
+    "added": Case(
+        Adapted(base("v"), (Trained(mine("magnitude"), 2.0, added=True),), "v", "BF16", "nearest"),
+        BASE["v"].double() + 2 * LENGTHS,
+        {
+            "merged": {"copy": "v"},
+            "with": [{"added": {"imported": "magnitude", "adapter": "mine"}, "weight": 2.0}],
+            "rounding": "nearest",
+        },
+        tolerance=2**-8,
     ),
     "extended": Case(
         extended(base("a"), ((0, 2, 5), ())),

@@ -69,7 +69,7 @@ def test_a_wrong_value_of_any_key_is_met_with_what_it_takes(model: type[BaseMode
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_a_wrong_value_of_any_option_is_met_with_what_it_takes(op: str) -> None:
     operation: type[Operation] = OPERATIONS[op]
-    for key in operation.model_fields.keys() - {"op"}:
+    for key in {field.alias or name for name, field in operation.model_fields.items()} - {"op"}:
         lines = refusal(Plan, {"surgeon": 1, "operations": [{"op": op, key: NONSENSE}]})
         (line,) = [line for line in lines if f"operations.0.{key}" in line]
         assert not any(word in line for word in FOREIGN), line

@@ -44,7 +44,7 @@ REFUSED = {
     "widen_attention": ({"op": "widen_attention", "groups": 2}, "a part of a wider tensor"),
     "widen_hidden": ({"op": "widen_hidden", "times": 2}, "a part of a wider tensor"),
 }
-NOT_WITHIN = {"stack_layers", "merge_branches", "fold_adapters", "grow_vocabulary", "imported_lora"}
+NOT_WITHIN = {"stack_layers", "merge_adapter", "merge_branches", "fold_adapters", "grow_vocabulary", "imported_lora"}
 
 
 def added(folder: Path, base: Path, operations: list[dict[str, Any]]) -> tuple[Any, Within]:

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 import surgeon
 from tests import tiny
+from tests.adapters import lora
 from tests.train.texts import add_tokenizer, corpus, text
 from tests.vocabularies import ENGLISH, FRENCH, byte_level, write_text
 
@@ -46,6 +47,7 @@ FOLD: Operations = [{"op": "fold_adapters"}]
 WIDEN: Operations = [{"op": "widen_ffn", "by": 4, "init": "copy"}, {"op": "widen_attention", "groups": 2}]
 STREAM: Operations = [{"op": "widen_hidden", "times": 2}]
 MERGE: Operations = [{"op": "merge_branches", "alpha": 0.5}]
+ADAPTER: Operations = [{"op": "merge_adapter", "from": {"adapter": "queries", "weight": 0.5}}]
 
 TRAINING: dict[str, Any] = {
     "surgeon_train": 1,
@@ -79,6 +81,7 @@ def base(folder: Path) -> Path:
         for part, shape in shapes.items()
     }
     save_file(tensors, adapter / "adapter_model.safetensors")
+    lora(folder / "queries", layers=3)
     return made
 
 
@@ -125,6 +128,7 @@ def make(folder: Path) -> dict[str, Made]:
         "three": Made(grafted, run),
         "three from the first base": Made(first, run),
         "fused": Made(first, fused),
+        "adapted": Made(first, grow(folder, "adapted", first, ADAPTER)),
         "merged": Made(controlled, grow(folder, "merged", controlled, MERGE)),
         "vocabulary": grown_vocabulary(folder),
         "upcycled": Made(first, grow(folder, "upcycled", first, MIXTURE)),

@@ -3,6 +3,7 @@
 A new one is a class derived from `Recipe`, here or in a plugin; nothing else needs to know it.
 """
 
+from surgeon.blueprint.recipes.adapted import Adapted, Product, Rounding, Step, Trained
 from surgeon.blueprint.recipes.alignment import IDENTITY, Block, MapRef
 from surgeon.blueprint.recipes.constants import Constant
 from surgeon.blueprint.recipes.copies import Copy, per_layer, renamed, rows, sliced
@@ -20,6 +21,7 @@ from surgeon.blueprint.recipes.recipe import Bench, Place, Predictor, Recipe, Wo
 __all__ = [
     "HEAD_BLOCK",
     "IDENTITY",
+    "Adapted",
     "Bench",
     "Block",
     "Constant",
@@ -39,12 +41,16 @@ __all__ = [
     "Place",
     "Predicted",
     "Predictor",
+    "Product",
     "Prompted",
     "Random",
     "Recipe",
+    "Rounding",
     "Shuffled",
+    "Step",
     "Summed",
     "TextSupport",
+    "Trained",
     "WholeHeads",
     "Words",
     "average",

@@ -145,6 +145,11 @@ class Recipe(ABC):
         return None
 
     @property
+    def own_change(self) -> str | None:
+        """Under which name it is recorded what a merge changed, and rounding left of that; None where nothing is."""
+        return None
+
+    @property
     def own_maps(self) -> tuple[str, ...]:
         """Names of the couplings whose maps it needs itself."""
         return ()
@@ -248,6 +253,9 @@ class Bench(Protocol):
 
         How well it fits is recorded as `fit`. Raises BadInput where it explains nothing, unless that is kept.
         """
+
+    def record(self, name: str, figures: Mapping[str, float | int | None]) -> None:
+        """Keep what a merge changed in a tensor, and what rounding left of it, as `name`."""
 
     def stage(self, name: str) -> AbstractContextManager[object]:
         """Time a stage of the work."""

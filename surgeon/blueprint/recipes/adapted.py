@@ -1,0 +1,283 @@
+"""A tensor with adapters merged into it: W + s · B A, what was trained in its place, and what rounding leaves of both.
+
+Every step is taken in float32, in turn, and the result is rounded once. Where rounding to nearest would lose more than
+a hundredth of a row's change, that row is rounded so that its error cancels on what the adapters read (guided.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+from surgeon.blueprint.recipes.copies import Copy
+from surgeon.blueprint.recipes.elsewhere import Imported
+from surgeon.blueprint.recipes.recipe import Bench, Recipe, Words
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Rounding = Literal["auto", "nearest", "guided"]
+
+# The share of a row's change that rounding to nearest may lose.
+MAY_LOSE = 0.01
+_NUMBERS_AT_ONCE = 1 << 24
+
+
+@dataclass(frozen=True)
+class Product:
+    """`weight` times what a LoRA adds: `scale` · B A; with a `magnitude` (DoRA) rows get that length.
+
+    `turned`: the product's transpose (of embeddings, which have a row for each input). Of `experts` in one adapter the
+    matrices of `expert` are taken: rows of A one expert after the other, columns of B by turns. `rows` of the product
+    are all, or those from the first number to before the second.
+    """
+
+    down: Imported
+    up: Imported
+    scale: float
+    weight: float = 1.0
+    magnitude: Imported | None = None
+    turned: bool = False
+    expert: int = 0
+    experts: int = 1
+    rows: tuple[int, int] | None = None
+
+    @property
+    def rank(self) -> int:
+        """Of the product."""
+        return self.down.shape[0] // self.experts
+
+    @property
+    def inputs(self) -> tuple[Imported, ...]:
+        """The adapter's tensors."""
+        return (self.down, self.up) if self.magnitude is None else (self.down, self.up, self.magnitude)
+
+    @property
+    def words(self) -> dict[str, Any]:
+        """As surgery.json has it."""
+        found: dict[str, Any] = {"of": self.inputs, "scale": self.scale, "weight": self.weight}
+        if self.experts > 1:
+            found["expert"] = self.expert
+        return found | ({"rows": self.rows} if self.rows is not None else {})
+
+    def given(self, bench: Bench) -> tuple[Tensor, ...]:
+        """Both matrices, whose product is B A as the tensor has it, without the scale; and the magnitude."""
+        down, up = bench.working(self.down), bench.working(self.up)
+        if self.experts > 1:
+            down = down.view(self.experts, -1, down.shape[1])[self.expert]
+            up = up.view(up.shape[0], -1, self.experts)[:, :, self.expert]
+        left, right = (down.T, up.T) if self.turned else (up, down)
+        magnitude = () if self.magnitude is None else (bench.working(self.magnitude),)
+        return left if self.rows is None else left[slice(*self.rows)], right, *magnitude
+
+    def taken(self, values: Tensor, base: Tensor, rows: slice, given: Sequence[Tensor]) -> Tensor:
+        """Some `rows` of the tensor with the product added; `base` are those before any step, `given` the factors.
+
+        As PEFT does, DoRA divides by the lengths of the base's rows with this product alone.
+        """
+        left, right, *magnitude = (each.to(values.dtype) for each in given)
+        added = values.addmm(left[rows], right, alpha=self.scale)
+        if magnitude:
+            own = base.addmm(left[rows], right, alpha=self.scale).norm(dim=1)
+            added.mul_((magnitude[0].flatten()[rows] / own)[:, None])
+        return added if self.weight == 1.0 else values.lerp(added, self.weight)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """`weight` of the way to the values that were trained in the place of all rows, or of those of the numbers `rows`.
+
+    `added`: the values are added, as a LoRA's own bias is.
+    """
+
+    values: Imported
+    weight: float = 1.0
+    rows: tuple[int, ...] | None = None
+    added: bool = False
+
+    @property
+    def inputs(self) -> tuple[Imported, ...]:
+        """The adapter's tensor."""
+        return (self.values,)
+
+    @property
+    def words(self) -> dict[str, Any]:
+        """As surgery.json has it."""
+        more = {} if self.rows is None else {"rows": self.rows}
+        return {"added" if self.added else "trained": self.values, "weight": self.weight} | more
+
+    def given(self, bench: Bench) -> tuple[Tensor, ...]:
+        """The adapter's values, those of a vector as one row."""
+        values = bench.working(self.values)
+        return (values if values.ndim > 1 else values[None],)
+
+    def taken(self, values: Tensor, base: Tensor, rows: slice, given: Sequence[Tensor]) -> Tensor:
+        """Some `rows` of the tensor with the values in their place; `given` are the adapter's."""
+        own = given[0].to(values.dtype)
+        if self.added:
+            return values.add(own[rows], alpha=self.weight)
+        if self.rows is None:
+            return own[rows].clone() if self.weight == 1.0 else values.lerp(own[rows], self.weight)
+        made = values.clone()
+        for number, value in zip(self.rows, own, strict=True):
+            if rows.start <= number < rows.stop:
+                at = number - rows.start
+                made[at] = value if self.weight == 1.0 else values[at].lerp(value, self.weight)
+        return made
+
+
+Step = Product | Trained
+
+
+@dataclass(frozen=True)
+class Adapted(Recipe):
+    """The tensor `of` with what adapters did to it, step after step, rounded to `dtype`.
+
+    `turned`: it is stored inputs by outputs (GPT-2). `name` is what the record of its rounding is called.
+    """
+
+    of: Recipe
+    steps: tuple[Step, ...]
+    name: str
+    dtype: str
+    rounding: Rounding = "auto"
+    turned: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the tensor."""
+        return self.of.shape
+
+    @property
+    def inputs(self) -> tuple[Recipe, ...]:
+        """The tensor and the adapters'."""
+        return (self.of, *(each for step in self.steps for each in step.inputs))
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The tensor, unless it is so large that its rows are read a few at a time."""
+        return () if self._streams else self.of.reads
+
+    @property
+    def own_change(self) -> str:
+        """Under which name its rounding is recorded."""
+        return self.name
+
+    @property
+    def working_set(self) -> int:
+        """Rows of the tensor before and after, their neighbours on the grid and what is made of these in float32."""
+        return 4 * 7 * min(self.numel, max(_NUMBERS_AT_ONCE, self.shape[-1])) + 4 * sum(
+            each.numel for each in self.inputs[1:]
+        )
+
+    def own_words(self) -> Words:
+        """The tensor, and each step."""
+        return (("merged", self.of), ("with", tuple(step.words for step in self.steps)), ("rounding", self.rounding))
+
+    def compute(self, bench: Bench) -> Tensor:
+        """All rows, as they are stored."""
+        import torch
+
+        made = torch.cat([*self._parts(bench)]).view(self._used)
+        return made.T.contiguous() if self.turned else made
+
+    def compute_in_pieces(self, bench: Bench) -> Iterator[Tensor]:
+        """Rows of a large tensor a few at a time: a head may take gigabytes."""
+        if self._streams:
+            yield from self._parts(bench)
+        else:
+            yield bench.compute(self)
+
+    @cached_property
+    def _streams(self) -> bool:
+        return isinstance(self.of, Copy) and self.of.source is not None and len(self.shape) == 2 and not self.turned
+
+    @property
+    def _used(self) -> tuple[int, ...]:
+        return self.shape[::-1] if self.turned else self.shape
+
+    def _parts(self, bench: Bench) -> Iterator[Tensor]:
+        """The tensor's rows as they are used, some at a time, and the record of them all at the end."""
+        record = _Record()
+        dtype = bench.dtype(self.dtype)
+        given = [step.given(bench) for step in self.steps]
+        factors = [own[1] for step, own in zip(self.steps, given, strict=True) if isinstance(step, Product)]
+        for rows, before in self._rows(bench):
+            after = before
+            for step, own in zip(self.steps, given, strict=True):
+                after = step.taken(after, before, rows, own)
+            yield record.rounded(before, after, dtype, self.rounding, factors, own=self._has_own).to(dtype)
+        bench.record(self.name, record.figures)
+
+    @property
+    def _has_own(self) -> bool:
+        """Whether a change lies elsewhere than on the rows of A."""
+        return any(not isinstance(step, Product) or step.magnitude is not None for step in self.steps)
+
+    def _rows(self, bench: Bench) -> Iterator[tuple[slice, Tensor]]:
+        """Rows of the tensor in float32 (float64 stays) as they are used, with their place; a vector is one row."""
+        import torch
+
+        if self._streams and isinstance(self.of, Copy):
+            at_once = max(1, _NUMBERS_AT_ONCE // max(1, self.shape[1]))
+            for begin in range(0, self.shape[0], at_once):
+                end = min(begin + at_once, self.shape[0])
+                read = bench.read_rows(self.of, begin, end)[1].to(bench.device)
+                yield slice(begin, end), read.to(torch.float64 if read.dtype == torch.float64 else torch.float32)
+            return
+        whole = bench.working(self.of)
+        whole = whole[None] if whole.ndim == 1 else whole.T.contiguous() if self.turned else whole
+        yield slice(0, len(whole)), whole
+
+
+@dataclass
+class _Record:
+    """What a tensor's change is, and what rounding leaves of it, added up over its rows in float64."""
+
+    weight: float = 0.0
+    change: float = 0.0
+    nearest: float = 0.0
+    kept: float = 0.0
+    guided: int = 0
+
+    def rounded(
+        self, before: Tensor, after: Tensor, dtype: Any, rounding: Rounding, factors: list[Tensor], *, own: bool
+    ) -> Tensor:
+        """Rows after all steps, rounded to `dtype`; `factors` are the adapters' A, as the rows' columns have them."""
+        import torch
+
+        from surgeon.blueprint.recipes.guided import guided
+
+        change = after - before
+        made = after.to(dtype).to(after.dtype)
+        lengths = change.square().sum(1, dtype=torch.float64)
+        nearest = ((made - before) * change).sum(1, dtype=torch.float64)
+        self.weight += float(before.square().sum(dtype=torch.float64))
+        self.change += float(lengths.sum())
+        self.nearest += float(nearest.sum())
+        lost = (lengths > 0) & ((nearest < (1 - MAY_LOSE) * lengths) | (rounding == "guided"))
+        if rounding != "nearest" and bool(lost.any()) and not torch.equal(made, after):
+            poor = lost.nonzero()[:, 0]
+            # A row for each direction, about as long as the row's own change is made.
+            known = (rows.to(after.dtype) for rows in factors)
+            each = [rows * (len(rows) ** 0.5 / rows.norm().clamp_min(1e-30)) for rows in known]
+            directions = torch.cat([before.new_zeros(0, before.shape[1]), *each])
+            other = torch.nn.functional.normalize(change[poor], dim=1) if own else None
+            made[poor] = guided(after[poor], dtype, directions, other)
+            nearest[poor] = ((made[poor] - before[poor]) * change[poor]).sum(1, dtype=torch.float64)
+            self.guided += len(poor)
+        self.kept += float(nearest.sum())
+        return made
+
+    @property
+    def figures(self) -> dict[str, float | int | None]:
+        """‖ΔW‖ / ‖W‖, and which share of ΔW rounding to nearest would leave, and the rounding taken leaves."""
+        kept = (self.nearest / self.change, self.kept / self.change) if self.change else (1.0, 1.0)
+        return {
+            "change": (self.change / self.weight) ** 0.5 if self.weight else None,
+            "nearest": kept[0],
+            "kept": kept[1],
+            "guided": self.guided,
+        }

@@ -1,0 +1,279 @@
+"""`merge_adapter`: a PEFT adapter becomes a part of the weights that it adapts: W + s · B A (Hu et al., 2022).
+
+Nothing of an adapter is left over, and nothing that its config names is missing: a merge in part is refused. Changes
+that are much smaller than the steps of the weights' dtype are rounded so that they stay (recipes/guided.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import ConfigDict, Field, ValidationError
+
+from surgeon.blueprint.blueprint import Claim, OperationRecord
+from surgeon.blueprint.draft import Draft
+from surgeon.blueprint.recipes import Adapted, Product, Recipe, Rounding, Step, Trained
+from surgeon.checkpoint.peft_folder import AdapterFolder, check_pattern, checked_pattern
+from surgeon.errors import BadInput, printable
+from surgeon.operations.adapter_changes import Model, Place, Settings, Sorted, deltas
+from surgeon.operations.imported_lora import AdapterFacts
+from surgeon.operations.operation import Operation, Paper, Spec, TrainingDefaults
+from surgeon.operations.prepare import Facts, OpenedBase
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Name = Annotated[str, Field(min_length=1, max_length=4096)]
+_KNOWN = {
+    *("bias", "use_dora", "lora_bias", "modules_to_save", "trainable_token_indices", "lora_dropout"),
+}
+_REASONS = {
+    "layer_replication": "it is for a base with repeated layers; repeat them first (`stack_layers`)",
+    "target_parameters": "it adapts parameters that are not linear modules, which surgeon does not merge yet",
+    "alora_invocation_tokens": "it is active only after certain tokens, and merged weights would be always",
+}
+
+
+class Weighted(Spec):
+    """An adapter, and by how much it counts."""
+
+    adapter: Annotated[Name, Field(description="a folder or a Hub id, as in `from`")]
+    weight: Annotated[float, Field(allow_inf_nan=False, description="by how much its change counts")] = 1.0
+
+
+class MergedAdapter(Spec):
+    """An adapter that is merged, without its weights. `norms` are ‖s · B A‖ by the path of the adapted module."""
+
+    facts: AdapterFacts
+    settings: Settings
+    norms: dict[str, Annotated[float, Field(ge=0)]]
+
+    def check(self, file: str) -> None:
+        """Raise BadInput for patterns that are more than modules' names with a few wildcards."""
+        self.facts.check(file)
+        for pattern in self.settings.rank_pattern:
+            check_pattern(pattern, printable(file), "rank_pattern")
+
+
+class MergeFacts(Facts):
+    """The adapters of a plan's merge, in its order."""
+
+    adapters: list[MergedAdapter]
+
+    def check(self, file: str) -> None:
+        """As each adapter's."""
+        for adapter in self.adapters:
+            adapter.check(file)
+
+
+class MergeAdapter(Operation):
+    """PEFT adapters become a part of the weights that they adapt; the output is the base's own class."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=True)
+
+    papers: ClassVar[tuple[Paper, ...]] = (
+        Paper(
+            "hu2022lora",
+            "Hu, Edward J. and Shen, Yelong and Wallis, Phillip and others",
+            "LoRA: Low-Rank Adaptation of Large Language Models",
+            2022,
+            "2106.09685",
+            "ICLR",
+        ),
+        Paper(
+            "liu2024dora",
+            "Liu, Shih-Yang and Wang, Chien-Yi and Yin, Hongxu and others",
+            "DoRA: Weight-Decomposed Low-Rank Adaptation",
+            2024,
+            "2402.09353",
+            "ICML",
+        ),
+    )
+    training: ClassVar[TrainingDefaults] = TrainingDefaults("ours, no paper's: the merged weights", lr=1e-5)
+    examples: ClassVar[tuple[Mapping[str, object], ...]] = ({"from": "adapter"},)
+
+    facts: ClassVar[type[Facts] | None] = MergeFacts
+
+    op: Literal["merge_adapter"]
+    source: Annotated[
+        Name | Weighted | Annotated[list[Name | Weighted], Field(min_length=1, max_length=100)],
+        Field(
+            alias="from",
+            description="a PEFT adapter: a folder (a relative path starts at the plan's folder) or a Hub id; or a list"
+            " of them, merged in turn; `{adapter: …, weight: …}` counts one by that much",
+        ),
+    ]
+    rounding: Annotated[
+        Rounding,
+        Field(
+            description="auto: to nearest, and guided in rows that would lose more than a hundredth of their change;"
+            " or one of the two everywhere"
+        ),
+    ] = "auto"
+    dtype: Annotated[
+        Literal["keep", "float32"],
+        Field(description="what changed tensors are stored in: the base's dtype, or float32, where nothing is lost"),
+    ] = "keep"
+
+    @property
+    def listed(self) -> list[Weighted]:
+        """The adapters with their weights."""
+        every = self.source if isinstance(self.source, list) else [self.source]
+        return [each if isinstance(each, Weighted) else Weighted(adapter=each) for each in every]
+
+    def prepare(self, base: OpenedBase) -> MergeFacts:
+        """Open the adapters, and measure how large their changes are."""
+        found: list[MergedAdapter] = []
+        for each in self.listed:
+            folder, shown = base.adapter(each.adapter), printable(each.adapter)
+            adapter = read_adapter(folder)
+            trained_on = folder.config.get("base_model_name_or_path")
+            if isinstance(trained_on, str) and trained_on:
+                base.notes.append(f"{shown}: trained on {printable(trained_on)}, its config says")
+            if adapter.norms:
+                sizes = adapter.norms.values()
+                base.notes.append(f"{shown}: ‖ΔW‖ is {min(sizes):.3g} to {max(sizes):.3g} in {len(sizes)} matrices")
+            if adapter.settings.targets is None:
+                base.notes.append(
+                    f"{shown}: a pattern in its config names what it adapts, which surgeon does not read: whether all"
+                    " of it is there is not checked"
+                )
+            found.append(adapter)
+        return MergeFacts(adapters=found)
+
+    def edit(self, draft: Draft, facts: MergeFacts | None) -> OperationRecord:
+        """Put the merged tensors in the place of the base's."""
+        if facts is None or len(facts.adapters) != len(self.listed):
+            raise BadInput("the adapters are not known: they were not opened, and surgery.json does not record them")
+        model = Model.of(draft.anatomy)
+        merged: dict[str, list[Step]] = {}
+        for each, known in zip(self.listed, facts.adapters, strict=True):
+            found = Sorted(each.adapter, known.facts.adapter, known.settings, each.weight, model).sort()
+            for name, steps in found.items():
+                merged.setdefault(name, []).extend(steps)
+        for name, steps in merged.items():
+            self._merge(draft, model.places[name], steps)
+        return OperationRecord(
+            op=self.op,
+            matched=f"{_shown(self.listed)}: {count_of(merged)}",
+            claim=Claim("none", "adapters change outputs as they were trained to"),
+            trains="new",
+        )
+
+    def _merge(self, draft: Draft, place: Place, steps: list[Step]) -> None:
+        """Give one tensor its new value."""
+        if place.layer is None:
+            draft.set_outer(place.stored, self._adapted(draft, place, draft.outer[place.stored].recipe, steps))
+            return
+        index = next((index for index, layer in enumerate(draft.layers) if layer.base == place.layer), None)
+        if index is None:
+            raise BadInput(
+                f"an adapter adapts layer {place.layer}, which an earlier operation took out: merge it first"
+            )
+        home = draft.layers[index]
+        if home.grafts:
+            raise BadInput(
+                f"layer {index} carries a graft ({home.grafts[0].text}), which an adapter of the base knows nothing of:"
+                " merge the adapter into the base, and attach grafts after it"
+            )
+        if draft.kind_of(index).packed:
+            raise BadInput(
+                f"{printable(place.stored)} is quantised: merge into the full-precision model, and quantise the output"
+            )
+        home.tensors[place.suffix] = self._adapted(draft, place, home.tensors[place.suffix], steps)
+        home.rewritten[place.suffix] = draft.number
+
+    def _adapted(self, draft: Draft, place: Place, recipe: Recipe, steps: list[Step]) -> Adapted:
+        if recipe.shape != place.shape:
+            raise BadInput(
+                f"{printable(place.stored)}: shape {list(recipe.shape)} after earlier operations, the base's"
+                f" {list(place.shape)}: merge the adapter before them"
+            )
+        wider = self.dtype == "float32" and recipe.dtype in ("F16", "BF16")
+        if wider:
+            draft.dtype = self.dtype
+        dtype = "F32" if wider else recipe.dtype
+        return Adapted(recipe, tuple(steps), place.stored, dtype, self.rounding, turned=place.form == "turned")
+
+
+def read_adapter(folder: AdapterFolder) -> MergedAdapter:
+    """What is known of an opened adapter without its weights. Raises BadInput for settings that are not merged."""
+    folder.check_settings(_KNOWN, _REASONS, "such an adapter cannot be merged; merge it with PEFT")
+    settings = _settings(folder)
+    norms = {} if settings.dora else _norms(folder, settings)
+    return MergedAdapter(facts=AdapterFacts.of(folder.facts), settings=settings, norms=norms)
+
+
+def _settings(folder: AdapterFolder) -> Settings:
+    """Its config's, checked."""
+    config, shown = folder.config, folder.shown
+    targets, layers, tokens = (
+        config.get(k) for k in ("target_modules", "layers_to_transform", "trainable_token_indices")
+    )
+    try:
+        return Settings(
+            rank=config.get("r", 8),
+            rank_pattern=checked_pattern(config, "rank_pattern", shown),
+            targets=None if isinstance(targets, str) else targets or [],
+            excluded=config.get("exclude_modules") or [],
+            layers=[layers] if type(layers) is int else layers,
+            dora=config.get("use_dora") or False,
+            biases=config.get("bias") or "none",
+            own_bias=config.get("lora_bias") or False,
+            saved=config.get("modules_to_save") or [],
+            tokens={"": tokens} if isinstance(tokens, list) else tokens or {},
+        )
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        where = printable(".".join(str(step) for step in problem["loc"]))
+        raise BadInput(f"{shown}: {where}: {printable(problem['msg'])}; get the adapter's own file again") from None
+
+
+def _norms(folder: AdapterFolder, settings: Settings) -> dict[str, float]:
+    """‖s · B A‖ of every pair of matrices, by the path of the module, from AᵀA and BᵀB: they are small."""
+    import numpy as np
+
+    found: dict[str, float] = {}
+    for name, info in folder.facts.tensors.items():
+        path, pair, _ = name.partition(".lora_A.")
+        other = folder.facts.tensors.get(name.replace(".lora_A.", ".lora_B."))
+        if not pair or other is None or len(info.shape) != 2 or info.shape[:1] != other.shape[1:]:
+            continue
+        module = path.removeprefix("base_model.model.")
+        down, up = (
+            _numbers(folder.read(each), of.dtype).reshape(of.shape)
+            for each, of in ((name, info), (name.replace(".lora_A.", ".lora_B."), other))
+        )
+        square = float(np.sum((down @ down.T) * (up.T @ up)))
+        found[module] = folder.facts.scale(module, settings.rank_of(module)) * max(0.0, square) ** 0.5
+    return found
+
+
+def _numbers(content: bytearray, dtype: str) -> np.ndarray:
+    """Stored numbers in float64."""
+    import numpy as np
+
+    if dtype == "BF16":
+        return (np.frombuffer(content, np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return np.frombuffer(content, {"F16": np.float16, "F32": np.float32, "F64": np.float64}[dtype]).astype(np.float64)
+
+
+def _shown(listed: list[Weighted]) -> str:
+    return ", ".join(printable(each.adapter) + (f" × {each.weight:g}" if each.weight != 1 else "") for each in listed)
+
+
+def count_of(merged: Mapping[str, list[Step]]) -> str:
+    """What was merged, in words: how many matrices by products of which ranks, and what else."""
+    products = [step for steps in merged.values() for step in steps if isinstance(step, Product)]
+    ranks = sorted({step.rank for step in products})
+    rank = f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}" if ranks else ""
+    kind = "DoRA" if any(step.magnitude for step in products) else "LoRA"
+    names = dict.fromkeys(name.removesuffix(".weight").rpartition(".")[2] for name, _ in deltas(merged))
+    whole = [name for name, steps in merged.items() if any(isinstance(step, Trained) for step in steps)]
+    return "; ".join(
+        [
+            *([f"{kind} of rank {rank} in {len(products)} matrices ({', '.join(names)})"] if products else []),
+            *([f"trained values in {len(whole)} tensors"] if whole else []),
+        ]
+    )

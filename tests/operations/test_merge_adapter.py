@@ -1,0 +1,304 @@
+"""Adapters merged: what PEFT computes with base and adapter, all of it or nothing, and what rounding leaves."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import surgeon
+from surgeon.apply.compute import Evaluator
+from surgeon.blueprint.recipes import Adapted, adapted
+from surgeon.blueprint.recipes.guided import guided, neighbours
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.peft_folder import Adapter, AdapterFolder
+from surgeon.errors import BadInput
+from surgeon.families.dissect import dissect
+from surgeon.models.load import load_model
+from surgeon.operations.adapter_changes import Model, Settings, Sorted
+from surgeon.operations.merge_adapter import read_adapter
+from tests import tiny
+from tests.adapters import lora
+from tests.decoders import tiny_decoder
+
+# peft asks transformers for what transformers deprecates.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*LoRA tensor.s. have invalid shape:UserWarning"),
+]
+
+IDS = torch.randint(3, 120, (2, 12), generator=torch.Generator().manual_seed(0))
+Base = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Base:
+    """Tiny bases in float32, each made once."""
+    folder = tmp_path_factory.mktemp("bases")
+
+    def base(kind: str) -> Path:
+        if (folder / kind).exists():
+            return folder / kind
+        if kind in ("gpt2", "falcon_h1"):
+            return tiny_decoder(folder / kind, kind)
+        tied = {} if kind != "qwen2_untied" else {"tie_word_embeddings": False}
+        kind_of = kind.partition("_untied")[0]
+        return tiny.checkpoint(folder / kind, kind_of, dtype="float32", num_hidden_layers=2, **tied)
+
+    return base
+
+
+def trained(base: Path, folder: Path, *, seed: int = 0, **config: Any) -> Path:
+    """An adapter that PEFT saves, all of whose numbers have moved."""
+    model = peft.get_peft_model(
+        load_model(CheckpointFolder.open(base)), peft.LoraConfig(**{"r": 4, "lora_alpha": 6} | config)
+    )
+    drawn = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, value in model.named_parameters():
+            if value.requires_grad:
+                value.add_(torch.randn(value.shape, generator=drawn) * 0.1)
+    model.save_pretrained(str(folder))
+    return folder
+
+
+def merged(base: Path, folder: Path, **entry: Any) -> surgeon.Applied:
+    """The output of a plan of one merge, which lies in `folder` with its adapters."""
+    plan = json.dumps({"surgeon": 1, "operations": [{"op": "merge_adapter", "from": "adapter", **entry}]})
+    return surgeon.apply(surgeon.parse_plan(plan, source=str(folder / "plan.yaml")), base, folder / "out", device="cpu")
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model.eval()(IDS).logits
+    return found
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+# By the base's type: settings of PEFT's adapters.
+ORACLE: dict[str, tuple[str, dict[str, Any]]] = {
+    "ranks and alphas by module": (
+        "llama",
+        {
+            "target_modules": [*ATTENTION, "down_proj", "lm_head"],
+            "use_rslora": True,
+            "rank_pattern": {"q_proj": 2, "layers.1.mlp.down_proj": 3},
+            "alpha_pattern": {"layers.0.self_attn.k_proj": 1.5},
+            "modules_to_save": ["input_layernorm"],
+            "trainable_token_indices": [7, 3],
+        },
+    ),
+    "embeddings": ("llama", {"target_modules": ["embed_tokens", "q_proj"], "modules_to_save": ["lm_head"]}),
+    "DoRA": ("llama", {"target_modules": ["q_proj", "down_proj"], "use_dora": True}),
+    "biases": ("qwen2", {"target_modules": ["q_proj", "o_proj"], "bias": "all"}),
+    "biases of a LoRA": ("qwen2", {"target_modules": ["q_proj"], "bias": "lora_only", "lora_bias": True}),
+    "tied, by tokens": ("qwen3", {"target_modules": ATTENTION, "trainable_token_indices": [3, 5]}),
+    "all linear": ("gemma3_text", {"target_modules": "all-linear", "exclude_modules": ["v_proj"]}),
+    "Conv1D": ("gpt2", {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
+    "Conv1D by DoRA": ("gpt2", {"target_modules": ["c_attn", "c_proj"], "use_dora": True, "fan_in_fan_out": True}),
+    "hybrid": ("falcon_h1", {"target_modules": ["in_proj", "q_proj", "down_proj"]}),
+}
+
+
+@pytest.mark.parametrize("case", ORACLE)
+def test_it_computes_what_peft_does_with_base_and_adapter(case: str, made: Base, tmp_path: Path) -> None:
+    kind, config = ORACLE[case]
+    base = made(kind)
+    trained(base, tmp_path / "adapter", **config)
+    applied = merged(base, tmp_path)
+    expected = logits(
+        peft.PeftModel.from_pretrained(load_model(CheckpointFolder.open(base)), str(tmp_path / "adapter"))
+    )
+    found = logits(load_model(CheckpointFolder.open(applied.path)))
+    assert (found - expected).abs().max() < 2e-5
+    assert (expected - logits(load_model(CheckpointFolder.open(base)))).abs().max() > 1e-2
+    assert applied.manifest.native and applied.manifest.promise == "none"
+    changed = {name for name, value in tensors(applied.path).items() if not torch.equal(value, tensors(base)[name])}
+    assert changed == set(applied.manifest.merged) == set(applied.manifest.new_tensors)
+
+
+def test_several_are_merged_in_turn_by_their_weights(made: Base, tmp_path: Path) -> None:
+    base = made("llama")
+    for seed in (1, 2):
+        trained(base, tmp_path / str(seed), seed=seed, target_modules=["q_proj", "v_proj"])
+    applied = merged(base, tmp_path, **{"from": [{"adapter": "1", "weight": 0.5}, "2"]})
+    before, after = tensors(base), tensors(applied.path)
+    for name, value in after.items():
+        expected = before[name].double()
+        for folder, weight in (("1", 0.5), ("2", 1.0)):
+            held = load_file(tmp_path / folder / "adapter_model.safetensors")
+            module = f"base_model.model.{name.removesuffix('.weight')}"
+            if f"{module}.lora_A.weight" in held:
+                up, down = (held[f"{module}.lora_{part}.weight"].double() for part in "BA")
+                expected = expected + weight * 1.5 * up @ down
+        assert torch.allclose(value.double(), expected, atol=1e-6), name
+
+
+def test_an_output_is_verified_and_comes_back_by_a_delta(made: Base, tmp_path: Path) -> None:
+    base = tiny.checkpoint(tmp_path / "base", "llama", num_hidden_layers=2)
+    lora(tmp_path / "adapter", layers=2)
+    out = merged(base, tmp_path).path
+    assert surgeon.verify(base, out, device="cpu", windows=2, window=16).holds
+    with pytest.raises(BadInput, match="is lost"):
+        surgeon.revert(out, tmp_path / "back")
+    surgeon.make_delta(out, tmp_path / "delta")
+    surgeon.apply_delta(tmp_path / "delta", str(base), tmp_path / "again")
+    assert all(torch.equal(value, tensors(tmp_path / "again")[name]) for name, value in tensors(out).items())
+
+
+# What rounding leaves.
+
+
+def small_change(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """A matrix on the grid of bfloat16, A, and a change of three thousandths of a hundredth of it."""
+    drawn = torch.Generator().manual_seed(seed)
+    matrix = (torch.randn(64, 512, generator=drawn) * 0.02).bfloat16().float()
+    down, up = torch.randn(8, 512, generator=drawn), torch.randn(64, 8, generator=drawn)
+    change = up @ down
+    return matrix, down, change * (3e-4 * matrix.norm() / change.norm())
+
+
+def kept(made: Tensor, matrix: Tensor, change: Tensor) -> float:
+    return float(((made - matrix) * change).sum() / change.square().sum())
+
+
+def test_guided_rounding_keeps_what_rounding_to_nearest_loses() -> None:
+    matrix, down, change = small_change()
+    values = matrix + change
+    nearest, found = values.bfloat16().float(), guided(values, torch.bfloat16, down)
+    below, above = neighbours(values, torch.bfloat16)
+    assert ((found == below) | (found == above)).all() and (below <= values).all() and (values <= above).all()
+    assert torch.equal(torch.minimum((nearest - below).abs(), (nearest - above).abs()), torch.zeros_like(nearest))
+    assert kept(nearest, matrix, change) < 0.25 and kept(found, matrix, change) > 0.95
+    errors = [((made - values) @ down.T).norm() for made in (nearest, found)]
+    assert errors[1] < 0.1 * errors[0]
+    # Rows are rounded for themselves, and a direction of a row's own counts as well.
+    assert torch.equal(guided(values[5:9], torch.bfloat16, down), found[5:9])
+    own = torch.nn.functional.normalize(change, dim=1)
+    assert kept(guided(values, torch.bfloat16, down[:0], own), matrix, change) > 0.99
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_neighbours_are_next_to_each_other(dtype: torch.dtype) -> None:
+    """By the bits of the dtype, zeros and the largest numbers included."""
+    values = torch.cat(
+        [torch.randn(500, generator=torch.Generator().manual_seed(0)), torch.tensor([0.0, 1.0, -1e-42, 65504.0])]
+    )
+    below, above = (each.to(dtype) for each in neighbours(values, dtype))
+    on_it = values.to(dtype).float() == values
+    assert torch.equal(below[on_it], above[on_it]) and torch.equal(below[on_it].float(), values[on_it])
+    apart = torch.nextafter(below, torch.full_like(below, torch.inf))
+    assert torch.equal(apart[~on_it], above[~on_it])
+
+
+@pytest.fixture(scope="module")
+def gentle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a base in bfloat16 and an adapter whose change is far smaller than the steps of its numbers."""
+    folder = tmp_path_factory.mktemp("gentle")
+    tiny.checkpoint(folder / "base", "llama", num_hidden_layers=2, hidden_size=128, intermediate_size=256)
+    modules = {"self_attn.q_proj": (128, 128), "mlp.down_proj": (128, 256)}
+    lora(folder / "adapter", modules, layers=2, lora_alpha=0.004)
+    return folder
+
+
+@pytest.mark.parametrize(("entry", "least", "most"), [({}, 0.95, 1.01), ({"rounding": "nearest"}, 0.0, 0.5)])
+def test_small_changes_survive_and_the_manifest_says_how_much(
+    entry: Mapping[str, Any], least: float, most: float, gentle: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "adapter").symlink_to(gentle / "adapter")
+    applied = merged(gentle / "base", tmp_path, **entry)
+    before, after, held = tensors(gentle / "base"), tensors(applied.path), tensors(gentle / "adapter")
+    assert len(applied.manifest.merged) == 4
+    for name, said in applied.manifest.merged.items():
+        up, down = (held[f"base_model.model.{name.removesuffix('weight')}lora_{part}.weight"].double() for part in "BA")
+        change, matrix = 0.002 * up @ down, before[name].double()
+        assert said.kept == pytest.approx(kept(after[name].double(), matrix, change), abs=1e-3)
+        assert said.nearest == pytest.approx(kept((matrix + change).bfloat16().double(), matrix, change), abs=1e-3)
+        assert said.change == pytest.approx(float(change.norm() / matrix.norm()), rel=1e-4)
+        assert least < said.kept < most and said.nearest < 0.5 and bool(said.guided) is (not entry)
+        # What apply says of it before it reads a weight.
+        (norm,) = [f for f in applied.preview.facts[0].adapters[0].norms.items() if f"{f[0]}.weight" == name]  # type: ignore[attr-defined]
+        assert norm[1] == pytest.approx(float(change.norm()), rel=1e-6)
+
+
+def test_float32_keeps_all_of_it_and_the_config_says_so(gentle: Path, tmp_path: Path) -> None:
+    (tmp_path / "adapter").symlink_to(gentle / "adapter")
+    applied = merged(gentle / "base", tmp_path, dtype="float32")
+    assert all(said.kept > 0.999 and not said.guided for said in applied.manifest.merged.values())
+    stored = {name: value.dtype for name, value in tensors(applied.path).items()}
+    assert {name for name, dtype in stored.items() if dtype == torch.float32} == set(applied.manifest.merged)
+    assert load_model(CheckpointFolder.open(applied.path)).dtype == torch.float32
+    assert surgeon.verify(gentle / "base", applied.path, device="cpu", windows=1, window=16).holds
+
+
+def test_rows_at_a_time_make_the_same(gentle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "adapter").symlink_to(gentle / "adapter")
+    whole = merged(gentle / "base", tmp_path)
+    (recipe,) = [o.recipe for o in whole.preview.blueprint.outputs if o.name == "model.layers.1.mlp.down_proj.weight"]
+    assert isinstance(recipe, Adapted) and not recipe.reads
+    opened = AdapterFolder.open(gentle / "adapter", id="adapter")
+    bench = Evaluator(whole.preview.blueprint, CheckpointFolder.open(gentle / "base"), adapters={"adapter": opened})
+    monkeypatch.setattr(adapted, "_NUMBERS_AT_ONCE", 7 * 256)
+    parts = [*recipe.compute_in_pieces(bench)]
+    assert len(parts) == 19 and torch.equal(
+        torch.cat(parts), tensors(whole.path)["model.layers.1.mlp.down_proj.weight"]
+    )
+    assert bench.take_reports()[recipe.name] == pytest.approx(whole.manifest.merged[recipe.name].model_dump())
+
+
+# All of an adapter or nothing.
+
+
+@pytest.fixture(scope="module")
+def known(made: Base, tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Adapter, Settings]:
+    """A base's parameters, and an adapter of many kinds of tensors by its headers."""
+    folder = tmp_path_factory.mktemp("known")
+    config: dict[str, Any] = {"target_modules": ["q_proj", "down_proj", "lm_head"], "use_dora": True}
+    config |= {"modules_to_save": ["input_layernorm"], "trainable_token_indices": [7, 3], "bias": "lora_only"}
+    trained(made("qwen2_untied"), folder / "adapter", **config)
+    base = CheckpointFolder.open(made("qwen2_untied"))
+    anatomy = dissect(base.config, base.tensors)
+    opened = AdapterFolder.open(folder / "adapter", id="adapter")
+    return Model.of(anatomy), opened.facts, read_adapter(opened).settings
+
+
+def sort(known: tuple[Model, Adapter, Settings], spoil: Callable[[dict[str, Any]], None], **settings: Any) -> None:
+    model, adapter, told = known
+    held = dict(adapter.tensors)
+    spoil(held)
+    Sorted("mine", replace(adapter, tensors=held), told.model_copy(update=settings), 1.0, model).sort()
+
+
+def module_of(name: str) -> str:
+    """What of the base a tensor of the adapter is about, as a pattern."""
+    below = name.removeprefix("base_model.model.").removesuffix(".weight").removesuffix(".bias")
+    return re.escape(re.sub(r"\.(lora_.*|token_adapter.*|base_layer)$", "", below))
+
+
+def test_each_tensor_deleted_turned_or_renamed_is_refused_by_name(known: tuple[Model, Adapter, Settings]) -> None:
+    sort(known, lambda held: None)
+    assert len(known[1].tensors) == 20
+    for name, info in known[1].tensors.items():
+        turned = replace(info, shape=info.shape[::-1] if len(info.shape) > 1 else (*info.shape, 1))
+        with pytest.raises(BadInput, match=module_of(name)):
+            sort(known, lambda held, name=name: held.pop(name))  # type: ignore[misc]
+        with pytest.raises(BadInput, match=module_of(name)):
+            sort(known, lambda held, name=name, turned=turned: held.update({name: turned}))  # type: ignore[misc]
+        for other in {f"{name}x", name.replace("layers.1", "layers.2"), name.replace("_proj", "_project"), f"x{name}"}:
+            if other != name:
+                with pytest.raises(BadInput, match=r"^mine: "):
+                    sort(known, lambda held, name=name, other=other: held.update({other: held.pop(name)}))  # type: ignore[misc]
