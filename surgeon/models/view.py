@@ -16,7 +16,7 @@ from typing import Any
 
 from surgeon.checkpoint.folder import CONFIG_FILE, CheckpointFolder
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, LocalSource, is_side_file, read_capped, resolved
-from surgeon.checkpoint.trust import MAX_CODE_BYTES
+from surgeon.checkpoint.trust import MAX_CODE_BYTES, only_in_code, without_auto_map
 from surgeon.checkpoint.weights import INDEX_FILE, SINGLE_FILE
 from surgeon.common.disk_space import writing
 from surgeon.common.library import described
@@ -113,8 +113,9 @@ def _show(folder: Path, name: str, view: Path) -> None:
     if name == CONFIG_FILE:
         # Where the model came from is one of the hints by which a tokenizer's class is chosen.
         hint = {key: settings[key] for key in ("_name_or_path",) if isinstance(settings.get(key), str)}
-        kept = {key: value for key, value in described(settings).items() if key != "auto_map"} | hint
+        kept = without_auto_map(described(settings)) | hint
     else:
+        settings = settings if only_in_code(settings) else without_auto_map(settings)
         kept = {key: _parts(value) for key, value in settings.items() if not _opens_files(key)}
     _write(view / name, _own_classes(kept))
 
