@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -285,7 +286,8 @@ def _notes(blueprint: Blueprint, base: OpenedBase, texts: Mapping[str, Path]) ->
         yield f"the base's own code goes along as it is: {', '.join(sorted(folder.own.files))}"
     # Git's own files need no word, nor the card, of which the output has one of its own.
     behind = [name for name in folder.left_behind if name != CARD_FILE and not name.startswith(".")]
-    if behind := [name for name in behind if not any(printable(name) in note for note in folder.notes)]:
+    named = {word for note in folder.notes for word in re.split(r"[\s,:]+", note)}
+    if behind := [name for name in behind if printable(name) not in named]:
         yield f"not carried along: {listed(behind)}"
     if blueprint.native:
         before = (folder.config, len(blueprint.layer_of_base)) if blueprint.dropped else None

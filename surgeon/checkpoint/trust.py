@@ -225,7 +225,7 @@ def without_code(config: Mapping[str, Any], source: Source, brought: Brought) ->
             raise _foreign(source.shown, f"{printable(name)} {found}")
         if content is not read[name]:
             left.append(f"{printable(name)}'s `auto_map`")
-            settings[name] = f"{json.dumps(content, indent=2, ensure_ascii=False)}\n".encode()
+            settings[name] = _written(name, content)
     left += map(printable, sorted(brought.scripts))
     if len(left) > _MOST_NAMED:
         left = [*left[: _MOST_NAMED - 1], f"{len(left) - _MOST_NAMED + 1} more"]
@@ -240,6 +240,16 @@ def _settings_alone(name: str, content: Any) -> tuple[Any, str]:
             return content, found
         content = without_auto_map(content)
     return content, leads_to_code(content)
+
+
+def _written(name: str, content: Any) -> bytes:
+    try:
+        return f"{json.dumps(content, indent=2, ensure_ascii=False)}\n".encode()
+    except (UnicodeEncodeError, RecursionError):
+        raise BadInput(
+            f"{printable(name)}: half of a UTF-16 pair in it, or brackets nested too deep to write it without its"
+            " `auto_map`; take that out of the file"
+        ) from None
 
 
 def without_auto_map(settings: Mapping[str, Any]) -> dict[str, Any]:

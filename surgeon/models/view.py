@@ -34,8 +34,11 @@ TOKENIZER_FILES = (
 )
 # What a processor of images and text is made of beside its tokenizer.
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-# Side files that no tokenizer is made of, though transformers reads some of them when it makes one.
-_NOT_A_TOKENIZER = frozenset({"generation_config.json", *PROCESSOR_FILES})
+# Side files that no tokenizer is made of, though transformers reads some of them when it makes one. What is said of sound
+# names a model somewhere else, which transformers would load; videos are left out (`find_processor`).
+_NOT_A_TOKENIZER = frozenset(
+    {"generation_config.json", "audio_tokenizer_config.json", "video_preprocessor_config.json", *PROCESSOR_FILES}
+)
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", *PROCESSOR_FILES)
 
 # Settings that transformers' tokenizers pass on to what opens files, or take as files; it saves such paths itself.
@@ -54,6 +57,7 @@ _LOADING = frozenset(
         "trust_remote_code",
         "code_revision",
         "name_or_path",
+        "audio_tokenizer",
     }
 )
 

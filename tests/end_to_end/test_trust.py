@@ -22,7 +22,7 @@ from surgeon.checkpoint.trust import check_written, leads_to_code
 from surgeon.common.library import described
 from surgeon.common.listener import Quiet
 from surgeon.errors import BadInput
-from surgeon.models.load import find_tokenizer, load_model
+from surgeon.models.load import find_processor, find_tokenizer, load_model
 from surgeon.models.view import view_of_model
 from surgeon.runtime.bundle import CODE_FILE
 from tests import tiny
@@ -508,6 +508,29 @@ def test_a_tokenizer_reads_no_file_that_its_settings_name(world: World, tmp_path
         found, why_not = find_tokenizer(world.base)
         assert found is not None and found("w1 w2 w3")["input_ids"] == before, (planted, why_not)
         file.write_text(kept)
+
+
+def test_a_processor_loads_no_model_of_sound_from_elsewhere(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import BertConfig
+
+    asked: list[Any] = []
+    monkeypatch.setattr(BertConfig, "from_pretrained", lambda *asked_for, **_: asked.append(asked_for))
+    sound = {"audio_tokenizer_class": "BertConfig", "audio_tokenizer_name_or_path": str(world.out)}
+    for name, planted in (("audio_tokenizer_config.json", sound), ("processor_config.json", {"audio_tokenizer": sound})):
+        settings(world.base, name, **planted)
+        settings(world.base, "processor_config.json", processor_class="LlavaProcessor")
+        assert find_processor(world.base)[0] is None
+        (world.base / name).unlink()
+    assert not asked
+
+
+def test_settings_that_cannot_be_written_again_are_refused(world: World) -> None:
+    for word in ('"\\ud800"', "[" * 700 + "]" * 700):
+        (world.base / "tokenizer_config.json").write_text(
+            f'{{"auto_map": {{"AutoTokenizer": ["x.T", null]}}, "tokenizer_class": "LlamaTokenizer", "x": {word}}}'
+        )
+        with pytest.raises(BadInput, match="tokenizer_config.json"):
+            CheckpointFolder.open(world.base)
 
 
 def test_what_real_checkpoints_hold_is_no_obstacle(world: World) -> None:
