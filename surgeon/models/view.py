@@ -34,8 +34,8 @@ TOKENIZER_FILES = (
 )
 # What a processor of images and text is made of beside its tokenizer.
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-# Side files that no tokenizer is made of, though transformers reads some of them when it makes one. What is said of sound
-# names a model somewhere else, which transformers would load; videos are left out (`find_processor`).
+# Side files that no tokenizer is made of, though transformers reads some of them when it makes one. Settings of sound
+# name a model somewhere else, which transformers would load; videos are left out (`find_processor`).
 _NOT_A_TOKENIZER = frozenset(
     {"generation_config.json", "audio_tokenizer_config.json", "video_preprocessor_config.json", *PROCESSOR_FILES}
 )
