@@ -197,7 +197,7 @@ def stored_name(model: Any, place: str, *, as_in_memory: bool) -> str:
 
     saved = revert_weight_conversion(model, {place: torch.empty(model.state_dict()[place].shape, device="meta")})
     tried = [place, *saved] if as_in_memory else [*saved, place]
-    found = next((name for name in tried if made_of(model, [name])[name] == Made((place,), False)), None)
+    found: str | None = next((n for n in tried if made_of(model, [n])[n] == Made((place,), False)), None)
     if found is None:
         raise BadInput(f"{printable(place)}: transformers has no name on disk for this tensor")
     return found
