@@ -86,6 +86,8 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny.checkpoint(folder / "base-model", "llama", num_hidden_layers=8, vocab_size=300)
     byte_tokenizer(folder / "base-model", eos=True)
     (folder / "base-model" / "README.md").write_text("---\nlicense: apache-2.0\n---\n\n# A tiny Llama\n")
+    tiny.checkpoint(folder / "tied-model", "qwen3", num_hidden_layers=2, vocab_size=300)
+    byte_tokenizer(folder / "tied-model", eos=True)
     tiny.checkpoint(folder / "base-encoder", "roberta", vocab_size=300)
     byte_tokenizer(folder / "base-encoder", eos=True)
     for number, name in enumerate(("french", "german")):

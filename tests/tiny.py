@@ -143,6 +143,8 @@ def base_for(plan: str, folder: Path) -> Path:
         return folder / "base"
     if plan == "upcycle-experts/beside":
         return checkpoint(folder / "base", "gemma2")
+    if plan == "untie-embeddings":
+        return checkpoint(folder / "base", "qwen3")
     if plan.startswith("mixture-of-control/glue"):
         return checkpoint(folder / "base", "roberta")
     if plan.startswith(("grow-vocabulary", "recipes/language")):

@@ -27,7 +27,6 @@ from surgeon.checkpoint.peft_folder import AdapterFolder
 from surgeon.checkpoint.tokenizer_files import without
 from surgeon.common import devices
 from surgeon.common.distributed import Ranks
-from surgeon.common.formatting import listed
 from surgeon.common.json_results import plain_fields
 from surgeon.common.listener import Listener, Quiet, Stopwatch
 from surgeon.common.promises import PROMISE_STYLES
@@ -280,6 +279,4 @@ def applied_view(applied: Applied) -> RenderableType:
         lines.insert(1, Text(applied.moved.text, style="dim"))
     if manifest.fits:
         lines.append(Text(f"predicted: {manifest.fit_text}", style="yellow" if manifest.poor_fits else "dim"))
-    if applied.left_behind:
-        lines.append(Text(f"not carried along: {listed(applied.left_behind)}", style="dim"))
     return Group(*lines)

@@ -124,6 +124,8 @@ class Blueprint:
     dropped: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     # Whether an operation changed sizes that layers share.
     resized: bool = False
+    # Whether an operation gave the head tensors of its own that were the embeddings'.
+    untied: bool = False
 
     @cached_property
     def words(self) -> Mapping[str, dict[str, Any]]:

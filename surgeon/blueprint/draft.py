@@ -122,6 +122,8 @@ class Draft:
         self.outer = {name: Outer(Copy.of(info), None) for name, info in anatomy.outer.items()}
         # Of the trunk alone; `finish` writes back what grafts need.
         self.config = native_config(config)
+        # Whether an operation gave the head tensors of its own that were the embeddings'.
+        self.untied = False
         self.couplings: dict[str, Coupling] = {}
         self.records: list[OperationRecord] = []
         # Of a model that becomes one of another class: its config.json.
@@ -278,6 +280,8 @@ class Draft:
         outputs = [*self._with_parts(outer[:known], config), *outer[known:]]
         if VOCABULARY_KEY in self.sizes:
             config = with_vocabulary(config, self.anatomy, self.sizes[VOCABULARY_KEY])
+        if self.untied:
+            config = self.anatomy.derivation.untied(config)
         for index, layer in enumerate(self.layers):
             stem = self.anatomy.layer_name(index, "")
             if layer.base is None and not self.widths:
@@ -309,6 +313,7 @@ class Draft:
             code_files=(CODE_FILE,) if grafted else (),
             dropped=dict(self.dropped),
             resized=bool(self.widths),
+            untied=self.untied,
         )
 
     def _with_parts(self, outputs: list[Output], config: Mapping[str, Any]) -> list[Output]:

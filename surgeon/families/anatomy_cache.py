@@ -135,6 +135,14 @@ class Remembered(Deferred):
         """As `Derivation` says."""
         return self._asked(dict[str, bool], lambda own: own.vocabulary_tensors(rows), "vocabulary", rows)
 
+    def untied(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """As `Derivation` says."""
+        return self._asked(dict[str, Any], lambda own: own.untied(config), "untied", config)
+
+    def head_tensors(self) -> dict[str, str]:
+        """As `Derivation` says."""
+        return self._asked(dict[str, str], lambda own: own.head_tensors(), "head")
+
     def layer_axis(self, grown: Mapping[str, Any], name: str, layers: int) -> int | None:
         """As `Derivation` says."""
         question = ("axis", grown, name, layers)

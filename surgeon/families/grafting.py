@@ -197,6 +197,10 @@ def _check_learns(twin: Skeleton, tokens: Any) -> None:
 
     model = twin.model.train()
     names = set(model.freeze_base())
+    if not names:
+        # An earlier surgery's grafts, which stay as they are.
+        model.eval()
+        return
     chosen = [value for name, value in model.named_parameters() if name in names]
     domains = torch.ones(len(tokens), dtype=torch.long)
     # A gate may happen to be shut for all of these tokens; the other way round it is open for some.
@@ -208,7 +212,7 @@ def _check_learns(twin: Skeleton, tokens: Any) -> None:
                 f"on a twin of this model with its grafts a step of training fails ({first_line(error)}); use"
                 " operations that add layers"
             ) from error
-        if not chosen or any(map(_has_gradient, model.parameters())):
+        if any(map(_has_gradient, model.parameters())):
             return
         with torch.no_grad():
             for value in chosen:

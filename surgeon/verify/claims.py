@@ -220,7 +220,13 @@ def digests_beside(out: CheckpointFolder, names: Iterable[str]) -> dict[str, str
     """Digests of those of the files `names` that lie beside the weights. Raises BadInput where one cannot be read."""
     listing = out.source.listing()
     there = [name for name in names if name in listing]
-    return {n: hashlib.sha256(out.source.small(n, max_bytes=MAX_SIDE_FILE_BYTES)).hexdigest() for n in there}
+
+    def content(name: str) -> bytes:
+        if name in out.side_files:
+            return out.read_side_file(name)
+        return out.source.small(name, max_bytes=MAX_SIDE_FILE_BYTES)
+
+    return {name: hashlib.sha256(content(name)).hexdigest() for name in there}
 
 
 def strange_files(manifest: Manifest, out: CheckpointFolder) -> list[str]:
