@@ -89,7 +89,7 @@ class {upcycled}({native}):
 
 _HEAD = """
 
-class {upcycled}(UpcycledHead, {native}):
+class {upcycled}({bases}):
     \"""{what}.\"""
 
     config_class = {config}
@@ -145,6 +145,8 @@ def classes_of(native: Composition, uses: tuple[Use, ...]) -> str:
     for each in (*native.classes, *spans):
         module, _, name = each.rpartition(".")
         imports.setdefault(module if each in TORCH_CLASSES else f"transformers.{module}", set()).add(name)
+    if not native.encoder:
+        imports["transformers"] = {"GenerationMixin"}
     layer_classes = "".join(f"\n        {short_name(each)}: {upcycled(each)}," for each in native.layers)
     sites, places = _spans(native) if native.encoder else _sites(native)
     layer = _SPAN_LAYER if native.encoder else _LAYER
@@ -225,17 +227,23 @@ def _heads(native: Composition, uses: tuple[Use, ...]) -> str:
     made = "".join(
         _OUTPUT.format(upcycled=own, native=short_name(told), losses=losses) for told, own in outputs.items()
     )
+
+    def generates(head: str) -> bool:
+        return head == native.head and not native.encoder
+
     all_heads = [(native.head, native.output), *((head.native, head.output) for head in native.heads)]
     return made + "".join(
         _HEAD.format(
             upcycled=upcycled(told),
             native=short_name(told),
+            # transformers looks for it among a class's own bases.
+            bases=f"UpcycledHead, {short_name(told)}" + (", GenerationMixin" if generates(told) else ""),
             what="The model with its head" if told == native.head else "The model with another head",
             config=upcycled(native.config),
             stack=native.stack,
             text=upcycled(native.text),
             output=outputs[output],
-            by_token=told == native.head and not native.encoder,
+            by_token=generates(told),
         )
         for told, output in all_heads
     )

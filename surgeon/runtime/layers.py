@@ -163,12 +163,12 @@ class BranchLayer(GraftedLayer):
 
     @property
     def gradient_checkpointing(self) -> bool:
-        """Always off; what a model-wide switch sets is ignored here."""
-        return False
+        """What a model-wide switch set; while the trunk layer runs, off."""
+        return bool(self.__dict__.get("switched")) and current_frame() is None
 
     @gradient_checkpointing.setter
     def gradient_checkpointing(self, value: bool) -> None:
-        return
+        self.__dict__["switched"] = value
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The native hidden states, B T D, without what comes with them."""

@@ -18,12 +18,12 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 from transformers.utils import output_capturing
 
 from .layers import UpcycledLayer, copy_unsaved, current_flow, in_flow
 from .losses import Flow, tell_of_lost_losses, token_domains
 from .newborn import Newborn
-from .prefix import PrefixCache
 from .rules import Surgery, read_surgery
 
 # Names of grafts' own tensors; `*` is any text.
@@ -245,9 +245,7 @@ class UpcycledModel(UpcycledPreTrained):
         whole.num_hidden_layers = surgery.layers
         empty = DynamicCache(config=whole).layers
         for index in range(len(held), max(twins) + 1):
-            # Between them nothing is kept, which an empty layer of keys and values would not bear in all that is done
-            # to a cache.
-            held.append(empty[index] if index in twins else PrefixCache("", held[0]))
+            held.append(empty[index] if index in twins else EmptyPlace())
             if index in twins and getattr(held[twins[index]], "record_past", False):
                 held[index].activate_past_recording()
 
@@ -266,8 +264,15 @@ def model_forward(native: Callable[..., Any]) -> Callable[..., Any]:
 
 def _check_kept_nothing(cache: Any) -> None:
     """ValueError where grafts keep something in a cache, which would miss what is computed without them."""
-    if any(isinstance(layer, PrefixCache) for layer in getattr(cache, "layers", ())):
+    if any(getattr(layer, "kept", None) for layer in getattr(cache, "layers", ())):
         raise ValueError("the cache was filled with grafts on; in `grafts(enabled=False)` begin with an empty one")
+
+
+class EmptyPlace(DynamicLayer):
+    """A place in a cache where nothing is."""
+
+    def crop(self, *_: Any) -> None:
+        """Nothing to forget, which the native one of older versions does not bear."""
 
 
 def own_class(config: Any, kind: type[Any]) -> None:
@@ -319,9 +324,3 @@ def given_inputs(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tens
     if given is None:
         raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
     return given
-
-
-def recorded_in_trunk(native: type[Any]) -> dict[str, Any]:
-    """What of a native model's modules can be recorded; of its layers' hidden states, those of the trunk."""
-    recorded = dict(getattr(native, "_can_record_outputs", None) or {})
-    return recorded | {key: UpcycledLayer for key in recorded if key == "hidden_states"}
