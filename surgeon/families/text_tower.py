@@ -233,7 +233,7 @@ def _renamed(skeleton: Skeleton, names: Names, built: Skeleton) -> dict[str, str
     """
     prefix, stem = _decoder(built), f"{built.stack}."
     found: dict[str, str] = {}
-    places = {name: (place,) for name, place in names.outer.items() if place}
+    places: dict[str, tuple[str, ...]] = {name: (place,) for name, place in names.outer.items() if place}
     for index, layer in enumerate(names.layers):
         for suffix, targets in layer.items():
             found[f"{names.stem}{index}.{suffix}"] = f"{stem}{index}.{suffix}"
@@ -251,7 +251,7 @@ def _renamed(skeleton: Skeleton, names: Names, built: Skeleton) -> dict[str, str
     made = made_of(built.model, found.values())
     before = made_of(skeleton.model, found)
     for name, other in found.items():
-        targets = tuple(_place(target, skeleton, prefix) for target in places.get(name, ()))
+        targets = tuple(_place(target, skeleton, prefix) or "" for target in places.get(name, ()))
         same = (made[other].names, made[other].operations) == (targets, before[name].operations)
         if targets and not same:
             raise BadInput(
