@@ -34,6 +34,7 @@ PLANS = {
     "control_llm": "control-llm",
     "domain_gate": "domain-gate",
     "drop_layers": "drop-layers",
+    "extract_text": "extract-text",
     "fold_adapters": "fold-adapters",
     "gated_adapters": "neutral-residues",
     "grow_vocabulary": "grow-vocabulary",

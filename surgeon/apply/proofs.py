@@ -122,6 +122,9 @@ def _prove(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any], ow
 
             prove_widths(blueprint, anatomy, config)
         return
+    if blueprint.left_behind:
+        _check_text(blueprint, anatomy)
+        return
     from surgeon.apply.twin_proof import prove_blueprint, prove_rows
 
     if own is None and anatomy.derivation.same_names:
@@ -182,6 +185,17 @@ def _prove_moves(blueprint: Blueprint, anatomy: Anatomy) -> None:
         ],
         {layer: anatomy.kinds[anatomy.kind_of[layer]].silence for layer in gone},
     )
+
+
+def _check_text(blueprint: Blueprint, anatomy: Anatomy) -> None:
+    """Raise BadInput where a text model is another than its tower, of which a twin has the base's logits."""
+    config, names = anatomy.derivation.text_model()
+    made = {output.name: output.recipe.sources for output in blueprint.outputs if not output.computed}
+    odd = next((name for old, name in names.items() if [*made.get(name, ())] != [old]), None)
+    if odd is not None or blueprint.config != config or len(made) != len(names):
+        raise BadInput(
+            f"{printable(odd or 'config.json')}: the plan makes something else than the text tower of the base"
+        )
 
 
 def _check_head(blueprint: Blueprint, anatomy: Anatomy) -> None:

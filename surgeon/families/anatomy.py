@@ -151,6 +151,14 @@ class Derivation(ABC):
         Raises BadInput where the head cannot be untied.
         """
 
+    @abstractmethod
+    def text_model(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """The text tower of an image-text model as a causal model: its config.json, and its tensors' names in it.
+
+        Names are by those that they have now; tensors of other towers have none. Raises BadInput where no causal class
+        of transformers holds the tower.
+        """
+
     # Where the fields of the text decoder stand in config.json.
     path: tuple[str, ...]
 

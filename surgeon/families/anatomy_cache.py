@@ -143,6 +143,11 @@ class Remembered(Deferred):
         """As `Derivation` says."""
         return self._asked(dict[str, str], lambda own: own.head_tensors(), "head")
 
+    def text_model(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """As `Derivation` says."""
+        kind = tuple[dict[str, Any], dict[str, str]]
+        return self._asked(kind, lambda own: own.text_model(), "text model")
+
     def layer_axis(self, grown: Mapping[str, Any], name: str, layers: int) -> int | None:
         """As `Derivation` says."""
         question = ("axis", grown, name, layers)

@@ -28,6 +28,7 @@ from surgeon.families.proof import check_runs, layer_axis, prove, run_cached
 from surgeon.families.quantised import left_out, renumbered, skips, without_scales
 from surgeon.families.silence import some_tokens
 from surgeon.families.skeleton import Skeleton, build, wordless_auto
+from surgeon.families.text_tower import text_model
 from surgeon.families.twin import twin_of
 from surgeon.families.whole_heads import heads_move
 from surgeon.runtime.composition import Composition
@@ -276,6 +277,10 @@ class Found(Derivation):
             if lacking not in stored:
                 found[stored_name(after, lacking, as_in_memory=stored[held] == held)] = stored[held]
         return found
+
+    def text_model(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """As `Derivation` says."""
+        return text_model(self.config, self.derived.skeleton, self.names, self.derived.heads)
 
     def layer_axis(self, grown: Mapping[str, Any], name: str, layers: int) -> int | None:
         """As `Derivation` says."""

@@ -52,7 +52,7 @@ def check_grafts(before: Skeleton, after: Skeleton) -> None:
         _check_equal(before, after, tokens, "")
         _check_learns(after, tokens)
         for twin in (before, after):
-            _lower(twin.model)
+            lower(twin.model)
         _check_equal(before, after, tokens, " in bfloat16")
 
 
@@ -68,7 +68,7 @@ def _prove_encoder(before: Skeleton, after: Skeleton) -> None:
         for kind in ("", " in bfloat16"):
             if kind:
                 for twin in (before, after):
-                    _lower(twin.model)
+                    lower(twin.model)
                     twin.model.to(torch.bfloat16)
             with torch.no_grad():
                 one = _encoded(before, tokens, mask, "without")
@@ -140,7 +140,7 @@ def _check_equal(before: Skeleton, after: Skeleton, tokens: Any, kind: str) -> N
             )
 
 
-def _lower(model: Any) -> None:
+def lower(model: Any) -> None:
     """Give a model's tensors the dtypes that transformers gives them where bfloat16 is asked for."""
     import torch
 

@@ -209,6 +209,10 @@ class Listed(Deferred):
             return self.own.head_tensors()
         return {} if writes[0] in base.outer else {writes[0]: reads[0]}
 
+    def text_model(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """As `Derivation` says, which refuses a usual model."""
+        return self.own.text_model()
+
     def layer_axis(self, grown: Mapping[str, Any], name: str, layers: int) -> int | None:
         """As `Derivation` says: no tensor of a usual type outside its layers depends on their number."""
         return None

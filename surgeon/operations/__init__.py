@@ -18,6 +18,7 @@ from surgeon.errors import printable
 from surgeon.operations.control_llm import ControlLLM
 from surgeon.operations.domain_gate import DomainGate
 from surgeon.operations.drop_layers import DropLayers
+from surgeon.operations.extract_text import ExtractText
 from surgeon.operations.fold_adapters import FoldAdapters
 from surgeon.operations.gated_adapters import GatedAdapters
 from surgeon.operations.grow_vocabulary import GrowVocabulary
@@ -45,6 +46,7 @@ _BUILT_IN: tuple[type[Operation], ...] = (
     MergeBranches,
     GrowVocabulary,
     UntieEmbeddings,
+    ExtractText,
     UpcycleExperts,
     DropLayers,
     FoldAdapters,
