@@ -174,6 +174,17 @@ class UpcycledModel(UpcycledPreTrained):
         self.__dict__.pop("_no_split_modules", None)
         self.post_init()
 
+    def init_parallel_plans(self) -> None:
+        """As transformers', but the twin of a layer is split over devices as the layer itself."""
+        super().init_parallel_plans()
+        surgery: Surgery | None = getattr(self, "surgery", None)
+        if surgery is None or not surgery.homes:
+            return
+        layer = f"{self.stack.rpartition('.')[2]}.*."
+        for kind in ("_tp_plan", "_ep_plan", "_fsdp_plan"):
+            plan = getattr(self, kind, None) or {}
+            plan.update({name.replace(layer, f"{layer}expanded.", 1): how for name, how in plan.items()})
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)

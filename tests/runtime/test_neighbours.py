@@ -13,6 +13,7 @@ import torch
 from accelerate import cpu_offload
 from torch import distributed
 from torch.utils.data import Dataset
+from transformers.distributed.parallel_utils import _get_parameter_plan
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
@@ -44,6 +45,14 @@ def test_quantisers_leave_modules_with_slots() -> None:
     left = {name for name in linear if not should_convert_module(name, names)}
     assert left == {"lm_head"} | {name for name, module in linear.items() if hasattr(module, "slots")}
     assert len(left) > 2 and not [name for name in model._get_dtype_plan(torch.float16) if "proj" in name]
+
+
+def test_a_twin_is_split_over_devices_as_its_layer() -> None:
+    model = grafted("llama", control("dlerp", layers=(2,)))
+    plans = {name: _get_parameter_plan(name, model.tp_plan) for name, _ in model.named_parameters()}
+    twin = {name: how for name, how in plans.items() if ".expanded." in name}
+    assert {name: plans[name.replace("expanded.", "")] for name in twin} == twin
+    assert twin["model.layers.2.expanded.self_attn.q_proj.weight"] == "colwise"
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
