@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from typing import Any
 
 from surgeon.blueprint.blueprint import Blueprint
 from surgeon.checkpoint.folder import CheckpointFolder
@@ -13,7 +14,24 @@ from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
 from surgeon.families.dissect import dissect
 from surgeon.families.family import OWN_CONFIG
+from surgeon.families.grafted_config import native_config
+from surgeon.families.growth import part_of
 from surgeon.families.names import ANOTHER
+
+HIDDEN, INNER, HEADS, KEYS = "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"
+
+
+def widened_sizes(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """The sizes of the base's config that an output has otherwise, before and after."""
+    path = anatomy.derivation.path
+    before, after = part_of(native_config(config), path), part_of(blueprint.config, path)
+    known = {HIDDEN: anatomy.sizes.hidden, INNER: anatomy.sizes.intermediate}
+    known |= {HEADS: anatomy.sizes.heads, KEYS: anatomy.sizes.kv_heads}
+    return {
+        key: (before.get(key, size), after[key])
+        for key, size in known.items()
+        if type(after.get(key)) is int and before.get(key, size) != after[key]
+    }
 
 
 def check_taken(blueprint: Blueprint, base: CheckpointFolder, models: Mapping[str, CheckpointFolder]) -> None:

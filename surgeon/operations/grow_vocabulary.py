@@ -214,12 +214,12 @@ class GrowVocabulary(Operation):
         return OperationRecord(
             op=self.op,
             matched=_matched(facts, rows, added),
-            claim=_claim(rows, added),
+            claim=claim_of_rows(rows, added),
             trains="new",
         )
 
 
-def _claim(rows: int, added: int) -> Claim:
+def claim_of_rows(rows: int, added: int) -> Claim:
     """What old logits are, and what new tokens take from them."""
     bound = (
         "new rows of the output are the mean of the old ones, so the loss on any old token rises by at most"
