@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from surgeon.blueprint.blueprint import Blueprint
@@ -11,12 +11,13 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
 from surgeon.checkpoint.own_code import OwnCode
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy
+from surgeon.families.anatomy import VOCABULARY_KEY, Anatomy
 from surgeon.families.dissect import dissect
 from surgeon.families.family import OWN_CONFIG
 from surgeon.families.grafted_config import native_config
 from surgeon.families.growth import part_of
 from surgeon.families.names import ANOTHER
+from surgeon.operations.widths import divisor_of
 
 HIDDEN, INNER, HEADS, KEYS = "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"
 
@@ -32,6 +33,21 @@ def widened_sizes(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, A
         for key, size in known.items()
         if type(after.get(key)) is int and before.get(key, size) != after[key]
     }
+
+
+def lost_divisors(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any]) -> Iterator[str]:
+    """A note for each size that a smaller power of two divides than divided the base's, up to `MOST_DIVIDED`."""
+    sizes = widened_sizes(blueprint, anatomy, config)
+    if blueprint.more_rows:
+        rows = part_of(blueprint.config, anatomy.derivation.path)[VOCABULARY_KEY]
+        sizes[VOCABULARY_KEY] = (anatomy.sizes.vocabulary, rows)
+    for key, (before, after) in sizes.items():
+        one, other = divisor_of(before), divisor_of(after)
+        if other < one:
+            yield (
+                f"`{key}` {after} is a multiple of {other}, the base's {before} of {one}: devices that share it,"
+                f" kernels and quantisations (Q8_0 32, K-quants 256) may need {one}; `pad_to` makes it one"
+            )
 
 
 def check_taken(blueprint: Blueprint, base: CheckpointFolder, models: Mapping[str, CheckpointFolder]) -> None:

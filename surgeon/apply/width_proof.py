@@ -51,8 +51,9 @@ def prove_widths(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, An
         # A class that states it, as the output's does, is shrunk otherwise than one that does not.
         before["head_dim"] = blueprint.config["head_dim"]
     with one_thread():
-        if _grows_groups(sizes, anatomy):
-            small, base = _with_own_heads(before, anatomy, sizes[HEADS][1])
+        own = _with_own_heads(before, anatomy, sizes) if HEADS in sizes else None
+        if own is not None:
+            small, base = own
             part_at(small, path).update({key: after for key, (_, after) in sizes.items() if key in (HEADS, KEYS)})
             _widen(small, path, {key: size for key, size in sizes.items() if key not in (HEADS, KEYS)})
         else:
@@ -96,16 +97,18 @@ def _grows_groups(sizes: Mapping[str, tuple[int, int]], anatomy: Anatomy) -> boo
     return heads[1] * keys[0] != heads[0] * keys[1]
 
 
-def _with_own_heads(config: Mapping[str, Any], anatomy: Anatomy, after: int) -> tuple[dict[str, Any], Skeleton]:
+def _with_own_heads(
+    config: Mapping[str, Any], anatomy: Anatomy, sizes: Mapping[str, tuple[int, int]]
+) -> tuple[dict[str, Any], Skeleton] | None:
     """The config of a twin with as many heads as the base, in groups as large, and the twin; heads may be smaller.
 
-    Its hidden size is divided by these heads and by those `after`, as many classes want it. Raises BadInput where it
-    does not run.
+    Its hidden size is divided by these heads and by those of the output, as many classes want it. None where it does
+    not run, and fewer heads would show the same; else raises BadInput.
     """
     import torch
 
     failed: Exception | None = None
-    divided = math.lcm(anatomy.sizes.heads, after)
+    divided = math.lcm(anatomy.sizes.heads, sizes[HEADS][1])
     for size in (_HEAD, anatomy.sizes.head_dim):
         small = shrunk(native_config(config), heads_left=anatomy.sizes.heads)
         own = {HEADS: anatomy.sizes.heads, KEYS: anatomy.sizes.kv_heads, "head_dim": size}
@@ -118,6 +121,8 @@ def _with_own_heads(config: Mapping[str, Any], anatomy: Anatomy, after: int) -> 
             return small, twin
         except (BadInput, *LOAD_FAILURES) as error:
             failed = failed or error
+    if not _grows_groups(sizes, anatomy):
+        return None
     assert failed is not None
     raise BadInput(
         f"a twin of this model with the base's own heads cannot be run ({first_line(failed)}), so nothing can be proven"

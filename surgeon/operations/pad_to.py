@@ -7,6 +7,7 @@ Maile, 2023). Tensor parallelism gives each device as many heads and neurons as 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal, Self
@@ -96,13 +97,14 @@ class PadTo(Operation):
             parts = parts_with(draft, index, _HEADS)
             check_norms(draft, index)
             for suffix, part in parts.items():
-                recipe, begin, pieces = layer.tensors[suffix], 0, []
+                recipe = layer.tensors[suffix]
                 assert isinstance(recipe, Copy), suffix
                 if part.blocks[0][0] == "output" and part.kind != "weight":
                     continue
-                for role, rows in part.blocks:
+                begins = itertools.accumulate((rows for _, rows in part.blocks), initial=0)
+                pieces: list[Recipe] = []
+                for begin, (role, rows) in zip(begins, part.blocks, strict=False):
                     pieces += _padded(recipe, role, begin, rows, draft, (heads, kv_heads))
-                    begin += rows
                 if not any(isinstance(piece, Constant) for piece in pieces):
                     continue
                 layer.tensors[suffix] = side_by_side(pieces, int(part.blocks[0][0] == "output"))

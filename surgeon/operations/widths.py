@@ -7,6 +7,7 @@ bfloat16 in some.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -17,7 +18,14 @@ from surgeon.families.family import Part, Role
 
 # What predicts further tokens, where it is no layer above the stack.
 _FURTHER = ("mtp.", "model.mtp.")
+# K-quants pack so many numbers together; no kernel needs more.
+MOST_DIVIDED = 256
 ROUNDING = "sums over more of them are taken in another order, so logits differ by rounding"
+
+
+def divisor_of(size: int) -> int:
+    """The largest power of two, up to `MOST_DIVIDED`, that divides a size."""
+    return math.gcd(size, MOST_DIVIDED)
 
 
 def check_alone(draft: Draft, size: str) -> None:
