@@ -96,7 +96,7 @@ class {upcycled}({bases}):
     stack = "{stack}"
     decoder_class = {text}
     output_class = {output}
-    by_token = {by_token}
+    by_token = {by_token}{prefix}
     forward = head_forward({native}.forward)
 """
 
@@ -231,6 +231,7 @@ def _heads(native: Composition, uses: tuple[Use, ...]) -> str:
     def generates(head: str) -> bool:
         return head == native.head and not native.encoder
 
+    prefixes = {head.native: head.prefix for head in native.heads}
     all_heads = [(native.head, native.output), *((head.native, head.output) for head in native.heads)]
     return made + "".join(
         _HEAD.format(
@@ -244,6 +245,7 @@ def _heads(native: Composition, uses: tuple[Use, ...]) -> str:
             text=upcycled(native.text),
             output=outputs[output],
             by_token=generates(told),
+            prefix=f'\n    base_model_prefix = "{prefixes[told]}"' if prefixes.get(told) else "",
         )
         for told, output in all_heads
     )

@@ -75,6 +75,10 @@ class DomainGate(Newborn):
                 "learned here shows, in an evaluation neither. Fit it first, by `surgeon train`."
             )
 
+    def forward(self, hidden_states: Tensor, gating: Gating) -> Tensor:
+        """Where it is open for hidden_states, B T D: B T, bool; all its tensors are read in here, where they are."""
+        return gating.decide(self, hidden_states)
+
     def evidence(self, hidden_states: Tensor) -> Tensor:
         """Each token's, B T D to B T 1, whole numbers of 2⁻¹⁶."""
         wide = at_least_fp32(hidden_states)
@@ -164,7 +168,7 @@ class GateGraft(Graft, GateRules):
             raise RuntimeError("a layer with a domain gate was called outside its model")
         if frame.gating.forced is not None and frame.domains is None:
             layer.domain_gate.tell_if_born()
-        frame.on = frame.gating.decide(layer.domain_gate, hidden_states)
+        frame.on = layer.domain_gate(hidden_states, frame.gating)
 
     def open(self, model: Any, flow: Flow, inputs: Tensor, attention_mask: Any, cache: Any) -> None:
         """Bring what earlier tokens gave; in training what is known of these, all new where nothing is."""

@@ -35,6 +35,8 @@ GRAFT_TENSORS = (
     "*domain_gate.*",
     "*.lora_*",
 )
+# What begins the names of modules that quantisers leave.
+_LEFT = ".*"
 
 
 class _Off(threading.local):
@@ -60,6 +62,7 @@ class UpcycledPreTrained(PreTrainedModel):
     def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, Any]:
         # What a native model keeps in float32 goes by names such as `gate`, which parts of grafts have too.
         plan: dict[str, Any] = super()._get_dtype_plan(dtype)
+        plan = {name: held for name, held in plan.items() if not name.startswith(_LEFT)}
         return dict.fromkeys(GRAFT_TENSORS, dtype) | plan if plan else plan
 
     def graft_parameter_names(self) -> list[str]:
@@ -140,6 +143,7 @@ class UpcycledModel(UpcycledPreTrained):
     """The model whose config's surgery says which grafts stand in its layers: a text decoder, or an encoder."""
 
     surgery: Surgery
+    _keep_in_fp32_modules: Any
     layer_classes: ClassVar[Mapping[type[nn.Module], type[UpcycledLayer]]]
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -162,9 +166,24 @@ class UpcycledModel(UpcycledPreTrained):
         # Kept by class when a model is made, and this one was made as another; before 5.23 by the class's name.
         registry: Any = output_capturing._CAN_RECORD_REGISTRY
         registry[str(type(self)) if type(registry) is dict else self] = self._can_record_outputs
+        # Every quantiser leaves what stands here, and `_get_dtype_plan` takes it out of what it is called for.
+        replaces = tuple(kind for graft in surgery.rules for kind in graft.replaces)
+        left = (f"{_LEFT}{name}.{place}" for place, held in layers.named_modules() if isinstance(held, replaces))
+        self._keep_in_fp32_modules = {*(self._keep_in_fp32_modules or ()), *left}
         # The native class's, kept by the model itself, would hide this one's.
         self.__dict__.pop("_no_split_modules", None)
         self.post_init()
+
+    def init_parallel_plans(self) -> None:
+        """As transformers', but the twin of a layer is split over devices as the layer itself."""
+        super().init_parallel_plans()
+        surgery: Surgery | None = getattr(self, "surgery", None)
+        if surgery is None or not surgery.homes:
+            return
+        layer = f"{self.stack.rpartition('.')[2]}.*."
+        for kind in ("_tp_plan", "_ep_plan", "_fsdp_plan"):
+            plan = getattr(self, kind, None) or {}
+            plan.update({name.replace(layer, f"{layer}expanded.", 1): how for name, how in plan.items()})
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
