@@ -20,7 +20,7 @@ from surgeon.blueprint.recipes import Constant, Copy, Recipe, extended, side_by_
 from surgeon.errors import BadInput
 from surgeon.families.anatomy import VOCABULARY_KEY, vocabulary_tensors
 from surgeon.families.family import LARGEST_SIZE, Role
-from surgeon.operations.grow_vocabulary import claim_of_rows
+from surgeon.operations.grow_vocabulary import bound_of_rows, claim_of_rows
 from surgeon.operations.operation import Operation, Paper, TrainingDefaults
 from surgeon.operations.widen_attention import check_norms
 from surgeon.operations.widen_ffn import COMPOSABLE
@@ -77,8 +77,8 @@ class PadTo(Operation):
         if rows := self._rows(draft):
             before = draft.anatomy.sizes.vocabulary
             done.append(f"rows of the vocabulary: {before} become {before + rows}")
-            of_rows = claim_of_rows(before, rows)
-            claim = Claim("rounding", f"{claim.reason}; {of_rows.reason}") if draft.widths else of_rows
+            both = Claim("rounding", f"{claim.reason}; {bound_of_rows(before, rows)}")
+            claim = both if draft.widths else claim_of_rows(before, rows)
         if not done:
             asked = {key: value for key in _FIELDS if (value := getattr(self, key)) is not None}
             wanted = ", ".join(f"`{key}: {value}`" for key, value in asked.items())
