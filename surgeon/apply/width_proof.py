@@ -21,7 +21,7 @@ from surgeon.common.devices import one_thread
 from surgeon.common.library import LOAD_FAILURES, first_line
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
-from surgeon.families.grafted_config import native_config
+from surgeon.families.grafted_config import is_grafted, native_config
 from surgeon.families.proof import run_prefill
 from surgeon.families.silence import some_tokens
 from surgeon.families.skeleton import Skeleton
@@ -107,6 +107,9 @@ def _with_own_heads(
     """
     import torch
 
+    if is_grafted(config):
+        # Grafts of the base are in a twin of the whole config alone.
+        return None
     failed: Exception | None = None
     divided = math.lcm(anatomy.sizes.heads, sizes[HEADS][1])
     for size in (_HEAD, anatomy.sizes.head_dim):

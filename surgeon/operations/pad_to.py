@@ -92,7 +92,8 @@ class PadTo(Operation):
         if (heads, kv_heads) == (sizes.heads, sizes.kv_heads):
             return
         check_alone(draft, "num_attention_heads")
-        check_free(draft)
+        if draft.bank is not None or any(layer.grafts for layer in draft.layers):
+            raise BadInput("the model carries grafts beside its heads; fold, merge or revert them first")
         for index, layer in enumerate(draft.layers):
             parts = parts_with(draft, index, _HEADS)
             check_norms(draft, index)
