@@ -40,6 +40,8 @@ def test_offloaded_weights_give_the_same_logits() -> None:
 def test_quantisers_leave_modules_with_slots() -> None:
     """By the names that each of transformers' quantisers asks a model for; their dtype is the model's all the same."""
     model = grafted("llama", everything())
+    assert not model._keep_in_fp32_modules
+    model.is_quantized = True
     names = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
     linear = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     left = {name for name in linear if not should_convert_module(name, names)}
