@@ -52,6 +52,8 @@ ENTRIES: Mapping[str, Entry] = {
     "domain_gate": {},
     "merge_branches": {},
     "grow_vocabulary": {"tokens": [" été", "lumière"]},
+    "untie_embeddings": {},
+    "extract_text": {},
     "upcycle_experts": {"experts": 4},
     "drop_layers": {"layers": [3]},
     "fold_adapters": {},

@@ -10,6 +10,7 @@ al., 2022, Fast Vocabulary Transfer); old text never reads them.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -30,7 +31,7 @@ from surgeon.operations.prepare import Facts, OpenedBase
 
 Paths = str | Annotated[list[str], Field(min_length=1)]
 # Tokenizer files of other programs, which hold a vocabulary of their own.
-_OTHER_VOCABULARIES = (".model", ".tiktoken", "tekken.json")
+_OTHER_VOCABULARIES = re.compile(r"(\.model(\.v\w+)?|\.tiktoken|tekken\.json)$")
 
 
 class TextCounts(Spec):
@@ -181,7 +182,7 @@ class GrowVocabulary(Operation):
         base.notes.extend(
             f"{printable(name)} is carried along as it is: what reads it in place of tokenizer.json knows no new token"
             for name in base.folder.side_files
-            if name.endswith(_OTHER_VOCABULARIES)
+            if _OTHER_VOCABULARIES.search(name)
         )
         return VocabularyFacts.of(grown.facts)
 

@@ -477,7 +477,9 @@ def _layer_shapes(draft: Draft) -> dict[str, tuple[int, ...]]:
             " weights and quantise the output"
         )
     if "text_config" in draft.config or not draft.anatomy.layer_name(0, "").startswith("model.layers."):
-        raise BadInput("the layers stand in a larger model, or without a head; save the text model with its head alone")
+        raise BadInput(
+            "the layers stand in a larger model, or without a head; take the text out first (`extract_text`)"
+        )
     first = {suffix: recipe.shape for suffix, recipe in draft.layers[0].tensors.items()}
     check_no_experts(suffix for layer in draft.layers for suffix in layer.tensors)
     for index, layer in enumerate(draft.layers):

@@ -62,11 +62,6 @@ class {upcycled}(TwinnedLayer, {native}):
     branch_of = {upcycled}Branch
 """
 
-_RECORDED = """\
-    # Hidden states of the trunk alone; what else is recorded, of trunk and branches, each branch after its twin.
-    _can_record_outputs: ClassVar[dict[str, Any]] = recorded_in_trunk({native})
-"""
-
 _SPAN_LAYER = """
 
 class {upcycled}(UpcycledEncoderLayer, {native}):
@@ -102,14 +97,14 @@ class {upcycled}({native}):
 
 _HEAD = """
 
-class {upcycled}(UpcycledHead, {native}):
+class {upcycled}({bases}):
     \"""{what}.\"""
 
     config_class = {config}
     stack = "{stack}"
     decoder_class = {text}
     output_class = {output}
-    by_token = {by_token}
+    by_token = {by_token}{prefix}
     forward = head_forward({native}.forward)
 """
 
@@ -168,6 +163,8 @@ def classes_of(native: Composition, uses: tuple[Use, ...]) -> str:
     for each in (*native.classes, *spans):
         module, _, name = each.rpartition(".")
         imports.setdefault(module if each in TORCH_CLASSES else f"transformers.{module}", set()).add(name)
+    if not native.encoder:
+        imports["transformers"] = {"GenerationMixin"}
     layer_classes = "".join(f"\n        {short_name(each)}: {upcycled(each)}," for each in native.layers)
     sites, places = _spans(native) if native.encoder else _sites(native)
     twins = any(use.twins for use in uses)
@@ -198,7 +195,6 @@ def classes_of(native: Composition, uses: tuple[Use, ...]) -> str:
         NativeText=short_name(native.text),
         text_is="The model without a head" if native.encoder else "The text decoder",
         model_parts=", ".join(model_parts or ["UpcycledModel"]),
-        recorded=_RECORDED.format(native=short_name(native.text)) if twins else "",
         stack=native.stack,
         first_position=f"\n    first_position = {native.first_position}"
         if native.first_position and "CrossingModel" in model_parts
@@ -253,17 +249,25 @@ def _heads(native: Composition, uses: tuple[Use, ...]) -> str:
     made = "".join(
         _OUTPUT.format(upcycled=own, native=short_name(told), losses=losses) for told, own in outputs.items()
     )
+
+    def generates(head: str) -> bool:
+        return head == native.head and not native.encoder
+
+    prefixes = {head.native: head.prefix for head in native.heads}
     all_heads = [(native.head, native.output), *((head.native, head.output) for head in native.heads)]
     return made + "".join(
         _HEAD.format(
             upcycled=upcycled(told),
             native=short_name(told),
+            # transformers looks for it among a class's own bases.
+            bases=f"UpcycledHead, {short_name(told)}" + (", GenerationMixin" if generates(told) else ""),
             what="The model with its head" if told == native.head else "The model with another head",
             config=upcycled(native.config),
             stack=native.stack,
             text=upcycled(native.text),
             output=outputs[output],
-            by_token=told == native.head and not native.encoder,
+            by_token=generates(told),
+            prefix=f'\n    base_model_prefix = "{prefixes[told]}"' if prefixes.get(told) else "",
         )
         for told, output in all_heads
     )

@@ -9,7 +9,6 @@ import torch
 
 from .losses import Flow, token_domains
 from .models import UpcycledModel, given_inputs
-from .prefix import PrefixCache
 
 
 class CrossingModel(UpcycledModel):
@@ -59,5 +58,5 @@ class CrossingModel(UpcycledModel):
 
 def _check_kept_nothing(cache: Any) -> None:
     """ValueError where grafts keep something in a cache, which would miss what is computed without them."""
-    if any(isinstance(layer, PrefixCache) for layer in getattr(cache, "layers", ())):
+    if any(getattr(layer, "kept", None) for layer in getattr(cache, "layers", ())):
         raise ValueError("the cache was filled with grafts on; in `grafts(enabled=False)` begin with an empty one")

@@ -194,6 +194,8 @@ class ExpertRouter(nn.Module):
 class ExpertGraft(Graft, ExpertRules):
     """Experts and their router."""
 
+    replaces = (WithSlots,)
+
     def attach(self, layer: Any, config: Any, index: int, surgery: Surgery) -> bool:
         """A module with slots in the place of every one that a slot targets; in one layer the router."""
         found: Experts = surgery.of[self.name]

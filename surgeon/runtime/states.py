@@ -29,7 +29,7 @@ from .graft import Frame, Graft
 from .losses import Flow, balance_loss, selected, valid_tokens
 from .newborn import LowRank, Newborn, product
 from .precision import at_least_fp32
-from .prefix import PrefixCache, Reading, check_one_document, keep_prefix, prefix_in, read_rows, several_in_a_row
+from .prefix import Kept, Reading, check_one_document, keep, kept_in, read_rows, several_in_a_row
 from .rules import Surgery
 from .states_rules import MixtureSpec, States, StatesRules
 
@@ -87,7 +87,7 @@ class Mixing(Reading):
     """
 
     def __init__(
-        self, bank: ControlBank, valid: Tensor, begins: Tensor | None = None, past: PrefixCache | None = None
+        self, bank: ControlBank, valid: Tensor, begins: Tensor | None = None, past: Kept | None = None
     ) -> None:
         super().__init__(valid, begins, past)
         self.bank = bank
@@ -209,7 +209,7 @@ class StatesGraft(Graft, StatesRules):
 
     def close(self, model: Any, flow: Flow, cache: Any) -> None:
         """Keep what these tokens chose for later ones."""
-        keep_prefix(cache, flow.mixing.past, self.name, flow.mixing.found)
+        keep(cache, self.name, flow.mixing.found)
 
     def counted(self, surgery: Surgery) -> Mapping[str, tuple[type[nn.Module], int]]:
         """Control states and gates."""
@@ -225,13 +225,13 @@ def _wide(values: Tensor) -> Tensor:
 
 def _rows(
     model: Any, spec: MixtureSpec, flow: Flow, inputs: Tensor, attention_mask: Any, cache: Any
-) -> tuple[Tensor, Tensor | None, PrefixCache | None]:
+) -> tuple[Tensor, Tensor | None, Kept | None]:
     """What is read of rows in this forward: valid, begins and past. Raises ValueError where rows cannot be known."""
     spec.refuse_engine(model.config)
     by_sequence = spec.by_sequence and not model.training
     if by_sequence and spec.inference_routing == "prefix_mean":
         return read_rows(flow, inputs, attention_mask, cache, owner=StatesGraft.name, what=spec.what)
-    if model.training and prefix_in(cache, StatesGraft.name, asked=False) is not None:
+    if model.training and kept_in(cache, StatesGraft.name, asked=False) is not None:
         raise ValueError(
             "the cache was filled outside of training, where control states choose otherwise; begin with an empty one"
         )

@@ -12,11 +12,12 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import DynamicLayer
 
+from .graft import current_frame
 from .layers import GraftedLayer, UpcycledLayer, one_tensor
 from .losses import Flow
 from .models import UpcycledModel
-from .prefix import PrefixCache
 from .rules import Surgery
 
 # Attributes by which modules know their layer's number.
@@ -31,12 +32,12 @@ class BranchLayer(GraftedLayer):
 
     @property
     def gradient_checkpointing(self) -> bool:
-        """Always off; what a model-wide switch sets is ignored here."""
-        return False
+        """What a model-wide switch set; while the trunk layer runs, off."""
+        return bool(self.__dict__.get("switched")) and current_frame() is None
 
     @gradient_checkpointing.setter
     def gradient_checkpointing(self, value: bool) -> None:
-        return
+        self.__dict__["switched"] = value
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The native hidden states, B T D, without what comes with them."""
@@ -88,6 +89,17 @@ def copy_unsaved(layer: nn.Module, twin: nn.Module | None) -> None:
 class TwinnedModel(UpcycledModel):
     """A model in which layers have twins."""
 
+    def init_parallel_plans(self) -> None:
+        """As transformers', but the twin of a layer is split over devices as the layer itself."""
+        super().init_parallel_plans()
+        surgery: Surgery | None = getattr(self, "surgery", None)
+        if surgery is None or not surgery.homes:
+            return
+        layer = f"{self.stack.rpartition('.')[2]}.*."
+        for kind in ("_tp_plan", "_ep_plan", "_fsdp_plan"):
+            plan = getattr(self, kind, None) or {}
+            plan.update({name.replace(layer, f"{layer}expanded.", 1): how for name, how in plan.items()})
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
@@ -125,14 +137,13 @@ class TwinnedModel(UpcycledModel):
         whole.num_hidden_layers = surgery.layers
         empty = DynamicCache(config=whole).layers
         for index in range(len(held), max(twins) + 1):
-            # Between them nothing is kept, which an empty layer of keys and values would not bear in all that is done
-            # to a cache.
-            held.append(empty[index] if index in twins else PrefixCache("", held[0]))
+            held.append(empty[index] if index in twins else EmptyPlace())
             if index in twins and getattr(held[twins[index]], "record_past", False):
                 held[index].activate_past_recording()
 
 
-def recorded_in_trunk(native: type[Any]) -> dict[str, Any]:
-    """What of a native model's modules can be recorded; of its layers' hidden states, those of the trunk."""
-    recorded = dict(getattr(native, "_can_record_outputs", None) or {})
-    return recorded | {key: TwinnedLayer for key in recorded if key == "hidden_states"}
+class EmptyPlace(DynamicLayer):
+    """A place in a cache where nothing is."""
+
+    def crop(self, *_: Any) -> None:
+        """Nothing to forget, which the native one of older versions does not bear."""

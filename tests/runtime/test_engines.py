@@ -194,6 +194,8 @@ def test_tokens_that_nothing_tells_of_are_refused(surgery: dict[str, Any], posit
     with pytest.raises(ValueError, match=words):
         model(ids(1, 4), position_ids=torch.tensor([positions]))
     model.train()(ids(1, 4), position_ids=torch.tensor([positions]))
+    # Where a mask shows every token of the row, none stands before it.
+    model.eval()(ids(1, 4), position_ids=torch.tensor([positions]), attention_mask=torch.ones(1, 4, dtype=torch.long))
 
 
 def test_a_packed_document_chooses_as_alone() -> None:

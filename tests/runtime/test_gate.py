@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import sys
 import threading
 from typing import Any
@@ -195,7 +197,7 @@ def test_positions_of_transformers_own_padding_give_the_bases_bits(filled: int) 
     spread = (kept.cumsum(-1) - 1).masked_fill(kept == 0, filled)
     with torch.no_grad():
         made = model(right, attention_mask=kept, position_ids=spread, use_cache=True).past_key_values
-        held = next(layer.held for layer in made.layers if hasattr(layer, "held"))
+        held = made.layers[0].kept["gate"]
     assert held["counts"][:, -1].flatten().tolist() == kept.sum(1).tolist()
 
 
@@ -219,6 +221,22 @@ def test_a_mask_that_keeps_documents_apart_is_seen() -> None:
                     model(row[:, begin:end], attention_mask=mask, past_key_values=cache, surgery_flow=flow)
             assert torch.equal(flow.gating.found["sums"][:, -6:], alone.gating.found["sums"][:, -6:]), cut
             assert torch.equal(flow.on[:, -6:], alone.on[:, -6:]), cut
+
+
+def test_a_cache_has_as_many_entries_as_the_config_has_layers() -> None:
+    """What is kept of a sequence stands in one of them, and goes with it where it is copied, cut or pickled."""
+    model, ids = perturbed(grafted("llama", gated(everything()))), tokens(1, 9)
+    halves(model)
+    with torch.no_grad():
+        made = model(ids[:, :7], use_cache=True).past_key_values
+        assert len(made) == model.config.num_hidden_layers
+        assert {*made.layers[0].kept} == {"gate", "states"}
+        copied, pickled = copy.deepcopy(made), pickle.loads(pickle.dumps(made))
+        made.crop(-3)
+        whole = model(ids, use_cache=False).logits[:, -1]
+        for cache, seen in ((made, 4), (copied, 7), (pickled, 7)):
+            again = model(ids[:, seen:], past_key_values=cache).logits[:, -1]
+            torch.testing.assert_close(again, whole, atol=2e-5, rtol=1e-4)
 
 
 def test_beams_and_every_kind_of_cache_decide_alike() -> None:

@@ -103,6 +103,11 @@ def rows(pieces: Sequence[tuple[Copy, int, int]], shape: tuple[int, ...], *, sti
     return Copy(found.spans, first.dtype, shape, source, trains=not still, words=words)
 
 
+def whole(of: Copy) -> Copy:
+    """A tensor of the base, all of it, under another name: the base computes with it, so it does not train anew."""
+    return rows([(of, 0, of.shape[0])], of.shape, still=True)
+
+
 def sliced(of: Copy, start: int, stop: int, *, again: bool = False) -> Copy:
     """Slices `start:stop` of a tensor along its first axis, a part of a larger one; `again`: they lie elsewhere too."""
     spans = indices(_name(of), of.shape, DTYPE_BITS[of.dtype], 0, range(start, stop)).spans
