@@ -41,6 +41,7 @@ PLANS = {
     "insert_layers": "opt-deus",
     "merge_branches": "control-llm/merge",
     "mixture_of_control": "mixture-of-control",
+    "pad_to": "pad-to",
     "pmoe_experts": "pmoe",
     "stack_layers": "solar",
     "untie_embeddings": "untie-embeddings",

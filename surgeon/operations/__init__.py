@@ -26,6 +26,7 @@ from surgeon.operations.insert_layers import InsertLayers
 from surgeon.operations.merge_branches import MergeBranches
 from surgeon.operations.mixture_of_control import MixtureOfControl
 from surgeon.operations.operation import Legend, Operation, Origin, Paper
+from surgeon.operations.pad_to import PadTo
 from surgeon.operations.pmoe_experts import PMoEExperts
 from surgeon.operations.stack_layers import StackLayers
 from surgeon.operations.untie_embeddings import UntieEmbeddings
@@ -53,6 +54,7 @@ _BUILT_IN: tuple[type[Operation], ...] = (
     WidenFFN,
     WidenAttention,
     WidenHidden,
+    PadTo,
 )
 
 

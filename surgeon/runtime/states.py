@@ -108,10 +108,13 @@ class Mixing(Reading):
         if self.choices is not None:
             self.choices.append((site, chosen.detach(), weights.detach()))
         weights = (1 - spec.alpha) * weights
+        # What is chosen, and by how many tokens, is data, by which no graph can be drawn.
+        compiling = torch.compiler.is_compiling()
         if chosen.shape[:2] != x.shape[:2]:
-            return self._together(x, site, [choice[number] for number in chosen.flatten().tolist()], weights)
-        # How many tokens choose what is data, by which no graph can be drawn.
-        route = self._by_weight if torch.compiler.is_compiling() else self._by_token
+            if not compiling:
+                return self._together(x, site, [choice[number] for number in chosen.flatten().tolist()], weights)
+            chosen, weights = (each.expand(*x.shape[:2], -1) for each in (chosen, weights))
+        route = self._by_weight if compiling else self._by_token
         return product(x, own(), spec.alpha) + route(x, chosen, weights, choice)
 
     def _shown(self, site: int, probabilities: Tensor, *, training: bool) -> tuple[Tensor, Tensor]:

@@ -14,8 +14,11 @@ import transformers
 import surgeon
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Constant, Recipe
+from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
 from surgeon.families.skeleton import CAUSAL, IMAGE_TEXT
+from surgeon.manifest.reading import manifest_of
+from surgeon.manifest.within import base_within
 from tests import tiny, vocabularies
 from tests.checkpoints import add_letters, edit_config, same_bytes, weights, write_plan
 from tests.decoders import tiny_decoder
@@ -77,6 +80,11 @@ def test_the_head_alone_trains_and_embeddings_stay(tmp_path: Path) -> None:
     before, after = weights(alone), weights(tmp_path / "alone-run")
     assert [name for name in before if not torch.equal(before[name], after[name])] == ["lm_head.weight"]
     assert surgeon.verify(base, tmp_path / "alone-run", device="cpu", windows=1, window=16).holds
+    folders = [CheckpointFolder.open(folder) for folder in (alone, tmp_path / "alone-run")]
+    for training, apart in (((), False), (("lm_head.weight",), True)):
+        assert base_within(folders[0], manifest_of(folders[0]), training=training).apart is apart
+    with pytest.raises(BadInput, match=r"lm_head\.weight: trained since it was untied"):
+        base_within(folders[1], manifest_of(folders[1]))
     surgeon.revert(tmp_path / "alone-run", tmp_path / "back")
     assert_same(base, tmp_path / "back")
     surgeon.make_delta(alone, tmp_path / "delta")

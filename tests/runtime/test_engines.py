@@ -144,9 +144,9 @@ def test_blocks_with_grafts_keep_their_native_forward() -> None:
     assert type(layer.mlp).forward is LlamaMLP.forward
 
 
-@pytest.mark.parametrize("shared", ["by_kind", "none"])
-def test_a_compiled_graph_routes_as_the_loop_does(shared: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    surgery = states(inference_routing="token", train_routing="token", top_k=2, shared=shared)
+@pytest.mark.parametrize(("shared", "trained"), [("by_kind", "token"), ("none", "token"), ("all", "batch_mode")])
+def test_a_compiled_graph_routes_as_the_loop_does(shared: str, trained: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    surgery = states(inference_routing="token", train_routing=trained, top_k=2, shared=shared)
     model = perturbed(grafted("llama", surgery)).double()
     gradients = []
     for compiled in (False, True):

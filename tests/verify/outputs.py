@@ -47,6 +47,7 @@ GATED: Operations = [{"op": "gated_adapters", "layers": [1, 2], "size": 4}, {"op
 FOLD: Operations = [{"op": "fold_adapters"}]
 WIDEN: Operations = [{"op": "widen_ffn", "by": 4, "init": "copy"}, {"op": "widen_attention", "groups": 2}]
 STREAM: Operations = [{"op": "widen_hidden", "times": 2}]
+PAD: Operations = [{"op": "pad_to", "tensor_parallel": 8}]
 MERGE: Operations = [{"op": "merge_branches", "alpha": 0.5}]
 
 TRAINING: dict[str, Any] = {
@@ -149,6 +150,7 @@ def make(folder: Path) -> dict[str, Made]:
         "wider stream": Made(first, grow(folder, "stream", first, STREAM)),
         "gated": Made(first, grow(folder, "gated", first, GATED)),
         "stacked": Made(first, grow(folder, "stacked", first, STACK)),
+        "padded": Made(first, grow(folder, "padded", first, PAD)),
         "untied": untied(folder),
         "text": text_alone(folder),
     }

@@ -115,6 +115,12 @@ def sliced(of: Copy, start: int, stop: int, *, again: bool = False) -> Copy:
     return Copy(spans, of.dtype, (stop - start, *of.shape[1:]), trains=True if again else None, words=words)
 
 
+def sliced_columns(of: Copy, start: int, stop: int) -> Copy:
+    """Columns `start:stop` of a matrix, a part of a wider one."""
+    words: Words = (("copy", of.source), ("columns", (start, stop)))
+    return replace(of.columns(start, stop), words=words)
+
+
 def renamed(of: Copy, source: str) -> Copy:
     """The same of another tensor of the same dtype and shape, whole."""
     return replace(of, spans=Pieces.whole(source, of.nbytes).spans, source=source)
