@@ -18,7 +18,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
-from surgeon.runtime.rules import engine_of, read_surgery
+from surgeon.runtime.rules import engine_of, engine_ranks
 from tests.runtime.grafting import (
     adapters,
     classes,
@@ -104,10 +104,8 @@ def test_the_rest_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_vllm_that_does_not_say_how_it_splits_is_refused() -> None:
-    made = config("llama", control())
-    made._attn_implementation = "vllm"
     with pytest.raises(ValueError, match="use a release that"):
-        read_surgery(made)
+        engine_ranks(SimpleNamespace(_attn_implementation="vllm"))
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "flat"])

@@ -13,11 +13,11 @@ import torch
 from transformers import DynamicCache, StaticCache
 from transformers.utils.logging import warning_once
 
+from surgeon.errors import BadInput
 from surgeon.runtime.gate import DomainGate, Gating
 from surgeon.runtime.gate_rules import GateSpec
-from surgeon.runtime.rules import read_surgery
 from tests import tiny
-from tests.runtime.grafting import config, everything, gate, gated, grafted, perturbed, states, tokens
+from tests.runtime.grafting import everything, gate, gated, grafted, perturbed, read_from, states, tokens
 from tests.runtime.test_born import left_padded, prefill_and_decode
 
 
@@ -298,7 +298,5 @@ def test_grafts_are_switched_off_inside_and_on_again_behind() -> None:
     ],
 )
 def test_a_gate_that_does_not_fit_is_refused(change: dict[str, Any], words: str) -> None:
-    found = config("llama", gate())
-    found.surgery = gate() | change
-    with pytest.raises(ValueError, match=words):
-        read_surgery(found)
+    with pytest.raises(BadInput, match=words):
+        read_from("llama", gate() | change)
