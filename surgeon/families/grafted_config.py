@@ -22,7 +22,7 @@ from surgeon.errors import BadInput, printable
 from surgeon.families.family import MOST_LAYERS
 from surgeon.runtime.composition import PREFIX, Composition, composition_of, short_name, upcycled
 from surgeon.runtime.registry import GRAFTS, kinds
-from surgeon.runtime.rules import read_surgery
+from surgeon.runtime.rules import check_surgery
 
 TEXT = "text_config"
 # The types of which transformers reads both forms; a test compares them with it.
@@ -78,9 +78,10 @@ def _trunk_config(config: dict[str, Any]) -> dict[str, Any]:
     """The config of the trunk alone: its `anatomy` says what reads otherwise there."""
     told = config.get("anatomy")
     changed = told.get("trunk") if isinstance(told, Mapping) else None
-    if composition_of(config) is None or not isinstance(changed, Mapping):
+    composition = composition_of(config)
+    if composition is None or not isinstance(changed, Mapping):
         raise BadInput("config.json: `anatomy` cannot be read; get the output's own config.json")
-    _check_branches(config.get("surgery"))
+    _check_branches(config, composition)
     for key in ("surgery", "anatomy", "auto_map"):
         config.pop(key, None)
     config["model_type"] = str(config["model_type"]).removeprefix(PREFIX)
@@ -102,8 +103,9 @@ def _trunk_config(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _check_branches(surgery: Any) -> None:
+def _check_branches(config: Mapping[str, Any], composition: Composition) -> None:
     """Raise BadInput for a `surgery` that cannot be read. How many layers there are is checked by building them."""
+    surgery: Any = config.get("surgery")
     trunk = surgery.get("trunk_layers") if isinstance(surgery, Mapping) else None
     if type(trunk) is not int or not 0 < trunk <= MOST_LAYERS:
         raise BadInput(
@@ -111,14 +113,25 @@ def _check_branches(surgery: Any) -> None:
             " config.json"
         )
     twins = sum(len(surgery.get(kind.key) or ()) for kind in kinds().values() if kind.branching)
-    _read_trunk(SimpleNamespace(num_hidden_layers=trunk + twins, surgery=surgery))
+    text: Any = config
+    for step in composition.path:
+        text = text.get(step) if isinstance(text, Mapping) else None
+    said = text if isinstance(text, Mapping) else {}
+    types = said.get("layer_types")
+    stated = SimpleNamespace(
+        num_hidden_layers=trunk + twins,
+        surgery=surgery,
+        layer_types=types if isinstance(types, list) else None,
+        encoder=composition.encoder,
+    )
+    _read_trunk(stated)
 
 
 def _read_trunk(stated: SimpleNamespace) -> int:
     """The number of trunk layers that a `surgery` names, all of it checked. Raises BadInput."""
     layers = stated.num_hidden_layers
     try:
-        trunk = read_surgery(stated, GRAFTS.values()).trunk_layers
+        trunk = check_surgery(stated, GRAFTS.values()).trunk_layers
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise BadInput(
             f"config.json: `surgery` cannot be read: {printable(str(error))}; get the output's own config.json"

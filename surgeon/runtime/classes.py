@@ -27,7 +27,6 @@ _TEXT_CONFIG = """
 class {text}({native}):
     \"""The native config of the text decoder, with the `surgery` of the whole.\"""
 
-    encoder_surgery: ClassVar[bool] = False
     grafts: ClassVar[tuple[Graft, ...]] = {config}.grafts
 """
 
@@ -39,6 +38,15 @@ class {upcycled}(Site, {native}):
 
 _LAYER = """
 
+class {upcycled}(UpcycledLayer, {native}):
+    \"""A layer.\"""
+
+    activation_field = "{activation}"
+    sites: ClassVar[Any] = GRAFT_SITES
+"""
+
+_TWINNED_LAYER = """
+
 class {upcycled}Branch(BranchLayer, {native}):
     \"""The expanded twin of a trunk layer.\"""
 
@@ -46,7 +54,7 @@ class {upcycled}Branch(BranchLayer, {native}):
     sites: ClassVar[Any] = GRAFT_SITES
 
 
-class {upcycled}(UpcycledLayer, {native}):
+class {upcycled}(TwinnedLayer, {native}):
     \"""A layer of the trunk.\"""
 
     activation_field = "{activation}"
@@ -119,6 +127,16 @@ class Use:
     taken: tuple[tuple[str, str, str], ...] | None
 
     @property
+    def twins(self) -> bool:
+        """Whether layers get expanded twins."""
+        return any(kind.branching for kind in self.rules.kinds)
+
+    @property
+    def crosses(self) -> bool:
+        """Whether something of it may cross layers."""
+        return type(self.rules).crosses is not GraftRules.crosses
+
+    @property
     def source(self) -> str:
         """How the config class makes it: `ControlGraft({"lerp": Lerp()})`."""
         if self.taken is None:
@@ -149,7 +167,9 @@ def classes_of(native: Composition, uses: tuple[Use, ...]) -> str:
         imports["transformers"] = {"GenerationMixin"}
     layer_classes = "".join(f"\n        {short_name(each)}: {upcycled(each)}," for each in native.layers)
     sites, places = _spans(native) if native.encoder else _sites(native)
-    layer = _SPAN_LAYER if native.encoder else _LAYER
+    twins = any(use.twins for use in uses)
+    layer = _SPAN_LAYER if native.encoder else _TWINNED_LAYER if twins else _LAYER
+    model_parts = [*(["TwinnedModel"] * twins), *(["CrossingModel"] * any(use.crosses for use in uses))]
     found_by = {**dict.fromkeys(native.autos, native.head), **{head.auto: head.native for head in native.heads}}
     template = (files(__package__) / "classes.template").read_text(encoding="utf-8")
     return template.format(
@@ -163,7 +183,6 @@ def classes_of(native: Composition, uses: tuple[Use, ...]) -> str:
         if several
         else "",
         model_type=PREFIX + native.model_type,
-        encoder=native.encoder,
         grafts=f"{uses[0].source}," if len(uses) == 1 else _listed(uses),
         sites=sites,
         places_are=_SPAN_PLACES if native.encoder else _PLACES,
@@ -175,8 +194,11 @@ def classes_of(native: Composition, uses: tuple[Use, ...]) -> str:
         Text=text,
         NativeText=short_name(native.text),
         text_is="The model without a head" if native.encoder else "The text decoder",
+        model_parts=", ".join(model_parts or ["UpcycledModel"]),
         stack=native.stack,
-        first_position=f"\n    first_position = {native.first_position}" if native.first_position else "",
+        first_position=f"\n    first_position = {native.first_position}"
+        if native.first_position and "CrossingModel" in model_parts
+        else "",
         layer_classes=f"{layer_classes}\n    ",
         unsplit=", ".join(f'"{upcycled(each)}"' for each in native.layers),
         model=_OUTER.format(model=model, native=short_name(native.model), config=config, stack=native.stack, text=text)

@@ -160,6 +160,10 @@ class GateGraft(Graft, GateRules):
             layer.gated, layer.layer_gated = frozenset(spec.grafts), spec.inserted
         return spec is not None or index == found.gate.layer
 
+    def complete(self, model: Any, surgery: Surgery) -> None:
+        """Nothing; but an engine may hide what the gate reads."""
+        self.refuse_engine(model.config)
+
     def before(self, layer: Any, hidden_states: Tensor, frame: Frame) -> None:
         """The gate reads what goes into its layer."""
         if not layer.decides:

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 from transformers.utils.logging import warning_once
 
+from surgeon.errors import BadInput
 from surgeon.runtime.gate import DomainGate, Gating
 from surgeon.runtime.gate_rules import GateSpec
-from surgeon.runtime.rules import read_surgery
 from tests import tiny
-from tests.runtime.grafting import config, everything, gate, gated, grafted, perturbed, states, tokens
+from tests.runtime.grafting import everything, gate, gated, grafted, perturbed, read_from, states, tokens
 from tests.runtime.test_born import left_padded, prefill_and_decode
 
 
@@ -237,6 +237,13 @@ def test_a_cache_has_as_many_entries_as_the_config_has_layers() -> None:
         for cache, seen in ((made, 4), (copied, 7), (pickled, 7)):
             again = model(ids[:, seen:], past_key_values=cache).logits[:, -1]
             torch.testing.assert_close(again, whole, atol=2e-5, rtol=1e-4)
+        # Beside what has one size it has one too, as a graph that was compiled for it asks.
+        fixed, forms = StaticCache(config=model.config, max_cache_len=16), []
+        for part in (ids[:, :7], ids[:, 7:8], ids[:, 8:]):
+            model(part, past_key_values=fixed)
+            kept = fixed.layers[0].kept["gate"]
+            forms.append({name: (value.shape, value.stride()) for name, value in kept.items()})
+        assert forms[0] == forms[1] == forms[2]
 
 
 def test_beams_and_every_kind_of_cache_decide_alike() -> None:
@@ -291,7 +298,5 @@ def test_grafts_are_switched_off_inside_and_on_again_behind() -> None:
     ],
 )
 def test_a_gate_that_does_not_fit_is_refused(change: dict[str, Any], words: str) -> None:
-    found = config("llama", gate())
-    found.surgery = gate() | change
-    with pytest.raises(ValueError, match=words):
-        read_surgery(found)
+    with pytest.raises(BadInput, match=words):
+        read_from("llama", gate() | change)
