@@ -28,7 +28,6 @@ class UpcycledOuter(UpcycledPreTrained):
 
     decoder_class: ClassVar[type[UpcycledModel]]
     _no_split_modules: Any
-    _keep_in_fp32_modules: Any
 
     def __init__(self, config: Any) -> None:
         upcycled, native = self.decoder_class.config_class, self.decoder_class.__bases__[-1]
@@ -49,7 +48,6 @@ class UpcycledOuter(UpcycledPreTrained):
         self.post_init()
         # A model between the two was made before the decoder had its layers.
         self._no_split_modules = {*self._no_split_modules, *decoder._no_split_modules}
-        self._keep_in_fp32_modules = {*self._keep_in_fp32_modules, *decoder._keep_in_fp32_modules}
 
 
 class UpcycledHead(UpcycledOuter):

@@ -24,9 +24,6 @@ from .losses import Flow, tell_of_lost_losses
 from .newborn import Newborn
 from .rules import Surgery, read_surgery, refuse_pipeline
 
-# What begins the names of modules that quantisers leave.
-_LEFT = ".*"
-
 
 class _Off(threading.local):
     # Models whose grafts take no part in what this thread runs.
@@ -50,9 +47,23 @@ class UpcycledPreTrained(PreTrainedModel):
     def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, Any]:
         # What a native model keeps in float32 goes by names such as `gate`, which parts of grafts have too.
         plan: dict[str, Any] = super()._get_dtype_plan(dtype)
-        plan = {name: held for name, held in plan.items() if not name.startswith(_LEFT)}
+        plan = {name: held for name, held in plan.items() if name not in self._left_by_quantisers()}
         own = (pattern for graft in self.surgery.rules for pattern in graft.tensors)
         return dict.fromkeys(own, dtype) | plan if plan else plan
+
+    @property
+    def _keep_in_fp32_modules(self) -> Any:
+        # Every quantiser of transformers leaves what stands here, and asks a model that is marked as its own.
+        kept = self.__dict__.get("kept_in_fp32", self.native_class()._keep_in_fp32_modules)
+        return {*(kept or ()), *self._left_by_quantisers()} if getattr(self, "is_quantized", False) else kept
+
+    @_keep_in_fp32_modules.setter
+    def _keep_in_fp32_modules(self, kept: Any) -> None:
+        self.__dict__["kept_in_fp32"] = kept
+
+    def _left_by_quantisers(self) -> set[str]:
+        replaces = tuple(kind for graft in self.surgery.rules for kind in graft.replaces)
+        return {name for name, module in self.named_modules() if isinstance(module, replaces)}
 
     def graft_parameter_names(self) -> list[str]:
         """Names of the parameters that the surgery added and that train, in the model's order."""
@@ -131,7 +142,6 @@ class UpcycledPreTrained(PreTrainedModel):
 class UpcycledModel(UpcycledPreTrained):
     """The model whose config's surgery says which grafts stand in its layers: a text decoder, or an encoder."""
 
-    _keep_in_fp32_modules: Any
     layer_classes: ClassVar[Mapping[type[nn.Module], type[UpcycledLayer]]]
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -155,10 +165,6 @@ class UpcycledModel(UpcycledPreTrained):
         # Kept by class when a model is made, and this one was made as another; before 5.23 by the class's name.
         registry: Any = output_capturing._CAN_RECORD_REGISTRY
         registry[str(type(self)) if type(registry) is dict else self] = self._can_record_outputs
-        # Every quantiser leaves what stands here, and `_get_dtype_plan` takes it out of what it is called for.
-        replaces = tuple(kind for graft in surgery.rules for kind in graft.replaces)
-        left = (f"{_LEFT}{name}.{place}" for place, held in layers.named_modules() if isinstance(held, replaces))
-        self._keep_in_fp32_modules = {*(self._keep_in_fp32_modules or ()), *left}
         # The native class's, kept by the model itself, would hide this one's.
         self.__dict__.pop("_no_split_modules", None)
         self.post_init()
