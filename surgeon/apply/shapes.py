@@ -103,11 +103,14 @@ def _groups_that_fit(blueprint: Blueprint, anatomy: Anatomy) -> str:
     if not blueprint.native or config.get("num_attention_heads") == sizes.heads:
         return ""
     each = sizes.heads // sizes.kv_heads
+    if config.get("num_attention_heads") != each * config.get("num_key_value_heads", 0):
+        # Groups became larger, of which there are as many as before.
+        return ""
     for groups in range(1, min(_MOST_GROUPS, sizes.hidden // each) + 1):
         heads = sizes.heads + groups * each
         if sizes.hidden % heads == 0:
             fitting = {"num_attention_heads": heads, "num_key_value_heads": sizes.kv_heads + groups}
             with contextlib.suppress(BadInput):
                 build({**config, **fitting})
-                return f"write `groups: {groups}` in `widen_attention` ({heads} heads), the fewest that fit"
+                return f"{heads} heads are the fewest that fit (`groups: {groups}` in `widen_attention`)"
     return ""

@@ -29,7 +29,9 @@ from surgeon.families.twin import shrunk, twin_of_small
 
 TIED = "tie_word_embeddings"
 # What is said of the whole model and counts for its text.
-_OF_ALL = ("transformers_version", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id")
+_OF_ALL = ("transformers_version", "bos_token_id", "eos_token_id", "pad_token_id")
+# What the whole model says of these counts also where its text's part says something else.
+_DTYPES = ("dtype", "torch_dtype")
 # Rotary embeddings for places in an image; a text has one number for each place.
 _OF_IMAGES = "mrope"
 _ROTARY = ("rope_parameters", "rope_scaling", "rope_theta")
@@ -184,10 +186,12 @@ def _config_for(model_type: str, config: Mapping[str, Any], skeleton: Skeleton) 
             key: told[key]
             for key, value in other.items()
             if key in told
-            and key not in (*part, *_ROTARY, *_OF_ALL, "model_type", "architectures")
+            and key not in (*part, *_ROTARY, *_OF_ALL, *_DTYPES, "model_type", "architectures")
             and told[key] != value
         }
     made |= {key: config[key] for key in _OF_ALL if key not in made and config.get(key) is not None}
+    if dtypes := {key: config[key] for key in _DTYPES if config.get(key) is not None}:
+        made = {key: value for key, value in made.items() if key not in _DTYPES} | dtypes
     tied = any(name.startswith(words_of(skeleton.model)) for name in skeleton.model.all_tied_weights_keys)
     return made | {
         "model_type": model_type,

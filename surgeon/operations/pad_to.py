@@ -28,7 +28,7 @@ from surgeon.operations.widths import ROUNDING, check_alone, check_free, parts_w
 
 _HEADS: tuple[Role, ...] = ("query", "key", "value", "output")
 _FFN: tuple[Role, ...] = ("gate", "up", "down")
-# Far more heads than a base has.
+# Far more heads than a base has: padding would be most of the model.
 _MOST_TIMES = 4
 
 
@@ -116,29 +116,27 @@ class PadTo(Operation):
         yield f"heads of {sizes.head_dim}: {sizes.heads} / {sizes.kv_heads} become {heads} / {kv_heads} ({groups})"
 
     def _head_counts(self, draft: Draft) -> tuple[int, int]:
-        """The fewest query and key-value heads that devices divide, each group as large as every other.
-
-        As a rule of many classes, heads divide the hidden size, where those of the base make it up. Raises BadInput
-        where none are found.
-        """
+        """The fewest query and key-value heads that devices divide, each group as large as every other."""
         sizes, devices = draft.anatomy.sizes, self.tensor_parallel
         heads, kv_heads, each = sizes.heads, sizes.kv_heads, sizes.heads // sizes.kv_heads
         if devices is None or (heads % devices == 0 and _divide(kv_heads, devices)):
             return heads, kv_heads
-        rule = sizes.hidden == sizes.query_width
-        found = [
+        fitting = [
             (more_each * more, more)
             for more in range(kv_heads, _MOST_TIMES * max(kv_heads, devices) + 1)
             if _divide(more, devices)
             for more_each in (range(each, each + devices + 1) if each > 1 else (1,))
-            if more_each * more % devices == 0 and (not rule or sizes.hidden % (more_each * more) == 0)
+            if more_each * more % devices == 0
         ]
-        if not found:
+        # Where heads make up the hidden size they must divide it in many classes; whether in this one, building shows.
+        found = [counts for counts in fitting if sizes.hidden == sizes.query_width and sizes.hidden % counts[0] == 0]
+        best = min(found or fitting, key=lambda counts: (counts[0] + 2 * counts[1], counts))
+        if best[0] > _MOST_TIMES * heads:
             raise BadInput(
-                f"`tensor_parallel: {devices}`: no number of heads above {heads} / {kv_heads} is divided by it"
-                f"{f' and divides the hidden size {sizes.hidden}' if rule else ''}; choose fewer devices"
+                f"`tensor_parallel: {devices}`: {heads} heads would become {best[0]}, more than {_MOST_TIMES} times as"
+                " many; choose fewer devices"
             )
-        return min(found, key=lambda counts: (counts[0] + 2 * counts[1], counts))
+        return best
 
     def _neurons(self, draft: Draft) -> Iterator[str]:
         """Pad the FFN of every layer."""
