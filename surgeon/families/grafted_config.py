@@ -23,6 +23,7 @@ from surgeon.families.family import MOST_LAYERS
 from surgeon.runtime.composition import PREFIX, Composition, composition_of, short_name, upcycled
 from surgeon.runtime.registry import GRAFTS, kinds
 from surgeon.runtime.rules import check_surgery
+from surgeon.runtime.spread import for_each_layer
 
 TEXT = "text_config"
 # The types of which transformers reads both forms; a test compares them with it.
@@ -112,36 +113,25 @@ def _check_branches(config: Mapping[str, Any], composition: Composition) -> None
             "config.json: a model type of surgeon's, yet no `surgery` with `trunk_layers` in it; get the output's own"
             " config.json"
         )
-    twins = sum(len(surgery.get(kind.key) or ()) for kind in kinds().values() if kind.branching)
     text: Any = config
     for step in composition.path:
         text = text.get(step) if isinstance(text, Mapping) else None
     said = text if isinstance(text, Mapping) else {}
     types = said.get("layer_types")
-    stated = SimpleNamespace(
-        num_hidden_layers=trunk + twins,
-        surgery=surgery,
-        layer_types=types if isinstance(types, list) else None,
-        encoder=composition.encoder,
-    )
-    _read_trunk(stated)
-
-
-def _read_trunk(stated: SimpleNamespace) -> int:
-    """The number of trunk layers that a `surgery` names, all of it checked. Raises BadInput."""
-    layers = stated.num_hidden_layers
     try:
-        trunk = check_surgery(stated, GRAFTS.values()).trunk_layers
+        spread = for_each_layer(surgery)
+        twins = sum(len(spread.get(kind.key) or ()) for kind in kinds().values() if kind.branching)
+        stated = SimpleNamespace(
+            num_hidden_layers=trunk + twins,
+            surgery=surgery,
+            layer_types=types if isinstance(types, list) else None,
+            encoder=composition.encoder,
+        )
+        check_surgery(stated, GRAFTS.values())
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise BadInput(
             f"config.json: `surgery` cannot be read: {printable(str(error))}; get the output's own config.json"
         ) from None
-    if not isinstance(trunk, int) or isinstance(trunk, bool) or not 0 < trunk <= layers:
-        raise BadInput(
-            f"config.json: `surgery.trunk_layers` is {printable(repr(trunk), 60)}, of {layers} layers; get the"
-            " output's own config.json"
-        )
-    return trunk
 
 
 def head_with_grafts(composition: Composition, trunk: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from surgeon.blueprint.blueprint import Claim, OperationRecord
-from surgeon.blueprint.draft import Draft
+from surgeon.blueprint.draft import Draft, LayerDraft
 from surgeon.blueprint.recipes import Constant, Copy, Recipe, extended, side_by_side, sliced, sliced_columns
 from surgeon.errors import BadInput
 from surgeon.families.anatomy import VOCABULARY_KEY, vocabulary_tensors
@@ -97,13 +97,18 @@ class PadTo(Operation):
         for index, layer in enumerate(draft.layers):
             parts = parts_with(draft, index, _HEADS)
             check_norms(draft, index)
+            # A number for each head, as what attention may lose in a sink.
+            single = [p for p in draft.kind_of(index).parts if p.kind == "other" and p.shape == (sizes.heads,)]
+            for part in single:
+                pieces = [*_padded(_plain(layer, part.suffix), None, 0, sizes.heads, draft, (heads, kv_heads))]
+                layer.tensors[part.suffix] = side_by_side(pieces, 0)
+                layer.rewritten[part.suffix] = draft.number
             for suffix, part in parts.items():
-                recipe = layer.tensors[suffix]
-                assert isinstance(recipe, Copy), suffix
+                recipe = _plain(layer, suffix)
                 if part.blocks[0][0] == "output" and part.kind != "weight":
                     continue
                 begins = itertools.accumulate((rows for _, rows in part.blocks), initial=0)
-                pieces: list[Recipe] = []
+                pieces = []
                 for begin, (role, rows) in zip(begins, part.blocks, strict=False):
                     pieces += _padded(recipe, role, begin, rows, draft, (heads, kv_heads))
                 if not any(isinstance(piece, Constant) for piece in pieces):
@@ -185,13 +190,21 @@ def _divide(kv_heads: int, devices: int) -> bool:
     return kv_heads % devices == 0 or devices % kv_heads == 0
 
 
-def _padded(source: Copy, role: Role, begin: int, rows: int, draft: Draft, counts: tuple[int, int]) -> Iterator[Recipe]:
+def _plain(layer: LayerDraft, suffix: str) -> Copy:
+    recipe = layer.tensors[suffix]
+    assert isinstance(recipe, Copy), suffix
+    return recipe
+
+
+def _padded(
+    source: Copy, role: Role | None, begin: int, rows: int, draft: Draft, counts: tuple[int, int]
+) -> Iterator[Recipe]:
     """A module's rows from `begin` on (columns of the output projection), with zeros behind each group and behind all.
 
-    `counts` are query and key-value heads as they will be.
+    `counts` are query and key-value heads as they will be. Without a role each row is a head's.
     """
     sizes, (heads, kv_heads) = draft.anatomy.sizes, counts
-    columns = role == "output"
+    columns, size = role == "output", 1 if role is None else draft.anatomy.sizes.head_dim
     if columns:
         rows = source.shape[1]
 
@@ -204,9 +217,9 @@ def _padded(source: Copy, role: Role, begin: int, rows: int, draft: Draft, count
     if role in ("key", "value"):
         yield taken(begin, begin + rows)
         if kv_heads > sizes.kv_heads:
-            yield zeros((kv_heads - sizes.kv_heads) * sizes.head_dim)
+            yield zeros((kv_heads - sizes.kv_heads) * size)
         return
-    each, more_each = (count * sizes.head_dim for count in (sizes.heads // sizes.kv_heads, heads // kv_heads))
+    each, more_each = (count * size for count in (sizes.heads // sizes.kv_heads, heads // kv_heads))
     if more_each == each:
         yield taken(begin, begin + rows)
     else:

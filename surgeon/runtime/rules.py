@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 
+from .spread import for_each_layer
+
 # What the names of an expanded twin's tensors begin with, below its layer.
 BRANCH = "expanded."
 _LAYER_NUMBERS = ("layer", "branch")
@@ -176,6 +178,7 @@ def read_surgery(config: Any, grafts: Iterable[Any] | None = None) -> Surgery:
     if raw is None:
         return Surgery(trunk_layers=layers, layers=layers)
     known = tuple(type(config).grafts if grafts is None else grafts)
+    raw = for_each_layer(raw)
     keys = ("trunk_layers", *(key for rules in known for key in rules.keys), "new_layers", "older_layers")
     # A key that says nothing may be of a graft that is not there.
     known_keys([key for key, value in raw.items() if value or key in keys], keys, "surgery")

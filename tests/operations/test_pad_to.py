@@ -106,25 +106,27 @@ def test_rows_of_the_vocabulary_keep_the_bound_and_pieces_come_back(tmp_path: Pa
     assert "base tensors" in {c.name for c in surgeon.verify(base, both, logits=False).checks if not c.holds}
 
 
-def test_mixtures_get_heads_and_hybrids_neurons(tmp_path: Path) -> None:
-    sparse = add_letters(tiny_decoder(tmp_path / "sparse", "qwen3_moe", CAUSAL, dtype="bfloat16"))
+def test_sinks_stand_within_the_groups_of_their_heads(tmp_path: Path) -> None:
+    """Of gpt-oss, which mixes experts: each query head has a number of its own beside its rows."""
+    sparse = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8, "head_dim": 16}
+    base = base_of(tmp_path, "gpt_oss", 6, 2, 96, intermediate_size=64, **sparse)
+    out = apply(tmp_path, base, "out", tensor_parallel=4)
+    held, found = (weights(folder)["model.layers.1.self_attn.sinks"] for folder in (base, out))
+    assert torch.equal(found, grouped(held, 2, 3, 4, 0))
+    assert surgeon.verify(base, out, device="cpu", windows=1, window=16).holds
     hybrid = add_letters(tiny_decoder(tmp_path / "hybrid", "qwen3_5_text", CAUSAL, dtype="bfloat16"))
-    for base, options in ((sparse, {"tensor_parallel": 4}), (hybrid, {"multiple_of": 96})):
-        out = apply(tmp_path, base, f"{base.name}-out", **options)
-        assert surgeon.verify(base, out, device="cpu", windows=1, window=16).holds
+    out = apply(tmp_path, hybrid, "hybrid-out", multiple_of=96)
+    assert surgeon.verify(hybrid, out, device="cpu", windows=1, window=16).holds
 
 
 def test_what_cannot_be_padded_is_refused(tmp_path: Path) -> None:
     base = base_of(tmp_path, "llama", 4, 2, 64)
-    moe, oss, hybrid = (
-        tiny_decoder(tmp_path / kind, kind, CAUSAL) for kind in ("qwen3_moe", "gpt_oss", "granitemoehybrid")
-    )
+    moe, hybrid = (tiny_decoder(tmp_path / kind, kind, CAUSAL) for kind in ("qwen3_moe", "granitemoehybrid"))
     olmo = tiny.checkpoint(tmp_path / "olmo2", "olmo2", num_attention_heads=2, num_key_value_heads=1)
     for folder, options, reason in (
         (base, {"tensor_parallel": 2, "multiple_of": 50}, "the base divides already"),
         (base, {"tensor_parallel": 48}, "choose fewer devices"),
         (moe, {"multiple_of": 96}, "a mixture of experts"),
-        (oss, {"tensor_parallel": 8}, "sinks"),
         (hybrid, {"tensor_parallel": 8}, "as its query projection"),
         (olmo, {"tensor_parallel": 4}, "normalised over all heads together"),
     ):
