@@ -55,11 +55,11 @@ def sparse_checkpoint(folder: Path, config: dict[str, Any]) -> int:
 
     folder.mkdir()
     made = CONFIG_MAPPING[config["model_type"]](**{k: v for k, v in config.items() if k != "model_type"})
-    full = made.to_dict()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(made)
-    full |= {"architectures": [type(model).__name__], "dtype": "bfloat16"}
-    (folder / "config.json").write_text(json.dumps(full))
+    # As published configs are: what is as in every config is left out.
+    made.architectures, made.dtype = [type(model).__name__], "bfloat16"
+    made.save_pretrained(folder)
     tensors = revert_weight_conversion(model, dict(model.state_dict()))
     shards: list[dict[str, Any]] = [{}]
     sizes = [0]

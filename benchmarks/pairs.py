@@ -8,8 +8,8 @@ what two plans make of the same base, tensor by tensor and in config.json, but f
 first operation does not preserve the function, logits are compared with what the first one alone gives. In two plans
 the first one's new tensors are changed in between, as training would. The outcomes are recorded in
 surgeon/report/pairs.json, from which `surgeon families --after OP` answers and docs/reference/combining.md is written;
-the exit code is 1 where a cell does not keep what it promises. `--of` proves the pairs of these operations alone,
-`--page` writes the page from the record without proving anything.
+the exit code is 1 where a cell does not keep what it promises. `--of` tries the pairs of these operations alone and
+leaves the other cells of the record as they are, `--page` writes the page from the record without trying anything.
 """
 
 from __future__ import annotations
@@ -286,15 +286,32 @@ def changed(out: Path) -> Path:
     return out
 
 
-Cells = dict[tuple[str, str], dict[str, Outcome]]
+Pair = tuple[str, str]
+Cells = dict[Pair, dict[str, Outcome]]
+EVERY: Sequence[Pair] = [(first, second) for first in surgeon.OPERATIONS for second in surgeon.OPERATIONS]
 
 
-def tables(families: Mapping[str, Bases]) -> tuple[Cells, Cells]:
-    """The outcomes of all pairs, in one plan and in two, by family."""
-    every = [(first, second) for first in surgeon.OPERATIONS for second in surgeon.OPERATIONS]
+def tables(families: Mapping[str, Bases], every: Iterable[Pair] = EVERY) -> tuple[Cells, Cells]:
+    """The outcomes of pairs, in one plan and in two, by family."""
+    every = list(every)
     one = {both: {name: in_one_plan(bases, *both) for name, bases in families.items()} for both in every}
     two = {both: {name: in_two_plans(bases, *both) for name, bases in families.items()} for both in every}
     return one, two
+
+
+def record_of(one: Cells, two: Cells) -> dict[str, Any]:
+    """The record with these cells; the others are as it has them."""
+    before = json.loads(RECORD.read_text(encoding="utf-8"))
+
+    def told(key: str, both: Pair) -> dict[str, Outcome]:
+        said = before[key][both[0]][both[1]]
+        outcomes = [Outcome(refusal=before["refusals"][x]) if isinstance(x, int) else Outcome(x) for x in said]
+        return dict(zip(before["model_types"], outcomes, strict=True))
+
+    return recorded(
+        {both: one[both] if both in one else told("same_plan", both) for both in EVERY},
+        {both: two[both] if both in two else told("next_plan", both) for both in EVERY},
+    )
 
 
 def recorded(one: Cells, two: Cells) -> dict[str, Any]:
@@ -411,11 +428,11 @@ def main() -> int:
     broken = 0
     with tempfile.TemporaryDirectory() as scratch:
         families = {name: Bases(name, Path(scratch) / name) for name in chosen}
-        one, two = tables(families)
+        one, two = tables(families, [both for both in EVERY if {*both} & {*asked.of}])
         for name, bases in families.items():
             for cells, prove in ((one, prove_one_plan), (two, prove_two_plans)):
                 for both, found in cells.items():
-                    if not found[name].promise or not {*both} & {*asked.of}:
+                    if not found[name].promise:
                         continue
                     folder = Path(scratch) / "cell"
                     folder.mkdir()
@@ -426,7 +443,7 @@ def main() -> int:
                         f"{name}, {prove.__name__}, {' → '.join(both)}: {'; '.join(wrong[:4]) or 'holds'}", flush=True
                     )
     if not broken and tuple(chosen) == FAMILIES:
-        RECORD.write_text(record_text(recorded(one, two)), encoding="utf-8")
+        RECORD.write_text(record_text(record_of(one, two)), encoding="utf-8")
         write_page()
     return int(broken > 0)
 

@@ -18,6 +18,10 @@ _OFF = "off"
 MAX_ENTRY_BYTES = 16_000_000
 _MAX_ENTRIES = 128
 _MAX_BYTES = 128_000_000
+# The share of a limit by which one process may pass it before it looks at the folder again.
+_SLACK = 16
+# Entries and bytes that this process wrote to a folder since it last looked at all of it.
+_written: dict[Path, tuple[int, int]] = {}
 
 
 def is_off() -> bool:
@@ -58,7 +62,7 @@ def read_entry(folder: Path, name: str) -> bytes | None:
 
 
 def write_entry(folder: Path, name: str, content: bytes, *, most: int = _MAX_ENTRIES) -> None:
-    """Put an entry in place by one rename; the oldest go where there are more than `most`, or too many bytes."""
+    """Put an entry in place by one rename; the oldest go where there are more than about `most`, or too many bytes."""
     if len(content) > MAX_ENTRY_BYTES:
         return
     with contextlib.suppress(OSError):
@@ -73,7 +77,11 @@ def write_entry(folder: Path, name: str, content: bytes, *, most: int = _MAX_ENT
         finally:
             with contextlib.suppress(FileNotFoundError):
                 Path(staged).unlink()
-        _prune(folder, most)
+        entries, total = _written.get(folder, (most, 0))
+        _written[folder] = entries, total = entries + 1, total + len(content)
+        if entries * _SLACK >= most or total * _SLACK >= _MAX_BYTES:
+            _prune(folder, most)
+            _written[folder] = (0, 0)
 
 
 def _is_ours(found: os.stat_result) -> bool:

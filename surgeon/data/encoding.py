@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 from surgeon.data.chats import Chat
@@ -31,6 +32,12 @@ class Encoder:
             )
         self.tokenizer = found
         self.template = template or found.chat_template
+
+    def or_by(self, template: str | None) -> Encoder:
+        """Return an encoder like this one that writes chats by `template` where it has no template of its own."""
+        other = copy.copy(self)
+        other.template = self.template or template
+        return other
 
     def check_chat(self) -> None:
         """Raise BadInput where there is no chat template."""

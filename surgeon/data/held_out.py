@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,11 +16,15 @@ from surgeon.data.specs import SourceSpec, TextSpec
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The documents of one source that are scored, by their numbers."""
+    """The documents of one source that are scored, by their numbers.
+
+    `template` is how chats are written for a model that has no chat template; None: such a model is refused.
+    """
 
     name: str
     documents: Corpus
     numbers: NDArray[np.int64]
+    template: str | None = None
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -28,11 +32,15 @@ class HeldOut:
     def sample(self, most: int) -> HeldOut:
         """Return a fixed random choice of at most `most` documents, in their order."""
         drawn = generator(0, "evaluated", 0).permutation(len(self))[:most]
-        return HeldOut(self.name, self.documents, self.numbers[np.sort(drawn)])
+        return replace(self, numbers=self.numbers[np.sort(drawn)])
 
 
 def held_out_text(
-    source: TextSpec, named_by: Naming, *, say: Callable[[str], None] = lambda _line: None
+    source: TextSpec,
+    named_by: Naming,
+    *,
+    template: str | None = None,
+    say: Callable[[str], None] = lambda _line: None,
 ) -> HeldOut | None:
     """Open a source and return the documents that losses are measured on.
 
@@ -40,6 +48,7 @@ def held_out_text(
         source: A text, which is measured whole, or a training source, of which `train` holds some documents out: they
             are the same for every seed.
         named_by: The file that names the source; relative paths start there.
+        template: How chats are written for a model that has no chat template.
         say: Receives a line about blank documents, and one that says why there is nothing to measure.
 
     Returns:
@@ -51,7 +60,7 @@ def held_out_text(
     if not isinstance(source, SourceSpec):
         documents = open_source(source, named_by).text
         _note_blanks(source.name, documents, say)
-        return HeldOut(source.name, documents, np.arange(len(documents)))
+        return HeldOut(source.name, documents, np.arange(len(documents)), template)
     if not source.validation:
         say(f"source {source.name}: skipped, because the training config holds none of it out")
         return None
@@ -61,11 +70,11 @@ def held_out_text(
     opened = open_source(source, named_by)
     if opened.held_out is not None:
         _note_blanks(source.name, opened.held_out, say)
-        return HeldOut(source.name, opened.held_out, np.arange(len(opened.held_out)))
+        return HeldOut(source.name, opened.held_out, np.arange(len(opened.held_out)), template)
     assert isinstance(source.validation, float)
     _note_blanks(source.name, opened.text, say)
     _, held = split(opened.text, source.validation, name=source.name)
-    return HeldOut(source.name, opened.text, held)
+    return HeldOut(source.name, opened.text, held, template)
 
 
 def _note_blanks(name: str, documents: Corpus, say: Callable[[str], None]) -> None:

@@ -42,6 +42,7 @@ from surgeon.data.recalled_text import RECORD, Counts, NearlyNothing, TextSoFar,
 from surgeon.data.specs import GenerateSpec
 from surgeon.errors import BadInput, printable
 from surgeon.families.grafted_config import is_encoder
+from surgeon.families.limits import context_of
 from surgeon.models.templates import template_of
 
 if TYPE_CHECKING:
@@ -317,9 +318,9 @@ def _settled(folder: CheckpointFolder, spec: GenerateSpec) -> dict[str, Any]:
     shown = printable(str(folder.path))
     if is_encoder(folder.config):
         raise BadInput(f"{shown}: an encoder, which writes no text; give a causal language model")
-    context = folder.config.get("max_position_embeddings")
+    context = context_of(folder.config)
     length = spec.length or LENGTH
-    if isinstance(context, int):
+    if context is not None:
         if spec.length is not None and length > context:
             raise BadInput(f"{shown}: its context is {context} tokens, and `length` is {length}; use {context} at most")
         length = min(length, context)

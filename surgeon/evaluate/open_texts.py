@@ -156,7 +156,8 @@ def _sources(name: str | None, path: Path, say: Callable[[str], None], labels: b
     if "surgeon_train" in content:
         config = load_config(path)
         _check_kinds(config.config.sources, path, labels)
-        return [(spec.name, partial(held_out_text, spec, config, say=say)) for spec in config.config.sources]
+        opener = partial(held_out_text, named_by=config, template=config.template, say=say)
+        return [(spec.name, partial(opener, spec)) for spec in config.config.sources]
     texts = check_yaml(DataConfig, content, lines, str(path), what=_WHAT)
     _check_kinds(texts.sources, path, labels)
     wrong = [

@@ -3,7 +3,7 @@
 Layers, their kinds, what silences each and where grafts can stand are found by inspection and proven on a twin. Which
 tensors are query, key, value, output, gate, up and down is taken from the names that nearly all decoders share
 (roles.py); a type whose modules go by other names has a hint. A package can bring hints for more types
-(docs/adding.md).
+(docs/how-to/adding.md).
 """
 
 from __future__ import annotations

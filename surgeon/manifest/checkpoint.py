@@ -18,6 +18,7 @@ from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
 from surgeon.families.dissect import dissect
 from surgeon.families.grafted_config import is_encoder
+from surgeon.families.limits import context_of, vocabulary_of
 from surgeon.families.skeleton import wordless_auto
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, StoredTensor
 from surgeon.manifest.moves import recorded_tensors
@@ -115,12 +116,12 @@ class Checkpoint:
     @property
     def context(self) -> int | None:
         """How many positions the model was made for; None where config.json does not say."""
-        return _number(self.config.get("max_position_embeddings"), least=2)
+        return context_of(self.config)
 
     @property
     def vocabulary(self) -> int | None:
         """How many tokens the model knows; None where config.json does not say."""
-        return _number(self.config.get("vocab_size"), least=1)
+        return vocabulary_of(self.config)
 
     @property
     def chat_template(self) -> str | None:
@@ -236,8 +237,3 @@ def check_model(model: str | Path, *, trust_remote_code: bool = False) -> None:
         open_checkpoint(model, trust_remote_code=trust_remote_code)
     else:
         id_and_revision(str(model))
-
-
-def _number(found: object, *, least: int) -> int | None:
-    """A number of a config, which may be of any family; None where it is none, or too small to be meant."""
-    return found if type(found) is int and found >= least else None

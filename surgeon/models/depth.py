@@ -7,9 +7,10 @@ the K above it in, θ_l + Σ_k (θ_{l+k} − θ_l). Means are over all tokens. W
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,14 @@ class Depth:
                 return self._by_loss(out.count, out.candidates)
             case "laco":
                 return self._by_merging(out)
+
+    def costs(self, layers: Iterable[int]) -> dict[int, float]:
+        """What the loss grows by without each of these layers alone; those that cannot be missed are left out."""
+        found: dict[int, float] = {}
+        for layer in layers:
+            with contextlib.suppress(CannotRun):
+                found[layer] = self.run(self.without([layer])).loss - self.before
+        return found
 
     def without(self, layers: Sequence[int]) -> Stack:
         """The stack without these layers."""

@@ -14,18 +14,45 @@ from pydantic import Field, model_validator
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft, LayerDraft, silence
 from surgeon.common.formatting import show_layers
-from surgeon.errors import BadInput
+from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import LayerKind
 from surgeon.operations.expert_fusion import of_experts
 from surgeon.operations.inits import INITS, AnyInit, Gap
 from surgeon.operations.operation import Operation, Origin, Paper, TrainingDefaults, word_of
-from surgeon.operations.selectors import EveryPeriod, WrittenGaps, select_gaps, select_periods, spread
+from surgeon.operations.prepare import Facts, OpenedBase, digest_of_file
+from surgeon.operations.selectors import After, EveryPeriod, Least, WrittenGaps, select_gaps, select_periods, spread
+
+ADEPT = Paper(
+    "zhang2025adept",
+    "Zhang, Jinyang and others",
+    "ADEPT: Continual Pretraining via Adaptive Expansion and Dynamic Decoupled Tuning",
+    2025,
+    "2510.10071",
+)
+# How the manifest marks layers whose place a text chose.
+_LEAST = ", after least"
+_Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class LeastFacts(Facts):
+    """The layers of the base that matter least on a text, above which new ones come.
+
+    `before` is the base's loss in nats a token over `tokens` predictions; `scores` are what layers were chosen by, by
+    their numbers, from the bottom up.
+    """
+
+    gaps: list[Annotated[int, Field(ge=0)]]
+    text: str
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    tokens: Annotated[int, Field(ge=1)]
+    before: _Finite
+    scores: dict[Annotated[str, Field(pattern=r"^[0-9]{1,4}$")], _Finite]
 
 
 class InsertLayers(Operation):
     """New layers between those of the base: fused by optimal transport, averaged, copied or random."""
 
-    papers: ClassVar[tuple[Paper, ...]] = tuple(dict.fromkeys(init.paper for init in INITS.values()))
+    papers: ClassVar[tuple[Paper, ...]] = tuple(dict.fromkeys([*(init.paper for init in INITS.values()), ADEPT]))
     training: ClassVar[TrainingDefaults] = TrainingDefaults(
         "1e-4, 64 sequences of 2048, as OpT-DeUS trained its inits and those it compares (section 5.5; 11.5B: 5e-5)",
         lr=1e-4,
@@ -38,6 +65,7 @@ class InsertLayers(Operation):
         {"where": "all", "init": {"kind": "average"}},
         {"where": "all", "init": {"kind": "ot_fusion"}},
     )
+    facts: ClassVar[type[Facts] | None] = LeastFacts
 
     op: Literal["insert_layers"]
     where: Annotated[WrittenGaps, Field(description="the gaps to fill, each named by the layer below it")]
@@ -63,22 +91,73 @@ class InsertLayers(Operation):
                     f"init {self.init.kind} is made from both sides of a gap, a whole period from the one below it:"
                     f" with `every_period` use {others}"
                 )
+        if isinstance(self.where, Least) and self.count is not None:
+            raise ValueError("`count` has no meaning with `least`, which says how many layers are chosen")
         return self
 
     @classmethod
     def papers_for(cls, inits: Iterable[str]) -> tuple[Paper, ...]:
         """Those of the inits that were used."""
+        inits = list(inits)
         words = {word_of(init) for init in inits}
-        return tuple(dict.fromkeys(init.paper for kind, init in INITS.items() if kind in words))
+        adept = (ADEPT,) if any(init.endswith(_LEAST) for init in inits) else ()
+        return tuple(dict.fromkeys([*(init.paper for kind, init in INITS.items() if kind in words), *adept]))
 
     @property
     def transport_settings(self) -> Mapping[str, object] | None:
         """Those of the init."""
         return self.init.transport_settings
 
-    def edit(self, draft: Draft, facts: None) -> OperationRecord:
+    def prepare(self, base: OpenedBase) -> LeastFacts | None:
+        """Find the layers that matter least on a text, where `where` asks for them.
+
+        Raises BadInput where the weights are not at hand, another operation comes first, or the text is too short.
+        """
+        where = self.where
+        if not isinstance(where, Least):
+            return None
+        base.need_weights("which layers matter least")
+        if base.number:
+            raise BadInput(
+                "layers are measured on a text with the base itself: make it the plan's first operation, or apply two"
+                " plans"
+            )
+        total = base.anatomy.sizes.layers
+        lowest, highest = self.init.reads_below(self.per_gap) - 1, total - 1 - self.init.reads_above
+        choices = range(lowest, highest + 1)
+        if where.least > len(choices):
+            raise BadInput(
+                f"`least` {where.least}: init {self.init.kind} can follow {len(choices)} of the {total} layers; give"
+                " fewer"
+            )
+        # Imports torch and transformers.
+        from surgeon.models.depth import Depth
+
+        path, kinds = base.text(where.text), [base.anatomy.pattern[layer] for layer in range(total)]
+        vocabulary = base.anatomy.sizes.vocabulary
+        depth = Depth.of(base.folder, path, kinds, vocabulary=vocabulary, window=where.window, windows=where.windows)
+        scores = depth.costs(choices) if where.by == "loss" else {n: depth.first.influence[n] for n in choices}
+        if where.least > len(scores):
+            raise BadInput(
+                f"`least` {where.least}: only {len(scores)} of {total} layers can be taken out for a measurement by"
+                " loss; give fewer, or `by: influence`"
+            )
+        return LeastFacts(
+            gaps=sorted(sorted(scores, key=lambda layer: (scores[layer], layer))[: where.least]),
+            text=where.text,
+            sha256=digest_of_file(path),
+            tokens=depth.predictions,
+            before=depth.before,
+            scores={str(layer): score for layer, score in scores.items()},
+        )
+
+    def facts_key(self, number: int) -> str | None:
+        """None where nothing is measured."""
+        return super().facts_key(number) if isinstance(self.where, Least) else None
+
+    def edit(self, draft: Draft, facts: LeastFacts | None) -> OperationRecord:
         """Insert the layers and say what was matched and what is promised."""
-        each, gaps = self._gaps(draft)
+        each, gaps = self._gaps(draft, facts)
         self._check_gaps(gaps, top=len(draft.layers) - 1)
         inserted = {gap: [self._layer(draft, draft.number, gap, nth, each) for nth in range(each)] for gap in gaps}
         anatomy, new = draft.anatomy, [made for layers in inserted.values() for made in layers]
@@ -88,15 +167,20 @@ class InsertLayers(Operation):
         return OperationRecord(
             op=self.op,
             matched="; ".join(
-                [f"{len(new)} new layers{self._periods(each)}, after {show_layers(gaps)}", *filter(None, ways)]
+                [f"{len(new)} new layers{self._periods(each)}, after {show_layers(gaps)}{self._chosen(facts)}"]
+                + [way for way in ways if way]
             ),
             claim=self._claim(kinds),
             trains="new",
         )
 
-    def _gaps(self, draft: Draft) -> tuple[int, list[int]]:
+    def _gaps(self, draft: Draft, facts: LeastFacts | None) -> tuple[int, list[int]]:
         """How many layers each gap gets, and the gaps."""
         each, called = self.per_gap, "`per_gap`"
+        if isinstance(self.where, Least):
+            if facts is None or len(facts.gaps) != self.where.least:
+                raise BadInput("which layers matter least is not known: it is measured on the base's own weights")
+            return each, select_gaps(After(after=facts.gaps), len(draft.layers))
         if isinstance(self.where, EveryPeriod):
             each, gaps = select_periods(self.where, draft.pattern)
             called = "the period,"
@@ -112,6 +196,15 @@ class InsertLayers(Operation):
         if not isinstance(self.where, EveryPeriod):
             return ""
         return f" in whole periods of {each} {'layer' if each == 1 else 'layers'}"
+
+    def _chosen(self, facts: LeastFacts | None) -> str:
+        """How the gaps were chosen, where a text chose them."""
+        if not isinstance(self.where, Least) or facts is None:
+            return ""
+        scores = [facts.scores[str(gap)] for gap in facts.gaps if str(gap) in facts.scores]
+        found = ", ".join(f"{score:+.4f}" for score in scores)
+        what = "loss without them, nats a token" if self.where.by == "loss" else "influence"
+        return f", which matter least on {printable(facts.text)} ({what}: {found})"
 
     def _check_gaps(self, gaps: list[int], *, top: int) -> None:
         """Refuse gaps beside which the layers that the init reads do not all stand."""
@@ -151,7 +244,9 @@ class InsertLayers(Operation):
             like=draft.layers[like].like,
             operation=number,
             sources=made.sources,
-            init=self.init.kind + (", zero-init" if self.zero_init else ""),
+            init=self.init.kind
+            + (", zero-init" if self.zero_init else "")
+            + (_LEAST if isinstance(self.where, Least) else ""),
         )
 
     def _zeroed(self, kind: LayerKind) -> frozenset[str]:

@@ -46,13 +46,28 @@ class EveryPeriod(Spec):
     every_period: Annotated[int, Field(ge=1, description="periods in a group; 1: a new one after each")]
 
 
+class Least(Spec):
+    """After each of the N layers that matter least on a text (ADEPT)."""
+
+    least: Annotated[int, Field(ge=1, description="how many layers")]
+    text: Annotated[
+        str, Field(description="text to measure on, seen from the plan: .jsonl with a text a line, or plain")
+    ]
+    by: Annotated[
+        Literal["loss", "influence"],
+        Field(description="loss: what the loss grows by without the layer; influence: how much it turns the stream"),
+    ] = "loss"
+    window: Annotated[int, Field(ge=2, le=2**20, description="tokens that are read at once")] = 128
+    windows: Annotated[int, Field(ge=1, le=2**20, description="how many windows of the text are read")] = 16
+
+
 GapSelector = Position | Every | After | Range
 # As people write gaps: a plain list names the layers below them, as `after` does.
 WrittenGaps = Annotated[
-    GapSelector | EveryPeriod,
+    GapSelector | EveryPeriod | Least,
     BeforeValidator(
         lambda value: {"after": value} if isinstance(value, list) else value,
-        json_schema_input_type=GapSelector | EveryPeriod | Annotated[list[Index], Field(min_length=1)],
+        json_schema_input_type=GapSelector | EveryPeriod | Least | Annotated[list[Index], Field(min_length=1)],
     ),
 ]
 LayerSelector = Position | Every | Range | Annotated[list[Index], Field(min_length=1)]

@@ -16,7 +16,7 @@ from surgeon.common.promises import promise_of
 from surgeon.common.tables import FittedTable
 from surgeon.errors import printable
 from surgeon.families.anatomy import Anatomy, without_a_place
-from surgeon.families.dissect import dissect
+from surgeon.families.anatomy_cache import keep, recalled
 from surgeon.manifest.manifest import Manifest, TrainingEntry
 from surgeon.manifest.reading import manifest_of
 from surgeon.manifest.run_files import ADAPTER_FOLDER, KEPT_FOLDER
@@ -80,10 +80,14 @@ def inspect(checkpoint: str | Path, *, revision: str | None = None, trust_remote
     opened = open_headers(checkpoint, revision=revision, trust_remote_code=True)
     a_look = opened.code == "foreign" and not trust_remote_code
     manifest = manifest_of(opened) if opened.manifest is not None else None
+    anatomy = None
+    if not a_look:
+        anatomy = recalled(opened.config, opened.tensors, opened.own)
+        keep(anatomy, opened.config, opened.tensors, opened.own)
     return Inspection(
         path=Path(checkpoint),
         folder=opened,
-        anatomy=None if a_look else dissect(opened.config, opened.tensors, opened.own),
+        anatomy=anatomy,
         manifest=manifest,
         parameters=sum(info.numel for info in opened.tensors.values()),
     )
@@ -110,6 +114,17 @@ def inspection_view(inspection: Inspection) -> RenderableType:
     if manifest is None:
         facts.add_row("surgery", "none (no surgery.json)")
         return facts
+    _add_operations(facts, manifest)
+    _add_layers(facts, manifest)
+    _add_training(facts, manifest)
+    if manifest.operations:
+        shards = sorted({folder.tensors[name].file for name in manifest.new_tensors if name in folder.tensors})
+        facts.add_row("new tensors", f"{len(manifest.new_tensors)}, in {listed(shards)}")
+    return facts
+
+
+def _add_operations(facts: FittedTable, manifest: Manifest) -> None:
+    """Add the base, what was done to it, and by whom."""
     facts.add_row("base", printable(at_revision(manifest.base.id, manifest.base.revision)))
     facts.add_row("base's digest", manifest.base_digest)
     facts.add_row("promise", promise_of(manifest.promise, trained=bool(manifest.training)))
@@ -127,6 +142,10 @@ def inspection_view(inspection: Inspection) -> RenderableType:
     for ancestor in manifest.lineage:
         done = ", ".join(entry.op for entry in ancestor.operations) or "training"
         facts.add_row("earlier", f"{printable(done)} on {printable(ancestor.base.id)}")
+
+
+def _add_layers(facts: FittedTable, manifest: Manifest) -> None:
+    """Add which layers are new, and which carry grafts."""
     new_layers = [index for index, layer in enumerate(manifest.layers) if layer.base is None]
     if new_layers:
         facts.add_row("new layers", show(new_layers))
@@ -136,6 +155,10 @@ def inspection_view(inspection: Inspection) -> RenderableType:
             grafts.setdefault(graft.text, []).append(index)
     for text, layers in grafts.items():
         facts.add_row("grafts", f"{printable(text)}: {'layer' if len(layers) == 1 else 'layers'} {show(layers)}")
+
+
+def _add_training(facts: FittedTable, manifest: Manifest) -> None:
+    """Add the runs, what they changed of the base, and a merged adapter."""
     for run in manifest.training:
         losses = ", ".join(
             f"{printable(name)} {before:.4f} → {after:.4f}" for name, (before, after) in run.losses.items()
@@ -149,10 +172,6 @@ def inspection_view(inspection: Inspection) -> RenderableType:
         facts.add_row(
             "adapter", f"{len(manifest.adapter.tensors)} tensors in {ADAPTER_FOLDER}/, merged into the weights"
         )
-    shards = sorted({folder.tensors[name].file for name in manifest.new_tensors if name in folder.tensors})
-    if manifest.operations:
-        facts.add_row("new tensors", f"{len(manifest.new_tensors)}, in {listed(shards)}")
-    return facts
 
 
 def _add_sizes(facts: FittedTable, anatomy: Anatomy) -> None:

@@ -24,7 +24,6 @@ from surgeon.manifest.moves import recorded_tensors
 from surgeon.manifest.trainable import TrainableSet
 from surgeon.manifest.within import Within
 from surgeon.models.load import CLASSIFIER
-from surgeon.models.templates import TEMPLATES
 from surgeon.train.config.loading import LoadedConfig
 from surgeon.train.config.settings import Settings
 from surgeon.train.preparing import Prepared, prepare
@@ -166,10 +165,8 @@ class _Texts:
         say: Callable[[str], None],
     ) -> _Texts:
         """Open what the config names, by the output's tokenizer; arguments as `opened_run` has them."""
-        named = loaded.config.chat_template
-        template = None if named is None else TEMPLATES[named]
         settings, vocabulary = prepared.settings, prepared.anatomy.sizes.vocabulary
-        encoder = Encoder(out.path, vocabulary=vocabulary, template=template)
+        encoder = Encoder(out.path, vocabulary=vocabulary, template=loaded.template)
         if not loaded.config.classifies:
             memory = memory_folder(target)
             return cls(TrainingData.open(loaded, settings, encoder, say, memory=memory, imagined=imagined), encoder)

@@ -24,11 +24,12 @@ from surgeon.families.anatomy import Anatomy
 from surgeon.families.dissect import dissect
 from surgeon.families.grafted_config import native_config
 from surgeon.families.heads import head_of
+from surgeon.families.limits import context_of
 from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest
 from surgeon.manifest.trainable import TrainableSet, trainable_set
 from surgeon.manifest.within import Within, base_within
-from surgeon.models.templates import TEMPLATES, no_template, template_of
+from surgeon.models.templates import no_template, template_of
 from surgeon.train.backends import missing_for_attention, missing_for_tracker
 from surgeon.train.config.loading import LoadedConfig
 from surgeon.train.config.schema import originals_of
@@ -95,7 +96,7 @@ def prepare(
         _tried(lambda: _check_task(out, anatomy, loaded), wrong)
         _tried(lambda: _check_trainable(out, wanted, loaded.config.dtype), wrong)
         _tried(lambda: _check_fixed(wanted, sharding if processes > 1 else None), wrong)
-        context = out.config.get("max_position_embeddings")
+        context = context_of(out.config)
         settled_for = functools.partial(settle, loaded, operations, context=context, processes=processes)
         settled = _tried(settled_for, wrong)
         if wanted.fitted:
@@ -329,8 +330,8 @@ def _check_fixed(wanted: TrainableSet, sharding: Sharding | None) -> None:
 
 def _check_template(out: CheckpointFolder, loaded: LoadedConfig) -> None:
     """BadInput for chats that nothing says how to write, and for a template beside the checkpoint's own."""
-    named, own = loaded.config.chat_template, template_of(out)
-    if named is not None and own not in (None, TEMPLATES[named]):
+    named, own = loaded.template, template_of(out)
+    if named is not None and own not in (None, named):
         raise BadInput(
             f"{loaded.where('chat_template')}`chat_template` is for a base without one, and"
             f" {printable(str(out.path))} has its own; leave it out"

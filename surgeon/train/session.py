@@ -26,7 +26,7 @@ from surgeon.data.packing import Batches, batch_of
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.manifest import Manifest
 from surgeon.manifest.reading import written_manifest
-from surgeon.models.templates import TEMPLATE_FILE, TEMPLATES
+from surgeon.models.templates import TEMPLATE_FILE
 from surgeon.train.config.loading import LoadedConfig
 from surgeon.train.footprint import check_room_of, copied_bytes, peak_memory
 from surgeon.train.gate_fitting import FIGURES_FILE
@@ -330,8 +330,8 @@ def _publish(trained: Trained, run: Run, target: Path, digests: dict[str, str], 
         entry["published_step"] = trained.published_step
     if run.wanted.fitted:
         entry["gate"] = json.loads((run.work / FIGURES_FILE).read_text(encoding="utf-8"))
-    named = run.loaded.config.chat_template
-    added = {TEMPLATE_FILE: TEMPLATES[named].encode()} if named and TEMPLATE_FILE not in run.out.side_files else {}
+    template = run.loaded.template
+    added = {TEMPLATE_FILE: template.encode()} if template and TEMPLATE_FILE not in run.out.side_files else {}
     made = publishing_job(
         run.out,
         run.manifest,

@@ -23,6 +23,7 @@ from surgeon.errors import BadInput
 from surgeon.evaluate.open_texts import open_texts
 from surgeon.evaluate.results import Evaluation
 from surgeon.models.load import load_model
+from surgeon.models.templates import TEMPLATES
 from tests import tiny
 from tests.models.test_tokens import byte_tokenizer
 from tests.train.test_train import config
@@ -166,6 +167,21 @@ def test_chats_are_scored_by_what_the_assistant_says(tmp_path: Path) -> None:
     data.write_text(yaml.safe_dump({"surgeon_data": 1, "sources": [entry]}))
     (found,) = surgeon.evaluate(base, data, device="cpu").models[0].sources
     assert (found.documents, found.tokens, found.nbytes) == (3, 3 * 3, 3 * len("w4 w5"))
+
+
+def test_a_training_config_s_chat_template_is_for_models_without_one(tmp_path: Path) -> None:
+    bare = add_tokenizer(tiny.checkpoint(tmp_path / "bare", "llama"))
+    own = add_tokenizer(shutil.copytree(bare, tmp_path / "own"), template=CHAT_TEMPLATE)
+    named = add_tokenizer(shutil.copytree(bare, tmp_path / "named"), template=TEMPLATES["zephyr"])
+    chat = [{"role": "user", "content": "w1 w2 w3"}, {"role": "assistant", "content": "w4 w5"}]
+    (tmp_path / "chat.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 4)
+    source = {"name": "chat", "path": "chat.jsonl", "kind": "chat", "share": 1.0, "validation": 0.5}
+    data = config(tmp_path, sources=[source], chat_template="zephyr")
+    rows = surgeon.evaluate([named, bare, own], data, device="cpu").models
+    losses = [row.sources[0].loss for row in rows]
+    assert losses[0] == losses[1] != losses[2]
+    with pytest.raises(BadInput, match="bare: its tokenizer has no chat template"):
+        surgeon.evaluate(bare, config(tmp_path, sources=[source]), device="cpu")
 
 
 def test_a_training_config_gives_what_training_held_out(folder: Path, tmp_path: Path) -> None:

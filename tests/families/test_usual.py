@@ -18,7 +18,7 @@ import transformers
 import surgeon
 from surgeon.common import cache
 from surgeon.errors import SurgeonError
-from surgeon.families import anatomy_cache, usual, usual_table
+from surgeon.families import anatomy_cache, checkpoint_anatomy, usual, usual_table
 from surgeon.families.decoders import USUAL_DECODERS, USUAL_ENCODERS
 from surgeon.families.dissect import dissect
 from tests import tiny
@@ -576,6 +576,20 @@ def test_a_first_preview_neither_proves_nor_says_so(fresh: Path, base: Path) -> 
         assert imported == []
         assert shown["notes"][0] == (f"{FROM_TABLE}: down_proj, o_proj silent; `apply` derives and proves it itself")
         assert shown["proof"]["how"] == ("none" if plan == "drop-layers" else "promised")
+    assert not fresh.exists()
+
+
+@of_this_version
+def test_what_is_inspected_is_in_the_table_too(fresh: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as without:
+        without.setenv(cache.VARIABLE, "off")
+        derived = surgeon.inspect(base).to_json()
+
+    def refuse(*_args: Any, **_options: Any) -> None:
+        raise AssertionError("the base was derived")
+
+    monkeypatch.setattr(checkpoint_anatomy, "anatomy_of", refuse)
+    assert surgeon.inspect(base).to_json() == derived
     assert not fresh.exists()
 
 

@@ -26,6 +26,11 @@ class Mutation:
     tests: tuple[str, ...]
 
 
+def golden(*plans: str) -> Iterator[str]:
+    """The tests of what these plans make of a Llama."""
+    return (f"tests/test_golden.py::test_blueprint_is_the_agreed_one[{plan}-llama]" for plan in plans)
+
+
 NONSENSE_INTERPOLATOR = '''
 class Nonsense(Interpolation):
     """The pre-trained branch, whatever the other one is."""
@@ -85,7 +90,7 @@ MUTATIONS = {
     ),
     "adapter init": Mutation(
         (("runtime/adapters_rules.py", "1 / (width * layers)", "1 / width"),),
-        ("tests/runtime/test_adapters.py", "tests/test_golden.py"),
+        ("tests/runtime/test_adapters.py", *golden("neutral-residues", "neutral-residues/adapters")),
     ),
     "new init": Mutation(
         (
@@ -96,7 +101,7 @@ MUTATIONS = {
     ),
     "init": Mutation(
         (("operations/inits.py", "average(recipe, upper[suffix])", "average(recipe, recipe)"),),
-        ("tests/operations/test_inits.py", "tests/test_golden.py"),
+        ("tests/operations/test_inits.py", *golden("average", "ablation/average")),
     ),
     "new loss": Mutation(
         (

@@ -57,6 +57,13 @@ OPERATIONS = [
         "`local_loss` lists one kind twice",
     ),
     (
+        "op: insert_layers, where: {least: 1, text: en.jsonl}, count: 2, init: copy",
+        "`count` has no meaning with `least`, which says how many layers are chosen",
+    ),
+    ("op: stack_layers, bottom: 0.5", "give `bottom` and `top` (two overlapping copies), or `times` (how often"),
+    ("op: stack_layers, times: 2, top: 0.5", "`times` repeats the stack or a `range` of it; `bottom` and `top`"),
+    ("op: stack_layers, bottom: 0.75, top: 0.75, range: [0, 1]", "`range` is of `times`: which block is repeated"),
+    (
         "op: insert_layers, where: {every_period: 1}, per_gap: 2, init: {kind: copy}",
         "`per_gap` has no meaning with `every_period`: each gap gets a whole period",
     ),

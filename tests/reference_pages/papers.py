@@ -25,7 +25,7 @@ def papers_page() -> str:
     """The bibliography: which operation each paper is behind, and its BibTeX entry."""
     users: dict[Paper, list[str]] = {}
     for op, operation in OPERATIONS.items():
-        for paper in operation.papers_for(INITS):
+        for paper in operation.papers:
             inits = [kind for kind, init in INITS.items() if op == "insert_layers" and init.paper == paper]
             made = f" ({', '.join(f'`{kind}`' for kind in inits)})" if inits else ""
             users.setdefault(paper, []).append(f"[{op}](operations/{op}.md){made}")

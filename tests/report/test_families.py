@@ -14,7 +14,7 @@ from surgeon.cli import app
 from surgeon.errors import BadInput
 from surgeon.families.decoders import USUAL_DECODERS, USUAL_ENCODERS
 from surgeon.operations import OPERATIONS
-from surgeon.operations.stack_layers import StackLayers
+from surgeon.operations.insert_layers import InsertLayers
 from surgeon.report.families import Families, KnownBase
 from surgeon.report.followers import Followers
 from surgeon.report.trials import Trial
@@ -140,11 +140,11 @@ def test_a_derived_base(model_type: str, tmp_path: Path) -> None:
 
 def test_an_operation_whose_examples_say_too_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plugin may need options and name no examples."""
-    monkeypatch.setattr(StackLayers, "examples", ({},))
+    monkeypatch.setattr(InsertLayers, "examples", ({},))
     found = known(tiny.checkpoint(tmp_path / "base", "llama"))
-    (trial,) = (trial for trial in found.trials if trial.op == "stack_layers")
+    (trial,) = (trial for trial in found.trials if trial.op == "insert_layers")
     assert trial.promise is None
-    assert "not tried" in trial.refusal and "`bottom` Field required; `top` Field required" in trial.refusal
+    assert "not tried" in trial.refusal and "`where` Field required; `init` Field required" in trial.refusal
 
 
 def test_what_is_no_base(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from surgeon.operations import papers_of
 from surgeon.operations.operation import Paper
 from surgeon.report.findings import Findings
 from surgeon.report.history import Budget
+from surgeon.report.page.alignment import alignment_section
 from surgeon.report.page.measured import (
-    alignment_section,
     curves_section,
     losses_section,
     routing_section,

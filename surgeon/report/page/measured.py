@@ -1,4 +1,4 @@
-"""The page's sections on what was measured: transport maps, routers and gates, singular values, branches, losses."""
+"""The page's sections on what was measured: transport maps, routers and gates, singular values, losses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from surgeon.common.page.charts import Bar, bars, grid
 from surgeon.common.page.markup import Child, Markup, el, figure, folded, pair, section, shaded_table, table
-from surgeon.common.page.plots import Axis, Series, lines, points
+from surgeon.common.page.plots import Axis, Series, lines
 from surgeon.evaluate.results import SourceScores
 from surgeon.report.curves import TrainingRun, curves_of
 from surgeon.report.findings import Findings, HeatMap
@@ -303,71 +303,6 @@ def _effective(values: tuple[float, ...]) -> float:
     squares = [value * value for value in values]
     total = sum(squares)
     return math.exp(-sum(s / total * math.log(s / total) for s in squares if s > 0))
-
-
-def alignment_section(findings: Findings) -> Markup | None:
-    """Show how far the branches of control blocks are apart (Control LLM, Figures 3 and 8)."""
-    probing = findings.probing
-    if probing is None:
-        return None
-    if not probing.layers:
-        return section("alignment", "Alignment of branches", el("p", probing.missing))
-    layers = probing.layers
-    across = Axis.over("layer", (a.layer for a in layers))
-    cosine = [Series("", [(a.layer, a.cosine) for a in layers], 0)]
-    distance = [
-        Series("between branches", [(a.layer, a.distance) for a in layers], 1),
-        Series("pre-trained states", [(a.layer, a.norm) for a in layers], 2),
-    ]
-    lengths = [length for one in distance for _, length in one.points]
-    last = layers[-1]
-    flat = points(
-        f"Final tokens' states of layer {last.layer}, both branches",
-        [
-            ("pre-trained", [(x, y) for x, y, _, _ in last.points], 0),
-            ("expanded", [(x, y) for _, _, x, y in last.points], 4),
-        ],
-        key="alignment-points",
-        across="first principal component",
-        up="second",
-        summary=f"{len(last.points)} sentences; a line joins the two states of one; mean distance {last.distance:.3g}",
-        links=last.points,
-    )
-    rows = [(a.layer, f"{a.cosine:.6f}", f"{a.distance:.4g}", f"{a.norm:.4g}") for a in layers]
-    return section(
-        "alignment",
-        "Alignment of branches",
-        el(
-            "p",
-            f"States of the last token of {len(probing.sentences)} probe sentences (“{probing.sentences[0]}”, Table 6"
-            " of Control LLM) in both branches of every control block.",
-        ),
-        pair(
-            figure(
-                lines(
-                    "Cosine similarity by layer",
-                    cosine,
-                    across,
-                    Axis.over("cosine", (a.cosine for a in layers), high=1.0),
-                    key="alignment-cosine",
-                    summary="; ".join(f"layer {a.layer}: {a.cosine:.6f}" for a in layers),
-                ),
-                "Mean over sentences; 1: the same direction.",
-            ),
-            figure(
-                lines(
-                    "Euclidean distance by layer",
-                    distance,
-                    across,
-                    Axis.over("length", lengths, low=0.0),
-                    key="alignment-distance",
-                ),
-                "Mean over sentences; 0: the branches agree. For scale, the length of the pre-trained states.",
-            ),
-            figure(flat, f"Layer {last.layer}, both branches on two principal axes of their states."),
-            table("Branches by layer", ("layer", "cosine", "distance", "length"), rows, numbers=range(4)),
-        ),
-    )
 
 
 def curves_section(findings: Findings) -> Markup | None:

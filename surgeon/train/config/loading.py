@@ -10,6 +10,7 @@ from typing import Any
 from surgeon.common.checked_yaml import check_yaml, editor_schema, where
 from surgeon.common.yaml import Place, override, parse_yaml, read_text
 from surgeon.errors import printable
+from surgeon.models.templates import TEMPLATES
 from surgeon.train.config.schema import TrainConfig
 
 _WHAT = "training config"
@@ -71,6 +72,12 @@ class LoadedConfig:
     source: Path
     lines: Mapping[Place, int] = field(default_factory=dict)
     given: Mapping[Place, str] = field(default_factory=dict)
+
+    @property
+    def template(self) -> str | None:
+        """The chat template that `chat_template` names; None where it is left out."""
+        named = self.config.chat_template
+        return None if named is None else TEMPLATES[named]
 
     def where(self, *place: str | int) -> str:
         """How an error about a key begins: the file and line, or the option that set it."""
