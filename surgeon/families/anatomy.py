@@ -147,6 +147,25 @@ class Derivation(ABC):
         Raises BadInput where another tensor than embeddings and output head grows with the vocabulary.
         """
 
+    @abstractmethod
+    def untied(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """A config.json like the base's, as that of a model whose output head has tensors of its own."""
+
+    @abstractmethod
+    def head_tensors(self) -> dict[str, str]:
+        """The tensors that an untied head needs and the base does not store, by name, and the one that each now is.
+
+        Raises BadInput where the head cannot be untied.
+        """
+
+    @abstractmethod
+    def text_model(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """The text tower of an image-text model as a causal model: its config.json, and its tensors' names in it.
+
+        Names are by those that they have now; tensors of other towers have none. Raises BadInput where no causal class
+        of transformers holds the tower.
+        """
+
     # Where the fields of the text decoder stand in config.json.
     path: tuple[str, ...]
 

@@ -467,7 +467,7 @@ def _layer_shapes(draft: Draft) -> dict[str, tuple[int, ...]]:
         )
     if "text_config" in draft.config or not draft.anatomy.layer_name(0, "").startswith("model.layers."):
         raise NoTarget(
-            "the layers stand in a larger model, or without a head; save the text model with its head alone, or"
+            "the layers stand in a larger model, or without a head; take the text out first (`extract_text`), or"
             f" {BESIDE}"
         )
     first = {suffix: recipe.shape for suffix, recipe in draft.layers[0].tensors.items()}

@@ -28,7 +28,7 @@ from .graft import Frame, Graft, current_frame
 from .losses import masked_mean
 from .newborn import LowRank, Newborn
 from .precision import at_least_fp32
-from .rules import Surgery, engine_of
+from .rules import Surgery, engine_of, engine_ranks, refuse_pipeline
 
 
 class LoraSlot(LowRank):
@@ -194,6 +194,8 @@ class ExpertRouter(nn.Module):
 class ExpertGraft(Graft, ExpertRules):
     """Experts and their router."""
 
+    replaces = (WithSlots,)
+
     def attach(self, layer: Any, config: Any, index: int, surgery: Surgery) -> bool:
         """A module with slots in the place of every one that a slot targets; in one layer the router."""
         found: Experts = surgery.of[self.name]
@@ -205,6 +207,15 @@ class ExpertGraft(Graft, ExpertRules):
         layer.expert_router = ExpertRouter(found.router, config.hidden_size)
         layer.routes = True
         return True
+
+    def complete(self, model: Any, surgery: Surgery) -> None:
+        """Nothing; but an engine may split layers or matrices."""
+        refuse_pipeline(model.config, "the router of PMoE's slots must reach all deeper layers")
+        if engine_ranks(model.config)[0] > 1:
+            raise ValueError(
+                f"{engine_of(model.config)} splits matrices over processes here, but does not split PMoE's slots beside"
+                " them; set tensor_parallel_size to 1"
+            )
 
     def before(self, layer: Any, hidden_states: Tensor, frame: Frame) -> None:
         """The router reads what goes into its layer; what holds slots must be there still."""

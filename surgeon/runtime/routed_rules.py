@@ -37,7 +37,8 @@ class RoutedSpec:
     biased: bool = False
     activation: str = ""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """ValueError for experts that cannot be."""
         if self.activation:
             one_of("routed_experts activation", self.activation, ACTIVATIONS)
         if self.size < 1 or not 1 <= self.top_k <= self.experts:
@@ -65,7 +66,8 @@ class RoutedLossSpec:
 
     balance: float = 0.0
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """ValueError for what is no weight."""
         weight("routed_loss balance", self.balance)
 
 
@@ -102,8 +104,8 @@ class RoutedRules(GraftRules):
     """Routed experts."""
 
     name = "routed"
+    keys = ("routed_experts", "routed_loss")
     kinds = (RoutedKind(),)
-    settings = ("routed_loss",)
     losses: ClassVar[Mapping[str, str]] = {"routed_balance_loss": "mean over layers with routed experts"}
     part = "surgeon.runtime.routed"
     module = "RoutedGraft"
@@ -115,8 +117,12 @@ class RoutedRules(GraftRules):
         return Routed(by_layer(specs, "routed_experts"), loss)
 
     def check(self, surgery: Surgery, config: Any) -> None:
-        """Layers exist."""
-        check_layers(surgery.of[self.name].by_layer, surgery.layers, "routed_experts")
+        """Entries hold together, and layers exist."""
+        found: Routed = surgery.of[self.name]
+        found.loss.check()
+        for spec in found.by_layer.values():
+            spec.check()
+        check_layers(found.by_layer, surgery.layers, "routed_experts")
 
     def trains(self, surgery: Surgery) -> list[str]:
         """All that are not frozen."""
