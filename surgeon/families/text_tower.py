@@ -252,6 +252,13 @@ def _renamed(skeleton: Skeleton, names: Names, built: Skeleton) -> dict[str, str
         elif not place and ignored(name):
             # Layers that predict further tokens, which no class of transformers runs here.
             found[name] = name
+    covered = {_place(place, skeleton, prefix) for held in places.values() for place in held}
+    lacking = sorted(_shapes(built, "").keys() - covered - built.model.all_tied_weights_keys.keys())
+    if lacking:
+        raise BadInput(
+            f"{printable(lacking[0])}: no shard has this tensor, and the text model needs it; save the model with its"
+            " language head, and operate on that"
+        )
     made = made_of(built.model, found.values())
     before = made_of(skeleton.model, found)
     for name, other in found.items():

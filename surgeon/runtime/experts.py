@@ -41,6 +41,7 @@ class WithSlots(nn.Module):
     def __init__(self, native: nn.Linear | Conv1D, specs: Sequence[SlotSpec], *, routed: bool) -> None:
         width_in, width_out = native.weight.shape if isinstance(native, Conv1D) else reversed(native.weight.shape)
         super().__init__(width_in, width_out, bias=native.bias is not None)
+        self.widths = (width_in, width_out)
         self.routed = routed
         self.slots = nn.ModuleDict({str(spec.slot): LoraSlot(spec.rank, width_in, width_out) for spec in specs})
         self.groups = _grouped(specs, lambda spec: spec.group)
@@ -48,6 +49,11 @@ class WithSlots(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """… in to … out."""
         output: Tensor = super().forward(x)
+        if (x.shape[-1], output.shape[-1]) != self.widths:
+            raise RuntimeError(
+                "a module with PMoE slots is split over devices (tensor parallel), and its slots are not; load the"
+                " model without `tp_plan`"
+            )
         frame, routing = current_frame(), None
         if frame is not None and frame.off:
             return output

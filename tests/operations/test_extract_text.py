@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 import surgeon
@@ -120,6 +121,9 @@ def test_what_else_is_refused(tmp_path: Path) -> None:
     for operations, reason in (([layers, EXTRACT], "by a plan of its own"), ([EXTRACT, layers], "of another class")):
         with pytest.raises(BadInput, match=reason):
             surgeon.preview(write_plan(tmp_path / "two.yaml", operations), base)
+    transformers.AutoModel.from_pretrained(base).save_pretrained(tmp_path / "headless")
+    with pytest.raises(BadInput, match=r"lm_head\.weight: no shard has this tensor, and the text model needs it"):
+        surgeon.preview(plan, tmp_path / "headless")
     edit_config(base, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
     with pytest.raises(BadInput, match="the model is quantised"):
         surgeon.preview(plan, base)
