@@ -43,26 +43,9 @@ PLANS = {
 
 def published(folder: Path, model_type: str, _: str = "", *, dtype: str = "bfloat16") -> Path:
     """Save a checkpoint of a published config in `folder`, in several shards, with a tokenizer."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from tests.decoders import checkpoint_of
 
-    from surgeon.families.twin import _fill, fill_buffers
-    from tests.vocabularies import byte_level
-
-    text = json.dumps(PUBLISHED[model_type], indent=2)
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(text)
-    config = AutoConfig.from_pretrained(folder)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        model = AutoModelForCausalLM.from_config(config).float()
-    _fill(model, 3)
-    fill_buffers(model, 3)
-    model.tie_weights()
-    model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size="150KB")
-    byte_level(folder)
-    (folder / "config.json").write_text(text)
-    return folder
+    return checkpoint_of(PUBLISHED[model_type], folder, dtype=dtype)
 
 
 def main() -> None:
