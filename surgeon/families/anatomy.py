@@ -119,6 +119,13 @@ class Derivation(ABC):
         """The config's field that names the backbone's activation; empty where it has none."""
 
     @abstractmethod
+    def own_activation(self, layer: int) -> str:
+        """The activation that base layer `layer`'s FFN applies, as a twin shows; empty where adapters have none such.
+
+        For models whose config names none.
+        """
+
+    @abstractmethod
     def grafted(
         self, trunk: Mapping[str, Any], order: Sequence[int], twins: Sequence[int], modules: Sequence[str]
     ) -> dict[str, Any]:

@@ -108,6 +108,10 @@ class Remembered(Deferred):
         """As `Derivation` says."""
         return self._asked(str, lambda own: own.activation, "activation")
 
+    def own_activation(self, layer: int) -> str:
+        """As `Derivation` says."""
+        return self._asked(str, lambda own: own.own_activation(layer), "own activation", layer)
+
     def blocks(self, layer: int) -> Mapping[str, str]:
         """As `Derivation` says."""
         return self._asked(dict[str, str], lambda own: dict(own.blocks(layer)), "blocks", layer)

@@ -14,6 +14,7 @@ from surgeon.checkpoint.weights import QUANTISATION, quantisation
 from surgeon.common.devices import one_thread
 from surgeon.common.library import LOAD_FAILURES
 from surgeon.errors import BadInput, printable
+from surgeon.families.activation import activation_in
 from surgeon.families.anatomy import Derivation, Packed
 from surgeon.families.composing import composition_of
 from surgeon.families.derived import Derived, derive
@@ -31,7 +32,7 @@ from surgeon.families.skeleton import Skeleton, build, wordless_auto
 from surgeon.families.text_tower import text_model
 from surgeon.families.twin import twin_of
 from surgeon.families.whole_heads import heads_move
-from surgeon.runtime.composition import Composition
+from surgeon.runtime.composition import FFN, Composition
 
 _TIED = "tie_word_embeddings"
 # Ids by which a model is built larger to see what grows with its vocabulary.
@@ -83,6 +84,14 @@ class Found(Derivation):
     def activation(self) -> str:
         """As `Derivation` says."""
         return self.composition.activation
+
+    def own_activation(self, layer: int) -> str:
+        """As `Derivation` says."""
+        block = self.blocks(layer).get(FFN)
+        if block is None:
+            return ""
+        twin = twin_of(self.config, heads=self.derived.heads)
+        return activation_in(twin, twin.layers[layer].get_submodule(block))
 
     def blocks(self, layer: int) -> dict[str, str]:
         """As `Derivation` says."""

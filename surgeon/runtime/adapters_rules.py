@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from .births import Birth, Fill, Normal
-from .rules import BRANCH, GraftRules, Kind, Surgery, built, by_layer, check_layers, one_of, weight
+from .rules import ACTIVATIONS, BRANCH, GraftRules, Kind, Surgery, built, by_layer, check_layers, one_of, weight
 
 ADAPTER = "mlp.adapter."
 GATES = ("relu", "sigmoid", "none")
@@ -24,8 +24,6 @@ VARIANCES: dict[str, Callable[[int, int], float]] = {
     "he": lambda width, layers: 2 / width,
 }
 LOCAL_LOSSES = ("l1", "cross_entropy")
-# Of adapters beside an FFN whose own no config names.
-ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2")
 
 
 @dataclass(frozen=True)

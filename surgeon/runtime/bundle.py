@@ -62,6 +62,13 @@ def bundle(config: Mapping[str, Any]) -> bytes:
     return _joined(native, uses_of(raw if isinstance(raw, Mapping) else {}, native))
 
 
+def grafts_in(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of the grafts whose code is in the file that belongs to a config."""
+    native, raw = composition_of(config), config.get("surgery")
+    uses = () if native is None else uses_of(raw if isinstance(raw, Mapping) else {}, native)
+    return tuple(use.rules.name for use in uses)
+
+
 def roots_of(native: Composition, uses: tuple[Use, ...]) -> list[str]:
     """The modules that are needed for their own sake."""
     asked = {

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from .births import Birth, Fill, Normal
-from .rules import BRANCH, GraftRules, Kind, Surgery, built, by_layer, check_layers, weight
+from .rules import ACTIVATIONS, BRANCH, GraftRules, Kind, Surgery, built, by_layer, check_layers, one_of, weight
 
 ROUTED = "mlp.routed."
 # What a model begins with that is made without a checkpoint.
@@ -22,16 +22,25 @@ _STD = 0.02
 
 @dataclass(frozen=True)
 class RoutedSpec:
-    """The experts of one layer: how many, how many neurons each has, and how many of them a token takes."""
+    """The experts of one layer: how many, how many neurons each has, and how many of them a token takes.
+
+    They are as the FFN is: without a gate where it is not `gated`, `biased` where what it reads with is. `activation`
+    is empty for the FFN's.
+    """
 
     layer: int
     experts: int
     size: int
     top_k: int
     frozen: bool = False
+    gated: bool = True
+    biased: bool = False
+    activation: str = ""
 
     def check(self) -> None:
         """ValueError for experts that cannot be."""
+        if self.activation:
+            one_of("routed_experts activation", self.activation, ACTIVATIONS)
         if self.size < 1 or not 1 <= self.top_k <= self.experts:
             raise ValueError(
                 f"config.surgery: routed_experts of layer {self.layer} take {self.top_k} of {self.experts} experts of"
@@ -41,10 +50,12 @@ class RoutedSpec:
     def births(self, width: int) -> dict[str, Birth]:
         """Its tensors for a stream of `width`, all experts' in one; what writes is zero."""
         inner = Normal((self.experts, self.size, width), _STD)
+        reading = ("gate", "up") if self.gated else ("up",)
+        biases = {f"{name}_bias": Fill((self.experts, self.size)) for name in reading if self.biased}
         return {
             "router": Normal((self.experts, width), _STD),
-            "gate_proj": inner,
-            "up_proj": inner,
+            **{f"{name}_proj": inner for name in reading},
+            **biases,
             "down_proj": Fill((self.experts, width, self.size)),
         }
 

@@ -17,6 +17,8 @@ from .spread import for_each_layer
 # What the names of an expanded twin's tensors begin with, below its layer.
 BRANCH = "expanded."
 _LAYER_NUMBERS = ("layer", "branch")
+# Of what stands beside an FFN whose own activation no field of the config names.
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2")
 
 # A dataclass that holds an entry.
 Spec = TypeVar("Spec", bound=Any)

@@ -1,7 +1,7 @@
 """Entries of `config.surgery` that stand for several layers: {"layers": "0-3,6", …} for one each with its "layer".
 
-Numbers ascend, and "branches" go with them one by one. Entries of single layers, which outputs had before, stay as they
-are.
+Numbers ascend, and "branches" go with them one by one. Outputs of before have entries of single layers alone, which
+stay as they are.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ from surgeon.manifest.manifest import (
 )
 from surgeon.operations.prepare import Facts
 from surgeon.plan.plan import LoadedPlan, draw, recorded_plan
+from surgeon.runtime.bundle import grafts_in
 from surgeon.runtime.spread import by_ranges
 from surgeon.verify.base_bytes import Original, check_base_bytes
 from surgeon.verify.check import Check, some
@@ -165,7 +166,11 @@ def same_code(manifest: Manifest, names: Collection[str], out: CheckpointFolder)
         if (content := out.read_code(name)) is None or manifest.code.get(name) != hashlib.sha256(content).hexdigest()
     ]
     if wrong or out.code == "shipped":
-        return Check.of("code", wrong, broken, f"{some(names)}, as this version ships them")
+        grafts = ", ".join(grafts_in(out.config))
+        digest = ", ".join(manifest.code.get(name, "")[:12] for name in names)
+        return Check.of(
+            "code", wrong, broken, f"{some(names)} ({digest}…): the file of surgeon {__version__} for {grafts}"
+        )
     if manifest.tool.version == __version__:
         return Check("code", False, f"{broken}: {some(names)}")
     version = printable(manifest.tool.version)

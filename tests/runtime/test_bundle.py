@@ -110,6 +110,17 @@ def test_only_what_a_surgery_needs_is_joined() -> None:
         assert bundle(joining("llama", surgery | empty)).decode() == text
 
 
+# How many lines a file may have, for each graft alone: what a stranger has to read.
+LINES = {"control": 1850, "adapters": 1650, "experts": 2000, "routed": 1650, "states": 2150, "gate": 1950}
+
+
+def test_a_file_is_as_short_as_its_graft_allows() -> None:
+    assert LINES.keys() == GRAFTS.keys()
+    for name, surgery in alone().items():
+        lines = len(bundle(joining("llama", surgery)).splitlines())
+        assert lines <= LINES[name], f"{name}: {lines} lines"
+
+
 def test_rules_name_the_modules_that_build_on_them() -> None:
     for rules in GRAFTS.values():
         module = getattr(importlib.import_module(rules.part), rules.module)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,11 @@ def test_an_output_with_an_entry_for_each_layer_verifies_and_reverts(
         surgeon.apply(plan, str(base), out)
     old = json.loads((out / "config.json").read_text())["surgery"]["adapters"]
     assert [entry["layer"] for entry in old] == list(range(6))
-    assert surgeon.verify(base, out, window=24, windows=1).holds
+    verified = surgeon.verify(base, out, window=24, windows=1)
+    assert verified.holds
+    (code,) = (check.detail for check in verified.checks if check.name == "code")
+    digest = hashlib.sha256((out / "modeling_surgeon.py").read_bytes()).hexdigest()
+    assert code == f"modeling_surgeon.py ({digest[:12]}…): the file of surgeon {surgeon.__version__} for adapters"
     surgeon.apply(surgeon.parse_plan(plan_of("mixture_of_control, rank: 2")), str(out), twice)
     assert surgeon.verify(out, twice, window=24, windows=1).holds
     surgeon.revert(twice, tmp_path / "back")
@@ -106,3 +111,7 @@ def test_an_output_with_an_entry_for_each_layer_verifies_and_reverts(
         assert (tmp_path / "back" / file).read_bytes() == (out / file).read_bytes()
     surgeon.revert(tmp_path / "back", tmp_path / "first")
     assert (tmp_path / "first" / "config.json").read_bytes() == (base / "config.json").read_bytes()
+    with (out / "modeling_surgeon.py").open("a") as file:
+        file.write("\n")
+    with pytest.raises(BadInput, match=r"modeling_surgeon\.py lies in it, which is not what this version"):
+        surgeon.verify(base, out)
