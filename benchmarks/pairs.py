@@ -52,12 +52,15 @@ ENTRIES: Mapping[str, Entry] = {
     "domain_gate": {},
     "merge_branches": {},
     "grow_vocabulary": {"tokens": [" été", "lumière"]},
+    "untie_embeddings": {},
+    "extract_text": {},
     "upcycle_experts": {"experts": 4},
     "drop_layers": {"layers": [3]},
     "fold_adapters": {},
     "widen_ffn": {"by": 16},
     "widen_attention": {"groups": 2},
     "widen_hidden": {"times": 2},
+    "pad_to": {"multiple_of": 32},
 }
 # What the second of two equal operations has otherwise: other layers, or other words.
 AGAIN: Mapping[str, Entry] = {
@@ -65,6 +68,7 @@ AGAIN: Mapping[str, Entry] = {
     "drop_layers": {"layers": [1]},
     "gated_adapters": {"layers": [1]},
     "widen_attention": {"groups": 4},
+    "pad_to": {"multiple_of": 96},
     "grow_vocabulary": {"tokens": [" déjà"]},
 }
 # What an operation needs to find in the model.

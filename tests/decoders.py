@@ -18,8 +18,9 @@ from surgeon.errors import BadInput
 from surgeon.families.growth import grown
 from surgeon.families.kinds import described_kinds, numbered
 from surgeon.families.skeleton import CAUSAL, IMAGE_TEXT, build
-from surgeon.families.twin import shrunk, twin_of
+from surgeon.families.twin import _fill, fill_buffers, shrunk, twin_of
 from tests.pictures import seeing
+from tests.vocabularies import byte_level
 
 # What some default configs lack, or have too large: then no model can be built of them, or run.
 CHANGES: dict[str, dict[str, Any]] = {
@@ -134,4 +135,27 @@ def _made(model_type: str, auto: str, seed: int, dtype: str, changes: str) -> Pa
     model.config.architectures = config["architectures"]
     size = sum(value.nbytes for value in model.state_dict().values())
     model.save_pretrained(folder, max_shard_size=max(size // 3, 1))
+    return folder
+
+
+def checkpoint_of(config: dict[str, Any], folder: Path, *, seed: int = 3, dtype: str = "bfloat16") -> Path:
+    """Save a checkpoint of a small config.json as it stands, in several shards, with a tokenizer.
+
+    Every parameter and every stored buffer is random; what builds and saves the model is transformers alone.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    text = json.dumps(config, indent=2)
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(text)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).float()
+    _fill(model, seed)
+    fill_buffers(model, seed)
+    model.tie_weights()
+    model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size="150KB")
+    byte_level(folder)
+    (folder / "config.json").write_text(text)
     return folder

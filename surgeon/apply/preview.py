@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,13 +11,14 @@ from typing import Any
 from surgeon.apply.job import places_in, twins_in, unchanged_among
 from surgeon.apply.memory import peak_memory
 from surgeon.apply.proofs import NOTHING_TO_PROVE, Proof, known_proof, prove
-from surgeon.apply.shapes import check_shapes, check_taken
+from surgeon.apply.shapes import check_shapes, check_taken, lost_divisors
 from surgeon.blueprint.blueprint import Blueprint, Output
 from surgeon.blueprint.shards import MAX_NEW_SHARD_BYTES, Shard, lay_out
 from surgeon.checkpoint.card_metadata import metadata_of
-from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.folder import CARD_FILE, CheckpointFolder
 from surgeon.checkpoint.header import DTYPE_BITS
 from surgeon.checkpoint.hub import open_headers
+from surgeon.common.formatting import listed
 from surgeon.common.listener import Listener, Quiet
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import without_a_place
@@ -282,6 +284,11 @@ def _notes(blueprint: Blueprint, base: OpenedBase, texts: Mapping[str, Path]) ->
     yield anatomy.derivation.evidence
     if folder.own is not None:
         yield f"the base's own code goes along as it is: {', '.join(sorted(folder.own.files))}"
+    # Git's own files need no word, nor the card, of which the output has one of its own.
+    behind = [name for name in folder.left_behind if name != CARD_FILE and not name.startswith(".")]
+    named = {word for note in folder.notes for word in re.split(r"[\s,:]+", note)}
+    if behind := [name for name in behind if printable(name) not in named]:
+        yield f"not carried along: {listed(behind)}"
     if blueprint.native:
         before = (folder.config, len(blueprint.layer_of_base)) if blueprint.dropped else None
         broken = broken_pattern(blueprint.config, [layer.base for layer in blueprint.layers], before)
@@ -290,6 +297,7 @@ def _notes(blueprint: Blueprint, base: OpenedBase, texts: Mapping[str, Path]) ->
             yield f"{broken}; {mend}"
         if (scaled := other_scale(blueprint.config)) is not None:
             yield scaled
+    yield from lost_divisors(blueprint, anatomy, folder.config)
     for path in texts.values():
         yield f"the base is run on {printable(str(path))}"
     yield from dict.fromkeys(base.notes)

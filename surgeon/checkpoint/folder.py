@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,14 @@ from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, LocalSource, OpenShar
 from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.checkpoint.trust import (
     MAX_CODE_BYTES,
+    NO_CODE,
     Classes,
     Code,
     beside_weights,
     brought_by,
     check_config,
     check_trusted,
+    without_code,
 )
 from surgeon.checkpoint.weights import INDEX_FILE, SINGLE_FILE, check_weights, choose_weights
 from surgeon.common.plugins import missing_plugins
@@ -51,7 +53,8 @@ class CheckpointFolder:
     `surgery.json`, not validated. `notes` are lines for the user. `code` says which code is in the folder: none,
     exactly what this version of surgeon ships for its config, or other code, which `scripts` names, `foreign` describes
     and the user trusts (of this folder alone). `classes` says whose classes the model is built of; where they are the
-    folder's own, `own` is their code, whose files are side files too.
+    folder's own, `own` is their code, whose files are side files too. Where code was left out, `config` is without it,
+    and so are those of the side files that `settings` holds.
     """
 
     path: Path
@@ -69,6 +72,7 @@ class CheckpointFolder:
     scripts: tuple[str, ...] = ()
     foreign: str = ""
     own: OwnCode | None = None
+    settings: Mapping[str, bytes] = field(default_factory=dict)
 
     @classmethod
     def open(cls, path: Path, *, trust_remote_code: bool = False) -> CheckpointFolder:
@@ -93,11 +97,17 @@ class CheckpointFolder:
                 " all of them), as nothing else knows its tensors"
             )
         brought = brought_by(config, source)
+        notes = list(weights.notes)
+        settings: Mapping[str, bytes] = {}
+        if brought.code == "foreign" and not trust_remote_code and manifest is None:
+            without = without_code(config, source, brought)
+            config, settings, brought = without.config, without.settings, NO_CODE
+            notes.append(without.note)
+        # Surgeon puts no code but its own into an output: what lies in one is not simply left out.
         check_trusted(brought, source.shown, trust_remote_code=trust_remote_code)
         headers = source.headers(list(weights.files))
         tensors = check_weights(weights, headers, config)
         check_config(config)
-        notes = list(weights.notes)
         notes += [f"{name} is set aside: {does}" for name, does in _set_aside(listing, weights.files).items()]
         side_files = _side_files(source, listing, notes)
         own = own_code(config, source, brought.scripts) if brought.classes == "own" and has_own_code(config) else None
@@ -125,6 +135,7 @@ class CheckpointFolder:
             scripts=brought.scripts,
             foreign=brought.found,
             own=own,
+            settings=settings,
         )
 
     def read(self, name: str) -> bytearray:
@@ -136,9 +147,10 @@ class CheckpointFolder:
         return read_tensor(self.source, self.tensors[name], part)
 
     def read_side_file(self, name: str) -> bytes:
-        """The content of one of `side_files`. Raises BadInput where it cannot be opened."""
+        """The content of one of `side_files`, without an `auto_map` that was left out. Raises BadInput for none."""
         assert name in self.side_files, name
-        return self.source.small(name, max_bytes=MAX_SIDE_FILE_BYTES)
+        found = self.settings.get(name)
+        return self.source.small(name, max_bytes=MAX_SIDE_FILE_BYTES) if found is None else found
 
     def read_code(self, name: str) -> bytes | None:
         """The content of a file of code in the folder, not run; None where there is none of this name."""

@@ -121,6 +121,15 @@ def _refuse(error: OSError | ValueError, path: Path) -> Never:
 
 
 MAX_SIDE_FILE_BYTES = 64_000_000
+# Side files that say how images, videos and sounds become what towers beside the text read.
+IMAGE_FILES = frozenset(
+    {
+        "preprocessor_config.json",
+        "processor_config.json",
+        "video_preprocessor_config.json",
+        "audio_tokenizer_config.json",
+    }
+)
 
 _EXACT = frozenset(
     {
@@ -134,14 +143,28 @@ _EXACT = frozenset(
         "vocab.txt",
         "chat_template.json",
         "chat_template.jinja",
-        "preprocessor_config.json",
-        "processor_config.json",
+        *IMAGE_FILES,
+        # What tokenizers of single types are made of beside these.
+        "tekken.json",
+        "bpe.codes",
+        "byte_maps.json",
+        "dict.txt",
+        "emoji.json",
+        "entity_vocab.json",
+        "normalizer.json",
+        "prophetnet.tokenizer",
+        "target_vocab.json",
+        "vocab-src.json",
+        "vocab-tgt.json",
+        "word_pronunciation.json",
+        "word_shape.json",
     }
 )
 
-# Plain names only: a letter, digit or underscore first, so nothing hidden. `*.model` are sentencepiece tokenizers.
+# Plain names only: a letter, digit or underscore first, so nothing hidden. `*.model` are sentencepiece tokenizers, some
+# with a version behind (`tokenizer.model.v3`).
 _PATTERN = re.compile(
-    r"[A-Za-z0-9_][A-Za-z0-9_.+-]*\.(model|tiktoken)"
+    r"[A-Za-z0-9_][A-Za-z0-9_.+-]*\.(model(\.v[0-9][a-z0-9]*)?|tiktoken)"
     r"|(LICENSE|LICENCE|NOTICE|USE_POLICY)[A-Za-z0-9_-]*(\.md|\.txt)?"
     r"|additional_chat_templates/[A-Za-z0-9_][A-Za-z0-9_.-]*\.jinja"
 )

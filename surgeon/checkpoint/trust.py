@@ -3,7 +3,8 @@
 Judged for each folder by itself, from names and JSON alone: nothing is imported, nothing of the folder runs. Code is
 a `.py` file anywhere in the folder, a JSON field that makes transformers run code or fetch a compiled kernel, and a
 reference of the form "repo--module.Class". It is surgeon's own only if it is byte for byte what this version ships for
-the folder's config.
+the folder's config. Where transformers has a model type itself, the code that a folder brings for it is left out, as
+transformers does without trust (`without_code`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, Literal
 
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, Source, is_side_file
 from surgeon.checkpoint.weights import INDEX_FILE, QUANTISATION, SINGLE_FILE, quantisation
+from surgeon.common.library import has_class, has_type
 from surgeon.errors import BadInput, printable
 from surgeon.runtime.bundle import CODE_FILE, bundle
 from surgeon.runtime.composition import PREFIX, composition_of
@@ -26,19 +28,29 @@ Code = Literal["none", "shipped", "foreign"]
 Classes = Literal["installed", "shipped", "own"]
 
 # Vocabularies: large, and nothing in them is a setting.
-_VOCABULARIES = frozenset({"tokenizer.json", "vocab.json", "added_tokens.json"})
+_VOCABULARIES = frozenset({"tokenizer.json", "vocab.json", "added_tokens.json", "tekken.json"})
 # Read where a processor is loaded; surgeon carries some of them along.
 _PROCESSORS = re.compile(r"[A-Za-z0-9_]*processor_config\.json")
 _PARSED = "config.json"
 
 # Fields that name code to run: whatever they hold, unless it is nothing at all.
 _CODE_FIELDS = frozenset({"auto_map", "custom_pipelines", "custom_generate", "kernel_config"})
+# What an `auto_map` beside config.json may name a class for, and the settings that name transformers' own.
+_NAMED_BY = {
+    "AutoTokenizer": ("tokenizer_class",),
+    "AutoProcessor": ("processor_class",),
+    "AutoImageProcessor": ("image_processor_type",),
+    "AutoFeatureExtractor": ("feature_extractor_type", "image_processor_type"),
+    "AutoVideoProcessor": ("video_processor_type",),
+}
+_TOKENIZER_SETTINGS = "tokenizer_config.json"
 # Switches that let a loader run code.
 _SWITCHES = frozenset({"trust_remote_code", "use_kernels", "allow_all_kernels"})
 # Attention or experts by the name of a Hub repository: transformers downloads its compiled kernels.
 _IMPLEMENTATION = re.compile(r"_*(attn|experts)_implementation.*", re.DOTALL)
 _REFERENCE = re.compile(r"(?:[\w.-]+/)?[\w.-]+--[\w./-]+\.[A-Za-z_]\w*")
 _LONGEST_REFERENCE = 300
+_MOST_NAMED = 6
 # Where a checkpoint came from: often the path of a cache, which is spelled with `--` too.
 _ORIGIN = "name_or_path"
 
@@ -57,6 +69,10 @@ _ELSEWHERE = {
 _QUANTISED = (QUANTISATION, "compression_config")
 
 
+class ForeignCode(BadInput):
+    """A folder needs code of its own, which the user does not trust."""
+
+
 @dataclass(frozen=True)
 class Brought:
     """What a folder brings: whose `code`, what was `found` that is not surgeon's, every script in it, and `classes`.
@@ -69,6 +85,9 @@ class Brought:
     found: str
     scripts: tuple[str, ...]
     classes: Classes
+
+
+NO_CODE = Brought("none", "", (), "installed")
 
 
 def brought_by(config: Mapping[str, Any], source: Source) -> Brought:
@@ -161,12 +180,102 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def check_trusted(brought: Brought, shown: str, *, trust_remote_code: bool) -> None:
-    """Raise BadInput for code that is not surgeon's, unless the user has asked for it."""
+    """Raise ForeignCode for code that is not surgeon's, unless the user has asked for it."""
     if brought.code == "foreign" and not trust_remote_code:
+        raise _foreign(shown, brought.found)
+
+
+def _foreign(shown: str, found: str) -> ForeignCode:
+    return ForeignCode(
+        f"{shown}: brings code of its own ({found}), which surgeon neither runs nor copies; read it, then"
+        " remove it or pass `--trust-remote-code`"
+    )
+
+
+@dataclass(frozen=True)
+class WithoutCode:
+    """A folder without the code that it brings: its `config`, other `settings` that change, by file name, and a `note`
+    of what is left out."""
+
+    config: dict[str, Any]
+    settings: Mapping[str, bytes]
+    note: str
+
+
+def without_code(config: Mapping[str, Any], source: Source, brought: Brought) -> WithoutCode:
+    """A folder with foreign code as transformers reads it without trust: by its own classes, where it has the type.
+
+    Raises ForeignCode where it lacks the type or a class that the code has, or anything else leads to code.
+    """
+    if not has_type(config.get("model_type")):
+        raise _foreign(source.shown, brought.found)
+    kept = without_auto_map(config)
+    left = [f"{_PARSED}'s `auto_map`"] if config.get("auto_map") else []
+    settings: dict[str, bytes] = {}
+    read = dict(_settings(kept, source.listing(), source))
+    tokenizer = read.get(_TOKENIZER_SETTINGS)
+    needed = only_in_code(
+        {**kept, **(tokenizer if isinstance(tokenizer, dict) else {}), "auto_map": _of_tokenizers(config)}
+    )
+    if needed:
+        raise _foreign(source.shown, f"{_PARSED} {needed}")
+    for name, content in read.items():
+        content, found = _settings_alone(name, content)
+        if found:
+            raise _foreign(source.shown, f"{printable(name)} {found}")
+        if content is not read[name]:
+            left.append(f"{printable(name)}'s `auto_map`")
+            settings[name] = _written(name, content)
+    left += map(printable, sorted(brought.scripts))
+    if len(left) > _MOST_NAMED:
+        left = [*left[: _MOST_NAMED - 1], f"{len(left) - _MOST_NAMED + 1} more"]
+    words = f"{', '.join(left[:-1])} and {left[-1]} are" if left[1:] else f"{left[0]} is"
+    return WithoutCode(kept, settings, f"{words} left out: transformers has {config['model_type']} itself")
+
+
+def _settings_alone(name: str, content: Any) -> tuple[Any, str]:
+    """The content of a file of settings without its `auto_map`, and what in it leads to code all the same, in words."""
+    if name != _PARSED and isinstance(content, dict) and content.get("auto_map"):
+        if found := only_in_code(content):
+            return content, found
+        content = without_auto_map(content)
+    return content, leads_to_code(content)
+
+
+def _written(name: str, content: Any) -> bytes:
+    try:
+        return f"{json.dumps(content, indent=2, ensure_ascii=False)}\n".encode()
+    except (UnicodeEncodeError, RecursionError):
         raise BadInput(
-            f"{shown}: brings code of its own ({brought.found}), which surgeon neither runs nor copies; read it, then"
-            " remove it or pass `--trust-remote-code`"
-        )
+            f"{printable(name)}: half of a UTF-16 pair in it, or brackets nested too deep to write it without its"
+            " `auto_map`; take that out of the file"
+        ) from None
+
+
+def without_auto_map(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings without an `auto_map` at the top."""
+    return {key: value for key, value in settings.items() if key != "auto_map"}
+
+
+def only_in_code(settings: Mapping[str, Any]) -> str:
+    """What the `auto_map` of settings names that transformers has no class for, in words; nothing where it has all.
+
+    A list is that of a tokenizer.
+    """
+    mapped = settings.get("auto_map") or {}
+    for auto in mapped if isinstance(mapped, dict) else ("AutoTokenizer",):
+        named = [settings[key] for key in _NAMED_BY.get(auto, ()) if settings.get(key) is not None]
+        if not named or not all(map(has_class, named)):
+            lacks = (
+                f"transformers has no {printable(str(named[0]), 60)}" if named else "no class of transformers beside it"
+            )
+            return f"has an `auto_map` for {printable(auto)}, and {lacks}"
+    return ""
+
+
+def _of_tokenizers(config: Mapping[str, Any]) -> dict[str, Any]:
+    mapped = config.get("auto_map")
+    return {key: value for key, value in mapped.items() if key == "AutoTokenizer"} if isinstance(mapped, dict) else {}
 
 
 def check_config(config: Mapping[str, Any]) -> None:

@@ -83,6 +83,20 @@ def described(config: Mapping[str, Any], kind: type[Any] | None = None) -> dict[
     return kept
 
 
+def has_type(model_type: Any) -> bool:
+    """Whether transformers itself has a model type. Asks for names alone, so torch is not imported."""
+    from transformers.models.auto.auto_mappings import CONFIG_MAPPING_NAMES
+
+    return isinstance(model_type, str) and model_type in CONFIG_MAPPING_NAMES
+
+
+def has_class(name: Any) -> bool:
+    """Whether transformers itself has a class of this name, which may end in `Fast` as that of old tokenizers does."""
+    import transformers
+
+    return isinstance(name, str) and name.removesuffix("Fast") in dir(transformers)
+
+
 def config_of(config: Mapping[str, Any], kind: type[Any]) -> Any:
     """A config.json as an object of a config class; as transformers does for a file, as JSON has no infinity."""
     return kind.from_dict(kind._decode_special_floats(described(config, kind)))

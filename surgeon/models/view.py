@@ -16,7 +16,7 @@ from typing import Any
 
 from surgeon.checkpoint.folder import CONFIG_FILE, CheckpointFolder
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, LocalSource, is_side_file, read_capped, resolved
-from surgeon.checkpoint.trust import MAX_CODE_BYTES
+from surgeon.checkpoint.trust import MAX_CODE_BYTES, only_in_code, without_auto_map
 from surgeon.checkpoint.weights import INDEX_FILE, SINGLE_FILE
 from surgeon.common.disk_space import writing
 from surgeon.common.library import described
@@ -34,8 +34,11 @@ TOKENIZER_FILES = (
 )
 # What a processor of images and text is made of beside its tokenizer.
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-# Side files that no tokenizer is made of, though transformers reads some of them when it makes one.
-_NOT_A_TOKENIZER = frozenset({"generation_config.json", *PROCESSOR_FILES})
+# Side files that no tokenizer is made of, though transformers reads some of them when it makes one. Settings of sound
+# name a model somewhere else, which transformers would load; videos are left out (`find_processor`).
+_NOT_A_TOKENIZER = frozenset(
+    {"generation_config.json", "audio_tokenizer_config.json", "video_preprocessor_config.json", *PROCESSOR_FILES}
+)
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", *PROCESSOR_FILES)
 
 # Settings that transformers' tokenizers pass on to what opens files, or take as files; it saves such paths itself.
@@ -54,6 +57,7 @@ _LOADING = frozenset(
         "trust_remote_code",
         "code_revision",
         "name_or_path",
+        "audio_tokenizer",
     }
 )
 
@@ -113,8 +117,9 @@ def _show(folder: Path, name: str, view: Path) -> None:
     if name == CONFIG_FILE:
         # Where the model came from is one of the hints by which a tokenizer's class is chosen.
         hint = {key: settings[key] for key in ("_name_or_path",) if isinstance(settings.get(key), str)}
-        kept = {key: value for key, value in described(settings).items() if key != "auto_map"} | hint
+        kept = without_auto_map(described(settings)) | hint
     else:
+        settings = settings if only_in_code(settings) else without_auto_map(settings)
         kept = {key: _parts(value) for key, value in settings.items() if not _opens_files(key)}
     _write(view / name, _own_classes(kept))
 

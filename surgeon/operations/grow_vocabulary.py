@@ -10,6 +10,7 @@ al., 2022, Fast Vocabulary Transfer); old text never reads them.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -30,7 +31,7 @@ from surgeon.operations.prepare import Facts, OpenedBase
 
 Paths = str | Annotated[list[str], Field(min_length=1)]
 # Tokenizer files of other programs, which hold a vocabulary of their own.
-_OTHER_VOCABULARIES = (".model", ".tiktoken", "tekken.json")
+_OTHER_VOCABULARIES = re.compile(r"(\.model(\.v\w+)?|\.tiktoken|tekken\.json)$")
 
 
 class TextCounts(Spec):
@@ -181,7 +182,7 @@ class GrowVocabulary(Operation):
         base.notes.extend(
             f"{printable(name)} is carried along as it is: what reads it in place of tokenizer.json knows no new token"
             for name in base.folder.side_files
-            if name.endswith(_OTHER_VOCABULARIES)
+            if _OTHER_VOCABULARIES.search(name)
         )
         return VocabularyFacts.of(grown.facts)
 
@@ -213,17 +214,22 @@ class GrowVocabulary(Operation):
         return OperationRecord(
             op=self.op,
             matched=_matched(facts, rows, added),
-            claim=_claim(rows, added),
+            claim=claim_of_rows(rows, added),
             trains="new",
         )
 
 
-def _claim(rows: int, added: int) -> Claim:
-    """What old logits are, and what new tokens take from them."""
-    bound = (
+def bound_of_rows(rows: int, added: int) -> str:
+    """What new tokens take from old ones, in words."""
+    return (
         "new rows of the output are the mean of the old ones, so the loss on any old token rises by at most"
         f" log(1 + {added}/{rows}) = {math.log1p(added / rows):.4g} nats"
     )
+
+
+def claim_of_rows(rows: int, added: int) -> Claim:
+    """What old logits are, and what new tokens take from them."""
+    bound = bound_of_rows(rows, added)
     tail = rows % HEAD_BLOCK
     if not tail:
         return Claim("exact", f"old logits are bit-identical; {bound}")

@@ -63,7 +63,7 @@ class WidenAttention(Operation):
         rows: dict[Role, int] = {"query": wide, "key": narrow, "value": narrow, "output": wide}
         for index, layer in enumerate(draft.layers):
             parts = parts_with(draft, index, (*_READING, "output"))
-            _check_norms(draft, index)
+            check_norms(draft, index)
             more = {role: self._pieces(draft, number, index, parts, role, count) for role, count in rows.items()}
             layer.rewritten |= dict.fromkeys(widen(draft, index, _READING, "output", more), number)
         heads, kv_heads = sizes.heads + groups * each, sizes.kv_heads + groups
@@ -92,7 +92,7 @@ class WidenAttention(Operation):
         return repeated(source, begin, sizes.query_width if role == "query" else sizes.kv_width, count)
 
 
-def _check_norms(draft: Draft, layer: int) -> None:
+def check_norms(draft: Draft, layer: int) -> None:
     """Raise BadInput where queries or keys are normalised over all heads together."""
     norms = [p for p in draft.kind_of(layer).parts if p.kind == "norm" and {role for role, _ in p.blocks} & _OF_HEADS]
     if wide := [part.suffix for part in norms if part.shape[0] != draft.anatomy.sizes.head_dim]:

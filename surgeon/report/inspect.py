@@ -11,6 +11,7 @@ from rich.text import Text
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.hub import open_headers
+from surgeon.checkpoint.trust import ForeignCode
 from surgeon.common.formatting import at_revision, count, listed, show
 from surgeon.common.promises import promise_of
 from surgeon.common.tables import FittedTable
@@ -73,11 +74,14 @@ def inspect(checkpoint: str | Path, *, revision: str | None = None, trust_remote
     """Show a checkpoint's family and sizes, its surgeries, its new tensors, and any code that it brings.
 
     `checkpoint` is a folder, or `user/name[@revision]` on the Hub, of which headers and small files alone are read.
-    Code that is not surgeon's is named; nothing of it runs without `trust_remote_code`. Raises BadInput for a broken
-    checkpoint.
+    Code that is not surgeon's and that the model needs is named; nothing of it runs without `trust_remote_code`. Raises
+    BadInput for a broken checkpoint.
     """
-    # To open a folder runs nothing of it; to take its layers apart would.
-    opened = open_headers(checkpoint, revision=revision, trust_remote_code=True)
+    try:
+        opened = open_headers(checkpoint, revision=revision, trust_remote_code=trust_remote_code)
+    except ForeignCode:
+        # To open a folder runs nothing of it; to take its layers apart would.
+        opened = open_headers(checkpoint, revision=revision, trust_remote_code=True)
     a_look = opened.code == "foreign" and not trust_remote_code
     manifest = manifest_of(opened) if opened.manifest is not None else None
     anatomy = None

@@ -158,7 +158,8 @@ class Beside:
     def of(cls, blueprint: Blueprint, base: Base, manifest: Manifest) -> Beside:
         """What a plan makes of a base."""
         own = blueprint.native and has_own_code(base.config)
-        carried = {n: digest for n, digest in base.files.items() if is_side_file(n) or (own and n.endswith(".py"))}
+        come = (n for n in base.files if n not in blueprint.files_left)
+        carried = {n: base.files[n] for n in come if is_side_file(n) or (own and n.endswith(".py"))}
         grown = {name: carried.pop(name) for name in manifest.inserted if name in carried}
         return cls(blueprint.code_files, carried, grown)
 
@@ -220,7 +221,13 @@ def digests_beside(out: CheckpointFolder, names: Iterable[str]) -> dict[str, str
     """Digests of those of the files `names` that lie beside the weights. Raises BadInput where one cannot be read."""
     listing = out.source.listing()
     there = [name for name in names if name in listing]
-    return {n: hashlib.sha256(out.source.small(n, max_bytes=MAX_SIDE_FILE_BYTES)).hexdigest() for n in there}
+
+    def content(name: str) -> bytes:
+        if name in out.side_files:
+            return out.read_side_file(name)
+        return out.source.small(name, max_bytes=MAX_SIDE_FILE_BYTES)
+
+    return {name: hashlib.sha256(content(name)).hexdigest() for name in there}
 
 
 def strange_files(manifest: Manifest, out: CheckpointFolder) -> list[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -199,11 +201,11 @@ REFUSED: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         ["b.weight", "F8_E4M3", "quantised base (fp8\\x1b)"],
     ),
     "own code in the config": (
-        lambda f: write_config(f, auto_map={"AutoModel": "modeling_x.X"}),
+        lambda f: write_config(f, model_type="x", auto_map={"AutoModel": "modeling_x.X"}),
         ["auto_map", "--trust-remote-code"],
     ),
     "own code in the folder": (
-        lambda f: (f / "modeling_x.py").write_text(""),
+        lambda f: ((f / "modeling_x.py").write_text(""), write_config(f, model_type="x")),
         ["modeling_x.py", "--trust-remote-code"],
     ),
     "shard a FIFO": (lambda f: replaced(f / FIRST, os.mkfifo), [FIRST, "a FIFO", "regular file"]),
@@ -378,6 +380,10 @@ CARRIED = [
     "additional_chat_templates/tool_use.jinja",
     "preprocessor_config.json",
     "processor_config.json",
+    "video_preprocessor_config.json",
+    "tekken.json",
+    "tokenizer.model.v3",
+    "tokenizer.model.v7m1",
     "LICENSE",
     "LICENSE.md",
     "LICENSE-APACHE.txt",
@@ -397,6 +403,7 @@ LEFT = [
     "other.jinja",
     "config.yaml",
     "x.model\n",
+    "x.model.vbs",
 ]
 
 
@@ -410,6 +417,16 @@ def test_side_files_by_allow_list(tmp_path: Path) -> None:
     assert folder.side_files == tuple(sorted(CARRIED))
     assert set(folder.left_behind) == {*LEFT, "original/", "additional_chat_templates/evil.sh"}
     assert folder.read_side_file("LICENSE") == b"LICENSE"
+
+
+def test_every_file_that_a_tokenizer_of_transformers_is_made_of_is_a_side_file() -> None:
+    """As its sources name them; nothing of them is imported."""
+    spec = importlib.util.find_spec("transformers")
+    assert spec is not None and spec.origin is not None
+    named: set[str] = set()
+    for file in Path(spec.origin).parent.glob("models/*/tokenization*.py"):
+        named.update(re.findall(r'"\w+_file": "([^"]+)"', file.read_text(encoding="utf-8")))
+    assert len(named) > 15 and not [name for name in named if not is_side_file(name)]
 
 
 @pytest.mark.parametrize(

@@ -451,7 +451,7 @@ def test_nobody_answers(hub: Hub, tmp_path: Path) -> None:
         ({FIRST: None}, [FIRST, "missing"]),
         ({INDEX: None}, ["without", INDEX]),
         ({"config.json": None}, ["no config.json"]),
-        ({"modeling_x.py": b""}, ["--trust-remote-code"]),
+        ({"modeling_x.py": b"", "config.json": b'{"model_type": "x"}'}, ["modeling_x.py", "--trust-remote-code"]),
         ({FIRST: b"\xff" * 100}, [FIRST, "at most 100,000,000"]),
         ({FIRST: b"version https://git-lfs.github.com/spec/v1\n"}, [FIRST, "git-lfs"]),
         ({INDEX: json.dumps({"weight_map": {"a": "../x.safetensors"}}).encode()}, ["plain name"]),

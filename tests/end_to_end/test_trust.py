@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 
 import surgeon
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.checkpoint.trust import check_written
+from surgeon.checkpoint.trust import check_written, leads_to_code
 from surgeon.common.library import described
 from surgeon.common.listener import Quiet
 from surgeon.errors import BadInput
-from surgeon.models.load import find_tokenizer, load_model
+from surgeon.models.load import find_processor, find_tokenizer, load_model
 from surgeon.models.view import view_of_model
 from surgeon.runtime.bundle import CODE_FILE
 from tests import tiny
@@ -133,17 +133,41 @@ def own_code(folder: Path) -> None:
     settings(folder, auto_map={"AutoConfig": "modeling_x.C", "AutoModelForCausalLM": "modeling_x.M"})
 
 
+def own_tokenizer(folder: Path, name: str, **mapped: Any) -> None:
+    """A tokenizer whose class is in the folder's code alone."""
+    settings(folder, "tokenizer_config.json", tokenizer_class="XTokenizer")
+    settings(folder, name, auto_map={"AutoTokenizer": ["x.XTokenizer", None], **mapped})
+
+
 KERNEL = "kernels-community/flash-attn"
 ELSEWHERE = "evil/code--modeling_x.Model"
-# What is planted, and a word that the refusal must say.
-CODE: dict[str, tuple[Callable[[Path], object], str]] = {
+Planted = dict[str, tuple[Callable[[Path], object], str]]
+# What is planted, and a word that the refusal must say. A base of a type that transformers has needs none of this code.
+LEFT_OUT: Planted = {
     "generate": (lambda f: script(f, "custom_generate/generate.py"), "custom_generate/generate.py"),
     "a file of code": (lambda f: script(f, "modeling_x.py"), "modeling_x.py"),
     "code deep below": (lambda f: script(f, ".a/b/c/x.py"), "x.py"),
     "a capital suffix": (lambda f: script(f, "X.PY"), "X.PY"),
-    "auto_map": (own_code, "auto_map"),
+    "auto_map": (own_code, "config.json"),
     "auto_map of a tokenizer": (
-        lambda f: settings(f, "tokenizer_config.json", auto_map={"AutoTokenizer": ["x.T", None]}),
+        lambda f: settings(f, "tokenizer_config.json", auto_map={"AutoTokenizer": [ELSEWHERE, None]}),
+        "tokenizer_config.json",
+    ),
+    "auto_map of images": (
+        lambda f: settings(
+            f,
+            "preprocessor_config.json",
+            auto_map={"AutoImageProcessor": ELSEWHERE},
+            image_processor_type="CLIPImageProcessorFast",
+        ),
+        "preprocessor_config.json",
+    ),
+}
+CODE: Planted = {
+    "a tokenizer": (lambda f: own_tokenizer(f, "tokenizer_config.json"), "tokenizer_config.json"),
+    "a tokenizer of the config": (lambda f: own_tokenizer(f, "config.json", AutoConfig="x.C"), "auto_map"),
+    "a tokenizer in a list": (
+        lambda f: settings(f, "tokenizer_config.json", auto_map=["x.T", None], tokenizer_class=None),
         "tokenizer_config.json",
     ),
     "auto_map of a processor": (
@@ -173,7 +197,7 @@ CODE: dict[str, tuple[Callable[[Path], object], str]] = {
     "trust": (lambda f: settings(f, trust_remote_code=True), "trust_remote_code"),
     "kernels": (lambda f: settings(f, use_kernels=True), "use_kernels"),
 }
-OTHER_MODEL: dict[str, tuple[Callable[[Path], object], str]] = {
+OTHER_MODEL: Planted = {
     "quantised": (lambda f: settings(f, quantization_config={"quant_method": "bitsandbytes"}), "quantised"),
     "compressed": (lambda f: settings(f, compression_config={"quant_method": "x"}), "quantised"),
     "other weights": (lambda f: settings(f, transformers_weights="other.safetensors"), "transformers_weights"),
@@ -185,17 +209,19 @@ OTHER_MODEL: dict[str, tuple[Callable[[Path], object], str]] = {
     "fields renamed": (lambda f: settings(f, attribute_map={"hidden_act": "mlp"}), "attribute_map"),
     "fields hidden": (lambda f: settings(f, __dict__={"hidden_size": 8}), "__dict__"),
 }
-REFUSED = CODE | OTHER_MODEL
+REFUSED = LEFT_OUT | CODE | OTHER_MODEL
 
 
 @pytest.mark.parametrize("attack", REFUSED)
 def test_every_command_refuses_it_in_either_folder(attack: str, world: World) -> None:
     plant, word = REFUSED[attack]
     for folder, commands in ((world.base, OF_A_BASE), (world.out, OF_AN_OUTPUT)):
+        if folder == world.base and attack in LEFT_OUT:
+            continue
         kept = shutil.copytree(folder, world.room / "kept")
         plant(folder)
         for name, command in commands.items():
-            if name == "inspect" and attack in CODE:
+            if name == "inspect" and attack not in OTHER_MODEL:
                 # To look is what a maintainer wants, and runs nothing.
                 looked = surgeon.inspect(folder)
                 assert looked.anatomy is None and word in " ".join(looked.to_json()["foreign_code"])
@@ -210,10 +236,54 @@ def test_every_command_refuses_it_in_either_folder(attack: str, world: World) ->
     assert not list(world.room.rglob("RAN"))
 
 
+def test_code_that_transformers_does_not_need_is_left_out_of_a_base(world: World) -> None:
+    """As transformers reads such a folder without trust: no command runs it, and no output has anything of it."""
+    clean = {name: (world.base / name).read_bytes() for name in ("config.json", "tokenizer_config.json")}
+    words = find_tokenizer(world.base)[0]("w1 w2 w3")["input_ids"]
+    for plant, _ in LEFT_OUT.values():
+        plant(world.base)
+    new = world.room / "new"
+    for name, command in OF_A_BASE.items():
+        command(world, world.base)
+        if new.is_dir() and name not in ("apply", "delta --base"):
+            assert (new / "tokenizer_config.json").exists()
+            assert "auto_map" not in (new / "tokenizer_config.json").read_text()
+        if new.is_dir():
+            shutil.rmtree(new)
+    folder = CheckpointFolder.open(world.base)
+    assert (folder.code, folder.classes, folder.own) == ("none", "installed", None)
+    assert folder.config == json.loads(clean["config.json"])
+    note = folder.notes[0]
+    assert note.endswith("are left out: transformers has llama itself") and "tokenizer_config.json's `auto_map`" in note
+    assert find_tokenizer(world.base)[0]("w1 w2 w3")["input_ids"] == words
+    surgeon.apply(world.room / "copy.json", str(world.base), new)
+    assert not [path for path in new.rglob("*") if path.suffix.lower() == ".py"]
+    assert not [path for path in new.glob("*.json") if leads_to_code(json.loads(path.read_text()))]
+    found = surgeon.verify(world.base, new, windows=1, window=16)
+    assert found.holds and found.identical
+    surgeon.revert(new, world.room / "back", base=world.base)
+    for name, content in clean.items():
+        assert json.loads((world.room / "back" / name).read_text()) == json.loads(content)
+    own_tokenizer(world.base, "tokenizer_config.json")
+    with pytest.raises(BadInput, match="an `auto_map` for AutoTokenizer, and transformers has no XTokenizer"):
+        surgeon.preview(world.room / "copy.json", world.base)
+    settings(world.base, model_type="x")
+    for name, command in OF_A_BASE.items():
+        if name != "inspect":
+            with pytest.raises(BadInput, match=r"code of its own \(config.json has an `auto_map`\)"):
+                command(world, world.base)
+    # An output has no code that surgeon does not put there, whatever its type.
+    own_code(new)
+    for command in (OF_AN_OUTPUT["verify"], OF_AN_OUTPUT["evaluate"], OF_AN_OUTPUT["push"]):
+        with pytest.raises(BadInput, match="code of its own"):
+            command(world, new)
+    assert not list(world.room.rglob("RAN"))
+
+
 def test_a_delta_is_judged_like_a_folder(world: World) -> None:
     for attack in ("generate", "a file of code", "auto_map of a tokenizer"):
         delta = shutil.copytree(world.room / "delta", world.room / attack)
-        CODE[attack][0](delta)
+        LEFT_OUT[attack][0](delta)
         with pytest.raises(BadInput, match="code of its own"):
             surgeon.apply_delta(delta, world.base, world.room / "new")
 
@@ -438,6 +508,30 @@ def test_a_tokenizer_reads_no_file_that_its_settings_name(world: World, tmp_path
         found, why_not = find_tokenizer(world.base)
         assert found is not None and found("w1 w2 w3")["input_ids"] == before, (planted, why_not)
         file.write_text(kept)
+
+
+def test_a_processor_loads_no_model_of_sound_from_elsewhere(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import BertConfig
+
+    asked: list[Any] = []
+    monkeypatch.setattr(BertConfig, "from_pretrained", lambda *asked_for, **_: asked.append(asked_for))
+    sound = {"audio_tokenizer_class": "BertConfig", "audio_tokenizer_name_or_path": str(world.out)}
+    part = {"audio_tokenizer": sound}
+    for name, planted in (("audio_tokenizer_config.json", sound), ("processor_config.json", part)):
+        settings(world.base, name, **planted)
+        settings(world.base, "processor_config.json", processor_class="LlavaProcessor")
+        assert find_processor(world.base)[0] is None
+        (world.base / name).unlink()
+    assert not asked
+
+
+def test_settings_that_cannot_be_written_again_are_refused(world: World) -> None:
+    for word in ('"\\ud800"', "[" * 700 + "]" * 700):
+        (world.base / "tokenizer_config.json").write_text(
+            f'{{"auto_map": {{"AutoTokenizer": ["x.T", null]}}, "tokenizer_class": "LlamaTokenizer", "x": {word}}}'
+        )
+        with pytest.raises(BadInput, match=r"tokenizer_config\.json"):
+            CheckpointFolder.open(world.base)
 
 
 def test_what_real_checkpoints_hold_is_no_obstacle(world: World) -> None:

@@ -63,6 +63,7 @@ def test_a_usual_base_with_two_types_of_layers(tmp_path: Path) -> None:
     refused = {trial.op: trial.refusal for trial in found.trials if trial.promise is None}
     assert refused.keys() == {
         *("merge_branches", "fold_adapters", "grow_vocabulary", "upcycle_experts", "widen_attention", "widen_hidden"),
+        "extract_text",
     }
     # One group of heads more would not divide its hidden size; two do.
     assert found.takes("widen_attention")
