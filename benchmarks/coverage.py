@@ -106,7 +106,7 @@ def _outcome(found: Any, base: Path, back: Path, out: Path) -> str:
     if not found.holds or (found.promise == EXACT and not (found.identical or found.tail_alone)):
         return "DIFFERS"
     if found.promise == NO_PROMISE:
-        return "no promise"
+        return NO_PROMISE
     surgeon.revert(out, back)
     return found.promise if _same_bytes(base, back) else "NOT REVERTED"
 

@@ -28,7 +28,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2, "num_hidden_layers": 4, "mamba_chunk_size": 8},
     "nemotron_h": {"chunk_size": 8},
     "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
-    "codegen": {"n_head": 4, "n_embd": 64, "rotary_dim": 8},
+    "codegen": {"n_head": 4, "n_embd": 256, "rotary_dim": 16},
     "helium": {"head_dim": 32},
     "gemma4": {"hidden_size_per_layer_input": 0},
     "gemma4_text": {"hidden_size_per_layer_input": 0},
@@ -37,7 +37,22 @@ CHANGES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 32},
     "hunyuan_v1_moe": {"head_dim": 32},
     "ministral": {"head_dim": 32},
-    "nemotron": {"head_dim": 32},
+    "nemotron": {"head_dim": 32, "num_key_value_heads": 8},
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
+    "dbrx": {
+        "attn_config": {"clip_qkv": 8, "kv_n_heads": 2, "rope_theta": 500000, "model_type": ""},
+        "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2, "model_type": ""},
+    },
+    **dict.fromkeys(("glm4v", "glm46v", "glm4v_moe", "glmga"), {"partial_rotary_factor": 0.5}),
+    # Encoders first, which generate as decoders.
+    **dict.fromkeys(
+        ("bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert"),
+        {"is_decoder": True},
+    ),
+    **dict.fromkeys(
+        ("roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+        {"is_decoder": True},
+    ),
 }
 
 
