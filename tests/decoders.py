@@ -43,16 +43,25 @@ CHANGES: dict[str, dict[str, Any]] = {
         "attn_config": {"clip_qkv": 8, "kv_n_heads": 2, "rope_theta": 500000, "model_type": ""},
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2, "model_type": ""},
     },
-    **dict.fromkeys(("glm4v", "glm46v", "glm4v_moe", "glmga"), {"partial_rotary_factor": 0.5}),
+    **{key: {"partial_rotary_factor": 0.5} for key in ("glm4v", "glm46v", "glm4v_moe", "glmga")},
     # Encoders first, which generate as decoders.
-    **dict.fromkeys(
-        ("bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert"),
-        {"is_decoder": True},
-    ),
-    **dict.fromkeys(
-        ("roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"),
-        {"is_decoder": True},
-    ),
+    **{
+        key: {"is_decoder": True}
+        for key in (
+            "bert",
+            "bert-generation",
+            "camembert",
+            "data2vec-text",
+            "electra",
+            "ernie",
+            "megatron-bert",
+            "rembert",
+        )
+    },
+    **{
+        key: {"is_decoder": True}
+        for key in ("roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod")
+    },
 }
 
 
