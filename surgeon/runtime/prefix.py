@@ -60,11 +60,12 @@ def keep(cache: Any, owner: str, found: Mapping[Any, Tensor]) -> None:
 
 def _with_kept(entry: Any, name: str, *given: Any) -> Any:
     """Do to an entry's keys and values, and to what is kept beside them, what is done to the cache."""
+    made = getattr(type(entry), name)(entry, *given)
     if name == "reset":
         entry.kept = {}
     for owner, kept in entry.kept.items():
         entry.kept[owner] = {key: _CHANGES[name](value, *given) for key, value in kept.items()}
-    return getattr(type(entry), name)(entry, *given)
+    return made
 
 
 _CHANGES: dict[str, Callable[..., Tensor]] = {
