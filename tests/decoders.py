@@ -28,7 +28,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2, "num_hidden_layers": 4, "mamba_chunk_size": 8},
     "nemotron_h": {"chunk_size": 8},
     "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
-    "codegen": {"n_head": 4, "n_embd": 256, "rotary_dim": 16},
+    "codegen": {"n_head": 4, "n_embd": 64, "rotary_dim": 8},
     "helium": {"head_dim": 32},
     "gemma4": {"hidden_size_per_layer_input": 0},
     "gemma4_text": {"hidden_size_per_layer_input": 0},
