@@ -4,7 +4,7 @@
 published_configs.py (bfloat16, every parameter and every stored buffer random, saved by transformers, config.json as
 published), carries one plan for each operation out on it, verifies every output (every byte; where the promise is exact
 or to rounding, logits of prefill and cached generation in bfloat16 and float32), and reverts it (every byte).
-A result is `exact`, `rounding`, `no promise` (the operation makes none), or the first line of the reason. The rows are
+A result is `exact`, `rounding`, `none` (the operation promises nothing), or the first line of the reason. The rows are
 in results/published.jsonl, so that a run goes on where it was cut off; results/published.md is written from them.
 """
 
@@ -15,17 +15,18 @@ import json
 import sys
 from pathlib import Path
 
-from benchmarks.coverage import RESULTS, in_a_process, keep, read_rows
+from benchmarks.coverage import RESULTS, Row, in_a_process, keep, read_rows
 from benchmarks.published_configs import PUBLISHED
 
-ROWS, PAGE = RESULTS / "published.jsonl", RESULTS / "published.md"
+ROWS = RESULTS / "published.jsonl"
 LIMIT = 600
-EXACT, ROUNDING, NONE = "exact", "rounding", "no promise"
+# What is no refusal.
+HELD = ("exact", "rounding", "none")
 
 PLANS = {
     "insert": "{op: insert_layers, where: {every: 1}, init: {kind: copy}}",
     "fused": "{op: insert_layers, where: {after: [0, 1]}, init: {kind: ot_fusion}}",
-    "stack": "{op: stack_layers, bottom: 3, top: 3}",
+    "stack": "{op: stack_layers, bottom: 0.75, top: 0.75}",
     "drop": "{op: drop_layers, layers: [1]}",
     "branch": "{op: control_llm, layers: all}",
     "adapters": "{op: gated_adapters, size: 8}",
@@ -36,7 +37,7 @@ PLANS = {
     "experts": "{op: upcycle_experts, form: shared, experts: 4}",
     "copies": "{op: upcycle_experts, form: copies, experts: 4}",
     "ffn": "{op: widen_ffn, by: 32}",
-    "heads": "{op: widen_attention, groups: 1}",
+    "heads": "{op: widen_attention, groups: 2}",
     "stream": "{op: widen_hidden, times: 2}",
 }
 
@@ -46,6 +47,55 @@ def published(folder: Path, model_type: str, _: str = "", *, dtype: str = "bfloa
     from tests.decoders import checkpoint_of
 
     return checkpoint_of(PUBLISHED[model_type], folder, dtype=dtype)
+
+
+_ABOUT = """# Which operations published checkpoints take
+
+`python -m benchmarks.published`, {versions}, on {days}. A tiny checkpoint for each config of
+benchmarks/published_configs.py, which is written as its maker published it (sizes smaller; bfloat16; every parameter
+and every stored buffer random), and a plan for each operation. Every output is verified (every byte; logits of prefill
+and cached generation in bfloat16 and float32) and, where it promises to be the base, reverted to every byte of it.
+`exact` and `rounding` are promises that held, `none` is an operation that promises nothing; numbers are reasons below.
+`published.jsonl` has each row's day, versions and seconds.
+"""
+
+
+def page(rows: list[Row]) -> str:
+    """The whole page: counts, the table, and the reasons of what is refused."""
+    versions = sorted({", ".join(f"{name} {said}" for name, said in row.versions.items()) for row in rows})
+    days = " to ".join(dict.fromkeys((min(row.day for row in rows), max(row.day for row in rows))))
+    told = [row.told[name] for row in rows for name in PLANS]
+    counts = {word: told.count(word) for word in HELD}
+    reasons: dict[str, int] = {}
+    lines = [f"| model type | {' | '.join(PLANS)} |", "|---" * (len(PLANS) + 1) + "|"]
+    for row in rows:
+        cells = [
+            row.told[name]
+            if row.told[name] in HELD
+            else f"[{reasons.setdefault(_reason(row.told[name]), len(reasons) + 1)}]"
+            for name in PLANS
+        ]
+        lines.append(f"| {row.model_type} | {' | '.join(cells)} |")
+    summary = ", ".join(f"{word} {count}" for word, count in counts.items())
+    summary += f", refused {len(told) - sum(counts.values())}"
+    return "\n".join(
+        [
+            _ABOUT.format(versions="; ".join(versions), days=days),
+            f"Of {len(rows)} configs and {len(PLANS)} plans, {len(told)} pairs: {summary}.",
+            "",
+            *lines,
+            "",
+            "| reason | words |",
+            "|---|---|",
+            *(f"| {number} | {words} |" for words, number in reasons.items()),
+            "",
+        ]
+    )
+
+
+def _reason(words: str) -> str:
+    """The line of a refusal without its place in the plan."""
+    return words.partition("): ")[2] if "operations[" in words else words
 
 
 def main() -> None:
@@ -73,6 +123,7 @@ def main() -> None:
             file=sys.stderr,
             flush=True,
         )
+    asked.rows.with_suffix(".md").write_text(page([*rows.values()]))
 
 
 if __name__ == "__main__":

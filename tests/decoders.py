@@ -37,7 +37,31 @@ CHANGES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 32},
     "hunyuan_v1_moe": {"head_dim": 32},
     "ministral": {"head_dim": 32},
-    "nemotron": {"head_dim": 32},
+    "nemotron": {"head_dim": 32, "num_key_value_heads": 8},
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
+    "dbrx": {
+        "attn_config": {"clip_qkv": 8, "kv_n_heads": 2, "rope_theta": 500000, "model_type": ""},
+        "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2, "model_type": ""},
+    },
+    **{key: {"partial_rotary_factor": 0.5} for key in ("glm4v", "glm46v", "glm4v_moe", "glmga")},
+    # Encoders first, which generate as decoders.
+    **{
+        key: {"is_decoder": True}
+        for key in (
+            "bert",
+            "bert-generation",
+            "camembert",
+            "data2vec-text",
+            "electra",
+            "ernie",
+            "megatron-bert",
+            "rembert",
+        )
+    },
+    **{
+        key: {"is_decoder": True}
+        for key in ("roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod")
+    },
 }
 
 

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -15,11 +15,10 @@ from pydantic import Field, model_validator
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Constant, Copy, Random, Recipe, sliced
-from surgeon.common.formatting import show_layers
 from surgeon.errors import BadInput
 from surgeon.families.family import LARGEST_SIZE, Part, Role
 from surgeon.operations.operation import OneOf, Operation, Paper, TrainingDefaults
-from surgeon.operations.widths import ROUNDING, check_alone, check_free, ffn_roles, parts_with, widen
+from surgeon.operations.widths import ROUNDING, check_alone, check_free, ffn_roles, parts_with, which_layers, widen
 from surgeon.runtime.adapters_rules import VARIANCES
 
 NET2NET = Paper(
@@ -89,7 +88,7 @@ class WidenFFN(Operation):
         draft.sizes["intermediate_size"] = after
         return OperationRecord(
             op=self.op,
-            matched=f"FFNs of {before} become {after} in {_which(wider, draft)}, {self.init}",
+            matched=f"FFNs of {before} become {after} in {which_layers(wider, draft)}, {self.init}",
             claim=Claim("rounding", f"new columns of the down projections are zero; {ROUNDING}"),
             trains="new",
         )
@@ -107,11 +106,6 @@ class WidenFFN(Operation):
         source = draft.layers[layer].tensors[suffix]
         assert isinstance(source, Copy), suffix
         return repeated(source, begin, draft.anatomy.sizes.intermediate, count)
-
-
-def _which(wider: Collection[int], draft: Draft) -> str:
-    every = len(wider) == len(draft.layers)
-    return f"all {len(wider)} layers" if every else f"{show_layers(sorted(wider))}, which have one"
 
 
 def place_of(parts: Mapping[str, Part], role: Role) -> tuple[str, int]:

@@ -8,11 +8,12 @@ bfloat16 in some.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Constant, Copy, Joined, Random, Recipe, side_by_side, sliced
+from surgeon.common.formatting import show_layers
 from surgeon.errors import BadInput, printable
 from surgeon.families.family import Part, Role
 from surgeon.runtime.composition import FFN
@@ -83,6 +84,13 @@ def ffn_roles(draft: Draft, layer: int) -> tuple[Role, ...]:
     if not known & {"up", "down"} and FFN not in draft.blocks(layer):
         return ()
     return ("gate", "up", "down") if "gate" in known else ("up", "down")
+
+
+def which_layers(wider: Collection[int], draft: Draft) -> str:
+    """Which layers become wider: all, or those that have what becomes wider."""
+    if len(wider) == len(draft.layers):
+        return f"all {len(wider)} layers"
+    return f"{show_layers(sorted(wider))}, which have them"
 
 
 def check_free(draft: Draft, *, beside: Sequence[str] = ()) -> None:

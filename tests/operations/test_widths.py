@@ -254,7 +254,7 @@ def test_norms_over_all_heads_and_mixtures_are_refused(tmp_path: Path) -> None:
         surgeon.preview(plan_of(tmp_path, FFN), experts)
 
 
-@pytest.mark.parametrize(("kind", "operation"), [("qwen3_moe", ATTENTION), ("smollm3", ATTENTION), ("smollm3", FFN)])
+@pytest.mark.parametrize(("kind", "operation"), [("qwen3_moe", ATTENTION), ("smollm3", FFN), ("lfm2", ATTENTION)])
 def test_a_derived_type_becomes_wider_once_a_twin_did(kind: str, operation: dict[str, Any], tmp_path: Path) -> None:
     base = tiny_decoder(tmp_path / "base", kind, CAUSAL, dtype="bfloat16")
     out = apply(tmp_path, base, "out", operation)
