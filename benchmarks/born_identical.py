@@ -111,6 +111,11 @@ def plain(family: str, folder: Path) -> None:
     tiny.checkpoint(folder / "base", family)
 
 
+def tied(family: str, folder: Path) -> None:
+    """A checkpoint with tied embeddings."""
+    tiny.checkpoint(folder / "base", family, tie_word_embeddings=True)
+
+
 def grown_by(*operations: dict[str, Any], trained: bool = False) -> Callable[[str, Path], None]:
     """The output of a plan as the base; `trained`: its new tensors have other values."""
 
@@ -147,6 +152,7 @@ def natives() -> dict[str, Row]:
         "FFN widened": row_of([{"op": "widen_ffn", "to": 64}]),
         "attention widened": row_of([{"op": "widen_attention", "groups": 2}]),
         "stream widened, twice": row_of([{"op": "widen_hidden", "times": 2}]),
+        "embeddings untied": row_of([{"op": "untie_embeddings"}], tied),
         "new tokens": row_of([{"op": "grow_vocabulary", "tokens": tokens}], with_tokenizer),
         "experts beside a shared one": row_of([{"op": "upcycle_experts", "experts": 4}]),
         "copies as experts": row_of([{"op": "upcycle_experts", "form": "copies", "experts": 4}]),

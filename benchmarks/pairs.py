@@ -53,6 +53,8 @@ ENTRIES: Mapping[str, Entry] = {
     "domain_gate": {},
     "merge_branches": {},
     "grow_vocabulary": {"tokens": [" été", "lumière"]},
+    "untie_embeddings": {},
+    "extract_text": {},
     "upcycle_experts": {"experts": 4},
     "drop_layers": {"layers": [3]},
     "fold_adapters": {},
@@ -60,6 +62,7 @@ ENTRIES: Mapping[str, Entry] = {
     "widen_attention": {"groups": 2},
     "widen_hidden": {"times": 2},
     "merge_adapter": {"from": "adapter"},
+    "pad_to": {"multiple_of": 32},
 }
 # What the second of two equal operations has otherwise: other layers, or other words.
 AGAIN: Mapping[str, Entry] = {
@@ -67,6 +70,7 @@ AGAIN: Mapping[str, Entry] = {
     "drop_layers": {"layers": [1]},
     "gated_adapters": {"layers": [1]},
     "widen_attention": {"groups": 4},
+    "pad_to": {"multiple_of": 96},
     "grow_vocabulary": {"tokens": [" déjà"]},
     "merge_adapter": {"from": {"adapter": "adapter", "weight": 0.5}},
 }

@@ -322,27 +322,28 @@ def tables(found: dict[str, list[dict[str, Any]]]) -> list[str]:
     return lines
 
 
-def plot(found: dict[str, list[dict[str, Any]]], file: Path) -> None:
-    """Seconds above, memory below, a column for each series."""
-    import matplotlib
+def picture(found: dict[str, list[dict[str, Any]]]) -> str:
+    """A row for each series: seconds left, memory right."""
+    from surgeon.common.page.picture import placed, standalone
+    from surgeon.common.page.plots import Axis, Series, drawn_lines
 
-    matplotlib.use("svg")
-    matplotlib.rcParams |= {"svg.hashsalt": "scale", "svg.fonttype": "none"}
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(2, len(found), figsize=(3.6 * len(found), 5.4), squeeze=False, layout="constrained")
-    for column, (series, points) in enumerate(found.items()):
-        for row, label in enumerate(("processor s", "memory added, MB")):
-            axis = axes[row][column]
-            for name in points[0]["spent"]:
-                values = [point["spent"][name][row] for point in points]
-                axis.plot([point["amount"] for point in points], values, marker="o", markersize=3, label=name)
-            axis.set_ylim(bottom=0)
-            axis.set_xlim(left=0)
-            axis.set_ylabel(label if column == 0 else "")
-            axis.set_xlabel("tensors" if series == "experts" else series)
-        axes[0][column].legend(fontsize=7)
-    figure.savefig(file, metadata={"Date": None})
+    width, height, gap = 360.0, 190.0, 24.0
+    parts = []
+    for row, (series, points) in enumerate(found.items()):
+        amounts = [float(point["amount"]) for point in points]
+        across = Axis.over("tensors" if series == "experts" else series, amounts, low=0.0)
+        for column, label in enumerate(("processor s", "memory added, MB")):
+            spent = {name: [point["spent"][name][column] for point in points] for name in points[0]["spent"]}
+            lines = [
+                Series(name, list(zip(amounts, values, strict=True)), style)
+                for style, (name, values) in enumerate(spent.items())
+            ]
+            up = Axis.over(label, (value for values in spent.values() for value in values), low=0.0)
+            drawn = drawn_lines(lines, across, up, size=(width, height))
+            parts.append(placed(column * (width + gap), row * (height + gap), drawn))
+    size = (2 * width + gap, len(found) * (height + gap) - gap)
+    summary = "; ".join(found) + ": processor seconds and memory added, a line for each command; numbers in scale.md"
+    return standalone("Cost as work grows", summary, size, *parts, scale=1.3)
 
 
 def main() -> None:
@@ -382,7 +383,7 @@ def main() -> None:
     before = json.loads(kept.read_text()) if kept.exists() else {}
     found = before | {series: least(turns) for series, turns in rounds.items()}
     kept.write_text(json.dumps(found, indent=1) + "\n")
-    plot(found, arguments.results / "scale.svg")
+    (arguments.results / "scale.svg").write_text(picture(found), encoding="utf-8")
     about = (
         f"`python benchmarks/scale.py --rounds {arguments.rounds}`: {machine()}; Python {platform.python_version()};"
         f" load at the end {os.getloadavg()[0]:.1f}. Imports are in no figure. Every file of what was hard-linked and"

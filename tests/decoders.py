@@ -18,8 +18,9 @@ from surgeon.errors import BadInput
 from surgeon.families.growth import grown
 from surgeon.families.kinds import described_kinds, numbered
 from surgeon.families.skeleton import CAUSAL, IMAGE_TEXT, build
-from surgeon.families.twin import shrunk, twin_of
+from surgeon.families.twin import _fill, fill_buffers, shrunk, twin_of
 from tests.pictures import seeing
+from tests.vocabularies import byte_level
 
 # What some default configs lack, or have too large: then no model can be built of them, or run.
 CHANGES: dict[str, dict[str, Any]] = {
@@ -36,7 +37,31 @@ CHANGES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 32},
     "hunyuan_v1_moe": {"head_dim": 32},
     "ministral": {"head_dim": 32},
-    "nemotron": {"head_dim": 32},
+    "nemotron": {"head_dim": 32, "num_key_value_heads": 8},
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
+    "dbrx": {
+        "attn_config": {"clip_qkv": 8, "kv_n_heads": 2, "rope_theta": 500000, "model_type": ""},
+        "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2, "model_type": ""},
+    },
+    **{key: {"partial_rotary_factor": 0.5} for key in ("glm4v", "glm46v", "glm4v_moe", "glmga")},
+    # Encoders first, which generate as decoders.
+    **{
+        key: {"is_decoder": True}
+        for key in (
+            "bert",
+            "bert-generation",
+            "camembert",
+            "data2vec-text",
+            "electra",
+            "ernie",
+            "megatron-bert",
+            "rembert",
+        )
+    },
+    **{
+        key: {"is_decoder": True}
+        for key in ("roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod")
+    },
 }
 
 
@@ -134,4 +159,27 @@ def _made(model_type: str, auto: str, seed: int, dtype: str, changes: str) -> Pa
     model.config.architectures = config["architectures"]
     size = sum(value.nbytes for value in model.state_dict().values())
     model.save_pretrained(folder, max_shard_size=max(size // 3, 1))
+    return folder
+
+
+def checkpoint_of(config: dict[str, Any], folder: Path, *, seed: int = 3, dtype: str = "bfloat16") -> Path:
+    """Save a checkpoint of a small config.json as it stands, in several shards, with a tokenizer.
+
+    Every parameter and every stored buffer is random; what builds and saves the model is transformers alone.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    text = json.dumps(config, indent=2)
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(text)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).float()
+    _fill(model, seed)
+    fill_buffers(model, seed)
+    model.tie_weights()
+    model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size="150KB")
+    byte_level(folder)
+    (folder / "config.json").write_text(text)
     return folder

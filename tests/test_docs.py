@@ -30,9 +30,11 @@ from surgeon.cli import app
 from surgeon.cli.entries import ENTRIES
 from surgeon.common.yaml import parse_yaml
 from surgeon.compare.config.loading import load_study
+from surgeon.families.skeleton import IMAGE_TEXT
 from surgeon.operations import OPERATIONS
 from surgeon.plan.shipped import find_sweep, swept
 from tests import quoted, reference_pages, tiny
+from tests.decoders import tiny_decoder
 from tests.house import PACKAGE
 from tests.models.test_tokens import byte_tokenizer
 
@@ -86,6 +88,10 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny.checkpoint(folder / "base-model", "llama", num_hidden_layers=8, vocab_size=300)
     byte_tokenizer(folder / "base-model", eos=True)
     (folder / "base-model" / "README.md").write_text("---\nlicense: apache-2.0\n---\n\n# A tiny Llama\n")
+    tiny.checkpoint(folder / "tied-model", "qwen3", num_hidden_layers=2, vocab_size=300)
+    byte_tokenizer(folder / "tied-model", eos=True)
+    tiny_decoder(folder / "image-text-model", "llava", IMAGE_TEXT, vocab_size=300)
+    byte_tokenizer(folder / "image-text-model", eos=True)
     tiny.checkpoint(folder / "base-encoder", "roberta", vocab_size=300)
     byte_tokenizer(folder / "base-encoder", eos=True)
     for number, name in enumerate(("french", "german")):

@@ -144,6 +144,15 @@ def base_for(plan: str, folder: Path) -> Path:
         return folder / "base"
     if plan == "upcycle-experts/beside":
         return checkpoint(folder / "base", "gemma2")
+    if plan == "pad-to":
+        heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 96}
+        return checkpoint(folder / "base", "llama", vocab_size=120, **heads)
+    if plan == "extract-text":
+        from tests.decoders import tiny_decoder
+
+        return tiny_decoder(folder / "base", "llava", "AutoModelForImageTextToText", dtype="bfloat16")
+    if plan == "untie-embeddings":
+        return checkpoint(folder / "base", "qwen3")
     if plan.startswith("mixture-of-control/glue"):
         return checkpoint(folder / "base", "roberta")
     if plan.startswith(("grow-vocabulary", "recipes/language")):

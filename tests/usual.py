@@ -331,6 +331,9 @@ def _questions(anatomy: Anatomy) -> dict[str, Any]:
     }
     if not anatomy.family.encoder:
         asked["vocabulary"] = lambda own: own.vocabulary_tensors(anatomy.sizes.vocabulary)
+        if anatomy.tied:
+            asked["head"] = lambda own: own.head_tensors()
+            asked["untied"] = lambda own: own.untied({})
     for layer in {anatomy.kind_of.index(kind) for kind in set(anatomy.kind_of)}:
         asked[f"blocks of {layer}"] = lambda own, layer=layer: dict(own.blocks(layer))
         asked[f"linear of {layer}"] = lambda own, layer=layer: dict(own.linear(layer))

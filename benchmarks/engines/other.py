@@ -200,16 +200,6 @@ def quanto_int8(tried: Tried) -> str:
     return difference(tried.load(quantization_config=QuantoConfig(weights="int8")), tried.load(), tried)
 
 
-def quanto_but_slots(tried: Tried) -> str:
-    """The same with modules that hold PMoE's slots left as they are."""
-    from transformers import QuantoConfig
-
-    plain = tried.load()
-    held = {name.partition(".slots.")[0].rpartition(".")[2] for name, _ in plain.named_modules() if ".slots." in name}
-    settings = QuantoConfig(weights="int8", modules_to_not_convert=sorted(held) or None)
-    return difference(tried.load(quantization_config=settings), plain, tried)
-
-
 def bitsandbytes_8(tried: Tried) -> str:
     """LLM.int8 by bitsandbytes, at loading."""
     from transformers import BitsAndBytesConfig
@@ -464,7 +454,6 @@ WAYS: dict[str, tuple[Callable[[Tried], str], str]] = {
     "pipeline": (pipeline, "transformers"),
     "torchao int8": (torchao_int8, "torchao"),
     "quanto int8": (quanto_int8, "optimum-quanto"),
-    "quanto int8, but modules with slots": (quanto_but_slots, "optimum-quanto"),
     "bitsandbytes 8 bits": (bitsandbytes_8, "bitsandbytes"),
     "bitsandbytes 4 bits": (bitsandbytes_4, "bitsandbytes"),
     "torch.export": (torch_export, "torch"),
@@ -481,12 +470,12 @@ WAYS: dict[str, tuple[Callable[[Tried], str], str]] = {
 }
 
 
-def outcome(way: str, tried: Tried) -> str:
+def outcome(way: Callable[[Tried], str], tried: Tried) -> str:
     """What a way gives, or the line by which it does not."""
     signal.signal(signal.SIGALRM, _late)
     signal.alarm(PATIENCE)
     try:
-        return WAYS[way][0](tried)
+        return way(tried)
     except ImportError as error:
         return f"not here: `{first_line(error)}`"
     except Exception as error:  # whatever it is, it is the row
@@ -507,7 +496,7 @@ def first_line(error: BaseException) -> str:
     return text.replace("|", "\\|")[:240]
 
 
-def _version(package: str) -> str:
+def installed(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
@@ -529,7 +518,7 @@ def table(rows: dict[str, dict[str, str]]) -> str:
     ]
     for way, found in rows.items():
         cells = " | ".join(found[kind] for kind in OUTPUTS)
-        lines.append(f"| {way} | {WAYS[way][1]} {_version(WAYS[way][1])} | {cells} |")
+        lines.append(f"| {way} | {WAYS[way][1]} {installed(WAYS[way][1])} | {cells} |")
     return "\n".join(lines) + "\n"
 
 
@@ -545,7 +534,7 @@ def main(arguments: list[str]) -> None:
     kept = chosen.work / "other.json"
     rows: dict[str, dict[str, str]] = json.loads(kept.read_text()) if kept.exists() else {}
     for way in chosen.only:
-        rows[way] = {kind: outcome(way, Tried(chosen.work, title)) for kind, title in OUTPUTS.items()}
+        rows[way] = {kind: outcome(WAYS[way][0], Tried(chosen.work, title)) for kind, title in OUTPUTS.items()}
         print(way, rows[way], flush=True)
         kept.write_text(json.dumps(rows, indent=1))
     RESULT.write_text(table({way: rows[way] for way in WAYS if way in rows}))

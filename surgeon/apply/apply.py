@@ -138,7 +138,8 @@ def apply(
             moved = execute(job, target, listener, stopwatch, ranks)
     else:
         assist(job, listener, stopwatch, ranks)
-    left_behind = tuple(name for name in folder.left_behind if name != CARD_FILE)
+    left_behind = (*folder.left_behind, *(n for n in folder.side_files if n in shown.blueprint.files_left))
+    left_behind = tuple(name for name in left_behind if name != CARD_FILE)
     return Applied(target, written_manifest(target), shown, left_behind, stopwatch.seconds, read_back, moved)
 
 
@@ -164,7 +165,7 @@ def surgery_job(
         twins=twins_in(base, shards),
         files={**model_files(blueprint.config, shards, code), **grown},
         carried=base,
-        carried_names=tuple(name for name in base.side_files if name not in grown),
+        carried_names=tuple(name for name in base.side_files if name not in (*grown, *blueprint.files_left)),
         finish=finish,
         identity={
             "plan": shown.plan.data(),
@@ -199,8 +200,9 @@ class _Finish:
         """Raise BadInput where something that was read is not what it was; else return the last files."""
         shown, base = self.shown, self.opened.folder
         blueprint = shown.blueprint
-        # Files that grew were the base's before.
-        files = {**proof.files, **{n: _digest_of(base.read_side_file(n)) for n in self.opened.side_files}}
+        # Files that grew were the base's before; others do not come along.
+        others = [n for n in base.side_files if n in self.opened.side_files or n in blueprint.files_left]
+        files = {**proof.files, **{n: _digest_of(base.read_side_file(n)) for n in others}}
         digests = proof.digests_of(base)
         found = base_entry(base, self.base_id, layers=len(blueprint.layer_of_base), digests=digests, files=files)
         for adapter in self.opened.adapters.values():

@@ -63,7 +63,7 @@ class Evaluator:
         self._ahead = ReadAhead(base)
         self._fits: dict[str, dict[str, Any]] = {}
         self._changes: dict[str, dict[str, Any]] = {}
-        self._prompted: dict[tuple[_Prompts, _Prompts], list[Tensor]] = {}
+        self._prompted: dict[tuple[_Prompts, _Prompts], dict[int, Tensor]] = {}
         # What several parts of the output under way are taken from, one after the other.
         self._kept: dict[Recipe, Tensor] = {}
         # Of matrices that a network predicts: the networks, and how many outputs still need each.
@@ -209,12 +209,13 @@ class Evaluator:
         """Free maps that nothing needs soon; one that is needed again is solved again."""
         self.maps.forget(couplings)
 
-    def prompted(self, prompts: _Prompts, against: _Prompts) -> list[Tensor]:
-        """Of every layer the rows of a router by prompts, of length 1; the base is run once for all of them."""
+    def prompted(self, prompts: _Prompts, against: _Prompts) -> Mapping[int, Tensor]:
+        """Of every layer with an MLP the rows of a router by prompts, of length 1; the base is run once."""
         if (prompts, against) not in self._prompted:
             with self.stopwatch.stage("run the base"):
                 found = read_by_mlps(self.base, prompts, against, device=self.device)
-            self._prompted[prompts, against] = [rows / rows.norm(dim=-1, keepdim=True) for rows in found]
+            scaled = {layer: rows / rows.norm(dim=-1, keepdim=True) for layer, rows in found.items()}
+            self._prompted[prompts, against] = scaled
         return self._prompted[prompts, against]
 
     def predictor(

@@ -11,7 +11,7 @@ from typing import Any
 from surgeon.apply.job import places_in, twins_in, unchanged_among
 from surgeon.apply.memory import peak_memory
 from surgeon.apply.proofs import NOTHING_TO_PROVE, Proof, known_proof, prove
-from surgeon.apply.shapes import check_shapes, check_taken
+from surgeon.apply.shapes import check_shapes, check_taken, lost_divisors
 from surgeon.blueprint.blueprint import Blueprint, Output
 from surgeon.blueprint.shards import MAX_NEW_SHARD_BYTES, Shard, lay_out
 from surgeon.checkpoint.card_metadata import metadata_of
@@ -307,6 +307,7 @@ def _notes(blueprint: Blueprint, base: OpenedBase, texts: Mapping[str, Path]) ->
             yield f"{broken}; {mend}"
         if (scaled := other_scale(blueprint.config)) is not None:
             yield scaled
+    yield from lost_divisors(blueprint, anatomy, folder.config)
     for path in texts.values():
         yield f"the base is run on {printable(str(path))}"
     yield from dict.fromkeys(base.notes)

@@ -19,9 +19,7 @@ from surgeon.models.load import running
 from surgeon.models.stream import StreamedModel
 from surgeon.models.tokenizer import open_tokenizer
 from surgeon.models.tokens import check_ids
-
-_MLP = "mlp"
-
+from surgeon.runtime.composition import FFN
 
 # Of the longer of two means, what a difference of them is at least, else it is no direction.
 _LEAST = 1e-4
@@ -33,8 +31,8 @@ def read_by_mlps(
     against: Sequence[Sequence[str]] = (),
     *,
     device: torch.device,
-) -> list[Tensor]:
-    """For every layer a row for each list of prompts: the mean input of its MLP over their tokens, float32.
+) -> dict[int, Tensor]:
+    """For every layer with an MLP a row for each list of prompts: its mean input over their tokens, float32.
 
     Less the mean over the tokens of the list in `against` of the same number, where that has any. A token counts once,
     so longer prompts count more. Raises BadInput for a base without tokenizer, prompts without a token, and lists that
@@ -42,8 +40,9 @@ def read_by_mlps(
     """
     negative = [number for number, listed in enumerate(against) if listed]
     means = _means(base, [*prompts, *(against[number] for number in negative)], len(prompts), device=device)
-    found = [rows[: len(prompts)].clone() for rows in means]
-    for layer, (rows, whole) in enumerate(zip(found, means, strict=True)):
+    found = {layer: rows[: len(prompts)].clone() for layer, rows in means.items()}
+    for layer, rows in found.items():
+        whole = means[layer]
         for nth, number in enumerate(negative, len(prompts)):
             rows[number] -= whole[nth]
             if float(rows[number].norm()) <= _LEAST * float(torch.maximum(whole[number].norm(), whole[nth].norm())):
@@ -56,8 +55,8 @@ def read_by_mlps(
 
 def _means(
     base: CheckpointFolder, prompts: Sequence[Sequence[str]], experts: int, *, device: torch.device
-) -> list[Tensor]:
-    """For every layer the mean input of its MLP for each list; those from number `experts` on are negative ones."""
+) -> dict[int, Tensor]:
+    """For every layer with an MLP its mean input for each list; those from number `experts` on are negative ones."""
     tokenizer, why_not = open_tokenizer(base.path)
     if tokenizer is None:
         raise BadInput(f"{printable(str(base.path))}: {why_not}, and routers are made of prompts; add its files")
@@ -66,8 +65,8 @@ def _means(
     if empty is not None:
         whose = f"the prompts of expert {empty}" if empty < experts else "the negative prompts"
         raise BadInput(f"`router`: {whose} have one without a token; write at least a word")
-    rows = dissect(base.config, base.tensors).sizes.vocabulary
-    check_ids([token for _, ids in texts for token in ids], tokenizer, rows=rows)
+    anatomy = dissect(base.config, base.tensors)
+    check_ids([token for _, ids in texts for token in ids], tokenizer, rows=anatomy.sizes.vocabulary)
     length = max(len(ids) for _, ids in texts)
     # Padding stands on the right, where causal attention does not look back from.
     padded = torch.zeros(len(texts), length, dtype=torch.long)
@@ -78,10 +77,11 @@ def _means(
     streamed = StreamedModel(base, dtype="float32", device=str(device))
     found: dict[int, Tensor] = {}
     for index, layer in enumerate(streamed.layers):
-        layer.get_submodule(_MLP).register_forward_pre_hook(_keeping(found, index, owner, len(prompts)))
+        if (block := anatomy.blocks(index).get(FFN)) is not None:
+            layer.get_submodule(block).register_forward_pre_hook(_keeping(found, index, owner, len(prompts)))
     with torch.inference_mode(), running(streamed.module):
         streamed.module(padded.to(device), use_cache=False, logits_to_keep=1)
-    return [found[index] for index in range(len(streamed.layers))]
+    return found
 
 
 def _keeping(found: dict[int, Tensor], index: int, owner: Tensor, count: int) -> Callable[[Any, tuple[Any, ...]], None]:

@@ -22,7 +22,7 @@ from surgeon.checkpoint.own_code import OwnCode
 from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.common.cache import MAX_ENTRY_BYTES, cache_folder, read_entry, write_entry
 from surgeon.common.formatting import show_layers
-from surgeon.errors import BadInput
+from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy, with_vocabulary
 from surgeon.families.anatomy_cache import digest_of, found_with, versions
 from surgeon.families.grafted_config import is_grafted, native_config
@@ -122,6 +122,9 @@ def _prove(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any], ow
 
             prove_widths(blueprint, anatomy, config)
         return
+    if blueprint.left_behind:
+        _check_text(blueprint, anatomy)
+        return
     from surgeon.apply.twin_proof import prove_blueprint, prove_rows
 
     if own is None and anatomy.derivation.same_names:
@@ -146,7 +149,7 @@ def _check_runs(blueprint: Blueprint, anatomy: Anatomy) -> None:
 
 
 def _prove_moves(blueprint: Blueprint, anatomy: Anatomy) -> None:
-    """Have a twin grow and get grafts as the blueprint says, though its tensors have other names in memory.
+    """Have a twin grow, get grafts and be untied as the blueprint says, though its tensors have other names in memory.
 
     Raises BadInput where its logits differ.
     """
@@ -159,8 +162,10 @@ def _prove_moves(blueprint: Blueprint, anatomy: Anatomy) -> None:
     trunk = native_config(config)
     if not blueprint.native:
         anatomy.derivation.prove_grafts(trunk, config)
-    if len(layers) == anatomy.sizes.layers and not gone:
+    if len(layers) == anatomy.sizes.layers and not gone and not blueprint.untied:
         return
+    if blueprint.untied:
+        _check_head(blueprint, anatomy)
     constants = {
         o.name: o.recipe.value
         for o in blueprint.outputs
@@ -180,6 +185,29 @@ def _prove_moves(blueprint: Blueprint, anatomy: Anatomy) -> None:
         ],
         {layer: anatomy.kinds[anatomy.kind_of[layer]].silence for layer in gone},
     )
+
+
+def _check_text(blueprint: Blueprint, anatomy: Anatomy) -> None:
+    """Raise BadInput where a text model is another than its tower, of which a twin has the base's logits."""
+    config, names = anatomy.derivation.text_model()
+    made = {output.name: output.recipe.sources for output in blueprint.outputs if not output.computed}
+    odd = next((name for old, name in names.items() if [*made.get(name, ())] != [old]), None)
+    if odd is not None or blueprint.config != config or len(made) != len(names):
+        raise BadInput(
+            f"{printable(odd or 'config.json')}: the plan makes something else than the text tower of the base"
+        )
+
+
+def _check_head(blueprint: Blueprint, anatomy: Anatomy) -> None:
+    """Raise BadInput where an untied head is something else than what it was tied to, as it is in the twin's."""
+    made = {output.name: output.recipe for output in blueprint.outputs if output.new}
+    for name, source in anatomy.derivation.head_tensors().items():
+        recipe = made.get(name)
+        if not isinstance(recipe, Copy) or recipe.source != source:
+            raise BadInput(
+                f"{printable(name)}: the plan makes it something else than {printable(source)}, so"
+                " logits are not the base's"
+            )
 
 
 def _stored_as(anatomy: Anatomy, layer: Layer, suffix: str) -> str:

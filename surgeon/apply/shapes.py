@@ -3,17 +3,51 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from surgeon.blueprint.blueprint import Blueprint
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
 from surgeon.checkpoint.own_code import OwnCode
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy
+from surgeon.families.anatomy import VOCABULARY_KEY, Anatomy
 from surgeon.families.dissect import dissect
 from surgeon.families.family import OWN_CONFIG
+from surgeon.families.grafted_config import native_config
+from surgeon.families.growth import part_of
 from surgeon.families.names import ANOTHER
+from surgeon.operations.widths import divisor_of
+
+HIDDEN, INNER, HEADS, KEYS = "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"
+
+
+def widened_sizes(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """The sizes of the base's config that an output has otherwise, before and after."""
+    path = anatomy.derivation.path
+    before, after = part_of(native_config(config), path), part_of(blueprint.config, path)
+    known = {HIDDEN: anatomy.sizes.hidden, INNER: anatomy.sizes.intermediate}
+    known |= {HEADS: anatomy.sizes.heads, KEYS: anatomy.sizes.kv_heads}
+    return {
+        key: (before.get(key, size), after[key])
+        for key, size in known.items()
+        if type(after.get(key)) is int and before.get(key, size) != after[key]
+    }
+
+
+def lost_divisors(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any]) -> Iterator[str]:
+    """A note for each size that a smaller power of two divides than divided the base's, up to `MOST_DIVIDED`."""
+    sizes = widened_sizes(blueprint, anatomy, config)
+    if blueprint.more_rows:
+        rows = part_of(blueprint.config, anatomy.derivation.path)[VOCABULARY_KEY]
+        sizes[VOCABULARY_KEY] = (anatomy.sizes.vocabulary, rows)
+    for key, (before, after) in sizes.items():
+        one, other = divisor_of(before), divisor_of(after)
+        if other < one:
+            yield (
+                f"`{key}` {after} is a multiple of {other}, the base's {before} of {one}: devices that share it,"
+                f" kernels and quantisations (Q8_0 32, K-quants 256) may need {one}; `pad_to` makes it one"
+            )
 
 
 def check_taken(blueprint: Blueprint, base: CheckpointFolder, models: Mapping[str, CheckpointFolder]) -> None:
@@ -69,11 +103,14 @@ def _groups_that_fit(blueprint: Blueprint, anatomy: Anatomy) -> str:
     if not blueprint.native or config.get("num_attention_heads") == sizes.heads:
         return ""
     each = sizes.heads // sizes.kv_heads
+    if config.get("num_attention_heads") != each * config.get("num_key_value_heads", 0):
+        # Groups became larger, of which there are as many as before.
+        return ""
     for groups in range(1, min(_MOST_GROUPS, sizes.hidden // each) + 1):
         heads = sizes.heads + groups * each
         if sizes.hidden % heads == 0:
             fitting = {"num_attention_heads": heads, "num_key_value_heads": sizes.kv_heads + groups}
             with contextlib.suppress(BadInput):
                 build({**config, **fitting})
-                return f"write `groups: {groups}` in `widen_attention` ({heads} heads), the fewest that fit"
+                return f"{heads} heads are the fewest that fit (`groups: {groups}` in `widen_attention`)"
     return ""

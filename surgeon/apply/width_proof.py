@@ -7,19 +7,21 @@ Sums over more numbers are taken in another order, so logits may differ by round
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from surgeon.apply.shapes import HEADS, HIDDEN, INNER, KEYS, widened_sizes
 from surgeon.apply.twin_proof import SEEDS, agree, held_tensor, place_in, running_twin, tensors_of, value_of
 from surgeon.blueprint.blueprint import Blueprint
 from surgeon.blueprint.recipes import Constant, Copy, Joined, Recipe
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.common.devices import one_thread
+from surgeon.common.library import LOAD_FAILURES, first_line
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
-from surgeon.families.grafted_config import native_config
-from surgeon.families.growth import part_of
+from surgeon.families.grafted_config import is_grafted, native_config
 from surgeon.families.proof import run_prefill
 from surgeon.families.silence import some_tokens
 from surgeon.families.skeleton import Skeleton
@@ -28,22 +30,9 @@ from surgeon.families.twin import shrunk, twin_of_small
 if TYPE_CHECKING:
     from torch import Generator, Tensor
 
-_HIDDEN, _INNER, _HEADS, _KEYS = "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"
 # A multiple of what kernels take at once; as many as a twin's adapter has.
 _NEURONS = 64
-
-
-def widened_sizes(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """The sizes of the base's config that an output has otherwise, before and after."""
-    path = anatomy.derivation.path
-    before, after = part_of(native_config(config), path), part_of(blueprint.config, path)
-    known = {_HIDDEN: anatomy.sizes.hidden, _INNER: anatomy.sizes.intermediate}
-    known |= {_HEADS: anatomy.sizes.heads, _KEYS: anatomy.sizes.kv_heads}
-    return {
-        key: (before.get(key, size), after[key])
-        for key, size in known.items()
-        if type(after.get(key)) is int and before.get(key, size) != after[key]
-    }
+_HEAD = 8
 
 
 def prove_widths(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any]) -> None:
@@ -62,9 +51,15 @@ def prove_widths(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, An
         # A class that states it, as the output's does, is shrunk otherwise than one that does not.
         before["head_dim"] = blueprint.config["head_dim"]
     with one_thread():
-        heads, base = running_twin(before)
-        small = shrunk(native_config(before), heads_left=heads)
-        _widen(small, path, sizes)
+        own = _with_own_heads(before, anatomy, sizes) if HEADS in sizes else None
+        if own is not None:
+            small, base = own
+            part_at(small, path).update({key: after for key, (_, after) in sizes.items() if key in (HEADS, KEYS)})
+            _widen(small, path, {key: size for key, size in sizes.items() if key not in (HEADS, KEYS)})
+        else:
+            heads, base = running_twin(before)
+            small = shrunk(native_config(before), heads_left=heads)
+            _widen(small, path, sizes)
         result = twin_of_small(small, seed=SEEDS[1])
         draws = torch.Generator().manual_seed(SEEDS[1])
         twin = _Twin(base, base.model.state_dict(), tensors_of(anatomy), draws)
@@ -95,6 +90,56 @@ def prove_widths(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, An
             )
 
 
+def _grows_groups(sizes: Mapping[str, tuple[int, int]], anatomy: Anatomy) -> bool:
+    """Whether more query heads read one key-value head than before."""
+    own = {HEADS: anatomy.sizes.heads, KEYS: anatomy.sizes.kv_heads}
+    heads, keys = (sizes.get(key, (of, of)) for key, of in own.items())
+    return heads[1] * keys[0] != heads[0] * keys[1]
+
+
+def _with_own_heads(
+    config: Mapping[str, Any], anatomy: Anatomy, sizes: Mapping[str, tuple[int, int]]
+) -> tuple[dict[str, Any], Skeleton] | None:
+    """The config of a twin with as many heads as the base, in groups as large, and the twin; heads may be smaller.
+
+    Its hidden size is divided by these heads and by those of the output, as many classes want it. None where it does
+    not run, and fewer heads would show the same; else raises BadInput.
+    """
+    import torch
+
+    if is_grafted(config):
+        # Grafts of the base are in a twin of the whole config alone.
+        return None
+    failed: Exception | None = None
+    divided = math.lcm(anatomy.sizes.heads, sizes[HEADS][1])
+    for size in (_HEAD, anatomy.sizes.head_dim):
+        small = shrunk(native_config(config), heads_left=anatomy.sizes.heads)
+        own = {HEADS: anatomy.sizes.heads, KEYS: anatomy.sizes.kv_heads, "head_dim": size}
+        own[HIDDEN] = divided * -(-_NEURONS // divided)
+        part_at(small, anatomy.derivation.path).update(own)
+        try:
+            twin = twin_of_small(small, seed=SEEDS[0])
+            with torch.no_grad():
+                twin.model(input_ids=some_tokens(twin))
+            return small, twin
+        except (BadInput, *LOAD_FAILURES) as error:
+            failed = failed or error
+    if not _grows_groups(sizes, anatomy):
+        return None
+    assert failed is not None
+    raise BadInput(
+        f"a twin of this model with the base's own heads cannot be run ({first_line(failed)}), so nothing can be proven"
+        " of larger groups"
+    )
+
+
+def part_at(config: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    """The part of a config at `path`, itself."""
+    for key in path:
+        config = config[key]
+    return config
+
+
 def _embeddings_differ(base: Skeleton, wider: Skeleton) -> bool:
     """Whether what reaches the first layer begins otherwise than in the base already."""
     import torch
@@ -115,20 +160,18 @@ def _embeddings_differ(base: Skeleton, wider: Skeleton) -> bool:
 
 def _widen(small: dict[str, Any], path: tuple[str, ...], sizes: Mapping[str, tuple[int, int]]) -> None:
     """Give the small config's text part a little more of what the plan widens."""
-    part = small
-    for key in path:
-        part = part[key]
-    heads, keys = part.get(_HEADS, 0), part.get(_KEYS) or part.get(_HEADS, 0)
+    part = part_at(small, path)
+    heads, keys = part.get(HEADS, 0), part.get(KEYS) or part.get(HEADS, 0)
     if heads:
-        part.setdefault("head_dim", part.get(_HIDDEN, 0) // heads)
-    if _HEADS in sizes:
-        part[_HEADS], part[_KEYS] = heads + heads // keys, keys + 1
-    if _INNER in sizes:
-        old, new = sizes[_INNER]
-        part[_INNER] += min(new - old, _NEURONS)
-    if _HIDDEN in sizes:
-        old, new = sizes[_HIDDEN]
-        part[_HIDDEN] *= new // old
+        part.setdefault("head_dim", part.get(HIDDEN, 0) // heads)
+    if HEADS in sizes:
+        part[HEADS], part[KEYS] = heads + heads // keys, keys + 1
+    if INNER in sizes:
+        old, new = sizes[INNER]
+        part[INNER] += min(new - old, _NEURONS)
+    if HIDDEN in sizes:
+        old, new = sizes[HIDDEN]
+        part[HIDDEN] *= new // old
 
 
 @dataclass(frozen=True)
@@ -141,9 +184,12 @@ class _Twin:
     draws: Generator
 
     def rows(self, part: Copy) -> Tensor:
-        """A tensor of the base's twin, or the same share of its rows as `part` is of one of the base's."""
+        """A tensor of the base's twin, or the same share of its rows, or columns, as `part` is of one of the base's."""
         (span,) = part.spans
         source, size = held_tensor(span.tensor, self.base, self.held), self.stored[span.tensor].nbytes
+        if span.count > 1:
+            width, row = source.shape[1], size // span.count
+            return source[:, span.offset * width // row : (span.offset + span.length) * width // row]
         return source[span.offset * len(source) // size : (span.offset + span.length) * len(source) // size]
 
 

@@ -17,6 +17,7 @@ from surgeon.blueprint.recipes import (
     Recipe,
 )
 from surgeon.checkpoint.pieces import Pieces
+from surgeon.checkpoint.source import IMAGE_FILES
 
 # What training changes: an operation's new tensors, every tensor, or its new ones once, before the first step.
 Trains = Literal["new", "all", "fitted"]
@@ -124,6 +125,10 @@ class Blueprint:
     dropped: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     # Whether an operation changed sizes that layers share.
     resized: bool = False
+    # Whether an operation gave the head tensors of its own that were the embeddings'.
+    untied: bool = False
+    # The tensors of the base's towers beside the text that each operation left behind, by its number.
+    left_behind: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
     @cached_property
     def words(self) -> Mapping[str, dict[str, Any]]:
@@ -150,6 +155,11 @@ class Blueprint:
     def native(self) -> bool:
         """Whether the output loads without custom code."""
         return not self.code_files
+
+    @property
+    def files_left(self) -> frozenset[str]:
+        """The side files of the base that do not come along: those of images, where their towers do not."""
+        return IMAGE_FILES if self.left_behind else frozenset()
 
     @property
     def promise(self) -> Promise:

@@ -33,6 +33,7 @@ from surgeon.blueprint.recipes import (
     Dequantised,
     Recipe,
     per_layer,
+    whole,
 )
 from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
 from surgeon.errors import BadInput, printable
@@ -125,6 +126,10 @@ class Draft:
         self.config = native_config(config)
         # What the config says that numbers are stored in, where an operation stores some in a wider dtype.
         self.dtype: str | None = None
+        # Whether an operation gave the head tensors of its own that were the embeddings'.
+        self.untied = False
+        # Of a text model that was taken out of a larger one: its tensors' names, by those that the base has for them.
+        self.renamed: Mapping[str, str] | None = None
         self.couplings: dict[str, Coupling] = {}
         self.records: list[OperationRecord] = []
         # Of a model that becomes one of another class: its config.json.
@@ -152,6 +157,12 @@ class Draft:
     def number(self) -> int:
         """The place in the plan of the operation that is at work."""
         return len(self.records)
+
+    @property
+    def base_names(self) -> list[str]:
+        """The tensors of the base, by name, but for those of grafts."""
+        held = (self.anatomy.outer, *self.anatomy.layers, *self.anatomy.beyond)
+        return [info.name for tensors in held for info in tensors.values()]
 
     @property
     def widths(self) -> dict[str, int]:
@@ -283,6 +294,8 @@ class Draft:
         outputs = [*self._with_parts(outer[:known], config), *outer[known:]]
         if VOCABULARY_KEY in self.sizes:
             config = with_vocabulary(config, self.anatomy, self.sizes[VOCABULARY_KEY])
+        if self.untied:
+            config = self.anatomy.derivation.untied(config)
         for index, layer in enumerate(self.layers):
             stem = self.anatomy.layer_name(index, "")
             if layer.base is None and not self.widths:
@@ -299,6 +312,10 @@ class Draft:
         if self.bank is not None:
             for suffix, recipe in self.bank.tensors.items():
                 outputs.append(Output(self.anatomy.outer_name(suffix), recipe, self.bank.operation))
+        left = tuple(output.name for output in outputs if self.renamed is not None and output.name not in self.renamed)
+        if self.renamed is not None:
+            last, names = len(self.records) - 1, self.renamed
+            outputs = [_moved(output, names[output.name], last) for output in outputs if output.name in names]
         for output in outputs:
             _check_stored(output)
         types = self.anatomy.layer_types
@@ -314,6 +331,8 @@ class Draft:
             code_files=(CODE_FILE,) if grafted else (),
             dropped=dict(self.dropped),
             resized=bool(self.widths),
+            untied=self.untied,
+            left_behind={len(self.records) - 1: left} if left else {},
         )
 
     def _with_parts(self, outputs: list[Output], config: Mapping[str, Any]) -> list[Output]:
@@ -381,6 +400,14 @@ class Draft:
         if self.bank is not None:
             found.append(f"{derivation.stack.rpartition('.')[0]}.{BANK}".strip("."))
         return list(dict.fromkeys(found))
+
+
+def _moved(output: Output, name: str, operation: int) -> Output:
+    """A tensor of the base under its new name, where that is another: the same bytes, which the model computes with."""
+    if name == output.name:
+        return output
+    assert isinstance(output.recipe, Copy), output.name
+    return Output(name, whole(output.recipe), operation)
 
 
 def _check_like(stem: str, layer: LayerDraft, kind: LayerKind) -> None:

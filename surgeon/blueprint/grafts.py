@@ -17,6 +17,7 @@ from surgeon.families.grafted_config import is_grafted
 from surgeon.runtime.births import Birth, Fill, Normal
 from surgeon.runtime.registry import GRAFTS, kinds
 from surgeon.runtime.rules import BRANCH, Kind
+from surgeon.runtime.spread import by_ranges, for_each_layer
 
 
 def recipe_of(birth: Birth, key: str, dtype: str) -> Recipe:
@@ -83,7 +84,7 @@ def grafts_of(config: Mapping[str, Any]) -> dict[int, list[Graft]]:
     found: dict[int, list[Graft]] = {}
     if not is_grafted(config):
         return found
-    surgery = config["surgery"]
+    surgery = for_each_layer(config["surgery"])
     homes: dict[int, int] = {}
     for kind in kinds().values():
         if kind.branching:
@@ -107,7 +108,7 @@ def inserted_before(config: Mapping[str, Any]) -> frozenset[int]:
     """Layers of a base that its surgeries inserted, as its config names them: from the first one with grafts on."""
     if not is_grafted(config):
         return frozenset()
-    surgery = config["surgery"]
+    surgery = for_each_layer(config["surgery"])
     return frozenset([*surgery.get("new_layers", ()), *surgery.get("older_layers", ())])
 
 
@@ -142,4 +143,4 @@ def described_surgery(
     if bank is not None:
         surgery["mixture"] = copy.deepcopy(bank.entry)
     surgery |= copy.deepcopy(dict(settings)) | {"new_layers": list(new_layers)}
-    return surgery | ({"older_layers": list(older_layers)} if older_layers else {})
+    return by_ranges(surgery | ({"older_layers": list(older_layers)} if older_layers else {}))

@@ -121,6 +121,15 @@ def _refuse(error: OSError | ValueError, path: Path) -> Never:
 
 
 MAX_SIDE_FILE_BYTES = 64_000_000
+# Side files that say how images, videos and sounds become what towers beside the text read.
+IMAGE_FILES = frozenset(
+    {
+        "preprocessor_config.json",
+        "processor_config.json",
+        "video_preprocessor_config.json",
+        "audio_tokenizer_config.json",
+    }
+)
 
 _EXACT = frozenset(
     {
@@ -134,10 +143,7 @@ _EXACT = frozenset(
         "vocab.txt",
         "chat_template.json",
         "chat_template.jinja",
-        "preprocessor_config.json",
-        "processor_config.json",
-        "video_preprocessor_config.json",
-        "audio_tokenizer_config.json",
+        *IMAGE_FILES,
         # What tokenizers of single types are made of beside these.
         "tekken.json",
         "bpe.codes",

@@ -92,6 +92,7 @@ SPELLINGS = {
     "windows": _S("sequences from each text; 0 takes the whole text", least=0),
     "maps": _S("show this transport map (12.below.query); repeatable"),
     "dtype": _S(f"run the model {_DTYPES}"),
+    "report.windows": _S("sequences from each text (for losses: documents); 0 takes the whole text", least=0),
     "apply.device": _S("device that computes new weights: auto, cpu, cuda, cuda:N"),
     "apply.max_shard_bytes": _S(
         "largest shard of new tensors, cut between layers",

@@ -138,7 +138,7 @@ def _note_documents(cut_texts: Mapping[str, Windows], window: int, note: Callabl
     for name, windows in cut_texts.items():
         if (documents := windows.documents) < _FEW_DOCUMENTS:
             result = "so its intervals are rough" if documents > 1 else "so there are no intervals"
-            note(f"source {name} has {documents} document{'s' if documents > 1 else ''}, {result}")
+            note(f"source {printable(name)} has {documents} document{'s' if documents > 1 else ''}, {result}")
 
 
 def _run(

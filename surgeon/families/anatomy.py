@@ -124,6 +124,13 @@ class Derivation(ABC):
         """The config's field that names the backbone's activation; empty where it has none."""
 
     @abstractmethod
+    def own_activation(self, layer: int) -> str:
+        """The activation that base layer `layer`'s FFN applies, as a twin shows; empty where adapters have none such.
+
+        For models whose config names none.
+        """
+
+    @abstractmethod
     def grafted(
         self, trunk: Mapping[str, Any], order: Sequence[int], twins: Sequence[int], modules: Sequence[str]
     ) -> dict[str, Any]:
@@ -151,6 +158,25 @@ class Derivation(ABC):
 
         It is stored as a tensor of its own (its name on disk), or as several, or as another's (empty). The form is one
         of `FORMS`.
+        """
+
+    @abstractmethod
+    def untied(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """A config.json like the base's, as that of a model whose output head has tensors of its own."""
+
+    @abstractmethod
+    def head_tensors(self) -> dict[str, str]:
+        """The tensors that an untied head needs and the base does not store, by name, and the one that each now is.
+
+        Raises BadInput where the head cannot be untied.
+        """
+
+    @abstractmethod
+    def text_model(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """The text tower of an image-text model as a causal model: its config.json, and its tensors' names in it.
+
+        Names are by those that they have now; tensors of other towers have none. Raises BadInput where no causal class
+        of transformers holds the tower.
         """
 
     # Where the fields of the text decoder stand in config.json.

@@ -108,6 +108,10 @@ class Remembered(Deferred):
         """As `Derivation` says."""
         return self._asked(str, lambda own: own.activation, "activation")
 
+    def own_activation(self, layer: int) -> str:
+        """As `Derivation` says."""
+        return self._asked(str, lambda own: own.own_activation(layer), "own activation", layer)
+
     def blocks(self, layer: int) -> Mapping[str, str]:
         """As `Derivation` says."""
         return self._asked(dict[str, str], lambda own: dict(own.blocks(layer)), "blocks", layer)
@@ -134,6 +138,19 @@ class Remembered(Deferred):
     def vocabulary_tensors(self, rows: int) -> dict[str, bool]:
         """As `Derivation` says."""
         return self._asked(dict[str, bool], lambda own: own.vocabulary_tensors(rows), "vocabulary", rows)
+
+    def untied(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """As `Derivation` says."""
+        return self._asked(dict[str, Any], lambda own: own.untied(config), "untied", config)
+
+    def head_tensors(self) -> dict[str, str]:
+        """As `Derivation` says."""
+        return self._asked(dict[str, str], lambda own: own.head_tensors(), "head")
+
+    def text_model(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """As `Derivation` says."""
+        kind = tuple[dict[str, Any], dict[str, str]]
+        return self._asked(kind, lambda own: own.text_model(), "text model")
 
     def layer_axis(self, grown: Mapping[str, Any], name: str, layers: int) -> int | None:
         """As `Derivation` says."""

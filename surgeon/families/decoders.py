@@ -33,8 +33,6 @@ class Hint:
 _BUILT_IN = (
     Hint("glm", {"mlp.gate_up_proj": ("gate", "up")}),
     Hint("glm4", {"mlp.gate_up_proj": ("gate", "up")}),
-    # No gate: two matrices with an activation between them.
-    Hint("starcoder2", {"mlp.c_fc": ("up",), "mlp.c_proj": ("down",)}),
     # Phi-3 and Phi-4 text models.
     Hint("phi3", {"self_attn.qkv_proj": ("query", "key", "value"), "mlp.gate_up_proj": ("gate", "up")}),
     Hint("phi4_multimodal", {"self_attn.qkv_proj": ("query", "key", "value"), "mlp.gate_up_proj": ("gate", "up")}),

@@ -30,6 +30,10 @@ class Deferred(Derivation):
         """Whether the base's own derivation was needed."""
         return self._made is not None
 
+    def own_activation(self, layer: int) -> str:
+        """As `Derivation` says."""
+        return self.own.own_activation(layer)
+
     def prove(
         self,
         grown: Mapping[str, Any],

@@ -14,6 +14,7 @@ from surgeon.checkpoint.weights import QUANTISATION, quantisation
 from surgeon.common.devices import one_thread
 from surgeon.common.library import LOAD_FAILURES
 from surgeon.errors import BadInput, printable
+from surgeon.families.activation import activation_in
 from surgeon.families.anatomy import Derivation, Packed
 from surgeon.families.composing import composition_of
 from surgeon.families.derived import Derived, derive
@@ -22,16 +23,18 @@ from surgeon.families.family import Part
 from surgeon.families.grafted_config import config_with_grafts, head_with_grafts
 from surgeon.families.grafting import prove_grafts
 from surgeon.families.growth import grown
-from surgeon.families.names import Names
+from surgeon.families.names import Names, stored_name, words_of
 from surgeon.families.own_classes import code_of, like, written
 from surgeon.families.proof import check_runs, layer_axis, prove, run_cached
 from surgeon.families.quantised import left_out, renumbered, skips, without_scales
 from surgeon.families.silence import some_tokens
-from surgeon.families.skeleton import Skeleton, build
+from surgeon.families.skeleton import Skeleton, build, wordless_auto
+from surgeon.families.text_tower import text_model
 from surgeon.families.twin import twin_of
 from surgeon.families.whole_heads import heads_move
-from surgeon.runtime.composition import Composition
+from surgeon.runtime.composition import FFN, Composition
 
+_TIED = "tie_word_embeddings"
 # Ids by which a model is built larger to see what grows with its vocabulary.
 _MORE_WORDS = 1024
 
@@ -81,6 +84,14 @@ class Found(Derivation):
     def activation(self) -> str:
         """As `Derivation` says."""
         return self.composition.activation
+
+    def own_activation(self, layer: int) -> str:
+        """As `Derivation` says."""
+        block = self.blocks(layer).get(FFN)
+        if block is None:
+            return ""
+        twin = twin_of(self.config, heads=self.derived.heads)
+        return activation_in(twin, twin.layers[layer].get_submodule(block))
 
     def blocks(self, layer: int) -> dict[str, str]:
         """As `Derivation` says."""
@@ -256,6 +267,46 @@ class Found(Derivation):
             for key, value in module._parameters.items()
             if value is not None
         }
+
+    def untied(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """As `Derivation` says; some engines read it at the top of the config, others in the text's part."""
+        made = copy.deepcopy(dict(config))
+        part = made
+        part[_TIED] = False
+        for key in self.path:
+            part = part.setdefault(key, {})
+            part[_TIED] = False
+        skeleton = self.derived.skeleton
+        return left_out(made, [name.removesuffix(".") for name in words_of(skeleton.model)], skeleton)
+
+    def head_tensors(self) -> dict[str, str]:
+        """As `Derivation` says: the model is built once more, untied, and what is tied in it no more needs a tensor."""
+        before = self.derived.skeleton.model
+        if (other := wordless_auto(self.config)) is not None:
+            raise BadInput(
+                f"config.json: its head ({other.removeprefix('AutoModelFor')}) returns no words, so no head is tied to"
+                " the embeddings; operate on the model with its language head"
+            )
+        after = _skeleton(json.dumps(like(self.untied(self.config), self.config), sort_keys=True)).model
+        left = after.all_tied_weights_keys
+        pairs = {name: of for name, of in before.all_tied_weights_keys.items() if name not in left}
+        words = words_of(before)
+        if not any(name.startswith(words) for pair in pairs.items() for name in pair):
+            raise BadInput(
+                f"config.json: with `{_TIED}: false` transformers still builds this model with a head tied to"
+                " something else, or with none, so it cannot have a tensor of its own"
+            )
+        stored = {target: name for name, target in self.names.outer.items() if target}
+        found: dict[str, str] = {}
+        for name, of in pairs.items():
+            lacking, held = (name, of) if of in stored else (of, name)
+            if lacking not in stored:
+                found[stored_name(after, lacking, as_in_memory=stored[held] == held)] = stored[held]
+        return found
+
+    def text_model(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """As `Derivation` says."""
+        return text_model(self.config, self.derived.skeleton, self.names, self.derived.heads)
 
     def layer_axis(self, grown: Mapping[str, Any], name: str, layers: int) -> int | None:
         """As `Derivation` says."""

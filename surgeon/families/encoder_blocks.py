@@ -47,10 +47,11 @@ def told_class(kind: type[Any]) -> str:
 def heads_of(model: Any, autos: Sequence[str]) -> tuple[HeadClass, ...]:
     """The heads that these auto classes find for a model's type, where they say what they return.
 
-    One that calls its base model otherwise than the others would not find their weights, and is left out, unless the
-    config says that these are its own.
+    One that calls its base model otherwise than the others would not find their weights: it is given their name for it
+    or, where its class bears no other, left out, unless the config says that these weights are its own.
     """
     import transformers
+    from transformers.modeling_layers import GenericForQuestionAnswering
 
     found: list[HeadClass] = []
     for auto in autos:
@@ -59,8 +60,12 @@ def heads_of(model: Any, autos: Sequence[str]) -> tuple[HeadClass, ...]:
             output = None if native is None else _returned(native)
             fits = getattr(native, "config_class", None) is type(model.config)
             own = name in (getattr(model.config, "architectures", None) or ())
-            if output is not None and fits and (own or native.base_model_prefix == model.base_model_prefix):
-                found.append(HeadClass(auto, told_class(native), told_class(output)))
+            if output is None or not fits:
+                continue
+            same = own or native.base_model_prefix == model.base_model_prefix
+            if same or issubclass(native, GenericForQuestionAnswering):
+                prefix = "" if same else model.base_model_prefix
+                found.append(HeadClass(auto, told_class(native), told_class(output), prefix))
     return tuple(found)
 
 

@@ -22,7 +22,8 @@ from surgeon.errors import BadInput, printable
 from surgeon.families.family import MOST_LAYERS
 from surgeon.runtime.composition import PREFIX, Composition, composition_of, short_name, upcycled
 from surgeon.runtime.registry import GRAFTS, kinds
-from surgeon.runtime.rules import read_surgery
+from surgeon.runtime.rules import check_surgery
+from surgeon.runtime.spread import for_each_layer
 
 TEXT = "text_config"
 # The types of which transformers reads both forms; a test compares them with it.
@@ -78,9 +79,10 @@ def _trunk_config(config: dict[str, Any]) -> dict[str, Any]:
     """The config of the trunk alone: its `anatomy` says what reads otherwise there."""
     told = config.get("anatomy")
     changed = told.get("trunk") if isinstance(told, Mapping) else None
-    if composition_of(config) is None or not isinstance(changed, Mapping):
+    composition = composition_of(config)
+    if composition is None or not isinstance(changed, Mapping):
         raise BadInput("config.json: `anatomy` cannot be read; get the output's own config.json")
-    _check_branches(config.get("surgery"))
+    _check_branches(config, composition)
     for key in ("surgery", "anatomy", "auto_map"):
         config.pop(key, None)
     config["model_type"] = str(config["model_type"]).removeprefix(PREFIX)
@@ -102,33 +104,34 @@ def _trunk_config(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _check_branches(surgery: Any) -> None:
+def _check_branches(config: Mapping[str, Any], composition: Composition) -> None:
     """Raise BadInput for a `surgery` that cannot be read. How many layers there are is checked by building them."""
+    surgery: Any = config.get("surgery")
     trunk = surgery.get("trunk_layers") if isinstance(surgery, Mapping) else None
     if type(trunk) is not int or not 0 < trunk <= MOST_LAYERS:
         raise BadInput(
             "config.json: a model type of surgeon's, yet no `surgery` with `trunk_layers` in it; get the output's own"
             " config.json"
         )
-    twins = sum(len(surgery.get(kind.key) or ()) for kind in kinds().values() if kind.branching)
-    _read_trunk(SimpleNamespace(num_hidden_layers=trunk + twins, surgery=surgery))
-
-
-def _read_trunk(stated: SimpleNamespace) -> int:
-    """The number of trunk layers that a `surgery` names, all of it checked. Raises BadInput."""
-    layers = stated.num_hidden_layers
+    text: Any = config
+    for step in composition.path:
+        text = text.get(step) if isinstance(text, Mapping) else None
+    said = text if isinstance(text, Mapping) else {}
+    types = said.get("layer_types")
     try:
-        trunk = read_surgery(stated, GRAFTS.values()).trunk_layers
+        spread = for_each_layer(surgery)
+        twins = sum(len(spread.get(kind.key) or ()) for kind in kinds().values() if kind.branching)
+        stated = SimpleNamespace(
+            num_hidden_layers=trunk + twins,
+            surgery=surgery,
+            layer_types=types if isinstance(types, list) else None,
+            encoder=composition.encoder,
+        )
+        check_surgery(stated, GRAFTS.values())
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise BadInput(
             f"config.json: `surgery` cannot be read: {printable(str(error))}; get the output's own config.json"
         ) from None
-    if not isinstance(trunk, int) or isinstance(trunk, bool) or not 0 < trunk <= layers:
-        raise BadInput(
-            f"config.json: `surgery.trunk_layers` is {printable(repr(trunk), 60)}, of {layers} layers; get the"
-            " output's own config.json"
-        )
-    return trunk
 
 
 def head_with_grafts(composition: Composition, trunk: Mapping[str, Any]) -> str:

@@ -52,7 +52,7 @@ def check_grafts(before: Skeleton, after: Skeleton) -> None:
         _check_equal(before, after, tokens, "")
         _check_learns(after, tokens)
         for twin in (before, after):
-            _lower(twin.model)
+            lower(twin.model)
         _check_equal(before, after, tokens, " in bfloat16")
 
 
@@ -68,7 +68,7 @@ def _prove_encoder(before: Skeleton, after: Skeleton) -> None:
         for kind in ("", " in bfloat16"):
             if kind:
                 for twin in (before, after):
-                    _lower(twin.model)
+                    lower(twin.model)
                     twin.model.to(torch.bfloat16)
             with torch.no_grad():
                 one = _encoded(before, tokens, mask, "without")
@@ -140,7 +140,7 @@ def _check_equal(before: Skeleton, after: Skeleton, tokens: Any, kind: str) -> N
             )
 
 
-def _lower(model: Any) -> None:
+def lower(model: Any) -> None:
     """Give a model's tensors the dtypes that transformers gives them where bfloat16 is asked for."""
     import torch
 
@@ -197,6 +197,10 @@ def _check_learns(twin: Skeleton, tokens: Any) -> None:
 
     model = twin.model.train()
     names = set(model.freeze_base())
+    if not names:
+        # An earlier surgery's grafts, which stay as they are.
+        model.eval()
+        return
     chosen = [value for name, value in model.named_parameters() if name in names]
     domains = torch.ones(len(tokens), dtype=torch.long)
     # A gate may happen to be shut for all of these tokens; the other way round it is open for some.
@@ -208,7 +212,7 @@ def _check_learns(twin: Skeleton, tokens: Any) -> None:
                 f"on a twin of this model with its grafts a step of training fails ({first_line(error)}); use"
                 " operations that add layers"
             ) from error
-        if not chosen or any(map(_has_gradient, model.parameters())):
+        if any(map(_has_gradient, model.parameters())):
             return
         with torch.no_grad():
             for value in chosen:

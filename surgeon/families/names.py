@@ -187,6 +187,22 @@ def _by_expert(names: Iterable[str]) -> Iterable[list[str]]:
     return groups.values()
 
 
+def stored_name(model: Any, place: str, *, as_in_memory: bool) -> str:
+    """What a checkpoint may call a tensor that stands at `place` in a model; `as_in_memory`: as the model does.
+
+    Raises BadInput where transformers would not find it there.
+    """
+    import torch
+    from transformers.core_model_loading import revert_weight_conversion
+
+    saved = revert_weight_conversion(model, {place: torch.empty(model.state_dict()[place].shape, device="meta")})
+    tried = [place, *saved] if as_in_memory else [*saved, place]
+    found: str | None = next((n for n in tried if made_of(model, [n])[n] == Made((place,), False)), None)
+    if found is None:
+        raise BadInput(f"{printable(place)}: transformers has no name on disk for this tensor")
+    return found
+
+
 def as_loaded(model: Any, tensors: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """What transformers makes of `tensors` (by their names on disk), by names in `model`, which stays as it is.
 
@@ -292,7 +308,7 @@ def _check_alike(
 _OTHER_HEADS = ("score.", "classifier.", "qa_outputs.")
 
 
-def _words_of(model: Any) -> tuple[str, ...]:
+def words_of(model: Any) -> tuple[str, ...]:
     """What the names of the output head's tensors begin with."""
     head = model.get_output_embeddings()
     return tuple(f"{name}." for name, module in model.named_modules() if head is not None and module is head)
@@ -383,7 +399,7 @@ def _check_all_there(
     ours = tuple(f"{skeleton.stack}.{index}." for index in firsts)
     others = f"{skeleton.stack}."
     tied = set(model.all_tied_weights_keys)
-    base, words = _base(model), _words_of(model)
+    base, words = _base(model), words_of(model)
     without_words = _has_no_words(model, tensors)
     for target in sorted(set(missing) - tied):
         # Heads come and go on encoders, and nothing reads a pooler but they.

@@ -47,7 +47,12 @@ _MLP: dict[str, Role] = {
     "down_proj": "down",
     "w2": "down",
 }
-_MLPS = re.compile(r"(mlp|feed_forward)|(.+\.)?(shared_experts?|shared_mlp)")
+_MLPS = re.compile(r"(mlp|feed_forward|ffn|mixer)|(.+\.)?(shared_experts?|shared_mlp)")
+# Those of an MLP without a gate, an activation between the two; some stand in the layer itself.
+_PLAIN: dict[str, Role] = {
+    **dict.fromkeys(("fc1", "fc_in", "c_fc", "dense_h_to_4h"), "up"),
+    **dict.fromkeys(("fc2", "fc_out", "c_proj", "dense_4h_to_h"), "down"),
+}
 _SHARED_GATE = re.compile(r"(.+\.)?shared_expert_gate")
 
 # What transformers does to experts stored one by one, and to stacked ones, so that their rows are still known.
@@ -126,6 +131,8 @@ def _roles_of(path: str, shape: tuple[int, ...], sizes: Sizes) -> tuple[Role, ..
         return (role,) if fits else ()
     if _MLPS.fullmatch(block) and word in _MLP:
         return (_MLP[word],) if _fits(_MLP[word], shape, sizes.hidden) else ()
+    if word in _PLAIN and (not block or _MLPS.fullmatch(block)):
+        return (_PLAIN[word],) if _fits(_PLAIN[word], shape, sizes.hidden) else ()
     if _MLPS.fullmatch(block) and word == "input_linear" and len(shape) == 2 and shape[1] == sizes.hidden:
         return () if shape[0] % 2 else ("gate", "up")
     if _MLPS.fullmatch(block) and word == "output_linear":

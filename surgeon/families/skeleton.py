@@ -257,6 +257,11 @@ def _stack(model: Any, text: Any, shown: str, *, encoder: bool) -> str:
         if isinstance(module, nn.ModuleList) and not others.search(name)
     ]
     found = [(size, name) for length, size, name in lists if length == count]
+    if not found and not encoder:
+        # A stack that generates keeps an encoder's name where it was one first (BERT's, as a decoder).
+        named = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+        inside = [(name, module) for name, module in named if name.startswith(f"{model.base_model_prefix}.encoder.")]
+        found = [(sum(v.numel() for v in m.parameters()), name) for name, m in inside if len(m) == count]
     beside = [name for _, name in found if encoder and name.rpartition(".")[0] == found[0][1].rpartition(".")[0]]
     if len(beside) > 1:
         raise BadInput(

@@ -211,6 +211,24 @@ class Listed(Deferred):
                 found[f"{self.stack}.{index}.{suffix}"] = f"{stem}{index}.{suffix}", form
         return found
 
+    def untied(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """As `Derivation` says."""
+        return {**copy.deepcopy(dict(config)), "tie_word_embeddings": False}
+
+    def head_tensors(self) -> dict[str, str]:
+        """As `Derivation` says."""
+        base = self._base
+        known, below = base.head.outer, base.entry.prefix
+        reads = [name for name in base.outer if (known.get(name) or known[f"{below}{name}"]).reads is True]
+        writes = [name for name, each in known.items() if each.reads is False]
+        if base.entry.encoder or not base.head.tied or len(reads) != 1 or len(writes) != 1:
+            return self.own.head_tensors()
+        return {} if writes[0] in base.outer else {writes[0]: reads[0]}
+
+    def text_model(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """As `Derivation` says, which refuses a usual model."""
+        return self.own.text_model()
+
     def layer_axis(self, grown: Mapping[str, Any], name: str, layers: int) -> int | None:
         """As `Derivation` says: no tensor of a usual type outside its layers depends on their number."""
         return None

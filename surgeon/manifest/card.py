@@ -346,7 +346,7 @@ def _gate(figures: Mapping[str, Any] | None) -> list[str]:
 
 def _training(manifest: Manifest, repo_id: str | None) -> str:
     head = "## How to train on\n\n"
-    if not manifest.operations:
+    if not manifest.operations or manifest.left_behind:
         return head + "As the base: every parameter, some layers, or a LoRA (`surgeon train`).\n"
     if any(entry.trains == "all" for entry in manifest.operations):
         return head + "Every parameter: the surgery is meant to be healed by training the whole model.\n"
@@ -391,8 +391,8 @@ def _undoing(manifest: Manifest) -> str:
     if manifest.lineage:
         code = f"surgeon revert THIS EARLIER        # without the last surgery\n{code}"
     return (
-        f"## How to undo it\n\n{_fenced(code, 'sh')}\n\nTHIS is this folder. Where a base tensor was trained or merged"
-        " away, and not kept in it, revert says which, and writes nothing.\n"
+        f"## How to undo it\n\n{_fenced(code, 'sh')}\n\nTHIS is this folder. Where a base tensor was trained, merged"
+        " away or left behind, and not kept in it, revert says which, and writes nothing.\n"
     )
 
 

@@ -55,6 +55,8 @@ def sections_of(facts: Mapping[int, Facts], plan: Plan, blueprint: Blueprint) ->
     found: dict[str, dict[str, Any]] = {}
     for number, layers in blueprint.dropped.items():
         found.setdefault("dropped", {})[str(number)] = LayerFacts(layers=list(layers))
+    if blueprint.left_behind:
+        found["left_behind"] = {str(number): list(names) for number, names in blueprint.left_behind.items()}
     for number, operation in enumerate(plan.operations):
         key = operation.facts_key(number)
         if operation.facts is None or key is None:

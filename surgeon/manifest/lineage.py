@@ -158,6 +158,13 @@ class Lineage:
                     f"layer {lost[0]}{more}: taken out by surgery {nth} ({operation}), and its weights with it;"
                     f" {instead_of(manifest)}"
                 )
+            if left := sorted(manifest.without):
+                more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
+                raise BadInput(
+                    f"{printable(left[0])}{more}: left behind by surgery {nth}"
+                    f" ({_operation(manifest, manifest.without[left[0]])}), so what stood there is lost;"
+                    f" {instead_of(manifest)}"
+                )
             if nth > number + 1:
                 self._check_as_then(found, number, manifest, nth)
             names = first if nth == number + 1 else dict.fromkeys(t for each in found.values() for t in each.tensors)

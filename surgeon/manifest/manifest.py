@@ -208,7 +208,8 @@ class Surgery(Entry):
     this and the `sha256` of the surgery before (`seal_of`), so that no field can be edited alone. `proven`: the
     libraries, with versions, by which a promise of exactness was proven on a twin before anything was written.
     What operations found out of the base before the plan was drawn (`surgeon/operations/prepare.py`) is in the fields
-    `vocabularies`, `dropped` and `facts` by their numbers, and in `adapters` by the plan's names.
+    `vocabularies`, `dropped` and `facts` by their numbers, and in `adapters` by the plan's names. `left_behind` are the
+    base's tensors, by the operation's number, that are not in the output.
     """
 
     surgeon_manifest: Literal[1]
@@ -230,6 +231,7 @@ class Surgery(Entry):
     vocabularies: dict[_Number, VocabularyFacts] = {}
     models: dict[str, ModelEntry] = {}
     dropped: dict[_Number, LayerFacts] = {}
+    left_behind: dict[_Number, list[str]] = {}
     fits: dict[str, FitEntry] = {}
     merged: dict[str, ChangeEntry] = {}
     facts: dict[_Number, dict[str, Any]] = {}
@@ -285,6 +287,11 @@ class Surgery(Entry):
     def dropped_layers(self) -> dict[int, int]:
         """The layers of the base that are not in the output, each with the operation that took it out."""
         return {layer: int(number) for number, entry in self.dropped.items() for layer in entry.layers}
+
+    @property
+    def without(self) -> dict[str, int]:
+        """The tensors of the base that were left behind, each with the operation that did so."""
+        return {name: int(number) for number, names in self.left_behind.items() for name in names}
 
     @property
     def code(self) -> dict[str, Sha256]:

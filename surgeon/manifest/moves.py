@@ -83,16 +83,16 @@ def _at_home(manifest: Surgery, homes: Mapping[str, str], made: Mapping[str, Bas
 def homes_of(manifest: Manifest, names: Iterable[str], *, file: str = MANIFEST_FILE) -> dict[str, str]:
     """What tensors of the base are called after the surgery: those of kept layers by the layers' new numbers.
 
-    Raises BadInput where the manifest does not say.
+    Those that were left behind are not among them. Raises BadInput where the manifest does not say.
     """
     layers = _with_those_beyond(layers_of(manifest, file=file), manifest)
-    gone = manifest.dropped_layers
+    gone, without = manifest.dropped_layers, manifest.without
     homes: dict[str, str] = {}
     names = [*names]
     places = places_of(names)
     for name in names:
         of_layer = places.get(name)
-        if of_layer is not None and of_layer[1] in gone:
+        if name in without or (of_layer is not None and of_layer[1] in gone):
             continue
         if of_layer is None:
             homes[name] = name

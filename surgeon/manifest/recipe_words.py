@@ -86,6 +86,8 @@ class _Reader:
                 return _kept(self._joined(parts, sizes, axis, shape))
             case {"copy": str(name), "rows": [int(start), int(stop)]}:
                 return _kept(self._rows([[name, start, stop]], shape))
+            case {"copy": str(name), "columns": [int(start), int(stop)]}:
+                return _kept(self._columns(name, start, stop, shape))
             case {"copy": str(name)}:
                 if self._source(name).shape != [*shape]:
                     raise ImpossiblePieces(f"a copy of the base's {printable(name)}")
@@ -132,6 +134,13 @@ class _Reader:
         if not spans or at != self._nbytes(shape):
             raise ImpossiblePieces("rows of the base's tensors")
         return Pieces.of(at, spans)
+
+    def _columns(self, name: str, start: int, stop: int, shape: Sequence[int]) -> Pieces:
+        """Columns of a matrix."""
+        of = self._source(name).shape
+        if len(of) != 2 or not 0 <= start < stop <= of[1] or [of[0], stop - start] != [*shape]:
+            raise ImpossiblePieces(f"columns of the base's {printable(name)}")
+        return indices(name, of, DTYPE_BITS[self.dtype], 1, range(start, stop))
 
     def _joined(self, parts: Sequence[object], sizes: Sequence[object], axis: object, shape: Sequence[int]) -> Pieces:
         """Tensors side by side, each as many slices along the axis as its size says."""

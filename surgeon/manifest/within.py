@@ -14,9 +14,10 @@ from surgeon.checkpoint.folder import MANIFEST_FILE, CheckpointFolder
 from surgeon.common.formatting import at_revision
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import layer_of
-from surgeon.manifest.lineage import Lineage, instead_of, shown_name
+from surgeon.manifest.lineage import Lineage, State, instead_of, shown_name
 from surgeon.manifest.manifest import Manifest
 from surgeon.manifest.moves import recorded_tensors
+from surgeon.manifest.recipe_words import base_bytes_of
 
 
 @dataclass(frozen=True)
@@ -70,17 +71,35 @@ def base_within(
                 f"{shown_name(name, place)}: not what it was in the base (it was trained or merged since), so the base"
                 f" is not in {printable(str(out.path))} any more; {instead_of(state.undone[0])}"
             )
+    heads = _untied(state)
+    for name, sha256 in heads.items():
+        if now[name].sha256 != sha256:
+            raise BadInput(
+                f"{printable(name)}: trained since it was untied, and the base has no such tensor, so the base is not"
+                f" run inside {printable(str(out.path))}; {instead_of(state.undone[0])}"
+            )
     kept = set(state.layers)
     inserted = tuple(layer for layer in range(len(manifest.layers)) if layer not in kept)
     grown = [state.tensors[name].shape[0] for name in state.more]
     newborn = state.promise == "exact" and not state.trained
-    apart = not {place for lying in state.pieces.values() for place in lying.tensors}.isdisjoint(training)
+    held = {place for lying in state.pieces.values() for place in lying.tensors}
+    apart = not (held | heads.keys()).isdisjoint(training)
     grafts = number > 0 and _grafts_are_old(manifest, inserted, str(out.path))
     shown = "the base"
     if number:
         began = printable(at_revision(state.base.id, state.base.revision))
         shown = f"the model as it stood when the last surgery began ({began})"
     return Within(len(manifest.layers), inserted, min(grown, default=None), newborn, apart, grafts, number > 0, shown)
+
+
+def _untied(state: State) -> dict[str, str]:
+    """The tensors outside layers that surgeries added as copies, which the model computes with, and their digests."""
+    return {
+        name: made.sha256
+        for manifest in state.undone
+        for name, made in manifest.new_tensors.items()
+        if layer_of(name) is None and base_bytes_of(made, manifest).is_copy
+    }
 
 
 def _grafts_are_old(manifest: Manifest, inserted: Collection[int], shown: str) -> bool:

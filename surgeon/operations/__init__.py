@@ -18,6 +18,7 @@ from surgeon.errors import printable
 from surgeon.operations.control_llm import ControlLLM
 from surgeon.operations.domain_gate import DomainGate
 from surgeon.operations.drop_layers import DropLayers
+from surgeon.operations.extract_text import ExtractText
 from surgeon.operations.fold_adapters import FoldAdapters
 from surgeon.operations.gated_adapters import GatedAdapters
 from surgeon.operations.grow_vocabulary import GrowVocabulary
@@ -26,8 +27,10 @@ from surgeon.operations.merge_adapter import MergeAdapter
 from surgeon.operations.merge_branches import MergeBranches
 from surgeon.operations.mixture_of_control import MixtureOfControl
 from surgeon.operations.operation import Legend, Operation, Origin, Paper
+from surgeon.operations.pad_to import PadTo
 from surgeon.operations.pmoe_experts import PMoEExperts
 from surgeon.operations.stack_layers import StackLayers
+from surgeon.operations.untie_embeddings import UntieEmbeddings
 from surgeon.operations.upcycle_experts import UpcycleExperts
 from surgeon.operations.widen_attention import WidenAttention
 from surgeon.operations.widen_ffn import WidenFFN
@@ -44,6 +47,8 @@ _BUILT_IN: tuple[type[Operation], ...] = (
     DomainGate,
     MergeBranches,
     GrowVocabulary,
+    UntieEmbeddings,
+    ExtractText,
     UpcycleExperts,
     DropLayers,
     FoldAdapters,
@@ -51,6 +56,7 @@ _BUILT_IN: tuple[type[Operation], ...] = (
     WidenAttention,
     WidenHidden,
     MergeAdapter,
+    PadTo,
 )
 
 

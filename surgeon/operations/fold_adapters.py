@@ -7,7 +7,9 @@ the native class with a larger `intermediate_size`, and the same function.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
 
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
@@ -18,7 +20,7 @@ from surgeon.errors import BadInput
 from surgeon.families.family import Role
 from surgeon.operations.gated_adapters import GatedAdapters
 from surgeon.operations.operation import Operation, Paper, TrainingDefaults
-from surgeon.operations.widths import ROUNDING, check_alone, check_free, widen
+from surgeon.operations.widths import ROUNDING, check_alone, check_free, divisor_of, widen
 from surgeon.runtime.adapters_rules import ADAPTER
 
 _PROJECTIONS: Mapping[Role, str] = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
@@ -31,6 +33,15 @@ class FoldAdapters(Operation):
     training: ClassVar[TrainingDefaults] = GatedAdapters.training
 
     op: Literal["fold_adapters"]
+    multiple_of: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            le=65536,
+            description="the new `intermediate_size` becomes a multiple of this; default: the largest power of two, up"
+            " to 256, that divides the base's",
+        ),
+    ] = None
 
     def edit(self, draft: Draft, facts: None) -> OperationRecord:
         """Put the adapters' matrices beside the FFNs' own; FFNs without one get zeros, as all have one width."""
@@ -39,6 +50,7 @@ class FoldAdapters(Operation):
         _check(draft, folded)
         size = max(int(graft.entry["size"]) for graft in folded.values())
         hidden, before = draft.anatomy.sizes.hidden, draft.anatomy.sizes.intermediate
+        size += -(before + size) % (self.multiple_of or divisor_of(before))
         for index, layer in enumerate(draft.layers):
             more = {
                 role: _pieces(folded.get(index), role, size, hidden, draft.dtype_of(index)) for role in _PROJECTIONS

@@ -6,7 +6,7 @@ its output matrix is zero at birth, so the grown model computes what the base co
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -16,12 +16,13 @@ from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.grafts import Graft, recipes_of
 from surgeon.blueprint.recipes import Recipe
 from surgeon.common.formatting import show_layers
-from surgeon.errors import BadInput, printable
+from surgeon.errors import BadInput
 from surgeon.operations.operation import Legend, OneOf, Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.selectors import LayerSelector
-from surgeon.operations.sites import select_sites
-from surgeon.runtime.adapters_rules import ACTIVATIONS, ADAPTER, GATES, LOCAL_LOSSES, VARIANCES, AdapterSpec
+from surgeon.operations.sites import default_activation, select_sites
+from surgeon.runtime.adapters_rules import ADAPTER, GATES, LOCAL_LOSSES, VARIANCES, AdapterSpec
 from surgeon.runtime.composition import FFN
+from surgeon.runtime.rules import ACTIVATIONS
 
 # Sizes are multiples of this where they are computed: matrix units of GPUs work in such steps.
 _STEP = 8
@@ -94,7 +95,7 @@ class GatedAdapters(Operation):
     activation: Annotated[
         str | None,
         OneOf(lambda: ACTIVATIONS),
-        Field(description="the adapters' activation; default: the FFN's, needed where the config names none"),
+        Field(description="the adapters' activation; default: the FFN's, or silu where that has parameters of its own"),
     ] = None
     local_loss: Annotated[
         Literal["default", "none"] | LocalLoss | list[LocalLoss],
@@ -134,7 +135,6 @@ class GatedAdapters(Operation):
         """Attach the adapters and say what was matched and what is promised."""
         number = draft.number
         layers = select_sites(draft, self.layers, FFN)
-        self._check_activation(draft)
         before = draft.parameters()
         size = self.size or self._size(draft, len(layers), before)
         for layer in layers:
@@ -142,25 +142,22 @@ class GatedAdapters(Operation):
             if home.graft("adapters") is not None:
                 raise BadInput(f"layer {layer} has an adapter already; leave it out of `layers`")
             entry = {"size": size, "gate": self.gate, "init": self.init}
-            if self.activation is not None:
-                entry["activation"] = self.activation
+            if activation := self.activation or default_activation(draft, layer):
+                entry["activation"] = activation
             home.grafts.append(Graft("adapters", entry, self._tensors(draft, number, layer, size), number))
         self._set_losses(draft)
         share = (draft.parameters() - before) / before
         return OperationRecord(
             op=self.op,
-            matched=f"adapters of {size} at {show_layers(layers)}, {share:+.1%}",
+            matched=f"adapters of {size} at {show_layers(layers)}, {share:+.1%}{self._with(draft, layers)}",
             claim=Claim("exact", "the adapters' output matrices are zero"),
             trains="new",
         )
 
-    def _check_activation(self, draft: Draft) -> None:
-        """Raise BadInput where adapters could not have the backbone's activation, as nobody says which that is."""
-        if self.activation is None and not draft.anatomy.derivation.activation:
-            raise BadInput(
-                f"{printable(draft.anatomy.family.model_type)}: its config names no activation that an adapter could"
-                f" use; say which one adapters have by `activation` (one of {', '.join(ACTIVATIONS)})"
-            )
+    def _with(self, draft: Draft, layers: Sequence[int]) -> str:
+        """The activation that the plan does not name, where the config names none either."""
+        chosen = {} if self.activation else {default_activation(draft, layer): None for layer in layers}
+        return f"; activation {', '.join(chosen)} (config.json names none)" if any(chosen) else ""
 
     def _size(self, draft: Draft, count: int, parameters: int) -> int:
         """Hidden size by which `count` adapters take the plan's share of the model's parameters."""

@@ -214,17 +214,22 @@ class GrowVocabulary(Operation):
         return OperationRecord(
             op=self.op,
             matched=_matched(facts, rows, added),
-            claim=_claim(rows, added),
+            claim=claim_of_rows(rows, added),
             trains="new",
         )
 
 
-def _claim(rows: int, added: int) -> Claim:
-    """What old logits are, and what new tokens take from them."""
-    bound = (
+def bound_of_rows(rows: int, added: int) -> str:
+    """What new tokens take from old ones, in words."""
+    return (
         "new rows of the output are the mean of the old ones, so the loss on any old token rises by at most"
         f" log(1 + {added}/{rows}) = {math.log1p(added / rows):.4g} nats"
     )
+
+
+def claim_of_rows(rows: int, added: int) -> Claim:
+    """What old logits are, and what new tokens take from them."""
+    bound = bound_of_rows(rows, added)
     tail = rows % HEAD_BLOCK
     if not tail:
         return Claim("exact", f"old logits are bit-identical; {bound}")

@@ -38,6 +38,16 @@ def select_sites(draft: Draft, selector: LayerSelector, *roles: str) -> list[int
     )
 
 
+def default_activation(draft: Draft, layer: int) -> str:
+    """The activation of what stands beside a layer's FFN, where no field of config.json names one; else empty.
+
+    It is the FFN's own, as a twin shows, and SiLU where that is none that others could have (xIELU, which learns).
+    """
+    if draft.anatomy.derivation.activation:
+        return ""
+    return draft.anatomy.derivation.own_activation(draft.layers[layer].like) or "silu"
+
+
 def _check_kept(draft: Draft, layers: Sequence[int], roles: Sequence[str]) -> None:
     """Raise BadInput for a block that would be another one, without its grafts, where the model runs quantised."""
     for layer in layers:

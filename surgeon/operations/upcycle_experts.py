@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -37,17 +37,16 @@ from surgeon.blueprint.recipes import (
 from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.common.formatting import show_layers
 from surgeon.errors import BadInput, printable
-from surgeon.families.sparse.dense import Dense, Mixture, Take, check_no_experts
-from surgeon.families.sparse.fit import NoTarget, dense_of, target_for
+from surgeon.families.sparse.dense import BESIDE, Dense, Mixture, NoTarget, Take, check_divides
+from surgeon.families.sparse.fit import target_for
 from surgeon.families.sparse.target import Made, Target
 from surgeon.families.sparse.targets import TARGETS
 from surgeon.operations.fine_tunes import check_fine_tune
 from surgeon.operations.operation import Legend, OneOf, Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.prepare import OpenedBase
+from surgeon.operations.routed_experts import dense_sites, routed_tensors
 from surgeon.operations.selectors import LayerSelector, select_layers
-from surgeon.operations.sites import select_sites
-from surgeon.runtime.composition import FFN
-from surgeon.runtime.routed_rules import ROUTED
+from surgeon.operations.sites import default_activation
 
 _BALANCE = 0.01
 # In a list of experts, the base itself.
@@ -236,21 +235,22 @@ class UpcycleExperts(Operation):
     def edit(self, draft: Draft, facts: None) -> OperationRecord:
         """Turn every layer's MLP into experts, and the config into that of the class that has them."""
         number = draft.number
-        shapes = _layer_shapes(draft)
+        _check(draft)
         sparse = select_layers(self.layers, len(draft.layers))
         plain = tuple(index for index in range(len(draft.layers)) if index not in set(sparse))
         mixture = Mixture(self.form, self._count, self.top_k, self.fine_grained, plain=plain)
         try:
-            target, dense = target_for(draft.config, shapes, mixture, self.target)
+            target, dense = target_for(draft.config, _layer_shapes(draft), mixture, self.target)
         except NoTarget:
             if self.form == "copies" or self.target is not None:
                 raise
-            return self._as_grafts(draft, dense_of(draft.config, shapes, mixture), mixture, number)
+            return self._as_grafts(draft, mixture, number)
         mixture = replace(mixture, balance=self._balance(target))
         for index, layer in enumerate(draft.layers):
             kept = index in plain
             made = target.plain_layer(dense) if kept else target.layer(dense, mixture)
-            born = {each.suffix: self._recipe(each, layer, dense, f"layers.{index}") for each in made}
+            down = dense.source("down").suffix
+            born = {each.suffix: self._recipe(each, layer, down, f"layers.{index}") for each in made}
             dropped = target.dropped(dense, plain=kept)
             stay = {s: recipe for s, recipe in layer.tensors.items() if s not in dropped}
             if self.attention == "average":
@@ -271,26 +271,27 @@ class UpcycleExperts(Operation):
             trains="new",
         )
 
-    def _as_grafts(self, draft: Draft, dense: Dense, mixture: Mixture, number: int) -> OperationRecord:
+    def _as_grafts(self, draft: Draft, mixture: Mixture, number: int) -> OperationRecord:
         """Routed experts beside every MLP, by modules that ship with the weights."""
         model_type = printable(str(draft.config.get("model_type")))
+        found = dense_sites(draft, self.layers)
         balance = _BALANCE if self.balance is None else self.balance
         if balance:
             draft.settings["routed_loss"] = {"balance": balance}
-        made = routed_tensors(dense, mixture)
-        entry = {"experts": mixture.count, "size": dense.width // mixture.segments, "top_k": mixture.chosen}
-        sites = select_sites(draft, self.layers, FFN)
-        for index in sites:
-            layer = draft.layers[index]
-            tensors = {each.suffix: self._recipe(each, layer, dense, f"layers.{index}") for each in made}
-            layer.grafts.append(Graft("routed_experts", dict(entry), tensors, number))
+        for index, ffn in found.items():
+            check_divides(mixture, ffn.width)
+            entry: dict[str, Any] = {"experts": mixture.count, "size": ffn.width // mixture.segments}
+            entry |= {"top_k": mixture.chosen} | ffn.settings(default_activation(draft, index))
+            made, layer = routed_tensors(ffn, mixture, draft.anatomy.sizes.hidden), draft.layers[index]
+            tensors = {each.suffix: self._recipe(each, layer, ffn.down, f"layers.{index}") for each in made}
+            layer.grafts.append(Graft("routed_experts", entry, tensors, number))
         alone = "; the weight of the one expert is its score, by which the router learns" if mixture.chosen == 1 else ""
         alone += self._amended_by(balance)
         return OperationRecord(
             op=self.op,
-            matched=f"{len(sites)} layers, {mixture.count} experts each, {mixture.chosen} a token, beside the"
+            matched=f"{len(found)} layers, {mixture.count} experts each, {mixture.chosen} a token, beside the"
             f" MLP by modules of surgeon's own, as no class of transformers holds a {model_type} with experts"
-            f"{' in these layers alone' if mixture.plain else ''}{alone}",
+            f"{' in these layers alone' if len(found) < len(draft.layers) else ''}{alone}",
             claim=Claim("exact", "routed experts add exactly zero beside the base's MLP, whatever the router says"),
             trains="new",
         )
@@ -354,10 +355,10 @@ class UpcycleExperts(Operation):
         )
         return Claim("rounding", f"{one} compute what the base's MLP does, in another order of sums")
 
-    def _recipe(self, made: Made, layer: LayerDraft, dense: Dense, label: str) -> Recipe:
-        """How one tensor of a layer comes to be."""
+    def _recipe(self, made: Made, layer: LayerDraft, down: str, label: str) -> Recipe:
+        """How one tensor of a layer comes to be; `down` is the suffix of the matrix by which its MLP writes."""
         key = f"{label}.{made.suffix}"
-        dtype = layer.tensors[dense.source("down").suffix].dtype
+        dtype = layer.tensors[down].dtype
         match made.role:
             case "router":
                 return self._router(made, key, dtype, layer)
@@ -370,7 +371,7 @@ class UpcycleExperts(Operation):
         joined = _joined(made.takes, layer, made.shape, still=still)
         if still and self.attention == "average" and made.suffix.startswith("self_attn."):
             return self._mean(made.takes[0], layer)
-        if still or (self.init == "copy" and not cut and not self._models):
+        if still or made.role == "copied" or (self.init == "copy" and not cut and not self._models):
             return joined
         # Of experts in one tensor each matrix comes for itself: gate and up of one after the other, or outputs.
         each = len(made.takes) // (self._count * self.fine_grained) or 1
@@ -429,22 +430,6 @@ class UpcycleExperts(Operation):
         return whole if self.fine_grained == 1 else repeated(whole, self.fine_grained)
 
 
-def routed_tensors(dense: Dense, mixture: Mixture) -> list[Made]:
-    """The tensors of a layer's routed experts, each all experts' in one."""
-    size = dense.width // mixture.segments
-    gate, up, down = (dense.source(role) for role in ("gate", "up", "down"))
-    inner = (mixture.count, size, dense.hidden)
-    numbers = [expert % mixture.segments for expert in range(mixture.count)]
-    return [
-        Made(f"{ROUTED}router", (mixture.count, dense.hidden), "router"),
-        *(
-            Made(f"{ROUTED}{name}", inner, "inner", tuple(take.part(n, mixture.segments) for n in numbers))
-            for name, take in (("gate_proj", gate), ("up_proj", up))
-        ),
-        Made(f"{ROUTED}down_proj", (mixture.count, dense.hidden, size), "down", (down,) * mixture.count),
-    ]
-
-
 def _joined(takes: Sequence[Take], layer: LayerDraft, shape: tuple[int, ...], *, still: bool) -> Copy:
     """Rows of the layer's tensors, one piece below the other."""
     pieces: list[tuple[Copy, int, int]] = []
@@ -455,8 +440,8 @@ def _joined(takes: Sequence[Take], layer: LayerDraft, shape: tuple[int, ...], *,
     return rows(pieces, shape, still=still)
 
 
-def _layer_shapes(draft: Draft) -> dict[str, tuple[int, ...]]:
-    """The shapes of a layer's tensors, by suffix. Raises BadInput for a base or a plan that cannot be upcycled."""
+def _check(draft: Draft) -> None:
+    """Raise BadInput for a base or a plan that cannot be upcycled."""
     if draft.dropped or any(layer.base is None or layer.rewritten for layer in draft.layers):
         raise BadInput(f"an earlier operation of this plan changes layers; apply it {_ELSEWHERE}")
     if draft.bank is not None or any(layer.grafts for layer in draft.layers):
@@ -466,21 +451,30 @@ def _layer_shapes(draft: Draft) -> dict[str, tuple[int, ...]]:
         )
     if "auto_map" in draft.config:
         raise BadInput("the base runs code of its own, which no class of transformers is known to compute")
-    if any(draft.anatomy.beyond):
-        raise BadInput(
-            "layers above the stack predict further tokens and have an MLP of their own; take these out first"
-        )
     odd = next((r for layer in draft.layers for r in layer.tensors.values() if r.dtype not in FLOAT_DTYPES), None)
     if isinstance(odd, Copy) and odd.source is not None:
         raise BadInput(
             f"{printable(odd.source)}: quantised ({odd.dtype}), and experts are to train; operate on the full-precision"
             " weights and quantise the output"
         )
+
+
+def _layer_shapes(draft: Draft) -> dict[str, tuple[int, ...]]:
+    """The shapes of a layer's tensors, by suffix. Raises NoTarget where no class could hold the layers of this base."""
+    if any(draft.anatomy.beyond):
+        raise NoTarget(
+            f"layers above the stack predict further tokens and have an MLP of their own; take these out, or {BESIDE}"
+        )
     if "text_config" in draft.config or not draft.anatomy.layer_name(0, "").startswith("model.layers."):
-        raise BadInput("the layers stand in a larger model, or without a head; save the text model with its head alone")
+        raise NoTarget(
+            "the layers stand in a larger model, or without a head; take the text out first (`extract_text`), or"
+            f" {BESIDE}"
+        )
     first = {suffix: recipe.shape for suffix, recipe in draft.layers[0].tensors.items()}
-    check_no_experts(suffix for layer in draft.layers for suffix in layer.tensors)
     for index, layer in enumerate(draft.layers):
         if {suffix: recipe.shape for suffix, recipe in layer.tensors.items()} != first:
-            raise BadInput(f"layer {index} holds other tensors than layer 0, and a mixture here is one for all layers")
+            raise NoTarget(
+                f"layer {index} holds other tensors than layer 0, and the classes known here have one kind of layer;"
+                f" {BESIDE}"
+            )
     return first

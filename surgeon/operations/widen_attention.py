@@ -19,7 +19,7 @@ from surgeon.errors import BadInput
 from surgeon.families.family import Part, Role
 from surgeon.operations.operation import OneOf, Operation, Paper, TrainingDefaults
 from surgeon.operations.widen_ffn import COMPOSABLE, place_of, repeated
-from surgeon.operations.widths import ROUNDING, check_alone, check_free, parts_with, widen
+from surgeon.operations.widths import ROUNDING, check_alone, check_free, parts_with, which_layers, widen
 from surgeon.runtime.adapters_rules import VARIANCES
 
 _READING: tuple[Role, ...] = ("query", "key", "value")
@@ -61,18 +61,19 @@ class WidenAttention(Operation):
         narrow = groups * sizes.head_dim
         wide = narrow * each
         rows: dict[Role, int] = {"query": wide, "key": narrow, "value": narrow, "output": wide}
-        for index, layer in enumerate(draft.layers):
+        wider = [index for index in range(len(draft.layers)) if _has_heads(draft, index)]
+        for index in wider or [0]:
             parts = parts_with(draft, index, (*_READING, "output"))
-            _check_norms(draft, index)
+            check_norms(draft, index)
             more = {role: self._pieces(draft, number, index, parts, role, count) for role, count in rows.items()}
-            layer.rewritten |= dict.fromkeys(widen(draft, index, _READING, "output", more), number)
+            draft.layers[index].rewritten |= dict.fromkeys(widen(draft, index, _READING, "output", more), number)
         heads, kv_heads = sizes.heads + groups * each, sizes.kv_heads + groups
         # Without `head_dim` a class would divide the hidden size by the heads.
         draft.sizes |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": sizes.head_dim}
         return OperationRecord(
             op=self.op,
             matched=f"heads of {sizes.head_dim}: {sizes.heads} become {heads}, key-value heads {sizes.kv_heads} become"
-            f" {kv_heads}, in all {len(draft.layers)} layers, {self.init}",
+            f" {kv_heads}, in {which_layers(wider, draft)}, {self.init}",
             claim=Claim("rounding", f"new columns of the output projections are zero; {ROUNDING}"),
             trains="new",
         )
@@ -92,7 +93,7 @@ class WidenAttention(Operation):
         return repeated(source, begin, sizes.query_width if role == "query" else sizes.kv_width, count)
 
 
-def _check_norms(draft: Draft, layer: int) -> None:
+def check_norms(draft: Draft, layer: int) -> None:
     """Raise BadInput where queries or keys are normalised over all heads together."""
     norms = [p for p in draft.kind_of(layer).parts if p.kind == "norm" and {role for role, _ in p.blocks} & _OF_HEADS]
     if wide := [part.suffix for part in norms if part.shape[0] != draft.anatomy.sizes.head_dim]:
@@ -100,3 +101,11 @@ def _check_norms(draft: Draft, layer: int) -> None:
             f"layer {layer} ({wide[0]}): queries and keys are normalised over all heads together, so new heads would"
             " change what the old ones compute"
         )
+
+
+def _has_heads(draft: Draft, layer: int) -> bool:
+    """Whether a layer has attention as it is known; others (state spaces, convolutions) have no heads to add to.
+
+    Attention that is not known has other shapes once there are more heads, by which the model is then refused.
+    """
+    return bool({role for part in draft.kind_of(layer).parts for role, _ in part.blocks} & set(_READING))

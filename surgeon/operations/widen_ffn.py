@@ -18,10 +18,9 @@ from surgeon.blueprint.recipes import Constant, Copy, Random, Recipe, sliced
 from surgeon.errors import BadInput
 from surgeon.families.family import LARGEST_SIZE, Part, Role
 from surgeon.operations.operation import OneOf, Operation, Paper, TrainingDefaults
-from surgeon.operations.widths import ROUNDING, check_alone, check_free, parts_with, widen
+from surgeon.operations.widths import ROUNDING, check_alone, check_free, ffn_roles, parts_with, which_layers, widen
 from surgeon.runtime.adapters_rules import VARIANCES
 
-_ROLES: tuple[Role, ...] = ("gate", "up", "down")
 NET2NET = Paper(
     "chen2016net2net",
     "Chen, Tianqi and Goodfellow, Ian and Shlens, Jonathon",
@@ -79,14 +78,17 @@ class WidenFFN(Operation):
             raise BadInput(f"FFNs of {before} would have {after} neurons; beyond 2^31 is refused")
         if after <= before:
             raise BadInput(f"`to` {after}: the FFNs have {before} neurons already, and only become wider")
-        for index, layer in enumerate(draft.layers):
-            parts = parts_with(draft, index, _ROLES)
-            more = {role: self._pieces(draft, number, index, parts, role, after - before) for role in _ROLES}
-            layer.rewritten |= dict.fromkeys(widen(draft, index, ("gate", "up"), "down", more), number)
+        wider = {index: roles for index in range(len(draft.layers)) if (roles := ffn_roles(draft, index))}
+        if not wider:
+            raise BadInput("no layer has an FFN that could become wider; widen another model")
+        for index, roles in wider.items():
+            parts = parts_with(draft, index, roles)
+            more = {role: self._pieces(draft, number, index, parts, role, after - before) for role in roles}
+            draft.layers[index].rewritten |= dict.fromkeys(widen(draft, index, roles[:-1], "down", more), number)
         draft.sizes["intermediate_size"] = after
         return OperationRecord(
             op=self.op,
-            matched=f"FFNs of {before} become {after} in all {len(draft.layers)} layers, {self.init}",
+            matched=f"FFNs of {before} become {after} in {which_layers(wider, draft)}, {self.init}",
             claim=Claim("rounding", f"new columns of the down projections are zero; {ROUNDING}"),
             trains="new",
         )

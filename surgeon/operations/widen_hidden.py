@@ -185,6 +185,10 @@ def _outside(draft: Draft, times: int) -> dict[str, Joined]:
         elif name == anatomy.outer_name("norm.weight"):
             off = Constant(_null_scale(anatomy), info.dtype, (info.shape[0] * (times - 1),))
             found[name] = side_by_side((source, off) if anatomy.tied else _again(source, times), 0)
+        elif name == anatomy.outer_name("norm.bias"):
+            # The mean of [x; x] is that of x too, so LayerNorm takes both as it takes one.
+            off = Constant(0.0, info.dtype, (info.shape[0] * (times - 1),))
+            found[name] = side_by_side((source, off) if anatomy.tied else _again(source, times), 0)
         elif name == "lm_head.weight":
             found[name] = side_by_side(_again(source, times) if anatomy.tied else _zeros(source, times), 1)
         else:

@@ -7,15 +7,27 @@ bfloat16 in some.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Constant, Copy, Joined, Random, Recipe, side_by_side, sliced
+from surgeon.common.formatting import show_layers
 from surgeon.errors import BadInput, printable
 from surgeon.families.family import Part, Role
+from surgeon.runtime.composition import FFN
 
+# What predicts further tokens, where it is no layer above the stack.
+_FURTHER = ("mtp.", "model.mtp.")
+# K-quants pack so many numbers together; no kernel needs more.
+MOST_DIVIDED = 256
 ROUNDING = "sums over more of them are taken in another order, so logits differ by rounding"
+
+
+def divisor_of(size: int) -> int:
+    """The largest power of two, up to `MOST_DIVIDED`, that divides a size."""
+    return math.gcd(size, MOST_DIVIDED)
 
 
 def check_alone(draft: Draft, size: str) -> None:
@@ -24,6 +36,13 @@ def check_alone(draft: Draft, size: str) -> None:
         raise BadInput("widths change in a plan of their own: apply the operations before it first, then this one")
     if draft.widths and "hidden_size" in (size, *draft.widths):
         raise BadInput("a wider residual stream stands in a plan of its own: apply two plans")
+    beyond = [info.name for tensors in draft.anatomy.beyond for info in tensors.values()]
+    beyond += [name for name in draft.anatomy.idle if name.startswith(_FURTHER)]
+    if beyond:
+        raise BadInput(
+            f"{printable(beyond[0])}: a layer that predicts further tokens has the widths of the others, and surgeon"
+            " does not change it; take these layers out first"
+        )
     if size in draft.sizes:
         raise BadInput(f"an earlier operation of this plan changes `{size}` too: join the two, or apply two plans")
 
@@ -53,6 +72,25 @@ def parts_with(draft: Draft, layer: int, roles: Sequence[Role]) -> dict[str, Par
     if kind.packed:
         raise BadInput(f"layer {layer} is quantised: widen the full-precision model, and quantise the output")
     return found
+
+
+def ffn_roles(draft: Draft, layer: int) -> tuple[Role, ...]:
+    """The modules of a layer's FFN from the first that reads to the one that writes; without a gate two, else three.
+
+    Empty where the layer has no FFN. Raises BadInput where none of its parts is known.
+    """
+    kind = draft.kind_of(layer)
+    known = {role for part in kind.parts for role, _ in part.blocks}
+    if not known & {"up", "down"} and FFN not in draft.blocks(layer):
+        return ()
+    return ("gate", "up", "down") if "gate" in known else ("up", "down")
+
+
+def which_layers(wider: Collection[int], draft: Draft) -> str:
+    """Which layers become wider: all, or those that have what becomes wider."""
+    if len(wider) == len(draft.layers):
+        return f"all {len(wider)} layers"
+    return f"{show_layers(sorted(wider))}, which have them"
 
 
 def check_free(draft: Draft, *, beside: Sequence[str] = ()) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from surgeon.common.listener import Listener
+from surgeon.errors import printable
 from surgeon.evaluate.evaluate import evaluate
+from surgeon.evaluate.open_texts import open_texts
 from surgeon.evaluate.results import SourceScores
 
 
@@ -57,13 +59,19 @@ def text_losses(
     """
     probe = Path(str(files("surgeon.models") / "probe.txt"))
     # Names of texts are anybody's; those of sources are not.
-    named = {f"text-{nth}": text or probe for nth, text in enumerate(texts.values())}
+    opened = open_texts({f"text-{nth}": text or probe for nth, text in enumerate(texts.values())})
+    named = [replace(text, name=name) for name, text in zip(texts, opened, strict=True)]
+    for nth, text in enumerate(named):
+        if windows and len(text) > windows:
+            ways = "--windows N takes more, --windows 0 all"
+            listener.say(f"text {printable(text.name)}: {windows} of its {len(text):,} documents; {ways}")
+            named[nth] = text.sample(windows)
     found = evaluate(
         str(out),
         named,
         base=base if base is None else str(base),
         length=window,
-        most=windows,
+        most=0,
         device=device,
         trust_remote_code=trust_remote_code,
         listener=listener,

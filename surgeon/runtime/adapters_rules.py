@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from .births import Birth, Fill, Normal
-from .rules import BRANCH, GraftRules, Kind, Surgery, built, by_layer, check_layers, one_of, weight
+from .rules import ACTIVATIONS, BRANCH, GraftRules, Kind, Surgery, built, by_layer, check_layers, one_of, weight
 
 ADAPTER = "mlp.adapter."
 GATES = ("relu", "sigmoid", "none")
@@ -24,8 +24,6 @@ VARIANCES: dict[str, Callable[[int, int], float]] = {
     "he": lambda width, layers: 2 / width,
 }
 LOCAL_LOSSES = ("l1", "cross_entropy")
-# Of adapters beside an FFN whose own no config names.
-ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2")
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,8 @@ class AdapterSpec:
     frozen: bool = False
     activation: str = ""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """ValueError for what no adapter has."""
         one_of("adapter gate", self.gate, GATES)
         if self.activation:
             one_of("adapter activation", self.activation, ACTIVATIONS)
@@ -68,7 +67,8 @@ class LocalLossSpec:
     l1: float = 0.0
     cross_entropy: float = 0.0
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """ValueError for what is no weight."""
         weight("local_loss l1", self.l1)
         weight("local_loss cross_entropy", self.cross_entropy)
 
@@ -102,8 +102,9 @@ class AdapterRules(GraftRules):
     """Gated adapters."""
 
     name = "adapters"
+    keys = ("adapters", "local_loss")
+    tensors = ("*mlp.adapter.*",)
     kinds = (AdapterKind(),)
-    settings = ("local_loss",)
     losses: ClassVar[Mapping[str, str]] = {
         "local_l1_loss": "mean over adapters",
         "local_cross_entropy_loss": "mean over adapters",
@@ -117,8 +118,11 @@ class AdapterRules(GraftRules):
         return Adapters(by_layer(specs, "adapter"), built(LocalLossSpec, raw.get("local_loss") or {}, "local_loss"))
 
     def check(self, surgery: Surgery, config: Any) -> None:
-        """Layers exist, and the domain cross-entropy has gates to classify by."""
+        """Entries hold together, layers exist, and the domain cross-entropy has gates to classify by."""
         found: Adapters = surgery.of[self.name]
+        found.local_loss.check()
+        for spec in found.by_layer.values():
+            spec.check()
         check_layers(found.by_layer, surgery.layers, "adapter")
         ungated = [adapter.layer for adapter in found.by_layer.values() if adapter.gate != "sigmoid"]
         if found.local_loss.cross_entropy > 0 and ungated:

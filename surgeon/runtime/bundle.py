@@ -1,8 +1,8 @@
 """Joining the runtime's modules into the one file that ships beside weights: `modeling_surgeon.py`.
 
 Which modules it takes, and which classes are composed of them, follows from config.json alone, so the same bytes can be
-joined again anywhere. Modules stand in the order in which they need each other, then by name; what they import is
-collected at the top, and imports of one another fall away.
+joined again anywhere. Modules stand in the order in which they need each other, then by name; of each there is what
+those classes need. What that imports is collected at the top, and imports of one another fall away.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 
 from .classes import WIDTH, Use, classes_of, uses_of
 from .composition import Composition, composition_of
+from .needed import Definition, definitions_of, needed, source_of
 
 CODE_FILE = "modeling_surgeon.py"
 _PACKAGE = "surgeon.runtime"
@@ -37,17 +38,16 @@ from __future__ import annotations
 
 @dataclass(frozen=True)
 class Part:
-    """One module: its docstring, its code without imports, what it imports from elsewhere, and the parts it needs.
+    """One module: its docstring, its definitions, what it imports from elsewhere, and the parts it needs.
 
     `imports` maps the names that its code uses to (module, name there), or to (module, "") for a module itself.
     """
 
     module: str
     doc: str
-    code: str
+    definitions: tuple[Definition, ...]
     imports: Mapping[str, tuple[str, str]]
     needs: tuple[str, ...]
-    defines: frozenset[str]
 
 
 def bundle(config: Mapping[str, Any]) -> bytes:
@@ -62,33 +62,62 @@ def bundle(config: Mapping[str, Any]) -> bytes:
     return _joined(native, uses_of(raw if isinstance(raw, Mapping) else {}, native))
 
 
+def grafts_in(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of the grafts whose code is in the file that belongs to a config."""
+    native, raw = composition_of(config), config.get("surgery")
+    uses = () if native is None else uses_of(raw if isinstance(raw, Mapping) else {}, native)
+    return tuple(use.rules.name for use in uses)
+
+
 def roots_of(native: Composition, uses: tuple[Use, ...]) -> list[str]:
     """The modules that are needed for their own sake."""
-    roots = {f"{_PACKAGE}.{name}" for name in ("graft", "heads", *(("encoders",) if native.encoder else ()))}
+    asked = {
+        "encoders": native.encoder,
+        "twins": any(use.twins for use in uses),
+        "crossing": any(use.crosses for use in uses),
+    }
+    roots = {f"{_PACKAGE}.{name}" for name in ("graft", "heads", *(name for name, there in asked.items() if there))}
     return sorted(roots | {use.rules.part for use in uses} | {part for use in uses for _, part, _ in use.taken or ()})
 
 
 @cache
 def _joined(native: Composition, uses: tuple[Use, ...]) -> bytes:
-    parts = [*ordered(roots_of(native, uses)), part_of(f"{_PACKAGE}.classes", classes_of(native, uses))]
+    classes = part_of(f"{_PACKAGE}.classes", classes_of(native, uses))
+    parts = [*ordered(roots_of(native, uses)), classes]
     imports: dict[str, tuple[str, str]] = {}
-    defined: dict[str, str] = {}
+    homes: dict[str, str] = {}
     for part in parts:
         for name, source in part.imports.items():
             assert imports.setdefault(name, source) == source, f"{part.module} imports another `{name}`: {source}"
-        for name in part.defines:
-            assert name not in defined, f"`{name}` stands in {part.module} and in {defined[name]}"
-            defined[name] = part.module
-    assert not set(imports) & set(defined), set(imports) & set(defined)
-    text = [_HEADER.format(title=native.name), _import_lines(imports)]
-    for nth, part in enumerate(parts):
+        for each in part.definitions:
+            assert not each.name or each.name not in homes, f"`{each.name}` stands in {part.module} and elsewhere"
+            homes[each.name] = part.module
+    assert not set(imports) & set(homes), set(imports) & set(homes)
+    kept = chosen(parts, classes)
+    members = [member for each in kept.values() for one in each for member in (one.head, *one.members)]
+    named = {name for member in members for name in member.names}
+    used = {name: source for name, source in imports.items() if name in named}
+    text = [_HEADER.format(title=native.name), _import_lines(used)]
+    for part in parts:
+        if not kept[part.module]:
+            continue
         name = part.module.rpartition(".")[2]
         note = part.doc
         told = textwrap.indent(note.strip(), "# ", lambda line: True).replace("# \n", "#\n")
         rule = f"# --- {name} ".ljust(WIDTH, "-")
         # ruff takes a comment right after imports for theirs, with one empty line between.
-        text.append(f"{chr(10) if nth else ''}\n{rule}\n{told}{chr(10) if told else ''}\n\n{part.code.strip()}\n")
+        above = chr(10) if len(text) > 2 else ""
+        text.append(f"{above}\n{rule}\n{told}{chr(10) if told else ''}\n\n{source_of(kept[part.module])}\n")
     return "".join(text).encode()
+
+
+def chosen(parts: Iterable[Part], classes: Part) -> dict[str, list[Definition]]:
+    """What a joined file has of each of its parts, by module: all of the composed classes, and what those need."""
+    others = [each for part in parts if part is not classes for each in part.definitions]
+    roots = [member for each in classes.definitions for member in (each.head, *each.members)]
+    found = {each.name: each for each in needed(others, roots)}
+    kept = {part.module: [found[d.name] for d in part.definitions if d.name in found] for part in parts}
+    return kept | {classes.module: list(classes.definitions)}
 
 
 def ordered(roots: Iterable[str]) -> list[Part]:
@@ -123,10 +152,8 @@ def part_of(module: str, source: str) -> Part:
     doc = ast.get_docstring(tree) or ""
     imports: dict[str, tuple[str, str]] = {}
     needs: set[str] = set()
-    defines: set[str] = set()
+    body: list[ast.stmt] = []
     for node in tree.body:
-        if _is_docstring(node) or isinstance(node, ast.Import | ast.ImportFrom) or _only_for_types(node):
-            lines[node.lineno - 1 : node.end_lineno] = [""] * ((node.end_lineno or 0) - node.lineno + 1)
         if isinstance(node, ast.Import):
             imports |= {alias.asname or alias.name: (alias.name, "") for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -138,10 +165,10 @@ def part_of(module: str, source: str) -> Part:
             elif node.module != "__future__":
                 assert node.level == 0 and node.module, f"{module} imports `{ast.unparse(node)}`, which does not ship"
                 imports |= {alias.asname or alias.name: (node.module, alias.name) for alias in node.names}
-        else:
-            defines |= _defined(node)
+        elif not (_is_docstring(node) or _only_for_types(node)):
+            body.append(node)
     imports.pop("TYPE_CHECKING", None)
-    return Part(module, doc, "\n".join(lines), imports, tuple(sorted(needs)), frozenset(defines))
+    return Part(module, doc, tuple(definitions_of(body, lines)), imports, tuple(sorted(needs)))
 
 
 def _sibling(module: str, node: ast.ImportFrom) -> str | None:
@@ -151,17 +178,6 @@ def _sibling(module: str, node: ast.ImportFrom) -> str | None:
     if node.level == 0 and node.module and node.module.startswith(f"{_PACKAGE}."):
         return node.module
     return None
-
-
-def _defined(node: ast.stmt) -> set[str]:
-    match node:
-        case ast.ClassDef() | ast.FunctionDef():
-            return {node.name}
-        case ast.Assign():
-            return {target.id for target in node.targets if isinstance(target, ast.Name)}
-        case ast.AnnAssign(target=ast.Name(id=name)):
-            return {name}
-    return set()
 
 
 def _is_docstring(node: ast.stmt) -> bool:

@@ -27,7 +27,6 @@ _TEXT_CONFIG = """
 class {text}({native}):
     \"""The native config of the text decoder, with the `surgery` of the whole.\"""
 
-    encoder_surgery: ClassVar[bool] = False
     grafts: ClassVar[tuple[Graft, ...]] = {config}.grafts
 """
 
@@ -39,6 +38,15 @@ class {upcycled}(Site, {native}):
 
 _LAYER = """
 
+class {upcycled}(UpcycledLayer, {native}):
+    \"""A layer.\"""
+
+    activation_field = "{activation}"
+    sites: ClassVar[Any] = GRAFT_SITES
+"""
+
+_TWINNED_LAYER = """
+
 class {upcycled}Branch(BranchLayer, {native}):
     \"""The expanded twin of a trunk layer.\"""
 
@@ -46,7 +54,7 @@ class {upcycled}Branch(BranchLayer, {native}):
     sites: ClassVar[Any] = GRAFT_SITES
 
 
-class {upcycled}(UpcycledLayer, {native}):
+class {upcycled}(TwinnedLayer, {native}):
     \"""A layer of the trunk.\"""
 
     activation_field = "{activation}"
@@ -89,14 +97,14 @@ class {upcycled}({native}):
 
 _HEAD = """
 
-class {upcycled}(UpcycledHead, {native}):
+class {upcycled}({bases}):
     \"""{what}.\"""
 
     config_class = {config}
     stack = "{stack}"
     decoder_class = {text}
     output_class = {output}
-    by_token = {by_token}
+    by_token = {by_token}{prefix}
     forward = head_forward({native}.forward)
 """
 
@@ -117,6 +125,16 @@ class Use:
 
     rules: GraftRules
     taken: tuple[tuple[str, str, str], ...] | None
+
+    @property
+    def twins(self) -> bool:
+        """Whether layers get expanded twins."""
+        return any(kind.branching for kind in self.rules.kinds)
+
+    @property
+    def crosses(self) -> bool:
+        """Whether something of it may cross layers."""
+        return type(self.rules).crosses is not GraftRules.crosses
 
     @property
     def source(self) -> str:
@@ -145,9 +163,13 @@ def classes_of(native: Composition, uses: tuple[Use, ...]) -> str:
     for each in (*native.classes, *spans):
         module, _, name = each.rpartition(".")
         imports.setdefault(module if each in TORCH_CLASSES else f"transformers.{module}", set()).add(name)
+    if not native.encoder:
+        imports["transformers"] = {"GenerationMixin"}
     layer_classes = "".join(f"\n        {short_name(each)}: {upcycled(each)}," for each in native.layers)
     sites, places = _spans(native) if native.encoder else _sites(native)
-    layer = _SPAN_LAYER if native.encoder else _LAYER
+    twins = any(use.twins for use in uses)
+    layer = _SPAN_LAYER if native.encoder else _TWINNED_LAYER if twins else _LAYER
+    model_parts = [*(["TwinnedModel"] * twins), *(["CrossingModel"] * any(use.crosses for use in uses))]
     found_by = {**dict.fromkeys(native.autos, native.head), **{head.auto: head.native for head in native.heads}}
     template = (files(__package__) / "classes.template").read_text(encoding="utf-8")
     return template.format(
@@ -161,7 +183,6 @@ def classes_of(native: Composition, uses: tuple[Use, ...]) -> str:
         if several
         else "",
         model_type=PREFIX + native.model_type,
-        encoder=native.encoder,
         grafts=f"{uses[0].source}," if len(uses) == 1 else _listed(uses),
         sites=sites,
         places_are=_SPAN_PLACES if native.encoder else _PLACES,
@@ -173,8 +194,11 @@ def classes_of(native: Composition, uses: tuple[Use, ...]) -> str:
         Text=text,
         NativeText=short_name(native.text),
         text_is="The model without a head" if native.encoder else "The text decoder",
+        model_parts=", ".join(model_parts or ["UpcycledModel"]),
         stack=native.stack,
-        first_position=f"\n    first_position = {native.first_position}" if native.first_position else "",
+        first_position=f"\n    first_position = {native.first_position}"
+        if native.first_position and "CrossingModel" in model_parts
+        else "",
         layer_classes=f"{layer_classes}\n    ",
         unsplit=", ".join(f'"{upcycled(each)}"' for each in native.layers),
         model=_OUTER.format(model=model, native=short_name(native.model), config=config, stack=native.stack, text=text)
@@ -225,17 +249,25 @@ def _heads(native: Composition, uses: tuple[Use, ...]) -> str:
     made = "".join(
         _OUTPUT.format(upcycled=own, native=short_name(told), losses=losses) for told, own in outputs.items()
     )
+
+    def generates(head: str) -> bool:
+        return head == native.head and not native.encoder
+
+    prefixes = {head.native: head.prefix for head in native.heads}
     all_heads = [(native.head, native.output), *((head.native, head.output) for head in native.heads)]
     return made + "".join(
         _HEAD.format(
             upcycled=upcycled(told),
             native=short_name(told),
+            # transformers looks for it among a class's own bases.
+            bases=f"UpcycledHead, {short_name(told)}" + (", GenerationMixin" if generates(told) else ""),
             what="The model with its head" if told == native.head else "The model with another head",
             config=upcycled(native.config),
             stack=native.stack,
             text=upcycled(native.text),
             output=outputs[output],
-            by_token=told == native.head and not native.encoder,
+            by_token=generates(told),
+            prefix=f'\n    base_model_prefix = "{prefixes[told]}"' if prefixes.get(told) else "",
         )
         for told, output in all_heads
     )

@@ -5,7 +5,8 @@
                 "sites": [{"block": "mlp", "native": "….Qwen3MoeSparseMoeBlock", "role": "mlp"}, …],
                 "trunk": {"num_hidden_layers": [4], …}}
 
-`heads` are further heads, each with the auto class that finds it and what it returns. An encoder has `spans` in place
+`heads` are further heads, each with the auto class that finds it and what it returns, and a `prefix` where its class
+calls the base model otherwise than the others. An encoder has `spans` in place
 of `sites`: of each of a layer's blocks the module that reads what the block reads, and the one whose output is added to
 the stream. Both keys are left out where there are none, and so is `first_position` where it is 0.
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 # An output with grafts is of the model type `upcycled_` and its base's.
@@ -70,11 +71,15 @@ class SpanClass:
 
 @dataclass(frozen=True)
 class HeadClass:
-    """A further head: the auto class that finds it, its class, and the class of what it returns."""
+    """A further head: the auto class that finds it, its class, and the class of what it returns.
+
+    `prefix` is what it calls the base model, where its class would call it otherwise than the others.
+    """
 
     auto: str
     native: str
     output: str
+    prefix: str = ""
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,8 @@ class Composition:
         if _MODEL_TYPE.fullmatch(self.model_type) is None:
             raise ValueError(f"config.model_type: `{self.model_type}` is no name of a model type")
         blocks = (site.block for site in self.sites)
-        for name in (*self.path, *blocks, *((self.activation,) if self.activation else ())):
+        stated = (self.activation, *(head.prefix for head in self.heads))
+        for name in (*self.path, *blocks, *filter(None, stated)):
             if _NAME.fullmatch(name) is None:
                 raise ValueError(f"config.anatomy: `{name}` is no name of a module or field")
         for name in (self.stack, *(path for span in self.spans for path in (span.reads, span.writes))):
@@ -178,7 +184,7 @@ class Composition:
     def to_json(self) -> dict[str, Any]:
         """As `anatomy` says it; the model type is told by the config itself."""
         told = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "model_type"}
-        listed = {key: [asdict(each) for each in told.pop(key)] for key in _ENTRIES}
+        listed = {key: [_stated(each) for each in told.pop(key)] for key in _ENTRIES}
         kept = {key: value for key, value in listed.items() if value or key == "sites"}
         first = {"first_position": told.pop("first_position")} if self.first_position else {}
         told.pop("first_position", None)
@@ -226,11 +232,17 @@ def composition_of(config: Mapping[str, Any]) -> Composition | None:
 
 def _entries(key: str, kind: Any, told: Any) -> Iterator[Any]:
     """Entries of a list of the `anatomy` as what they are. Raises ValueError."""
-    names = [each.name for each in fields(kind)]
+    names = [each.name for each in fields(kind) if each.default is MISSING]
+    known = {each.name for each in fields(kind)}
     for entry in told if isinstance(told, list) else (None,):
-        if not isinstance(entry, Mapping) or set(entry) != set(names) or not _texts(list(entry.values())):
+        if not isinstance(entry, Mapping) or not set(names) <= set(entry) <= known or not _texts(list(entry.values())):
             raise ValueError(f"config.anatomy: `{key}` must be a list of entries, each with {', '.join(names)}")
         yield kind(**entry)
+
+
+def _stated(entry: Any) -> dict[str, str]:
+    """An entry's fields, but those that hold what they hold where nothing is said."""
+    return {each.name: getattr(entry, each.name) for each in fields(entry) if getattr(entry, each.name) != each.default}
 
 
 def _texts(values: Sequence[Any]) -> bool:

@@ -24,7 +24,6 @@ from .rules import (
     by_layer,
     check_layers,
     one_of,
-    refuse_pipeline,
     weight,
 )
 
@@ -39,7 +38,8 @@ class DivergenceSpec:
     kind: str = "none"
     weight: float = 1.0
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """ValueError for what no divergence is."""
         if self.kind == "attention":
             raise ValueError(f"config.surgery: {NO_ATTENTION}")
         one_of("divergence kind", self.kind, DIVERGENCES)
@@ -84,6 +84,8 @@ class ControlRules(GraftRules):
     """Control blocks; `interpolators` are those that can be named."""
 
     name = "control"
+    keys = ("control",)
+    tensors = ("*interpolator.*",)
     kinds = (ControlKind(),)
     losses: ClassVar[Mapping[str, str]] = {"divergence_loss": "mean over control blocks"}
     part = "surgeon.runtime.control"
@@ -106,8 +108,6 @@ class ControlRules(GraftRules):
 
     def _block(self, entry: Mapping[str, Any]) -> ControlSpec:
         interpolator = built(InterpolatorSpec, entry.get("interpolator", {}), "interpolator")
-        one_of("interpolator kind", interpolator.kind, self.interpolators)
-        self.interpolators[interpolator.kind].check(interpolator, self.interpolators.values())
         divergence = built(DivergenceSpec, entry.get("divergence", {}), "divergence")
         return built(ControlSpec, {**entry, "interpolator": interpolator, "divergence": divergence}, "control")
 
@@ -116,11 +116,13 @@ class ControlRules(GraftRules):
         return [(block.branch, block.layer) for block in found.values()]
 
     def check(self, surgery: Surgery, config: Any) -> None:
-        """Layers exist, and what projects has something to project for."""
+        """Entries hold together, layers exist, and what projects has something to project for."""
         blocks: dict[int, ControlSpec] = surgery.of[self.name]
         check_layers(blocks, surgery.trunk_layers, "control")
-        refuse_pipeline(config, "an expanded twin stands beside its layer and is counted as one behind the last")
         for block in blocks.values():
+            one_of("interpolator kind", block.interpolator.kind, self.interpolators)
+            self.interpolators[block.interpolator.kind].check(block.interpolator, self.interpolators.values())
+            block.divergence.check()
             if self.interpolators[block.interpolator.kind].projects and block.divergence.kind == "none":
                 raise ValueError(
                     f"config.surgery: layer {block.layer} projects for a divergence that is `none`; "

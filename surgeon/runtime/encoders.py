@@ -82,6 +82,12 @@ class UpcycledEncoderLayer(UpcycledLayer):
     ]
     sites = ()
 
+    def compose(self, config: Any, index: int, surgery: Surgery) -> None:
+        """Let grafts in."""
+        super().compose(config, index, surgery)
+        if "mlp" in self.carrying and getattr(config, "chunk_size_feed_forward", None):
+            raise ValueError("config.chunk_size_feed_forward cuts what control states look at as a whole; set it to 0")
+
     def open_blocks(self, index: int, surgery: Surgery) -> None:
         """Make the blocks beside which grafts stand able to carry them."""
         held = dict(self.named_modules())

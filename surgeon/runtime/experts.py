@@ -28,7 +28,7 @@ from .graft import Frame, Graft, current_frame
 from .losses import masked_mean
 from .newborn import LowRank, Newborn
 from .precision import at_least_fp32
-from .rules import Surgery, engine_of
+from .rules import Surgery, engine_of, engine_ranks, refuse_pipeline
 
 
 class LoraSlot(LowRank):
@@ -41,6 +41,7 @@ class WithSlots(nn.Module):
     def __init__(self, native: nn.Linear | Conv1D, specs: Sequence[SlotSpec], *, routed: bool) -> None:
         width_in, width_out = native.weight.shape if isinstance(native, Conv1D) else reversed(native.weight.shape)
         super().__init__(width_in, width_out, bias=native.bias is not None)
+        self.widths = (width_in, width_out)
         self.routed = routed
         self.slots = nn.ModuleDict({str(spec.slot): LoraSlot(spec.rank, width_in, width_out) for spec in specs})
         self.groups = _grouped(specs, lambda spec: spec.group)
@@ -48,6 +49,11 @@ class WithSlots(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """… in to … out."""
         output: Tensor = super().forward(x)
+        if (x.shape[-1], output.shape[-1]) != self.widths:
+            raise RuntimeError(
+                "a module with PMoE slots is split over devices (tensor parallel), and its slots are not; load the"
+                " model without `tp_plan`"
+            )
         frame, routing = current_frame(), None
         if frame is not None and frame.off:
             return output
@@ -194,6 +200,8 @@ class ExpertRouter(nn.Module):
 class ExpertGraft(Graft, ExpertRules):
     """Experts and their router."""
 
+    replaces = (WithSlots,)
+
     def attach(self, layer: Any, config: Any, index: int, surgery: Surgery) -> bool:
         """A module with slots in the place of every one that a slot targets; in one layer the router."""
         found: Experts = surgery.of[self.name]
@@ -205,6 +213,15 @@ class ExpertGraft(Graft, ExpertRules):
         layer.expert_router = ExpertRouter(found.router, config.hidden_size)
         layer.routes = True
         return True
+
+    def complete(self, model: Any, surgery: Surgery) -> None:
+        """Nothing; but an engine may split layers or matrices."""
+        refuse_pipeline(model.config, "the router of PMoE's slots must reach all deeper layers")
+        if engine_ranks(model.config)[0] > 1:
+            raise ValueError(
+                f"{engine_of(model.config)} splits matrices over processes here, but does not split PMoE's slots beside"
+                " them; set tensor_parallel_size to 1"
+            )
 
     def before(self, layer: Any, hidden_states: Tensor, frame: Frame) -> None:
         """The router reads what goes into its layer; what holds slots must be there still."""

@@ -25,9 +25,6 @@ from .rules import (
     Surgery,
     built,
     check_layers,
-    engine_of,
-    engine_ranks,
-    refuse_pipeline,
     weight,
     without_numbers,
 )
@@ -69,7 +66,8 @@ class SlotSpec:
             scales={},
         )
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """ValueError for what no slot is."""
         for rank in (self.rank, *self.ranks.values()):
             if rank < 1:
                 raise ValueError(f"config.surgery: slot {self.slot} has rank {rank}; at least 1 is needed")
@@ -137,7 +135,8 @@ class RouterLossSpec:
 
     task_id: float = 0.0
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """ValueError for what is no weight."""
         weight("router_loss task_id", self.task_id)
 
 
@@ -227,8 +226,9 @@ class ExpertRules(GraftRules):
     """Experts and their router."""
 
     name = EXPERTS
+    keys = ("experts", "expert_router", "router_loss")
+    tensors = ("*expert_router.*", "*.lora_*")
     kinds = (ExpertsKind(), RouterKind())
-    settings = ("router_loss",)
     losses: ClassVar[Mapping[str, str]] = {"router_loss": "the experts' router against the tasks"}
     part = "surgeon.runtime.experts"
     module = "ExpertGraft"
@@ -242,21 +242,21 @@ class ExpertRules(GraftRules):
         )
 
     def check(self, surgery: Surgery, config: Any) -> None:
-        """Layers exist; the router stands below what it weighs and has a column for every slot."""
+        """Entries hold together; the router stands below what it weighs and has a column for every slot."""
         found: Experts = surgery.of[self.name]
+        found.router_loss.check()
+        for slot in (slot for experts in found.by_layer.values() for slot in experts.slots):
+            slot.check()
         check_layers(found.by_layer, surgery.layers, "experts")
-        refuse_pipeline(config, "the router of PMoE's slots must reach all deeper layers")
-        if engine_ranks(config)[0] > 1:
-            raise ValueError(
-                f"{engine_of(config)} splits matrices over processes here, but does not split PMoE's slots beside them;"
-                " set tensor_parallel_size to 1"
-            )
         if found.router_loss.task_id > 0 and found.router is None:
             raise ValueError("config.surgery: router_loss task_id needs an expert_router, and there is none")
         if found.router is not None:
             check_layers([found.router.layer], surgery.trunk_layers, "expert_router")
             _check_columns(found.router)
         for experts in found.by_layer.values():
+            numbers = [slot.slot for slot in experts.slots]
+            if numbers != sorted(set(numbers)):
+                raise ValueError(f"config.surgery: experts of layer {experts.layer} have slots {numbers}, not in order")
             for slot in experts.slots if experts.routed else ():
                 _check_slot(found.router, experts, slot, surgery.homes.get(experts.layer, experts.layer))
 
@@ -329,9 +329,6 @@ def _joined(entries: list[ExpertsSpec]) -> dict[int, ExpertsSpec]:
         if earlier is not None and earlier.routed != entry.routed:
             raise ValueError(f"config.surgery: experts of layer {entry.layer} are both routed and not")
         slots = entry.slots if earlier is None else earlier.slots + entry.slots
-        numbers = [slot.slot for slot in slots]
-        if numbers != sorted(set(numbers)):
-            raise ValueError(f"config.surgery: experts of layer {entry.layer} have slots {numbers}, not in order")
         joined[entry.layer] = ExpertsSpec(entry.layer, entry.routed, slots)
     return joined
 

@@ -36,7 +36,7 @@ from .graft import Frame, Graft
 from .losses import Flow, logger
 from .newborn import Newborn
 from .precision import at_least_fp32
-from .prefix import PrefixCache, Reading, keep_prefix, latest, prefix_in, read_rows
+from .prefix import Kept, Reading, keep, kept_in, latest, read_rows
 from .rules import Surgery
 
 # What one of evidence is as a whole number, and the most that a token can give.
@@ -75,6 +75,10 @@ class DomainGate(Newborn):
                 "learned here shows, in an evaluation neither. Fit it first, by `surgeon train`."
             )
 
+    def forward(self, hidden_states: Tensor, gating: Gating) -> Tensor:
+        """Where it is open for hidden_states, B T D: B T, bool; all its tensors are read in here, where they are."""
+        return gating.decide(self, hidden_states)
+
     def evidence(self, hidden_states: Tensor) -> Tensor:
         """Each token's, B T D to B T 1, whole numbers of 2⁻¹⁶."""
         wide = at_least_fp32(hidden_states)
@@ -100,9 +104,7 @@ class Gating(Reading):
     decided.
     """
 
-    def __init__(
-        self, valid: Tensor, begins: Tensor | None, past: PrefixCache | None, forced: Tensor | None = None
-    ) -> None:
+    def __init__(self, valid: Tensor, begins: Tensor | None, past: Kept | None, forced: Tensor | None = None) -> None:
         super().__init__(valid, begins, past)
         self.forced = forced
         self.scores: Tensor | None = None
@@ -158,6 +160,10 @@ class GateGraft(Graft, GateRules):
             layer.gated, layer.layer_gated = frozenset(spec.grafts), spec.inserted
         return spec is not None or index == found.gate.layer
 
+    def complete(self, model: Any, surgery: Surgery) -> None:
+        """Nothing; but an engine may hide what the gate reads."""
+        self.refuse_engine(model.config)
+
     def before(self, layer: Any, hidden_states: Tensor, frame: Frame) -> None:
         """The gate reads what goes into its layer."""
         if not layer.decides:
@@ -166,7 +172,7 @@ class GateGraft(Graft, GateRules):
             raise RuntimeError("a layer with a domain gate was called outside its model")
         if frame.gating.forced is not None and frame.domains is None:
             layer.domain_gate.tell_if_born()
-        frame.on = frame.gating.decide(layer.domain_gate, hidden_states)
+        frame.on = layer.domain_gate(hidden_states, frame.gating)
 
     def open(self, model: Any, flow: Flow, inputs: Tensor, attention_mask: Any, cache: Any) -> None:
         """Bring what earlier tokens gave; in training what is known of these, all new where nothing is."""
@@ -174,7 +180,7 @@ class GateGraft(Graft, GateRules):
         if not model.training:
             flow.gating = Gating(*read_rows(flow, inputs, attention_mask, cache, owner=self.name, what=self.what))
             return
-        if prefix_in(cache, self.name, asked=False) is not None:
+        if kept_in(cache, self.name, asked=False) is not None:
             raise ValueError(
                 "the cache was filled outside of training, where a domain gate decides by the text; begin with an"
                 " empty one"
@@ -185,7 +191,7 @@ class GateGraft(Graft, GateRules):
 
     def close(self, model: Any, flow: Flow, cache: Any) -> None:
         """Keep what these tokens gave for later ones."""
-        keep_prefix(cache, flow.gating.past, self.name, flow.gating.found)
+        keep(cache, self.name, flow.gating.found)
 
     def counted(self, surgery: Surgery) -> Mapping[str, tuple[type[nn.Module], int]]:
         """The gate."""

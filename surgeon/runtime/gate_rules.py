@@ -40,7 +40,8 @@ class GateSpec:
     false_positives: float = 0.03
     frozen: bool = False
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """ValueError for what no gate is."""
         one_of("domain_gate reads", self.reads, READS)
         one_of("domain_gate form", self.form, FORMS)
         if self.units < 1 or self.prior < 0:
@@ -126,6 +127,8 @@ class GateRules(GraftRules):
     """A domain gate, and what it switches."""
 
     name = "gate"
+    keys = ("domain_gate", "gated")
+    tensors = ("*domain_gate.*",)
     kinds = (GateKind(), GatedKind())
     losses: ClassVar[Mapping[str, str]] = {}
     part = "surgeon.runtime.gate"
@@ -148,13 +151,13 @@ class GateRules(GraftRules):
         return Gates(gates[0], by_layer(switched, "gated"))
 
     def check(self, surgery: Surgery, config: Any) -> None:
-        """Layers exist, what is switched stands there and not below the gate."""
+        """Entries hold together, layers exist, what is switched stands there and not below the gate."""
         found: Gates = surgery.of[self.name]
-        if surgery.encoder:
+        found.gate.check()
+        if config.encoder:
             raise ValueError(
                 "config.surgery: a domain_gate decides token by token, and an encoder reads whole sequences"
             )
-        self.refuse_engine(config)
         check_layers([found.gate.layer, *found.gated], surgery.trunk_layers, "gated")
         below = [layer for layer in found.gated if layer < found.gate.layer]
         if below:

@@ -89,9 +89,13 @@ def enter_frame(frame: Frame | None) -> Frame | None:
 
 
 class Graft:
-    """The hooks of a graft; each does nothing here. `name` is its rules'."""
+    """The hooks of a graft; each does nothing here. `name` is its rules'.
+
+    `replaces` are classes of modules that it puts in the places of native ones, which quantisers must leave.
+    """
 
     name: ClassVar[str]
+    replaces: ClassVar[tuple[type[nn.Module], ...]] = ()
 
     def blocks(self, surgery: Surgery, index: int) -> tuple[str, ...]:
         """Which blocks of layer `index`, `self_attn` and `mlp`, it stands beside."""

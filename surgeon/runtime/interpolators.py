@@ -35,7 +35,8 @@ class InterpolatorSpec:
     inference_alpha: float | None = None
     learnable: bool = False
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """ValueError where α is no share."""
         fraction("alpha", self.alpha)
         if self.inference_alpha is not None:
             fraction("inference_alpha", self.inference_alpha)
@@ -98,6 +99,7 @@ class Interpolation:
 
     def check(self, spec: InterpolatorSpec, known: Iterable[Interpolation]) -> None:
         """ValueError where the spec asks for what this interpolator has not; `known` are those to choose from."""
+        spec.check()
         if spec.inference_alpha is not None and not self.scalar_alpha:
             others = ", ".join(rule.key for rule in known if rule.scalar_alpha)
             raise ValueError(

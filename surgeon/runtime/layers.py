@@ -1,8 +1,5 @@
 """Layers and their blocks with grafts, mixed in before native ones; built as native ones, they change their class.
 
-An expanded twin is a copy of its layer with the number of its place in the tail, so that it has the layer's kind and
-a cache of its own.
-
 A layer's `forward` is a pure function of tensors, so gradient checkpointing may run it again; `__call__` carries what
 crosses layers (a router's distribution, the auxiliary losses) in and out of the forward's `Flow`. Native code passes
 nothing of ours to its layers, so the flow reaches them through this thread. What carries gradient goes in by position
@@ -11,7 +8,6 @@ and comes out as a result; a frame shows it to the layer's own modules.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import threading
 from collections.abc import Iterator
@@ -20,14 +16,10 @@ from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 
 from .graft import Frame, Graft, current_frame, enter_frame, only_where
 from .losses import Flow
 from .rules import Surgery
-
-# Attributes by which modules know their layer's number.
-LAYER_NUMBERS = ("layer_idx", "layer_index", "layer_id", "layer_number", "block_idx")
 
 
 class _Forward(threading.local):
@@ -155,30 +147,9 @@ class GraftedLayer(nn.Module):
         return any(kept == role and isinstance(self._modules.get(name), kind) for name, _, kept, kind in self.sites)
 
 
-class BranchLayer(GraftedLayer):
-    """An expanded twin, inside its trunk layer, at its own index of cache and masks.
-
-    The trunk layer around it is checkpointed as a whole; a second checkpoint inside would only compute twice.
-    """
-
-    @property
-    def gradient_checkpointing(self) -> bool:
-        """Always off; what a model-wide switch sets is ignored here."""
-        return False
-
-    @gradient_checkpointing.setter
-    def gradient_checkpointing(self, value: bool) -> None:
-        return
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The native hidden states, B T D, without what comes with them."""
-        return one_tensor(super().forward(*args, **kwargs))[0]
-
-
 class UpcycledLayer(GraftedLayer):
     """A trunk layer, with what the surgery put into it and beside it."""
 
-    branch_of: ClassVar[type[BranchLayer]]
     # Whether the layer makes the routing, and the gate's decision, that it and those above it read.
     routes = False
     decides = False
@@ -187,28 +158,13 @@ class UpcycledLayer(GraftedLayer):
     layer_gated = False
 
     def compose(self, config: Any, index: int, surgery: Surgery) -> None:
-        """Let grafts in; a control block puts `twin`, the layer's copy at its place in the tail, beside it."""
-        branch = next((branch for branch, home in surgery.homes.items() if home == index), None)
-        # Past nn.Module, until a graft takes it for a part of the layer.
-        self.__dict__["twin"] = None if branch is None else self._twin_at(branch, config, index, surgery)
+        """Let grafts in."""
         super().compose(config, index, surgery)
-        del self.__dict__["twin"]
         # Whether a surgery inserted the layer whole.
         self.inserted = index in surgery.inserted
         self.loss_weights: dict[str, float] = {}
         for graft in surgery.rules:
             self.loss_weights |= graft.weights(surgery, index)
-
-    def _twin_at(self, branch: int, config: Any, index: int, surgery: Surgery) -> Any:
-        """A copy of this layer, whose number is `index`, as layer `branch` of the tail."""
-        twin: Any = copied(self)
-        twin.__class__ = self.branch_of
-        for module in twin.modules():
-            for name in LAYER_NUMBERS:
-                if vars(module).get(name) == index:
-                    setattr(module, name, branch)
-        twin.compose(config, branch, surgery)
-        return twin
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer in this thread's flow, which takes the losses; what it returns is of the native form."""
@@ -297,20 +253,3 @@ class UpcycledLayer(GraftedLayer):
 def _run(hidden_states: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], layer: nn.Module) -> Tensor:
     output: Tensor = layer(hidden_states, *args, **kwargs)
     return output
-
-
-def copied(layer: nn.Module) -> nn.Module:
-    """A layer's copy. Both have one config: what is set there later, such as the attention, holds for both."""
-    held = (value for module in layer.modules() for value in vars(module).values())
-    return copy.deepcopy(layer, {id(value): value for value in held if isinstance(value, PreTrainedConfig)})
-
-
-def copy_unsaved(layer: nn.Module, twin: nn.Module | None) -> None:
-    """Give a layer's twin, if it has one, the layer's buffers that no checkpoint holds."""
-    held = dict(layer.named_modules())
-    for name, module in () if twin is None else twin.named_modules():
-        for key in module._non_persistent_buffers_set:
-            source = held[name]._buffers.get(key) if name in held else None
-            own = module._buffers[key]
-            if own is not None and source is not None and own.shape == source.shape:
-                own.copy_(source)

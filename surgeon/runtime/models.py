@@ -7,34 +7,22 @@ cut off. Loading refuses half a graft, and grafts can train alone.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, wraps
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import output_capturing
 
-from .layers import UpcycledLayer, copy_unsaved, current_flow, in_flow
-from .losses import Flow, tell_of_lost_losses, token_domains
+from .layers import UpcycledLayer, current_flow, in_flow
+from .losses import Flow, tell_of_lost_losses
 from .newborn import Newborn
-from .prefix import PrefixCache
-from .rules import Surgery, read_surgery
-
-# Names of grafts' own tensors; `*` is any text.
-GRAFT_TENSORS = (
-    "*mlp.adapter.*",
-    "*interpolator.*",
-    "*expert_router.*",
-    "*control_bank.*",
-    "*domain_gate.*",
-    "*.lora_*",
-)
+from .rules import Surgery, read_surgery, refuse_pipeline
 
 
 class _Off(threading.local):
@@ -49,8 +37,7 @@ class UpcycledPreTrained(PreTrainedModel):
     """What upcycled models share; `stack` is the path of the list of layers in the model that holds it."""
 
     stack: ClassVar[str]
-    # What the native model counts a text's positions from where it gives its decoder some.
-    first_position: ClassVar[int] = 0
+    surgery: Surgery
 
     @classmethod
     def is_custom_code(cls) -> bool:
@@ -60,7 +47,23 @@ class UpcycledPreTrained(PreTrainedModel):
     def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, Any]:
         # What a native model keeps in float32 goes by names such as `gate`, which parts of grafts have too.
         plan: dict[str, Any] = super()._get_dtype_plan(dtype)
-        return dict.fromkeys(GRAFT_TENSORS, dtype) | plan if plan else plan
+        plan = {name: held for name, held in plan.items() if name not in self._left_by_quantisers()}
+        own = (pattern for graft in self.surgery.rules for pattern in graft.tensors)
+        return dict.fromkeys(own, dtype) | plan if plan else plan
+
+    @property
+    def _keep_in_fp32_modules(self) -> Any:
+        # Every quantiser of transformers leaves what stands here, and asks a model that is marked as its own.
+        kept = self.__dict__.get("kept_in_fp32", self.native_class()._keep_in_fp32_modules)
+        return {*(kept or ()), *self._left_by_quantisers()} if getattr(self, "is_quantized", False) else kept
+
+    @_keep_in_fp32_modules.setter
+    def _keep_in_fp32_modules(self, kept: Any) -> None:
+        self.__dict__["kept_in_fp32"] = kept
+
+    def _left_by_quantisers(self) -> set[str]:
+        replaces = tuple(kind for graft in self.surgery.rules for kind in graft.replaces)
+        return {name for name, module in self.named_modules() if isinstance(module, replaces)}
 
     def graft_parameter_names(self) -> list[str]:
         """Names of the parameters that the surgery added and that train, in the model's order."""
@@ -139,7 +142,6 @@ class UpcycledPreTrained(PreTrainedModel):
 class UpcycledModel(UpcycledPreTrained):
     """The model whose config's surgery says which grafts stand in its layers: a text decoder, or an encoder."""
 
-    surgery: Surgery
     layer_classes: ClassVar[Mapping[type[nn.Module], type[UpcycledLayer]]]
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -159,6 +161,7 @@ class UpcycledModel(UpcycledPreTrained):
             layer.compose(self.config, index, surgery)
         for graft in surgery.rules:
             graft.complete(self, surgery)
+        refuse_pipeline(self.config, "a model with grafts runs there with all its layers in one process")
         # Kept by class when a model is made, and this one was made as another; before 5.23 by the class's name.
         registry: Any = output_capturing._CAN_RECORD_REGISTRY
         registry[str(type(self)) if type(registry) is dict else self] = self._can_record_outputs
@@ -166,90 +169,16 @@ class UpcycledModel(UpcycledPreTrained):
         self.__dict__.pop("_no_split_modules", None)
         self.post_init()
 
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-        if module is self:
-            # What a model sets in its layers by walking through them, it does not set in their twins.
-            for layer in cast(nn.ModuleList, self.get_submodule(self.stack)):
-                copy_unsaved(layer, layer._modules.get("expanded"))
-
     def run_grafted(self, run: Callable[..., Any], given: dict[str, Any], flow: Flow | None) -> Any:
-        """`run`, the native forward, with what crosses layers; `given` are its arguments by name."""
-        flow, domains = current_flow() if flow is None else flow, given.pop("domain_ids", None)
-        if flow is None and self.training:
-            tell_of_lost_losses(self.surgery)
-        crossing, flow = self.crossing(flow, given | {"domain_ids": domains})
-        with in_flow(flow):
-            output = run(**given)
-        if flow is not None:
-            # A model may fill the cache that it is given and not name it in its output (RecurrentGemma).
-            named = getattr(output, "past_key_values", None)
-            cache = given.get("past_key_values") if named is None else named
-            for graft in crossing:
-                graft.close(self, flow, cache)
-        return output
+        """`run`, the native forward, in a flow; `given` are its arguments by name."""
+        given.pop("domain_ids", None)
+        with in_flow(Flow(off=True) if self.grafts_off else flow):
+            return run(**given)
 
     @property
     def grafts_off(self) -> bool:
         """Whether this thread is in `grafts(enabled=False)`."""
         return any(model is self for model in _off.models)
-
-    def crossing(self, flow: Flow | None, given: Mapping[str, Any]) -> tuple[list[Any], Flow | None]:
-        """A forward begins: the grafts that cross layers, opened, and the flow that goes to all layers, if one does.
-
-        `given` are the forward's arguments by name. For drafts by a model's first layers transformers lowers the
-        config's `num_hidden_layers`; what begins above them takes no part.
-        """
-        if self.grafts_off:
-            _check_kept_nothing(given.get("past_key_values"))
-            return [], Flow(off=True)
-        self._make_room_for_twins(given.get("past_key_values"))
-        depth = self.config.num_hidden_layers
-        firsts = ((graft, graft.crosses(self.surgery)) for graft in self.surgery.rules)
-        found = [graft for graft, first in firsts if first is not None and first < depth]
-        if flow is None and found:
-            flow = Flow()
-        if flow is not None:
-            flow.packed = any(given.get(name) is not None for name in ("cu_seq_lens_q", "seq_idx"))
-        if flow is not None and found:
-            inputs = given_inputs(given.get("input_ids"), given.get("inputs_embeds"))
-            positions = given.get("position_ids")
-            # Counted from 0, as grafts know them.
-            flow.positions = positions if positions is None else positions - self.first_position
-            if flow.domains is None:
-                flow.domains = token_domains(given.get("domain_ids"), torch.Size(inputs.shape[:2]))
-            for graft in found:
-                graft.open(self, flow, inputs, given.get("attention_mask"), given.get("past_key_values"))
-        return found, flow
-
-    def _make_room_for_twins(self, cache: Any) -> None:
-        """Give a cache made for the first layers alone the places of their twins, which lie behind all layers'.
-
-        Raises ValueError for a kind of cache that cannot be lengthened.
-        """
-        depth, surgery = self.config.num_hidden_layers, self.surgery
-        if cache is None or depth >= surgery.layers or getattr(cache, "layer_class_to_replicate", None) is not None:
-            return
-        twins = {branch: home for branch, home in surgery.homes.items() if home < depth}
-        held = cache.layers
-        if len(held) > max(twins, default=-1):
-            return
-        if not isinstance(cache, DynamicCache):
-            raise ValueError(
-                f"the {type(cache).__name__} has {len(held)} places, but expanded twins of the first {depth} layers "
-                f"have theirs up to {max(twins) + 1}; pass a DynamicCache, or a cache made while "
-                f"config.num_hidden_layers is {surgery.layers}"
-            )
-        whole = copy.copy(self.config)
-        whole.num_hidden_layers = surgery.layers
-        empty = DynamicCache(config=whole).layers
-        for index in range(len(held), max(twins) + 1):
-            # Between them nothing is kept, which an empty layer of keys and values would not bear in all that is done
-            # to a cache.
-            held.append(empty[index] if index in twins else PrefixCache("", held[0]))
-            if index in twins and getattr(held[twins[index]], "record_past", False):
-                held[index].activate_past_recording()
 
 
 def model_forward(native: Callable[..., Any]) -> Callable[..., Any]:
@@ -259,15 +188,12 @@ def model_forward(native: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(native)
     def forward(self: UpcycledModel, *args: Any, surgery_flow: Flow | None = None, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
-        return self.run_grafted(partial(native, self), given, surgery_flow)
+        flow = current_flow() if surgery_flow is None else surgery_flow
+        if flow is None and self.training:
+            tell_of_lost_losses(self.surgery)
+        return self.run_grafted(partial(native, self), given, flow)
 
     return forward
-
-
-def _check_kept_nothing(cache: Any) -> None:
-    """ValueError where grafts keep something in a cache, which would miss what is computed without them."""
-    if any(isinstance(layer, PrefixCache) for layer in getattr(cache, "layers", ())):
-        raise ValueError("the cache was filled with grafts on; in `grafts(enabled=False)` begin with an empty one")
 
 
 def own_class(config: Any, kind: type[Any]) -> None:
@@ -319,9 +245,3 @@ def given_inputs(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tens
     if given is None:
         raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
     return given
-
-
-def recorded_in_trunk(native: type[Any]) -> dict[str, Any]:
-    """What of a native model's modules can be recorded; of its layers' hidden states, those of the trunk."""
-    recorded = dict(getattr(native, "_can_record_outputs", None) or {})
-    return recorded | {key: UpcycledLayer for key in recorded if key == "hidden_states"}

@@ -1,4 +1,4 @@
-"""What is summed over a sequence up to each token, kept in a cache beside keys and values.
+"""What is summed over a sequence up to each token, kept in a cache beside the keys and values of its first entry.
 
 So a token's choice that depends on all tokens before it is the same in one forward and in several over a cache, and
 in a row of several documents the same as alone. Rows whose documents cannot be known are refused with a ValueError.
@@ -8,109 +8,25 @@ Shapes: B batch, T tokens of this forward, W tokens of the row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import StaticLayer
 
 from .losses import Flow, full_mask, shown_by, valid_tokens
 
-
-class PrefixCache(CacheLayerMixin):
-    """Values at every token so far, each B T ·, by name; one more layer of a cache, of one `owner`.
-
-    As a layer it is reordered, repeated, cropped and selected together with keys and values.
-    """
-
-    is_croppable = True
-    supports_early_init = False
-
-    def __init__(self, owner: str, first: Any = None) -> None:
-        super().__init__()
-        self.owner = owner
-        # As the first layer's, so that masks are made for that one and not for this: beside a static layer, a mask that
-        # is left out as nothing is padded would show tokens the places that are still empty.
-        self.is_sliding = bool(getattr(first, "is_sliding", False))
-        self.is_compileable = bool(getattr(first, "is_compileable", False))
-        self.held: dict[Any, Tensor] = {}
-        self.keys = self.values = None
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to prepare."""
-
-    def update(self, *args: Any, **kwargs: Any) -> Any:
-        """Never called by a layer of the model that runs. Raises NotImplementedError."""
-        raise NotImplementedError(
-            "a layer writes keys where the cache has no place for them: this model's forward runs more layers than "
-            "config.num_hidden_layers says, so its first layers cannot draft for it (`assistant_early_exit`); use "
-            "another draft model"
-        )
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """As a layer that keeps everything."""
-        return self.get_seq_length() + query_length, 0
-
-    def get_seq_length(self) -> int:
-        """Tokens seen."""
-        return next((held.shape[1] for held in self.held.values()), 0)
-
-    def get_max_length(self) -> int:
-        """No limit."""
-        return -1
-
-    def get_max_cache_shape(self) -> int:
-        """No limit (the name before transformers 5.20)."""
-        return -1
-
-    def last(self, name: Any) -> Tensor | None:
-        """The value at the last token, B 1 ·; None before the first."""
-        return self.held[name][:, -1:] if self.held else None
-
-    def append(self, found: Mapping[Any, Tensor]) -> None:
-        """Take what a forward found for its tokens."""
-        if self.held:
-            self.held = {name: torch.cat([self.held[name], new], dim=1) for name, new in found.items()}
-        else:
-            self.held = dict(found)
-
-    def _map(self, change: Any) -> None:
-        self.held = {name: change(held) for name, held in self.held.items()}
-
-    def reset(self) -> None:
-        """Forget everything."""
-        self.held = {}
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Sequences in another order."""
-        self._map(lambda x: x.index_select(0, beam_idx.to(x.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every sequence `repeats` times."""
-        self._map(lambda x: x.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Some of the sequences."""
-        self._map(lambda x: x[indices])
-
-    def crop(self, tokens: int) -> None:
-        """Forget the last -`tokens`, for 0 none; a positive number, as older versions gave it, is how many to keep."""
-        if tokens:
-            self._map(lambda x: x[:, :tokens])
-
-    def offload(self) -> None:
-        """Small: stays where it is."""
-
-    def prefetch(self) -> None:
-        """Stays where it is."""
+# What is kept of one owner: values at every token so far, each B T ·, by name.
+Kept = dict[Any, Tensor]
 
 
-def prefix_in(cache: Any, owner: str, *, asked: bool = True) -> PrefixCache | None:
+def kept_in(cache: Any, owner: str, *, asked: bool = True) -> Kept | None:
     """What `owner` kept of earlier tokens in a cache; ValueError where it is `asked` for and those were not its own."""
-    held = (layer for layer in getattr(cache, "layers", ()) if isinstance(layer, PrefixCache))
-    found = next((layer for layer in held if layer.owner == owner), None)
+    layers = getattr(cache, "layers", ())
+    found: Kept | None = getattr(layers[0], "kept", {}).get(owner) if layers else None
     if found is None and asked and cache is not None and not torch.compiler.is_compiling():
         seen = int(cache.get_seq_length())
         if seen:
@@ -120,14 +36,45 @@ def prefix_in(cache: Any, owner: str, *, asked: bool = True) -> PrefixCache | No
     return found
 
 
-def keep_prefix(cache: Any, past: PrefixCache | None, owner: str, found: Mapping[Any, Tensor]) -> None:
-    """Put what a forward found for its tokens behind what `past` holds (None: into a new layer of the cache)."""
+def keep(cache: Any, owner: str, found: Mapping[Any, Tensor]) -> None:
+    """Put what a forward found for its tokens behind what `owner` kept in the cache's first entry."""
     if not found or cache is None:
         return
-    if past is None:
-        past = PrefixCache(owner, cache.layers[0])
-        cache.layers.append(past)
-    past.append(found)
+    entry = cache.layers[0]
+    if not hasattr(entry, "kept"):
+        entry.kept = {}
+        for name in ("reset", *_CHANGES):
+            if hasattr(entry, name):
+                # Past the entry's class, which stays transformers' own; copied or pickled, it is the copy's.
+                setattr(entry, name, partial(_with_kept, entry, name))
+    past = entry.kept.get(owner)
+    if any(isinstance(layer, StaticLayer) for layer in cache.layers):
+        # Of a fixed size as all there; it forgets no tokens again.
+        last = {name: new[:, -1:].clone(memory_format=torch.contiguous_format) for name, new in found.items()}
+        entry.kept[owner] = last
+    elif past is None:
+        entry.kept[owner] = dict(found)
+    else:
+        entry.kept[owner] = {name: torch.cat([past[name], new], dim=1) for name, new in found.items()}
+
+
+def _with_kept(entry: Any, name: str, *given: Any) -> Any:
+    """Do to an entry's keys and values, and to what is kept beside them, what is done to the cache."""
+    made = getattr(type(entry), name)(entry, *given)
+    if name == "reset":
+        entry.kept = {}
+    for owner, kept in entry.kept.items():
+        entry.kept[owner] = {key: _CHANGES[name](value, *given) for key, value in kept.items()}
+    return made
+
+
+_CHANGES: dict[str, Callable[..., Tensor]] = {
+    "reorder_cache": lambda kept, order: kept.index_select(0, order.to(kept.device)),
+    "batch_repeat_interleave": lambda kept, repeats: kept.repeat_interleave(repeats, dim=0),
+    "batch_select_indices": lambda kept, rows: kept[rows],
+    # The last -`tokens`, for 0 none; a positive number, as older versions gave it, is how many stay.
+    "crop": lambda kept, tokens: kept[:, :tokens] if tokens else kept,
+}
 
 
 def latest(here: Tensor) -> Tensor:
@@ -145,7 +92,7 @@ class Reading:
     `valid` and `begins` are B T, bool; `begins` None: in this forward no document begins but where a row does.
     """
 
-    def __init__(self, valid: Tensor, begins: Tensor | None = None, past: PrefixCache | None = None) -> None:
+    def __init__(self, valid: Tensor, begins: Tensor | None = None, past: Kept | None = None) -> None:
         self.valid = valid
         self.past = past
         # The place, from 1, at which each token's document begins; 0: before this forward.
@@ -153,7 +100,7 @@ class Reading:
 
     def before(self, name: Any) -> Tensor | None:
         """What was kept of a row's last token before this forward, B 1 ·; None: nothing came before."""
-        return None if self.past is None else self.past.last(name)
+        return None if self.past is None else self.past[name][:, -1:]
 
     def since_begin(self, name: Any, values: Tensor) -> Tensor:
         """Sums over each token's document up to it, of values B T ·; begun at what is kept as `name`."""
@@ -168,7 +115,7 @@ class Reading:
 
 def read_rows(
     flow: Flow, inputs: Tensor, attention_mask: Any, cache: Any, *, owner: str, what: str
-) -> tuple[Tensor, Tensor | None, PrefixCache | None]:
+) -> tuple[Tensor, Tensor | None, Kept | None]:
     """What a `Reading` is made of, for the tokens that go in: valid, begins and past.
 
     A document begins where `position_ids` (B T) are 0 or, of several dimensions, where the first, time, goes back, and
@@ -177,10 +124,13 @@ def read_rows(
     """
     if flow.packed:
         raise several_in_a_row(what)
-    past = prefix_in(cache, owner)
+    past = kept_in(cache, owner)
     seen = 0 if cache is None else cache.get_seq_length()
     valid = valid_tokens(attention_mask, torch.Size(inputs.shape[:2]), inputs.device, seen)
-    _check_positions(flow.positions, valid, past, what)
+    mask = full_mask(attention_mask)
+    if not (isinstance(mask, Tensor) and mask.shape == inputs.shape[:2]):
+        # Such a mask shows that no token stands before these, whatever number they have.
+        _check_positions(flow.positions, valid, past, what)
     begins = _begins(flow.positions, valid)
     apart = _apart(attention_mask, valid, seen)
     if begins is not None and apart is not None:
@@ -219,7 +169,7 @@ def _previous(valid: Tensor) -> Tensor:
     return F.pad(latest(valid)[:, :-1], (1, 0))
 
 
-def _check_positions(positions: Tensor | None, valid: Tensor, past: PrefixCache | None, what: str) -> None:
+def _check_positions(positions: Tensor | None, valid: Tensor, past: Kept | None, what: str) -> None:
     """ValueError where tokens came before these, by their positions, of which no cache says what they gave."""
     if positions is None or positions.dim() != 2 or torch.compiler.is_compiling():
         return

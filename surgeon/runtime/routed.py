@@ -27,6 +27,7 @@ from .precision import at_least_fp32
 from .routed_rules import Routed, RoutedRules, RoutedSpec
 from .rules import Surgery
 
+Linear = tuple[Tensor, Tensor | None]
 # Against a sum of zero, as the classes of transformers have it.
 _LEAST = 1e-20
 
@@ -34,12 +35,13 @@ _LEAST = 1e-20
 class RoutedExperts(Newborn):
     """Σ over the chosen experts e of w_e · W_down,e (σ(W_gate,e x) ⊙ W_up,e x), σ being the backbone's activation.
 
+    Beside an FFN without a gate it is w_e · W_down,e σ(W_up,e x); where the FFN has biases, W x stands for W x + b.
+
     Scores are sigmoids of the router's rows; the weights w_e are the scores of those chosen divided by their sum, and
     with one expert a token its score itself, else the router would get no gradient.
     """
 
     router: nn.Parameter
-    gate_proj: nn.Parameter
     up_proj: nn.Parameter
     down_proj: nn.Parameter
 
@@ -57,15 +59,15 @@ class RoutedExperts(Newborn):
         tokens = x.reshape(-1, x.shape[-1])
         scores, chosen, weights = self.route(tokens)
         added = torch.zeros_like(tokens)
-        for number, (gate, up, down) in enumerate(self.experts()):
+        for number, expert in enumerate(self.experts()):
             mine = torch.where(chosen == number, weights, 0.0).sum(-1, keepdim=True).to(tokens.dtype)
             if torch.compiler.is_compiling():
                 # How many tokens an expert gets is not known to a compiler: it computes all of them.
-                added = added + torch.where(mine > 0, mine * self.expert(tokens, gate, up, down), 0.0)
+                added = added + torch.where(mine > 0, mine * self.expert(tokens, *expert), 0.0)
             else:
                 # None too: then the expert gets gradients of zero, as other processes may wait for some.
                 rows = (chosen == number).any(-1).nonzero().squeeze(-1)
-                made = mine[rows] * self.expert(tokens[rows], gate, up, down)
+                made = mine[rows] * self.expert(tokens[rows], *expert)
                 added = added.index_add(0, rows, made)
         scores, chosen, weights = (each.view(*x.shape[:-1], -1) for each in (scores, chosen, weights))
         return added.view_as(x), scores, chosen, weights
@@ -78,13 +80,22 @@ class RoutedExperts(Newborn):
             weights = weights / (weights.sum(dim=-1, keepdim=True) + _LEAST)
         return scores, chosen, weights
 
-    def experts(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Gate, up and down of one expert after the other."""
-        return zip(self.gate_proj, self.up_proj, self.down_proj, strict=True)
+    def experts(self) -> Iterator[tuple[list[Linear], Tensor]]:
+        """Of one expert after the other what reads, each a matrix and a bias or none, and what writes."""
+        none = [None] * len(self.down_proj)
+        reading = [
+            zip(getattr(self, f"{name}_proj"), getattr(self, f"{name}_bias", none), strict=True)
+            for name in ("gate", "up")
+            if hasattr(self, f"{name}_proj")
+        ]
+        for *inner, down in zip(*reading, self.down_proj, strict=True):
+            yield inner, down
 
-    def expert(self, tokens: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    def expert(self, tokens: Tensor, reading: list[Linear], down: Tensor) -> Tensor:
         """What one expert makes of tokens, N D both."""
-        return F.linear(self.act_fn(F.linear(tokens, gate)) * F.linear(tokens, up), down)
+        first, *more = (F.linear(tokens, matrix, bias) for matrix, bias in reading)
+        inner = self.act_fn(first)
+        return F.linear(inner * more[0] if more else inner, down)
 
 
 class RoutedGraft(Graft, RoutedRules):
@@ -98,8 +109,9 @@ class RoutedGraft(Graft, RoutedRules):
         """The experts stand in the MLP."""
         found: Routed = surgery.of[self.name]
         if index in found.by_layer:
-            activation = getattr(config, layer.mlp.activation_field)
-            layer.mlp.routed = RoutedExperts(found.by_layer[index], config.hidden_size, activation)
+            spec = found.by_layer[index]
+            activation = spec.activation or getattr(config, layer.mlp.activation_field)
+            layer.mlp.routed = RoutedExperts(spec, config.hidden_size, activation)
             layer.mlp.balanced = found.balanced(index)
         return index in found.by_layer
 

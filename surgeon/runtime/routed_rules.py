@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from .births import Birth, Fill, Normal
-from .rules import BRANCH, GraftRules, Kind, Surgery, built, by_layer, check_layers, weight
+from .rules import ACTIVATIONS, BRANCH, GraftRules, Kind, Surgery, built, by_layer, check_layers, one_of, weight
 
 ROUTED = "mlp.routed."
 # What a model begins with that is made without a checkpoint.
@@ -22,15 +22,25 @@ _STD = 0.02
 
 @dataclass(frozen=True)
 class RoutedSpec:
-    """The experts of one layer: how many, how many neurons each has, and how many of them a token takes."""
+    """The experts of one layer: how many, how many neurons each has, and how many of them a token takes.
+
+    They are as the FFN is: without a gate where it is not `gated`, `biased` where what it reads with is. `activation`
+    is empty for the FFN's.
+    """
 
     layer: int
     experts: int
     size: int
     top_k: int
     frozen: bool = False
+    gated: bool = True
+    biased: bool = False
+    activation: str = ""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """ValueError for experts that cannot be."""
+        if self.activation:
+            one_of("routed_experts activation", self.activation, ACTIVATIONS)
         if self.size < 1 or not 1 <= self.top_k <= self.experts:
             raise ValueError(
                 f"config.surgery: routed_experts of layer {self.layer} take {self.top_k} of {self.experts} experts of"
@@ -40,10 +50,12 @@ class RoutedSpec:
     def births(self, width: int) -> dict[str, Birth]:
         """Its tensors for a stream of `width`, all experts' in one; what writes is zero."""
         inner = Normal((self.experts, self.size, width), _STD)
+        reading = ("gate", "up") if self.gated else ("up",)
+        biases = {f"{name}_bias": Fill((self.experts, self.size)) for name in reading if self.biased}
         return {
             "router": Normal((self.experts, width), _STD),
-            "gate_proj": inner,
-            "up_proj": inner,
+            **{f"{name}_proj": inner for name in reading},
+            **biases,
             "down_proj": Fill((self.experts, width, self.size)),
         }
 
@@ -54,7 +66,8 @@ class RoutedLossSpec:
 
     balance: float = 0.0
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """ValueError for what is no weight."""
         weight("routed_loss balance", self.balance)
 
 
@@ -91,8 +104,8 @@ class RoutedRules(GraftRules):
     """Routed experts."""
 
     name = "routed"
+    keys = ("routed_experts", "routed_loss")
     kinds = (RoutedKind(),)
-    settings = ("routed_loss",)
     losses: ClassVar[Mapping[str, str]] = {"routed_balance_loss": "mean over layers with routed experts"}
     part = "surgeon.runtime.routed"
     module = "RoutedGraft"
@@ -104,8 +117,12 @@ class RoutedRules(GraftRules):
         return Routed(by_layer(specs, "routed_experts"), loss)
 
     def check(self, surgery: Surgery, config: Any) -> None:
-        """Layers exist."""
-        check_layers(surgery.of[self.name].by_layer, surgery.layers, "routed_experts")
+        """Entries hold together, and layers exist."""
+        found: Routed = surgery.of[self.name]
+        found.loss.check()
+        for spec in found.by_layer.values():
+            spec.check()
+        check_layers(found.by_layer, surgery.layers, "routed_experts")
 
     def trains(self, surgery: Surgery) -> list[str]:
         """All that are not frozen."""

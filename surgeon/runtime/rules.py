@@ -1,7 +1,6 @@
 """What planner and model agree on about a graft: its entries in `config.surgery`, its tensors' names, what trains.
 
-A graft is a module that the native architecture lacks. `Kind` is one key of `config.surgery`; `GraftRules` is a
-graft, which may have several. Both know neither torch nor weights; the graft's modules (`Graft`) build on its rules.
+A graft is a module that the native architecture lacks; its modules (`Graft`) build on its rules (`GraftRules`).
 """
 
 from __future__ import annotations
@@ -13,9 +12,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 
+from .spread import for_each_layer
+
 # What the names of an expanded twin's tensors begin with, below its layer.
 BRANCH = "expanded."
 _LAYER_NUMBERS = ("layer", "branch")
+# Of what stands beside an FFN whose own activation no field of the config names.
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2")
 
 # A dataclass that holds an entry.
 Spec = TypeVar("Spec", bound=Any)
@@ -66,32 +69,34 @@ def without_numbers(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class GraftRules:
-    """One graft: its kinds, its settings (keys of `config.surgery` that are of no layer), and how they are read.
+    """One graft: its keys in `config.surgery`, and how what stands there is read.
 
-    `losses` maps the fields that it adds to a model's output, in training, to what they are. `part` and `module` say
-    where its modules are: the module and the name of the `Graft` that builds on these rules. `on_encoders`: an encoder
-    can carry it.
+    Only planners ask for `kinds`, of which there is one for each key that says something of layers; for `losses`, the
+    fields that it adds to a model's output, in training, and what they are; for `part` and `module`, where its modules
+    are; and whether an encoder can carry it (`on_encoders`).
     """
 
     name: ClassVar[str]
+    keys: ClassVar[tuple[str, ...]]
+    # Names of its own tensors, by which a native model might take them for some of its own; `*` is any text.
+    tensors: ClassVar[tuple[str, ...]] = ()
     kinds: ClassVar[tuple[Kind, ...]]
-    settings: ClassVar[tuple[str, ...]] = ()
     losses: ClassVar[Mapping[str, str]] = {}
     part: ClassVar[str]
     module: ClassVar[str]
     on_encoders: ClassVar[bool] = False
 
     @property
-    def keys(self) -> tuple[str, ...]:
-        """Its keys in `config.surgery`."""
-        return (*(kind.key for kind in self.kinds), *self.settings)
+    def settings(self) -> tuple[str, ...]:
+        """Its keys that are of no layer."""
+        return tuple(key for key in self.keys if key not in [kind.key for kind in self.kinds])
 
     def present(self, raw: Mapping[str, Any]) -> bool:
         """Whether a `config.surgery` says anything of it."""
         return any(raw.get(key) for key in self.keys)
 
     def read(self, raw: Mapping[str, Any]) -> Any:
-        """What `config.surgery` says of it, each entry checked by itself. Raises ValueError."""
+        """What `config.surgery` says of it."""
         raise NotImplementedError
 
     def branches(self, found: Any) -> list[tuple[int, int]]:
@@ -99,7 +104,7 @@ class GraftRules:
         return []
 
     def check(self, surgery: Surgery, config: Any) -> None:
-        """Check what `read` found against the rest of the config. Raises ValueError."""
+        """Check what `read` found, by itself and against the rest of the config. Raises ValueError."""
 
     def trains(self, surgery: Surgery) -> list[str]:
         """What the names of its parameters that train begin with, below the base model."""
@@ -138,8 +143,6 @@ class Surgery:
     rules: tuple[Any, ...] = ()
     of: Mapping[str, Any] = field(default_factory=dict)
     homes: Mapping[int, int] = field(default_factory=dict)
-    # Whether it is an encoder's; None: not said.
-    encoder: bool | None = None
 
     @property
     def inserted(self) -> tuple[int, ...]:
@@ -167,17 +170,17 @@ class Surgery:
 
 
 def read_surgery(config: Any, grafts: Iterable[Any] | None = None) -> Surgery:
-    """The grafts described by `config.surgery` (None: no graft), checked against the rest of the config.
+    """The grafts described by `config.surgery` (None: no graft).
 
-    `grafts` are those that can be there; by default those that the config's class names. Raises ValueError naming the
-    entry that does not fit: a branch that is not a tail layer or is used twice, an attention type that differs from
-    the twin's, a slot without a column of the router, a key that is unknown.
+    `grafts` are those that can be there; by default those that the config's class names. Raises ValueError for a key
+    that is unknown, which would be a graft without code, and for branches that are not the layers of the tail.
     """
     layers: int = config.num_hidden_layers
     raw = config.surgery
     if raw is None:
         return Surgery(trunk_layers=layers, layers=layers)
     known = tuple(type(config).grafts if grafts is None else grafts)
+    raw = for_each_layer(raw)
     keys = ("trunk_layers", *(key for rules in known for key in rules.keys), "new_layers", "older_layers")
     # A key that says nothing may be of a graft that is not there.
     known_keys([key for key, value in raw.items() if value or key in keys], keys, "surgery")
@@ -185,35 +188,33 @@ def read_surgery(config: Any, grafts: Iterable[Any] | None = None) -> Surgery:
     found = {rules.name: rules.read(raw) for rules in present}
     pairs = [pair for rules in present for pair in rules.branches(found[rules.name])]
     new, older = tuple(raw.get("new_layers", ())), tuple(raw.get("older_layers", ()))
-    encoder = getattr(config, "encoder_surgery", None)
-    surgery = Surgery(raw["trunk_layers"], layers, new, older, present, found, dict(pairs), encoder)
-    _check_branches(surgery, [branch for branch, _ in pairs])
+    trunk, branches = raw["trunk_layers"], [branch for branch, _ in pairs]
+    if sorted(branches) != list(range(trunk, layers)):
+        raise ValueError(
+            f"config.surgery: branches {sorted(branches)} must be the tail layers {list(range(trunk, layers))}, each"
+            f" once (num_hidden_layers {layers} = trunk_layers {trunk} + one for each control block)"
+        )
+    return Surgery(trunk, layers, new, older, present, found, dict(pairs))
+
+
+def check_surgery(config: Any, grafts: Iterable[Any]) -> Surgery:
+    """What `read_surgery` reads, all of it checked: outputs ship without, as no plan makes another. Raises ValueError.
+
+    Beside `surgery` the config has the text decoder's `layer_types`, or None, and says whether it is an `encoder`'s.
+    """
+    surgery = read_surgery(config, grafts)
     check_layers(surgery.new_layers, surgery.trunk_layers, "new_layers")
     check_layers(surgery.older_layers, surgery.trunk_layers, "older_layers")
-    for rules in present:
+    for rules in surgery.rules:
         rules.check(surgery, config)
-    if present:
-        refuse_pipeline(config, "a model with grafts runs there with all its layers in one process")
-    _check_types(surgery, getattr(config, "layer_types", None))
-    return surgery
-
-
-def _check_branches(surgery: Surgery, branches: list[int]) -> None:
-    tail = list(range(surgery.trunk_layers, surgery.layers))
-    if sorted(branches) != tail:
-        raise ValueError(
-            f"config.surgery: branches {sorted(branches)} must be the tail layers {tail}, each once "
-            f"(num_hidden_layers {surgery.layers} = trunk_layers {surgery.trunk_layers} + one for each control block)"
-        )
-
-
-def _check_types(surgery: Surgery, layer_types: list[str] | None) -> None:
-    for branch, home in surgery.homes.items():
-        if layer_types is not None and layer_types[branch] != layer_types[home]:
+    types = config.layer_types
+    for branch, home in surgery.homes.items() if types else ():
+        if types[branch : branch + 1] != types[home : home + 1]:
             raise ValueError(
                 f"config.layer_types: layer {branch} is the branch of layer {home} and must "
-                f"have its type, `{layer_types[home]}`, not `{layer_types[branch]}`"
+                f"have its type, `{types[home]}`, not {types[branch : branch + 1]}"
             )
+    return surgery
 
 
 def engine_of(config: Any) -> str | None:

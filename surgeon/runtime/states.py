@@ -29,7 +29,7 @@ from .graft import Frame, Graft
 from .losses import Flow, balance_loss, selected, valid_tokens
 from .newborn import LowRank, Newborn, product
 from .precision import at_least_fp32
-from .prefix import PrefixCache, Reading, check_one_document, keep_prefix, prefix_in, read_rows, several_in_a_row
+from .prefix import Kept, Reading, check_one_document, keep, kept_in, read_rows, several_in_a_row
 from .rules import Surgery
 from .states_rules import MixtureSpec, States, StatesRules
 
@@ -68,14 +68,14 @@ class ControlBank(nn.Module):
     def __init__(self, found: States, width: int) -> None:
         super().__init__()
         self.spec = spec = found.mixture
-        self.kinds = found.kinds
-        self.states = nn.ModuleList([ControlState(spec.rank, width, width) for _ in self.kinds])
-        gates = spec.gates(self.kinds)
+        self.blocks = found.blocks
+        self.states = nn.ModuleList([ControlState(spec.rank, width, width) for _ in self.blocks])
+        gates = spec.gates(self.blocks)
         self.gates = nn.ModuleDict({name: MixtureGate(spec, len(choice), width) for name, choice in gates.items()})
 
     def choice_of(self, site: int) -> list[int]:
         """The control states that a site's gate chooses among."""
-        return self.spec.choice_of(site, self.kinds)
+        return self.spec.choice_of(site, self.blocks)
 
 
 class Mixing(Reading):
@@ -87,7 +87,7 @@ class Mixing(Reading):
     """
 
     def __init__(
-        self, bank: ControlBank, valid: Tensor, begins: Tensor | None = None, past: PrefixCache | None = None
+        self, bank: ControlBank, valid: Tensor, begins: Tensor | None = None, past: Kept | None = None
     ) -> None:
         super().__init__(valid, begins, past)
         self.bank = bank
@@ -100,7 +100,7 @@ class Mixing(Reading):
         own = self.bank.states[site]
         if spec.top_k == 0:
             return product(x, own())
-        probabilities = F.softmax(self.bank.gates[spec.gate_of(site, self.bank.kinds)](x), dim=-1)
+        probabilities = F.softmax(self.bank.gates[spec.gate_of(site, self.bank.blocks)](x), dim=-1)
         if own.training and spec.balance_weight > 0:
             frame.measure("balance_loss", balance_loss(probabilities, self.valid, spec.top_k))
         shown, ranking = self._shown(site, probabilities, training=own.training)
@@ -108,10 +108,13 @@ class Mixing(Reading):
         if self.choices is not None:
             self.choices.append((site, chosen.detach(), weights.detach()))
         weights = (1 - spec.alpha) * weights
+        # What is chosen, and by how many tokens, is data, by which no graph can be drawn.
+        compiling = torch.compiler.is_compiling()
         if chosen.shape[:2] != x.shape[:2]:
-            return self._together(x, site, [choice[number] for number in chosen.flatten().tolist()], weights)
-        # How many tokens choose what is data, by which no graph can be drawn.
-        route = self._by_weight if torch.compiler.is_compiling() else self._by_token
+            if not compiling:
+                return self._together(x, site, [choice[number] for number in chosen.flatten().tolist()], weights)
+            chosen, weights = (each.expand(*x.shape[:2], -1) for each in (chosen, weights))
+        route = self._by_weight if compiling else self._by_token
         return product(x, own(), spec.alpha) + route(x, chosen, weights, choice)
 
     def _shown(self, site: int, probabilities: Tensor, *, training: bool) -> tuple[Tensor, Tensor]:
@@ -198,6 +201,7 @@ class StatesGraft(Graft, StatesRules):
 
     def complete(self, model: Any, surgery: Surgery) -> None:
         """The bank."""
+        surgery.of[self.name].mixture.refuse_engine(model.config)
         model.control_bank = ControlBank(surgery.of[self.name], model.config.hidden_size)
 
     def open(self, model: Any, flow: Flow, inputs: Tensor, attention_mask: Any, cache: Any) -> None:
@@ -208,12 +212,12 @@ class StatesGraft(Graft, StatesRules):
 
     def close(self, model: Any, flow: Flow, cache: Any) -> None:
         """Keep what these tokens chose for later ones."""
-        keep_prefix(cache, flow.mixing.past, self.name, flow.mixing.found)
+        keep(cache, self.name, flow.mixing.found)
 
     def counted(self, surgery: Surgery) -> Mapping[str, tuple[type[nn.Module], int]]:
         """Control states and gates."""
         found: States = surgery.of[self.name]
-        gates = len(found.mixture.gates(found.kinds))
+        gates = len(found.mixture.gates(found.blocks))
         return {"control states": (ControlState, len(found.sites)), "gates": (MixtureGate, gates)}
 
 
@@ -224,13 +228,13 @@ def _wide(values: Tensor) -> Tensor:
 
 def _rows(
     model: Any, spec: MixtureSpec, flow: Flow, inputs: Tensor, attention_mask: Any, cache: Any
-) -> tuple[Tensor, Tensor | None, PrefixCache | None]:
+) -> tuple[Tensor, Tensor | None, Kept | None]:
     """What is read of rows in this forward: valid, begins and past. Raises ValueError where rows cannot be known."""
     spec.refuse_engine(model.config)
     by_sequence = spec.by_sequence and not model.training
     if by_sequence and spec.inference_routing == "prefix_mean":
         return read_rows(flow, inputs, attention_mask, cache, owner=StatesGraft.name, what=spec.what)
-    if model.training and prefix_in(cache, StatesGraft.name, asked=False) is not None:
+    if model.training and kept_in(cache, StatesGraft.name, asked=False) is not None:
         raise ValueError(
             "the cache was filled outside of training, where control states choose otherwise; begin with an empty one"
         )

@@ -45,7 +45,8 @@ class StatesSpec:
     layer: int
     sites: tuple[str, ...]
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """ValueError for blocks that carry none."""
         for site in self.sites:
             one_of("control state's site", site, SITES)
         if not self.sites or len(set(self.sites)) != len(self.sites):
@@ -69,7 +70,8 @@ class MixtureSpec:
     straight_through: bool = True
     frozen: bool = False
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """ValueError for what no mixture is."""
         if self.rank < 1 or self.top_k < 0 or self.projection < 1:
             raise ValueError(
                 f"config.surgery: mixture has rank {self.rank}, top_k {self.top_k}, projection {self.projection};"
@@ -145,9 +147,10 @@ class States:
 
     sites: tuple[tuple[int, str], ...]
     mixture: MixtureSpec
+    specs: tuple[StatesSpec, ...] = ()
 
     @property
-    def kinds(self) -> list[str]:
+    def blocks(self) -> list[str]:
         """The blocks of all sites, in order."""
         return [kind for _, kind in self.sites]
 
@@ -196,6 +199,8 @@ class StatesRules(GraftRules):
     """Control states and their bank."""
 
     name = "states"
+    keys = ("control_states", "mixture")
+    tensors = ("*control_bank.*",)
     kinds = (StatesKind(), MixtureKind())
     losses: ClassVar[Mapping[str, str]] = {"balance_loss": "mean over control states"}
     part = "surgeon.runtime.states"
@@ -212,30 +217,29 @@ class StatesRules(GraftRules):
             raise ValueError("config.surgery: control_states and mixture go together; one of them is missing")
         layers = by_layer(specs, "control_states")
         sites = tuple((layer, kind) for layer in sorted(layers) for kind in SITES if kind in layers[layer].sites)
-        return States(sites, built(MixtureSpec, raw["mixture"], "mixture"))
+        return States(sites, built(MixtureSpec, raw["mixture"], "mixture"), tuple(specs))
 
     def check(self, surgery: Surgery, config: Any) -> None:
-        """Layers exist, a gate has enough to choose among, and routing is one that this kind of model can have."""
+        """Entries hold together, a gate has enough to choose among, and this kind of model can have the routing."""
         found: States = surgery.of[self.name]
         mixture = found.mixture
+        mixture.check()
+        for spec in found.specs:
+            spec.check()
         check_layers([layer for layer, _ in found.sites], surgery.trunk_layers, "control_states")
-        least = mixture.fewest(found.kinds)
+        least = mixture.fewest(found.blocks)
         if mixture.top_k > least:
             raise ValueError(f"config.surgery: mixture top_k is {mixture.top_k}; a gate chooses among {least}")
-        if surgery.encoder is False and mixture.inference_routing == "sequence_mean":
+        if config.encoder is False and mixture.inference_routing == "sequence_mean":
             raise ValueError(
                 "config.surgery: mixture inference_routing is `sequence_mean`, by which a decoder's token would see "
                 "later ones; it must be `prefix_mean` or `token`"
             )
-        if surgery.encoder and mixture.inference_routing == "prefix_mean":
+        if config.encoder and mixture.inference_routing == "prefix_mean":
             raise ValueError(
                 "config.surgery: mixture inference_routing is `prefix_mean`, but an encoder reads whole sequences; "
                 "it must be `sequence_mean` or `token`"
             )
-        mixture.refuse_engine(config)
-        chunked = bool(getattr(config, "chunk_size_feed_forward", 0))
-        if surgery.encoder and chunked and "ffn" in found.kinds:
-            raise ValueError("config.chunk_size_feed_forward cuts what control states look at as a whole; set it to 0")
 
     def trains(self, surgery: Surgery) -> list[str]:
         """The bank, where it is not frozen."""

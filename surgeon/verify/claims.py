@@ -159,7 +159,8 @@ class Beside:
     def of(cls, blueprint: Blueprint, base: Base, manifest: Manifest) -> Beside:
         """What a plan makes of a base."""
         own = blueprint.native and has_own_code(base.config)
-        carried = {n: digest for n, digest in base.files.items() if is_side_file(n) or (own and n.endswith(".py"))}
+        come = (n for n in base.files if n not in blueprint.files_left)
+        carried = {n: base.files[n] for n in come if is_side_file(n) or (own and n.endswith(".py"))}
         grown = {name: carried.pop(name) for name in manifest.inserted if name in carried}
         return cls(blueprint.code_files, carried, grown)
 

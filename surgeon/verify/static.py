@@ -25,6 +25,7 @@ from surgeon.common.json_results import same_json
 from surgeon.errors import printable
 from surgeon.families.anatomy import Anatomy
 from surgeon.families.dissect import dissect
+from surgeon.families.grafted_config import is_grafted
 from surgeon.manifest.compose import BaseId, base_entry, surgeries_of
 from surgeon.manifest.facts import facts_of
 from surgeon.manifest.manifest import (
@@ -33,6 +34,8 @@ from surgeon.manifest.manifest import (
 )
 from surgeon.operations.prepare import Facts
 from surgeon.plan.plan import LoadedPlan, draw, recorded_plan
+from surgeon.runtime.bundle import grafts_in
+from surgeon.runtime.spread import by_ranges
 from surgeon.verify.base_bytes import Original, check_base_bytes
 from surgeon.verify.check import Check, some
 from surgeon.verify.claims import (
@@ -122,7 +125,10 @@ def bytes_to_read(base: CheckpointFolder, out: CheckpointFolder) -> int:
 
 def check_config(blueprint: Blueprint, out: CheckpointFolder) -> Check:
     """Whether config.json is as the plan makes it."""
-    planned, found = blueprint.config, out.config
+    planned, found = blueprint.config, dict(out.config)
+    if is_grafted(planned) and is_grafted(found):
+        # Outputs had an entry for each layer before.
+        found["surgery"] = by_ranges(found["surgery"])
     both = planned.keys() & found.keys()
     wrong = sorted((planned.keys() ^ found.keys()) | {key for key in both if not same_json(planned[key], found[key])})
     return Check.of("config", wrong, "config.json differs from what the plan makes it", "as the plan makes it")
@@ -160,7 +166,11 @@ def same_code(manifest: Manifest, names: Collection[str], out: CheckpointFolder)
         if (content := out.read_code(name)) is None or manifest.code.get(name) != hashlib.sha256(content).hexdigest()
     ]
     if wrong or out.code == "shipped":
-        return Check.of("code", wrong, broken, f"{some(names)}, as this version ships them")
+        grafts = ", ".join(grafts_in(out.config))
+        digest = ", ".join(manifest.code.get(name, "")[:12] for name in names)
+        return Check.of(
+            "code", wrong, broken, f"{some(names)} ({digest}…): the file of surgeon {__version__} for {grafts}"
+        )
     if manifest.tool.version == __version__:
         return Check("code", False, f"{broken}: {some(names)}")
     version = printable(manifest.tool.version)

@@ -163,7 +163,7 @@ class _Comparer:
         """Return `found` with the comparisons layer by layer, in all dtypes at once."""
         from surgeon.models.compare_streamed import compare_streamed
 
-        image = _Image.of(self.pair.base, streamed=True)
+        image = _Image.of(self.pair, streamed=True)
         self.listener.say(f"comparing logits ({', '.join(dtypes)}) on {self.tokens.source}")
         layered = compare_streamed(
             self.pair.base,
@@ -185,7 +185,7 @@ class _Comparer:
 
     def whole(self, found: Verification, dtypes: Sequence[str]) -> Verification:
         """Return `found` with the comparisons in memory, in one dtype after the other."""
-        image = _Image() if self.pair.wordless else _Image.of(self.pair.base, streamed=False)
+        image = _Image() if self.pair.wordless else _Image.of(self.pair, streamed=False)
         comparisons: list[Comparison] = []
         for dtype in dtypes:
             self.listener.say(f"comparing logits ({dtype}) on {self.tokens.source}")
@@ -226,10 +226,10 @@ class _Image:
     notes: list[Check] = field(default_factory=list)
 
     @classmethod
-    def of(cls, base: CheckpointFolder, *, streamed: bool) -> _Image:
-        """As the base's processor makes it; nothing for a model that reads text alone."""
-        found = cls()
-        if not reads_images(native_config(base.config)):
+    def of(cls, pair: _Pair, *, streamed: bool) -> _Image:
+        """As the base's processor makes it; nothing where one of the models reads text alone."""
+        found, base = cls(), pair.base
+        if not all(reads_images(native_config(folder.config)) for folder in (base, pair.out)):
             return found
         if streamed:
             found._note("layer by layer text alone is compared; leave out --streamed")

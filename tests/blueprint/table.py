@@ -145,9 +145,9 @@ class Table:
     def forget(self, couplings: Iterable[str]) -> None:
         self.forgotten |= {*couplings}
 
-    def prompted(self, prompts: Sequence[Sequence[str]], against: Sequence[Sequence[str]]) -> Sequence[Tensor]:
+    def prompted(self, prompts: Sequence[Sequence[str]], against: Sequence[Sequence[str]]) -> Mapping[int, Tensor]:
         assert (prompts, against) == ((("x", "y"), ("z",)), ((), ("q",)))
-        return [torch.full((2, 4), float(layer)) for layer in range(3)]
+        return {layer: torch.full((2, 4), float(layer)) for layer in range(3)}
 
     def predictor(
         self, stack: tuple[Recipe, ...], key: str, settings: tuple[tuple[str, Any], ...], *, fit: str, keep_poor: bool

@@ -477,7 +477,6 @@ NO_PLACE = {
         "{op: gated_adapters, size: 4, layers: [0]}",
         r"layer 0 of this nemotron_h has no FFN .*; layers .* have one: choose `layers` by that",
     ),
-    "an activation that learns": ("apertus", "{op: gated_adapters, size: 4}", "names no activation that an adapter"),
     "no attention": ("falcon_mamba", "{op: pmoe_experts, targets: [q_proj]}", "`targets` names 'q_proj', no linear"),
     "a stream of another dtype": (
         "falcon_mamba",
@@ -487,14 +486,23 @@ NO_PLACE = {
 }
 
 
-def test_adapters_take_the_activation_that_a_plan_names(tmp_path: Path) -> None:
-    """BLOOM's config names none: its GELU is written into the class."""
-    base, out = tiny_decoder(tmp_path / "base", "bloom"), tmp_path / "out"
-    operation = "{op: gated_adapters, size: 4, activation: gelu}"
-    surgeon.apply(surgeon.parse_plan(f"surgeon: 1\noperations:\n  - {operation}\n"), str(base), str(out))
-    assert surgeon.verify(str(base), str(out)).holds
-    entries = json.loads((out / "config.json").read_text())["surgery"]["adapters"]
-    assert {entry["activation"] for entry in entries} == {"gelu"}
+@pytest.mark.parametrize(
+    ("model_type", "activation"),
+    [("bloom", "gelu_pytorch_tanh"), ("lfm2", "silu"), ("apertus", "silu")],
+    ids=["a formula", "a function", "one that learns"],
+)
+def test_adapters_take_the_activation_of_an_ffn_whose_config_names_none(
+    model_type: str, activation: str, tmp_path: Path
+) -> None:
+    """A plan may name another."""
+    base = tiny_decoder(tmp_path / "base", model_type)
+    for operation, expected in (("", activation), (", activation: gelu", "gelu")):
+        plan = f"surgeon: 1\noperations:\n  - {{op: gated_adapters, size: 4{operation}}}\n"
+        shown = surgeon.preview(surgeon.parse_plan(plan), str(base))
+        entries = shown.blueprint.config["surgery"]["adapters"]
+        assert {entry["activation"] for entry in entries} == {expected}
+        matched = shown.blueprint.operations[0].matched
+        assert (f"activation {activation} (config.json names none)" in matched) is not operation
 
 
 @pytest.mark.parametrize("case", NO_PLACE)

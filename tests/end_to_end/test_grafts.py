@@ -24,6 +24,7 @@ from surgeon.runtime.adapters import GatedAdapter
 from surgeon.runtime.adapters_rules import GATES, VARIANCES, AdapterSpec
 from surgeon.runtime.bundle import CODE_FILE, bundle
 from surgeon.runtime.interpolators import InterpolatorSpec
+from surgeon.runtime.spread import for_each_layer
 from tests import tiny
 from tests.checkpoints import attaches_grafts, train, weights
 from tests.compared_logits import compare_logits
@@ -204,7 +205,7 @@ def test_grafted_output_is_a_base_for_the_next_plan(base: Path, plan: Callable[.
     verification = surgeon.verify(first, second, window=24, windows=1)
     assert verification.holds
     assert verification.identical
-    surgery = json.loads((second / "config.json").read_text())["surgery"]
+    surgery = for_each_layer(json.loads((second / "config.json").read_text())["surgery"])
     assert [entry["layer"] for entry in surgery["control"]] == [1, 2, 5]
     assert [entry.get("frozen", False) for entry in surgery["control"]] == [False, True, True]
     assert surgery["new_layers"] == [1]

@@ -34,6 +34,14 @@ BY_HAND = dict.fromkeys(USUAL_DECODERS, _WRITES) | {
 }
 
 
+def test_an_encoder_that_generates_has_its_layers_in_a_list_of_an_encoder_s_name() -> None:
+    """Norms before its blocks: a layer can be silent; BERT's, with norms behind them, cannot."""
+    found = derive(tiny_config("megatron-bert"))
+    assert found.skeleton.stack == "bert.encoder.layer" and not found.skeleton.encoder
+    assert all(each.values and not each.reason for each in found.silence)
+    assert all("zero a layer changes" in each.reason for each in derive(tiny_config("bert")).silence)
+
+
 @pytest.mark.parametrize("family", USUAL_DECODERS)
 def test_the_probe_finds_what_was_written_by_hand(family: str, tmp_path: Path) -> None:
     """Of the nine usual types: the same silence, the same values, for every layer."""

@@ -43,8 +43,13 @@ REFUSED = {
     "widen_ffn": ({"op": "widen_ffn", "by": 8}, "a part of a wider tensor"),
     "widen_attention": ({"op": "widen_attention", "groups": 2}, "a part of a wider tensor"),
     "widen_hidden": ({"op": "widen_hidden", "times": 2}, "a part of a wider tensor"),
+    "pad_to": ({"op": "pad_to", "tensor_parallel": 8}, "a part of a wider tensor"),
 }
-NOT_WITHIN = {"stack_layers", "merge_adapter", "merge_branches", "fold_adapters", "grow_vocabulary", "imported_lora"}
+NOT_WITHIN = {
+    *("stack_layers", "merge_adapter", "merge_branches", "fold_adapters", "grow_vocabulary", "imported_lora"),
+    # In tests of their own.
+    *("untie_embeddings", "extract_text"),
+}
 
 
 def added(folder: Path, base: Path, operations: list[dict[str, Any]]) -> tuple[Any, Within]:

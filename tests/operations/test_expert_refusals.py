@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import surgeon
+from surgeon.runtime.spread import for_each_layer
 from tests import tiny
 from tests.checkpoints import train
 from tests.commands import refused
@@ -83,7 +84,7 @@ def test_slots_are_added_over_inserted_layers(base: Path, plan: Write, tmp_path:
     verification = surgeon.verify(one, two, window=24, windows=1)
     assert verification.holds
     assert verification.identical
-    surgery = json.loads((two / "config.json").read_text())["surgery"]
+    surgery = for_each_layer(json.loads((two / "config.json").read_text())["surgery"])
     assert {entry["layer"] for entry in surgery["expert_router"]} == {5}
     by_layer: dict[int, list[int]] = {}
     for entry in surgery["experts"]:
@@ -135,7 +136,7 @@ def wrong_rank(config: dict[str, Any]) -> None:
 
 
 def fewer_states(config: dict[str, Any]) -> None:
-    config["surgery"]["control_states"].pop()
+    config["surgery"]["control_states"][0]["layers"] = "0-2"
 
 
 def unknown_key(config: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import surgeon
+from surgeon.runtime.spread import for_each_layer
 from tests import tiny
 
 LERP = {"kind": "lerp", "alpha": 0.3, "inference_alpha": 0.2}
@@ -37,8 +38,7 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
 
 def surgery(base: Path, operation: dict[str, Any]) -> dict[str, Any]:
     plan = surgeon.parse_plan(json.dumps({"surgeon": 1, "operations": [operation]}))
-    found: dict[str, Any] = surgeon.preview(plan, base).blueprint.config["surgery"]
-    return found
+    return for_each_layer(surgeon.preview(plan, base).blueprint.config["surgery"])
 
 
 @pytest.fixture(scope="module")

@@ -561,7 +561,7 @@ REFUSED = [
     ("llama", {}, {"fine_grained": 3}, "`fine_grained: 3` does not divide the 64 neurons"),
     ("llama", {}, {"fine_grained": 16}, "`fine_grained: 16` makes experts of 4 neurons, .* a multiple of 8; give 8"),
     ("llama", {"intermediate_size": 100}, {"form": "copies"}, "multiple of 8 neurons.*use `form: shared` without"),
-    ("llama", {"mlp_bias": True}, {}, "an MLP with biases"),
+    ("llama", {"mlp_bias": True}, {"form": "copies"}, "an MLP with biases.*use `form: shared`"),
     ("gemma3_text", {}, {"form": "copies"}, "no class of transformers known here computes"),
     ("olmo2", {}, {"target": "dots1"}, r"use `form: copies` \(flex_olmo\)"),
     (
@@ -591,7 +591,7 @@ def test_a_mixture_is_not_upcycled_again_and_nothing_follows_in_the_plan(tmp_pat
     out = upcycled(tmp_path, base)
     with pytest.raises(BadInput, match="the base is a mixture of experts already"):
         surgeon.preview(plan_of(tmp_path), out)
-    with pytest.raises(BadInput, match="the base is a mixture of experts already"):
+    with pytest.raises(BadInput, match="layer 0 of this qwen3_next is a mixture of experts already"):
         surgeon.preview(plan_of(tmp_path), tiny_decoder(tmp_path / "hybrid", "qwen3_next"))
     with pytest.raises(BadInput, match=r"\(mixtral, qwen3_moe, granitemoe, flex_olmo: it has RMS norms; the base"):
         surgeon.preview(plan_of(tmp_path, form="copies"), tiny_decoder(tmp_path / "cohere", "cohere"))

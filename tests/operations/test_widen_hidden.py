@@ -71,6 +71,17 @@ def test_a_wider_stream_computes_the_same(
     assert_same(base, tmp_path / "back")
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_mean_and_a_shift_are_those_of_one_copy(tied: bool, tmp_path: Path) -> None:
+    """LayerNorm with biases, an FFN without a gate: the last norm of tied embeddings silences all but the first."""
+    base = tiny_decoder(tmp_path / "base", "starcoder2", dtype="bfloat16", layers=2, tie_word_embeddings=tied)
+    out = apply(tmp_path, base, "out", TWICE)
+    held, found = (weights(folder)["model.norm.bias"] for folder in (base, out))
+    assert held.any() and torch.equal(found, torch.cat([held, torch.zeros_like(held) if tied else held]))
+    proof = surgeon.verify(base, out, device="cpu", windows=1, window=16)
+    assert proof.holds and proof.promise == "rounding" and proof.rounded
+
+
 def test_training_moves_what_is_new_alone_and_all_of_it_learns(tmp_path: Path) -> None:
     base = base_of(tmp_path, "qwen2", num_hidden_layers=2)
     out = apply(tmp_path, base, "out", TWICE)

@@ -47,6 +47,7 @@ OPERATIONS = [
         f"{CONTROL}, interpolator: {{kind: proj}}, divergence: {{kind: none}}",
         "interpolator `proj` projects for the divergence, which is `none`: use `lerp`",
     ),
+    ("op: pad_to", "give at least one of `tensor_parallel`, `multiple_of` and `vocabulary`"),
     ("op: gated_adapters", "give either `extra_weights` (a share, such as 0.2) or `size`, not both or neither"),
     (
         "op: gated_adapters, size: 8, local_loss: {kind: cross_entropy}",

@@ -64,6 +64,7 @@ def test_a_usual_base_with_two_types_of_layers(tmp_path: Path) -> None:
     assert refused.keys() == {
         *("merge_branches", "fold_adapters", "grow_vocabulary", "upcycle_experts", "widen_attention", "widen_hidden"),
         "merge_adapter",
+        "extract_text",
     }
     # One group of heads more would not divide its hidden size; two do.
     assert found.takes("widen_attention")

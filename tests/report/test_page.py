@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 import surgeon
 from surgeon.cli import app
+from surgeon.common.listener import Quiet
 from surgeon.models.load import load_model
 from surgeon.report.curves import GateActivity, TrainingRun, curves_of
 from surgeon.report.page.document import render
@@ -30,6 +31,7 @@ from tests.manifest.edits import edited as sealed_edit
 from tests.manifest.edits import resealed
 from tests.models.test_tokens import byte_tokenizer
 from tests.rework.test_revert import chain
+from tests.train.texts import json_lines
 
 FUSED: dict[str, Any] = {"op": "insert_layers", "where": {"after": [2, 4]}, "init": {"kind": "ot_fusion"}}
 ADAPTERS: dict[str, Any] = {"op": "gated_adapters", "layers": "all", "size": 8}
@@ -358,8 +360,11 @@ def test_a_native_output_shows_its_losses_on_texts(tmp_path: Path) -> None:
     assert first.scores.loss == second.scores.loss == own.loss and second.scores.loss_difference is not None
     assert "Losses on texts" in page and f"{own.loss.value:.4f}" in page and "0, exactly" in page
     assert told.to_json()["losses"][1]["model"] == "output" and told.findings.routing is None
-    told, _, _ = reported(out, tmp_path / "b.html", texts={"it": text}, window=32)
-    assert [loss.of_base for loss in told.findings.losses] == [False]
+    several = json_lines(tmp_path / "several.jsonl", ["Some words.", "Other words.", "More words."])
+    heard = Quiet()
+    told, _, _ = reported(out, tmp_path / "b.html", texts={"it": several}, window=32, windows=2, listener=heard)
+    assert [(loss.of_base, loss.scores.documents) for loss in told.findings.losses] == [(False, 2)]
+    assert "text it: 2 of its 3 documents; --windows N takes more, --windows 0 all" in heard.said
 
 
 def test_hostile_words_stay_words(grown: list[Path], tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from surgeon.families.derivation import composition_for
+from surgeon.families.grafted_config import native_config
 from surgeon.runtime.adapters_rules import GATES
 from surgeon.runtime.bundle import import_bundle
 from surgeon.runtime.composition import PREFIX, Composition, upcycled
@@ -223,6 +224,14 @@ def config(family: str, surgery: dict[str, Any], **overrides: Any) -> Any:
     return classes(family, "Config", surgery)(
         surgery=surgery, anatomy=said["anatomy"], auto_map=composition(family).auto_map, **base
     )
+
+
+def read_from(family: str, surgery: dict[str, Any], **changed: Any) -> dict[str, Any]:
+    """The native config in that of an output with such a surgery, which is checked for it."""
+    twins = len(surgery.get("control", ()))
+    plain = tiny.config(family).to_dict()
+    plain["num_hidden_layers"] += twins
+    return native_config(plain | changed | joining(family, surgery))
 
 
 def grafted(

@@ -22,12 +22,15 @@ from tests.runtime.grafting import alone, composition, everything, joining, stat
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNTIME = Path(surgeon.runtime.__file__).parent
-NOT_SHIPPED = {"__init__", "bundle", "classes", "composition", "registry"}
+NOT_SHIPPED = {"__init__", "bundle", "classes", "composition", "needed", "registry"}
 
 
-def definitions(source: str) -> dict[str, str]:
-    """What a file defines or does at its top level, imports and docstring aside, by name."""
-    found: dict[str, str] = {}
+def definitions(source: str) -> dict[str, list[str]]:
+    """What a file defines or does at its top level, imports and docstring aside, by name.
+
+    Each as what it is made of: a class of its name and bases, and its members; all else of itself.
+    """
+    found: dict[str, list[str]] = {}
     for node in ast.parse(source).body:
         if isinstance(node, ast.Import | ast.ImportFrom):
             continue
@@ -37,7 +40,9 @@ def definitions(source: str) -> dict[str, str]:
             continue
         name = getattr(node, "name", None) or ast.unparse(getattr(node, "targets", [getattr(node, "target", node)])[0])
         assert name not in found, name
-        found[name] = ast.dump(node)
+        found[name] = [ast.dump(node)]
+        if isinstance(node, ast.ClassDef):
+            found[name] = [ast.dump(each) for each in (*node.decorator_list, *node.bases, *node.body)]
     return found
 
 
@@ -52,15 +57,47 @@ CASES = [
 
 @pytest.mark.parametrize(("family", "name", "surgery"), CASES, ids=[f"{family}-{name}" for family, name, _ in CASES])
 def test_joined_file_and_its_parts_agree(family: str, name: str, surgery: dict[str, Any]) -> None:
-    """Every definition of a part stands in the joined file as it is, and nothing but the template's beside them."""
+    """What stands in the joined file stands so in its parts, in their order, and the template's classes are all there.
+
+    Of plain classes members are left out; of those that torch or transformers call, none is.
+    """
     native = composition(family)
     uses = uses_of(surgery, native)
     joined = definitions(bundle(joining(family, surgery)).decode())
-    expected: dict[str, str] = {}
+    expected: dict[str, list[str]] = {}
     for part in ordered(roots_of(native, uses)):
         expected |= definitions((RUNTIME / f"{part.module.rpartition('.')[2]}.py").read_text())
-    expected |= definitions(classes_of(native, uses))
-    assert joined == expected
+    composed = definitions(classes_of(native, uses))
+    expected |= composed
+    assert list(joined) == [name for name in expected if name in joined]
+    assert {name: joined[name] for name in composed} == composed
+    for name, members in joined.items():
+        kept = iter(expected[name])
+        assert all(member in kept for member in members), name
+    for name in ("UpcycledHead", "UpcycledLayer", "UpcycledPreTrained"):
+        assert joined[name] == expected[name]
+
+
+@pytest.mark.parametrize(("family", "name", "surgery"), CASES, ids=[f"{family}-{name}" for family, name, _ in CASES])
+def test_every_name_of_a_joined_file_is_known_there(family: str, name: str, surgery: dict[str, Any]) -> None:
+    """Nothing that was left out is asked for: not a name, and of objects of the parts' own no attribute."""
+    text = bundle(joining(family, surgery)).decode()
+    tree = ast.parse(text)
+    asked = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    left_out = set()
+    for part in ordered(roots_of(composition(family), uses_of(surgery, composition(family)))):
+        for each in part.definitions:
+            left_out |= {member.name for member in each.members if member.name}
+    defined = {getattr(node, "name", "") for node in ast.walk(tree)}
+    defined |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    defined |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
+    assert not (left_out - defined) & asked
+
+
+def test_what_only_planners_ask_of_a_graft_does_not_ship() -> None:
+    for name, surgery in alone().items():
+        text = bundle(joining("llama", surgery)).decode()
+        assert "(Kind)" not in text and "def check(" not in text and "def claims(" not in text, name
 
 
 def test_only_what_a_surgery_needs_is_joined() -> None:
@@ -71,6 +108,17 @@ def test_only_what_a_surgery_needs_is_joined() -> None:
         assert [graft for graft, mark in own.items() if f"\nclass {mark}(" in text] == [name]
         empty = {key: [] for other in GRAFTS.values() for key in other.keys if key not in surgery}
         assert bundle(joining("llama", surgery | empty)).decode() == text
+
+
+# How many lines a file may have, for each graft alone: what a stranger has to read.
+LINES = {"control": 1850, "adapters": 1650, "experts": 2000, "routed": 1650, "states": 2150, "gate": 1950}
+
+
+def test_a_file_is_as_short_as_its_graft_allows() -> None:
+    assert LINES.keys() == GRAFTS.keys()
+    for name, surgery in alone().items():
+        lines = len(bundle(joining("llama", surgery)).splitlines())
+        assert lines <= LINES[name], f"{name}: {lines} lines"
 
 
 def test_rules_name_the_modules_that_build_on_them() -> None:

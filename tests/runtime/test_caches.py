@@ -10,7 +10,17 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from tests import tiny
-from tests.runtime.grafting import both, control, every_graft_in, everything, gate, grafted, perturbed, states, tokens
+from tests.runtime.grafting import (
+    both,
+    control,
+    every_graft_in,
+    everything,
+    gate,
+    grafted,
+    perturbed,
+    states,
+    tokens,
+)
 
 NEW_TOKENS = 4
 
@@ -100,8 +110,9 @@ def test_a_ready_made_mask_dict_is_understood() -> None:
 
 def test_recorded_outputs() -> None:
     model = perturbed(grafted("llama", both()))
-    out = model(tokens(), output_hidden_states=True)
-    assert len(out.hidden_states) == 6 + 1
+    out = model.model(tokens(), output_hidden_states=True)
+    assert len(out.hidden_states) == model.config.num_hidden_layers + 1
+    assert torch.equal(out.hidden_states[-1], out.last_hidden_state)
     model.set_attn_implementation("eager")
     assert len(model(tokens(), output_attentions=True).attentions) == model.config.num_hidden_layers
 

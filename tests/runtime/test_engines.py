@@ -18,7 +18,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
-from surgeon.runtime.rules import engine_of, read_surgery
+from surgeon.runtime.rules import engine_of, engine_ranks
 from tests.runtime.grafting import (
     adapters,
     classes,
@@ -104,10 +104,8 @@ def test_the_rest_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_vllm_that_does_not_say_how_it_splits_is_refused() -> None:
-    made = config("llama", control())
-    made._attn_implementation = "vllm"
     with pytest.raises(ValueError, match="use a release that"):
-        read_surgery(made)
+        engine_ranks(SimpleNamespace(_attn_implementation="vllm"))
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "flat"])
@@ -146,9 +144,9 @@ def test_blocks_with_grafts_keep_their_native_forward() -> None:
     assert type(layer.mlp).forward is LlamaMLP.forward
 
 
-@pytest.mark.parametrize("shared", ["by_kind", "none"])
-def test_a_compiled_graph_routes_as_the_loop_does(shared: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    surgery = states(inference_routing="token", train_routing="token", top_k=2, shared=shared)
+@pytest.mark.parametrize(("shared", "trained"), [("by_kind", "token"), ("none", "token"), ("all", "batch_mode")])
+def test_a_compiled_graph_routes_as_the_loop_does(shared: str, trained: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    surgery = states(inference_routing="token", train_routing=trained, top_k=2, shared=shared)
     model = perturbed(grafted("llama", surgery)).double()
     gradients = []
     for compiled in (False, True):
@@ -196,6 +194,8 @@ def test_tokens_that_nothing_tells_of_are_refused(surgery: dict[str, Any], posit
     with pytest.raises(ValueError, match=words):
         model(ids(1, 4), position_ids=torch.tensor([positions]))
     model.train()(ids(1, 4), position_ids=torch.tensor([positions]))
+    # Where a mask shows every token of the row, none stands before it.
+    model.eval()(ids(1, 4), position_ids=torch.tensor([positions]), attention_mask=torch.ones(1, 4, dtype=torch.long))
 
 
 def test_a_packed_document_chooses_as_alone() -> None:

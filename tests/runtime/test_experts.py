@@ -85,6 +85,15 @@ def test_dropout_is_on_the_input_of_slots_that_train(frozen: tuple[int, ...]) ->
     torch.testing.assert_close(module(x), module.eval()(x))
 
 
+def test_a_matrix_that_is_split_over_devices_is_refused() -> None:
+    """As transformers' tensor parallelism does, which shows a module a part of its inputs or takes a part of them."""
+    module = ExpertLinear(torch.nn.Linear(8, 6), [SlotSpec(0, 2, ("q_proj",))], routed=False)
+    for part, width in ((module.weight[:3], 8), (module.weight[:, :4], 4)):
+        module.weight, module.bias = torch.nn.Parameter(part.detach().clone()), None
+        with pytest.raises(RuntimeError, match=r"split over devices .* load the model without `tp_plan`"):
+            module(torch.ones(1, 2, width))
+
+
 def test_router_is_a_softmax_over_linear_scores() -> None:
     router = randomised(ExpertRouter(RouterSpec(3, tuple(RouterSlotSpec(k) for k in range(4))), 6).double())
     h = normal(2, 5, 6)

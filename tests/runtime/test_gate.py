@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import sys
 import threading
 from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 from transformers.utils.logging import warning_once
 
+from surgeon.errors import BadInput
 from surgeon.runtime.gate import DomainGate, Gating
 from surgeon.runtime.gate_rules import GateSpec
-from surgeon.runtime.rules import read_surgery
 from tests import tiny
-from tests.runtime.grafting import config, everything, gate, gated, grafted, perturbed, states, tokens
+from tests.runtime.grafting import everything, gate, gated, grafted, perturbed, read_from, states, tokens
 from tests.runtime.test_born import left_padded, prefill_and_decode
 
 
@@ -195,7 +197,7 @@ def test_positions_of_transformers_own_padding_give_the_bases_bits(filled: int) 
     spread = (kept.cumsum(-1) - 1).masked_fill(kept == 0, filled)
     with torch.no_grad():
         made = model(right, attention_mask=kept, position_ids=spread, use_cache=True).past_key_values
-        held = next(layer.held for layer in made.layers if hasattr(layer, "held"))
+        held = made.layers[0].kept["gate"]
     assert held["counts"][:, -1].flatten().tolist() == kept.sum(1).tolist()
 
 
@@ -219,6 +221,29 @@ def test_a_mask_that_keeps_documents_apart_is_seen() -> None:
                     model(row[:, begin:end], attention_mask=mask, past_key_values=cache, surgery_flow=flow)
             assert torch.equal(flow.gating.found["sums"][:, -6:], alone.gating.found["sums"][:, -6:]), cut
             assert torch.equal(flow.on[:, -6:], alone.on[:, -6:]), cut
+
+
+def test_a_cache_has_as_many_entries_as_the_config_has_layers() -> None:
+    """What is kept of a sequence stands in one of them, and goes with it where it is copied, cut or pickled."""
+    model, ids = perturbed(grafted("llama", gated(everything()))), tokens(1, 9)
+    halves(model)
+    with torch.no_grad():
+        made = model(ids[:, :7], use_cache=True).past_key_values
+        assert len(made) == model.config.num_hidden_layers
+        assert {*made.layers[0].kept} == {"gate", "states"}
+        copied, pickled = copy.deepcopy(made), pickle.loads(pickle.dumps(made))
+        made.crop(-3)
+        whole = model(ids, use_cache=False).logits[:, -1]
+        for cache, seen in ((made, 4), (copied, 7), (pickled, 7)):
+            again = model(ids[:, seen:], past_key_values=cache).logits[:, -1]
+            torch.testing.assert_close(again, whole, atol=2e-5, rtol=1e-4)
+        # Beside what has one size it has one too, as a graph that was compiled for it asks.
+        fixed, forms = StaticCache(config=model.config, max_cache_len=16), []
+        for part in (ids[:, :7], ids[:, 7:8], ids[:, 8:]):
+            model(part, past_key_values=fixed)
+            kept = fixed.layers[0].kept["gate"]
+            forms.append({name: (value.shape, value.stride()) for name, value in kept.items()})
+        assert forms[0] == forms[1] == forms[2]
 
 
 def test_beams_and_every_kind_of_cache_decide_alike() -> None:
@@ -273,7 +298,5 @@ def test_grafts_are_switched_off_inside_and_on_again_behind() -> None:
     ],
 )
 def test_a_gate_that_does_not_fit_is_refused(change: dict[str, Any], words: str) -> None:
-    found = config("llama", gate())
-    found.surgery = gate() | change
-    with pytest.raises(ValueError, match=words):
-        read_surgery(found)
+    with pytest.raises(BadInput, match=words):
+        read_from("llama", gate() | change)

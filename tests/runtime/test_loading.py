@@ -56,6 +56,7 @@ else:
 import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForQuestionAnswering
 
 for folder in sys.argv[1:]:
     expected = load_file(f"{folder}.expected")
@@ -81,6 +82,13 @@ for folder in sys.argv[1:]:
     assert type(base).__name__.endswith("Model")
     classifier = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True, num_labels=3)
     assert classifier(ids).logits.shape == (2, 3)
+    # Llama's own class calls the base model otherwise, and finds nothing in a checkpoint of the others.
+    assert ("AutoModelForQuestionAnswering" in config.auto_map) == folder.endswith("llama/out")
+    if folder.endswith("llama/out"):
+        how = {"trust_remote_code": True, "output_loading_info": True}
+        answers, info = AutoModelForQuestionAnswering.from_pretrained(folder, **how)
+        assert info["missing_keys"] == {"qa_outputs.weight", "qa_outputs.bias"}
+        assert answers(ids).start_logits.shape == ids.shape
 
     new = set(model.freeze_base())
     frozen = {name: p.clone() for name, p in model.named_parameters() if name not in new}

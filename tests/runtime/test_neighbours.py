@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import warnings
 from pathlib import Path
@@ -13,8 +14,10 @@ import torch
 from accelerate import cpu_offload
 from torch import distributed
 from torch.utils.data import Dataset
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
 
-from tests.runtime.grafting import both, control, everything, grafted, perturbed, tokens
+from tests.runtime.grafting import both, control, everything, gated, grafted, perturbed, tokens
 from tests.warm import warm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,11 +29,33 @@ def batch(start: int = 0, stop: int = 4) -> dict[str, torch.Tensor]:
 
 
 def test_offloaded_weights_give_the_same_logits() -> None:
-    for surgery in (everything(), control("plerp"), control("moe")):
+    for surgery in (gated(everything()), control("plerp"), control("moe")):
         model = perturbed(grafted("llama", surgery))
         with torch.no_grad():
             expected = model(tokens()).logits
-            assert torch.equal(cpu_offload(model, execution_device="cpu")(tokens()).logits, expected)
+            offloaded = cpu_offload(model, execution_device="cpu", offload_buffers=True)
+            assert torch.equal(offloaded(tokens()).logits, expected)
+
+
+def test_quantisers_leave_modules_with_slots() -> None:
+    """By the names that each of transformers' quantisers asks a model for; their dtype is the model's all the same."""
+    model = grafted("llama", everything())
+    assert not model._keep_in_fp32_modules
+    model.is_quantized = True
+    names = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    left = {name for name in linear if not should_convert_module(name, names)}
+    assert left == {"lm_head"} | {name for name, module in linear.items() if hasattr(module, "slots")}
+    assert len(left) > 2 and not [name for name in model._get_dtype_plan(torch.float16) if "proj" in name]
+
+
+def test_a_twin_is_split_over_devices_as_its_layer() -> None:
+    model = grafted("llama", control("dlerp", layers=(2,)))
+    known = {name: re.sub(r"\.\d+\.", ".*.", name).removesuffix(".weight") for name, _ in model.named_parameters()}
+    plans = {name: model.tp_plan.get(pattern) for name, pattern in known.items()}
+    twin = {name: how for name, how in plans.items() if ".expanded." in name}
+    assert {name: plans[name.replace("expanded.", "")] for name in twin} == twin
+    assert twin["model.layers.2.expanded.self_attn.q_proj.weight"] == "colwise"
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

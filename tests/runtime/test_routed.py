@@ -33,12 +33,12 @@ from tests.train.texts import add_tokenizer
 
 EXPERTS = 4
 # Of each family how many experts a token takes, and into how many segments each is cut.
-CASES = {"gemma": (2, 1), "gemma2": (1, 1), "gemma3_text": (2, 2), "glm4": (2, 1)}
+CASES = {"gemma": (2, 1), "gemma2": (1, 1), "gemma3_text": (2, 2), "glm4": (2, 1), "starcoder2": (2, 2)}
 
 
 def base_of(folder: Path, family: str) -> Path:
-    if family == "glm4":
-        return tiny_decoder(folder / "base", "glm4", dtype="bfloat16", layers=2)
+    if family in ("glm4", "starcoder2"):
+        return tiny_decoder(folder / "base", family, dtype="bfloat16", layers=2)
     return tiny.checkpoint(folder / "base", family, num_hidden_layers=2)
 
 
@@ -66,7 +66,7 @@ class Beside(nn.Module):
         self.own = nn.ParameterDict({name: nn.Parameter(value.double()) for name, value in own.items()})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        act = getattr(self.mlp, "act_fn", None) or self.mlp.activation_fn
+        act = next(getattr(self.mlp, name) for name in ("act_fn", "activation_fn", "act") if hasattr(self.mlp, name))
         rows = []
         for token in x.reshape(-1, x.shape[-1]):
             scores = [1 / (1 + torch.exp(-(row @ token))) for row in self.own["router"]]
@@ -74,7 +74,10 @@ class Beside(nn.Module):
             total = sum(scores[number] for number in best) if self.top_k > 1 else 1.0
             made = torch.zeros_like(token)
             for number in best:
-                inner = act(self.own["gate_proj"][number] @ token) * (self.own["up_proj"][number] @ token)
+                if "gate_proj" in self.own:
+                    inner = act(self.own["gate_proj"][number] @ token) * (self.own["up_proj"][number] @ token)
+                else:
+                    inner = act(self.own["up_proj"][number] @ token + self.own["up_bias"][number])
                 made = made + scores[number] / total * (self.own["down_proj"][number] @ inner)
             rows.append(made)
         return self.mlp(x) + torch.stack(rows).view_as(x)
@@ -92,12 +95,16 @@ def test_experts_beside_the_mlp(family: str, tmp_path: Path) -> None:
     assert proof.holds and proof.identical
 
     held, born = weights(base), weights(out)
-    both = held.get("model.layers.0.mlp.gate_up_proj.weight")
-    gate, up = (
-        both.chunk(2) if both is not None else (held[f"model.layers.0.mlp.{n}_proj.weight"] for n in ("gate", "up"))
-    )
+    mlp = {n.removeprefix("model.layers.0.mlp."): value for n, value in held.items()}
+    if family == "starcoder2":
+        reading = {"up_proj": mlp["c_fc.weight"], "up_bias": mlp["c_fc.bias"]}
+    elif "gate_up_proj.weight" in mlp:
+        reading = dict(zip(("gate_proj", "up_proj"), mlp["gate_up_proj.weight"].chunk(2), strict=True))
+    else:
+        reading = {name: mlp[f"{name}.weight"] for name in ("gate_proj", "up_proj")}
     routed = "model.layers.0.mlp.routed."
-    for name, of in (("gate_proj", gate), ("up_proj", up)):
+    assert {n.removeprefix(routed) for n in born if n.startswith(routed)} == {"router", "down_proj", *reading}
+    for name, of in reading.items():
         whole = born[f"{routed}{name}"]
         assert whole.shape[0] == EXPERTS * segments
         assert torch.equal(whole, torch.cat([of] * EXPERTS).view(whole.shape))

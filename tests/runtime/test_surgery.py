@@ -1,4 +1,4 @@
-"""`config.surgery` is checked when it is read; what does not fit is refused with a word on what would."""
+"""`config.surgery` is checked where surgeon reads it; what does not fit is refused with a word on what would."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from surgeon.errors import BadInput
 from surgeon.runtime.rules import read_surgery
 from tests import tiny
-from tests.runtime.grafting import adapters, both, classes, composition, config, control
+from tests.runtime.grafting import adapters, both, classes, composition, config, control, read_from
 
 
 def changed(surgery: dict[str, Any], *path: Any, value: Any) -> dict[str, Any]:
@@ -48,18 +49,27 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(case: str) -> None:
     surgery, words = REFUSED[case]
-    plain = tiny.config("llama").to_dict() | {"num_hidden_layers": 6 + len(surgery.get("control", ()))}
+    with pytest.raises(BadInput, match=words):
+        read_from("llama", surgery)
+
+
+def test_what_ships_refuses_what_it_has_no_code_for() -> None:
+    """The rest is checked where surgeon reads an output."""
+    plain = tiny.config("llama").to_dict()
     plain.pop("model_type")
-    with pytest.raises(ValueError, match=words):
-        classes("llama", "Config", surgery)(surgery=surgery, **plain)
+    for case in ("unknown key", "unknown entry key", "branch twice", "branch in the trunk", "wrong trunk"):
+        surgery, words = REFUSED[case]
+        plain["num_hidden_layers"] = 6 + len(surgery.get("control", ()))
+        with pytest.raises(ValueError, match=words):
+            classes("llama", "Config", surgery)(surgery=surgery, **plain)
 
 
 def test_a_branch_of_another_attention_type_is_refused() -> None:
-    right = config("gemma2", control(layers=(1, 4))).to_dict()
-    right.pop("model_type")
-    right["layer_types"][6] = right["layer_types"][7]
-    with pytest.raises(ValueError, match="layer 6 is the branch of layer 1"):
-        classes("gemma2", "Config")(**right)
+    types = config("gemma2", control(layers=(1, 4))).layer_types
+    read_from("gemma2", control(layers=(1, 4)), layer_types=types)
+    types[6] = types[7]
+    with pytest.raises(BadInput, match="layer 6 is the branch of layer 1"):
+        read_from("gemma2", control(layers=(1, 4)), layer_types=types)
 
 
 def test_no_surgery_is_the_native_model() -> None:

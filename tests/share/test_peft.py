@@ -20,6 +20,7 @@ import surgeon
 from surgeon.cli import app
 from surgeon.common.listener import Quiet
 from surgeon.errors import BadInput
+from surgeon.runtime.spread import for_each_layer
 from tests import tiny
 from tests.checkpoint.stand_in_hub import COMMIT, Hub, files_of, serve
 from tests.checkpoints import weights
@@ -145,7 +146,7 @@ def test_shallow_layers_become_the_shared_lora(plan: Callable[..., Path], base32
     out, adapter = tmp_path / "out", tmp_path / "adapter"
     expected = train(base32, adapter, target_modules=["q_proj", "v_proj"], r=4, lora_alpha=3)
     surgeon.apply(plan(IMPORT | {"threshold": 2}), str(base32), out)
-    entries = json.loads((out / "config.json").read_text())["surgery"]["experts"]
+    entries = for_each_layer(json.loads((out / "config.json").read_text())["surgery"])["experts"]
     assert [entry["routed"] for entry in entries] == [False, False, True, True, True, True]
     close(logits(load(out)), expected)
     assert_exports(out, 0, tmp_path / "exported", base32, adapter)

@@ -13,8 +13,10 @@ import yaml
 from safetensors.torch import save_file
 
 import surgeon
+from surgeon.families.skeleton import IMAGE_TEXT
 from tests import tiny
 from tests.adapters import lora
+from tests.decoders import tiny_decoder
 from tests.train.texts import add_tokenizer, corpus, text
 from tests.vocabularies import ENGLISH, FRENCH, byte_level, write_text
 
@@ -46,6 +48,7 @@ GATED: Operations = [{"op": "gated_adapters", "layers": [1, 2], "size": 4}, {"op
 FOLD: Operations = [{"op": "fold_adapters"}]
 WIDEN: Operations = [{"op": "widen_ffn", "by": 4, "init": "copy"}, {"op": "widen_attention", "groups": 2}]
 STREAM: Operations = [{"op": "widen_hidden", "times": 2}]
+PAD: Operations = [{"op": "pad_to", "tensor_parallel": 8}]
 MERGE: Operations = [{"op": "merge_branches", "alpha": 0.5}]
 ADAPTER: Operations = [{"op": "merge_adapter", "from": {"adapter": "queries", "weight": 0.5}}]
 
@@ -107,6 +110,18 @@ def grown_vocabulary(folder: Path) -> Made:
     return Made(letters, grow(folder, "worded", letters, WORDS))
 
 
+def untied(folder: Path) -> Made:
+    """A tied base, and an output with a head of its own."""
+    tied = tiny.checkpoint(folder / "tied", "llama", num_hidden_layers=1, tie_word_embeddings=True)
+    return Made(tied, grow(folder, "untied", tied, [{"op": "untie_embeddings"}]))
+
+
+def text_alone(folder: Path) -> Made:
+    """An image-text base, and its text tower."""
+    images = tiny_decoder(folder / "images", "llava", IMAGE_TEXT)
+    return Made(images, grow(folder, "text-alone", images, [{"op": "extract_text"}]))
+
+
 @dataclass(frozen=True)
 class Made:
     """A base and an output of it, of its last surgery or of all."""
@@ -139,4 +154,7 @@ def make(folder: Path) -> dict[str, Made]:
         "wider stream": Made(first, grow(folder, "stream", first, STREAM)),
         "gated": Made(first, grow(folder, "gated", first, GATED)),
         "stacked": Made(first, grow(folder, "stacked", first, STACK)),
+        "padded": Made(first, grow(folder, "padded", first, PAD)),
+        "untied": untied(folder),
+        "text": text_alone(folder),
     }

@@ -6,7 +6,7 @@ A new one is a class derived from `Recipe`, here or in a plugin; nothing else ne
 from surgeon.blueprint.recipes.adapted import Adapted, Product, Rounding, Step, Trained
 from surgeon.blueprint.recipes.alignment import IDENTITY, Block, MapRef
 from surgeon.blueprint.recipes.constants import Constant
-from surgeon.blueprint.recipes.copies import Copy, per_layer, renamed, rows, sliced
+from surgeon.blueprint.recipes.copies import Copy, per_layer, renamed, rows, sliced, sliced_columns, whole
 from surgeon.blueprint.recipes.couplings import Coupling, TextSupport, WholeHeads
 from surgeon.blueprint.recipes.drawn import Noised, Random, Shuffled
 from surgeon.blueprint.recipes.elsewhere import Dequantised, Imported, Prompted
@@ -64,5 +64,7 @@ __all__ = [
     "rows",
     "side_by_side",
     "sliced",
+    "sliced_columns",
     "stacked_experts",
+    "whole",
 ]

@@ -103,11 +103,22 @@ def rows(pieces: Sequence[tuple[Copy, int, int]], shape: tuple[int, ...], *, sti
     return Copy(found.spans, first.dtype, shape, source, trains=not still, words=words)
 
 
+def whole(of: Copy) -> Copy:
+    """A tensor of the base, all of it, under another name: the base computes with it, so it does not train anew."""
+    return rows([(of, 0, of.shape[0])], of.shape, still=True)
+
+
 def sliced(of: Copy, start: int, stop: int, *, again: bool = False) -> Copy:
     """Slices `start:stop` of a tensor along its first axis, a part of a larger one; `again`: they lie elsewhere too."""
     spans = indices(_name(of), of.shape, DTYPE_BITS[of.dtype], 0, range(start, stop)).spans
     words: Words = (("again" if again else "copy", of.source), ("rows", (start, stop)))
     return Copy(spans, of.dtype, (stop - start, *of.shape[1:]), trains=True if again else None, words=words)
+
+
+def sliced_columns(of: Copy, start: int, stop: int) -> Copy:
+    """Columns `start:stop` of a matrix, a part of a wider one."""
+    words: Words = (("copy", of.source), ("columns", (start, stop)))
+    return replace(of.columns(start, stop), words=words)
 
 
 def renamed(of: Copy, source: str) -> Copy:

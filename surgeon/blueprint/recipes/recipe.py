@@ -243,7 +243,7 @@ class Bench(Protocol):
     def forget(self, couplings: Iterable[str]) -> None:
         """Free maps that nothing needs soon; one that is needed again is solved again."""
 
-    def prompted(self, prompts: Sequence[Sequence[str]], against: Sequence[Sequence[str]]) -> Sequence[Tensor]:
+    def prompted(self, prompts: Sequence[Sequence[str]], against: Sequence[Sequence[str]]) -> Mapping[int, Tensor]:
         """For every layer a row of length 1 for each list of prompts: what its MLP reads of them on average."""
 
     def predictor(

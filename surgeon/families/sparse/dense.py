@@ -10,6 +10,8 @@ from surgeon.errors import BadInput, printable
 from surgeon.families.skeleton import Skeleton
 
 Form = Literal["shared", "copies"]
+# What a plan can do instead.
+BESIDE = "use `form: shared` without `target`, which brings modules of its own"
 
 QUERY, KEY, VALUE, JOINT = (f"self_attn.{name}.weight" for name in ("q_proj", "k_proj", "v_proj", "qkv_proj"))
 _GATE, _UP, _BOTH, _DOWN = (f"mlp.{name}.weight" for name in ("gate_proj", "up_proj", "gate_up_proj", "down_proj"))
@@ -41,6 +43,18 @@ class Mixture:
         return self.top_k * self.segments
 
 
+class NoTarget(BadInput):
+    """No class of transformers that is known here holds a base; any that a plan may ask for by name was tried."""
+
+
+def check_divides(mixture: Mixture, width: int) -> None:
+    """Raise BadInput where an FFN of so many neurons cannot be cut into the mixture's segments."""
+    if width % mixture.segments:
+        raise BadInput(
+            f"`fine_grained: {mixture.segments}` does not divide the {width} neurons of its MLP; give a divisor"
+        )
+
+
 @dataclass(frozen=True)
 class Dense:
     """A base: its config.json, the same with transformers' defaults (`full`), and the shapes in a layer, by suffix."""
@@ -51,23 +65,25 @@ class Dense:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], skeleton: Skeleton, shapes: Mapping[str, tuple[int, ...]]) -> Dense:
-        """A base by what transformers builds of it. Raises BadInput where its layers are not what is understood."""
+        """A base by what transformers builds of it. Raises NoTarget where its layers are not what classes have."""
         dense = cls(config, skeleton.text.to_dict(), shapes)
         dense.check()
         return dense
 
     def check(self) -> None:
-        """Raise BadInput for a layer that has no gated MLP of three matrices, or has experts already."""
+        """Raise NoTarget for a layer that has no gated MLP of three matrices, BadInput for one that has experts."""
         check_no_experts(self.shapes)
         gated = {_GATE, _UP} <= self.shapes.keys() or _BOTH in self.shapes
         if not gated or _DOWN not in self.shapes:
-            raise BadInput(
+            raise NoTarget(
                 "its layers have no MLP of gate_proj, up_proj and down_proj (or gate_up_proj), and experts of the"
-                " classes known here have just these; use another base"
+                f" classes known here have just these; {BESIDE}"
             )
         biased = next((s for s in self.shapes if s.startswith("mlp.") and s.endswith(".bias")), None)
         if biased is not None:
-            raise BadInput(f"{printable(biased)}: an MLP with biases, which experts have not; use another base")
+            raise NoTarget(
+                f"{printable(biased)}: an MLP with biases, which experts of the classes known here have not; {BESIDE}"
+            )
 
     @property
     def width(self) -> int:

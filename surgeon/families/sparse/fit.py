@@ -13,7 +13,7 @@ from surgeon.common.library import LOAD_FAILURES, first_line, quiet_transformers
 from surgeon.errors import BadInput, printable
 from surgeon.families.names import as_loaded, made_of
 from surgeon.families.skeleton import Skeleton, build
-from surgeon.families.sparse.dense import Dense, Form, Mixture
+from surgeon.families.sparse.dense import BESIDE, Dense, Form, Mixture, NoTarget, check_divides
 from surgeon.families.sparse.target import Made, Target
 from surgeon.families.sparse.targets import TARGETS
 from surgeon.families.twin import shrunk, twin_of
@@ -27,20 +27,6 @@ _GROUPED = 8
 _ROUNDING = 1e-4
 
 
-class NoTarget(BadInput):
-    """No class of transformers that is known here holds a base; any that a plan may ask for by name was tried."""
-
-
-def dense_of(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], mixture: Mixture) -> Dense:
-    """A base whose layers have tensors of these shapes, by suffix. Raises BadInput where its MLP makes no experts."""
-    dense = _dense(json.dumps(config, sort_keys=True), json.dumps(shapes, sort_keys=True))
-    if dense.width % mixture.segments:
-        raise BadInput(
-            f"`fine_grained: {mixture.segments}` does not divide the {dense.width} neurons of its MLP; give a divisor"
-        )
-    return dense
-
-
 def target_for(
     config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], mixture: Mixture, named: str | None = None
 ) -> tuple[Target, Dense]:
@@ -49,7 +35,8 @@ def target_for(
     `shapes` are of one layer, by suffix. Raises NoTarget where none of them does, with the reason of each.
     """
     told = json.dumps(config, sort_keys=True), json.dumps(shapes, sort_keys=True)
-    dense = dense_of(config, shapes, mixture)
+    dense = _dense(*told)
+    check_divides(mixture, dense.width)
     asked = [target for target in TARGETS if target.form == mixture.form and named in (None, target.model_type)]
 
     def why_not(target: Target) -> str:
@@ -75,11 +62,7 @@ def target_for(
     raise NoTarget(
         f"no class of transformers known here computes what this {printable(str(config.get('model_type')))} does with"
         f" experts in the place of its MLP ({why}); "
-        + (
-            "use `form: shared` without `target`, which brings modules of its own"
-            if other is None
-            else f"use `form: {other.form}` ({other.model_type})"
-        )
+        + (BESIDE if other is None else f"use `form: {other.form}` ({other.model_type})")
     )
 
 

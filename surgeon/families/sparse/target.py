@@ -20,15 +20,16 @@ _COMMON = (
 _AS_WRITTEN = ("dtype", "torch_dtype", "transformers_version", "original_max_position_embeddings")
 _ROPE = ("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor")
 
-Role = Literal["kept", "inner", "down", "router", "bias"]
+Role = Literal["kept", "inner", "copied", "down", "router", "bias"]
 
 
 @dataclass(frozen=True)
 class Made:
     """A tensor of a layer of the mixture. `takes` are rows of the base's layer, one piece below the other.
 
-    `kept`: what the base computes with; `inner`: gate and up of experts; `down`: their output, which of the segment
-    `number` takes columns, `segments` of equal width; `router`: a row an expert; `bias`: a number an expert, zero.
+    `kept`: what the base computes with; `inner`: gate and up of experts, `copied` their biases; `down`: their
+    output, which of the segment `number` takes columns, `segments` of equal width; `router`: a row an expert; `bias`: a
+    number an expert, zero.
     `expert` is the number of the one expert that it belongs to; None: it holds all of them.
     """
 

@@ -50,6 +50,7 @@ class ScaleRules(GraftRules):
     """Learned scales."""
 
     name = "scales"
+    keys = ("scales",)
     kinds = (ScaleKind(),)
     losses: ClassVar[Mapping[str, str]] = {"scale_loss": "mean square of the scales' differences from 1, over layers"}
     part = "surgeon_scale.modules"

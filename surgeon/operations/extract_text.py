@@ -1,0 +1,70 @@
+"""`extract_text`: the text tower of an image-text model, as a causal model of its own.
+
+Every tensor of the tower and the head passes as bytes under the name that the causal class has for it; towers for
+images stay behind. LLaVA (Liu et al., 2023) is such a tower with others beside it.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from surgeon.blueprint.blueprint import Claim, OperationRecord
+from surgeon.blueprint.draft import Draft
+from surgeon.checkpoint.source import IMAGE_FILES
+from surgeon.errors import BadInput, printable
+from surgeon.operations.operation import Operation, Paper, TrainingDefaults
+from surgeon.operations.prepare import OpenedBase
+
+# A template that processors alone read.
+_PROCESSOR_TEMPLATE, _TEMPLATE = "chat_template.json", "chat_template.jinja"
+
+
+class ExtractText(Operation):
+    """The text tower of an image-text model, in the causal class of transformers that holds it."""
+
+    papers: ClassVar[tuple[Paper, ...]] = (
+        Paper(
+            "liu2023visual",
+            "Liu, Haotian and Li, Chunyuan and Wu, Qingyang and Lee, Yong Jae",
+            "Visual Instruction Tuning",
+            2023,
+            "2304.08485",
+            "NeurIPS",
+        ),
+    )
+    training: ClassVar[TrainingDefaults] = TrainingDefaults("ours, no paper's: nothing is new", lr=1e-5)
+
+    op: Literal["extract_text"]
+
+    def prepare(self, base: OpenedBase) -> None:
+        """Say which files stay behind."""
+        names = base.folder.side_files
+        if left := [name for name in names if name in IMAGE_FILES]:
+            base.notes.append(f"left behind, as they are for images: {', '.join(left)}")
+        if _PROCESSOR_TEMPLATE in names and _TEMPLATE not in names:
+            base.notes.append(
+                f"{_PROCESSOR_TEMPLATE} comes along, and processors alone read it: put its template into {_TEMPLATE}"
+            )
+
+    def edit(self, draft: Draft, facts: None) -> OperationRecord:
+        """Have the config be the causal class's, and the tower's tensors have its names."""
+        if draft.records:
+            raise BadInput("the text is extracted by a plan of its own: apply the operations before it first")
+        if draft.bank is not None or any(layer.grafts for layer in draft.layers):
+            raise BadInput("the model carries grafts, which are of the image-text class; merge or revert them first")
+        draft.converted, draft.renamed = draft.anatomy.derivation.text_model()
+        left = [name for name in draft.base_names if name not in draft.renamed]
+        return OperationRecord(
+            op=self.op,
+            matched=f"the text tower as {printable(draft.converted['architectures'][0])}, {len(draft.renamed)} tensors;"
+            f" left behind: {len(left)} tensors ({printable(_beginnings(left))})",
+            claim=Claim("exact", "on text every logit is the image-text model's"),
+            trains="new",
+        )
+
+
+def _beginnings(names: list[str]) -> str:
+    """What the names of tensors begin with: their towers."""
+    return ", ".join(
+        dict.fromkeys(".".join(name.split(".")[: 2 if name.startswith("model.") else 1]) for name in names)
+    )

@@ -1,0 +1,230 @@
+"""`pad_to`: heads, neurons and rows of the vocabulary up to numbers that devices and kernels divide.
+
+New heads stand within their groups, so that each still reads its own keys and values: of 28 query heads in groups of 7
+there are 32 in groups of 8. What is new reads and writes zeros, and never changes what the others compute (Gesmundo and
+Maile, 2023). Tensor parallelism gives each device as many heads and neurons as every other (Shoeybi et al., 2019).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from surgeon.blueprint.blueprint import Claim, OperationRecord
+from surgeon.blueprint.draft import Draft, LayerDraft
+from surgeon.blueprint.recipes import Constant, Copy, Recipe, extended, side_by_side, sliced, sliced_columns
+from surgeon.errors import BadInput
+from surgeon.families.anatomy import VOCABULARY_KEY, vocabulary_tensors
+from surgeon.families.family import LARGEST_SIZE, Role
+from surgeon.operations.grow_vocabulary import bound_of_rows, claim_of_rows
+from surgeon.operations.operation import Operation, Paper, TrainingDefaults
+from surgeon.operations.widen_attention import check_norms
+from surgeon.operations.widen_ffn import COMPOSABLE
+from surgeon.operations.widths import ROUNDING, check_alone, check_free, parts_with, widen
+
+_HEADS: tuple[Role, ...] = ("query", "key", "value", "output")
+_FFN: tuple[Role, ...] = ("gate", "up", "down")
+# Far more heads than a base has: padding would be most of the model.
+_MOST_TIMES = 4
+
+
+class PadTo(Operation):
+    """Zeros up to numbers that divide, which compute nothing."""
+
+    papers: ClassVar[tuple[Paper, ...]] = (
+        Paper(
+            "shoeybi2019megatron",
+            "Shoeybi, Mohammad and Patwary, Mostofa and Puri, Raul and others",
+            "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism",
+            2019,
+            "1909.08053",
+        ),
+        COMPOSABLE,
+    )
+    training: ClassVar[TrainingDefaults] = TrainingDefaults("ours, no paper's: padding is not to train", lr=1e-4)
+    examples: ClassVar[tuple[dict[str, object], ...]] = ({"tensor_parallel": 8}, {"multiple_of": 256})
+
+    op: Literal["pad_to"]
+    tensor_parallel: Annotated[
+        int | None,
+        Field(
+            ge=2,
+            le=1024,
+            description="so many devices: they divide heads and neurons, and key-value heads or the other way round",
+        ),
+    ] = None
+    multiple_of: Annotated[
+        int | None, Field(ge=2, le=65536, description="`intermediate_size` becomes a multiple of this")
+    ] = None
+    vocabulary: Annotated[
+        int | None, Field(ge=2, le=65536, description="rows of embeddings and head become a multiple of this")
+    ] = None
+
+    @model_validator(mode="after")
+    def _asks(self) -> Self:
+        if self.tensor_parallel is None and self.multiple_of is None and self.vocabulary is None:
+            raise ValueError("give at least one of `tensor_parallel`, `multiple_of` and `vocabulary`")
+        return self
+
+    def edit(self, draft: Draft, facts: None) -> OperationRecord:
+        """Pad what does not divide yet."""
+        done = [*self._heads(draft), *self._neurons(draft)]
+        claim = Claim("rounding", f"padding reads and writes zeros; {ROUNDING}")
+        if rows := self._rows(draft):
+            before = draft.anatomy.sizes.vocabulary
+            done.append(f"rows of the vocabulary: {before} become {before + rows}")
+            both = Claim("rounding", f"{claim.reason}; {bound_of_rows(before, rows)}")
+            claim = both if draft.widths else claim_of_rows(before, rows)
+        if not done:
+            asked = {key: value for key in _FIELDS if (value := getattr(self, key)) is not None}
+            wanted = ", ".join(f"`{key}: {value}`" for key, value in asked.items())
+            raise BadInput(f"{wanted}: the base divides already, so there is nothing to pad; leave this operation out")
+        return OperationRecord(self.op, "; ".join(done), claim, trains="new")
+
+    def _heads(self, draft: Draft) -> Iterator[str]:
+        """Pad the attention of every layer where devices do not divide the heads."""
+        sizes = draft.anatomy.sizes
+        heads, kv_heads = self._head_counts(draft)
+        if (heads, kv_heads) == (sizes.heads, sizes.kv_heads):
+            return
+        check_alone(draft, "num_attention_heads")
+        if draft.bank is not None or any(layer.grafts for layer in draft.layers):
+            raise BadInput("the model carries grafts beside its heads; fold, merge or revert them first")
+        for index, layer in enumerate(draft.layers):
+            parts = parts_with(draft, index, _HEADS)
+            check_norms(draft, index)
+            # A number for each head, as what attention may lose in a sink.
+            single = [p for p in draft.kind_of(index).parts if p.kind == "other" and p.shape == (sizes.heads,)]
+            for part in single:
+                pieces = [*_padded(_plain(layer, part.suffix), None, 0, sizes.heads, draft, (heads, kv_heads))]
+                layer.tensors[part.suffix] = side_by_side(pieces, 0)
+                layer.rewritten[part.suffix] = draft.number
+            for suffix, part in parts.items():
+                recipe = _plain(layer, suffix)
+                if part.blocks[0][0] == "output" and part.kind != "weight":
+                    continue
+                begins = itertools.accumulate((rows for _, rows in part.blocks), initial=0)
+                pieces = []
+                for begin, (role, rows) in zip(begins, part.blocks, strict=False):
+                    pieces += _padded(recipe, role, begin, rows, draft, (heads, kv_heads))
+                if not any(isinstance(piece, Constant) for piece in pieces):
+                    continue
+                layer.tensors[suffix] = side_by_side(pieces, int(part.blocks[0][0] == "output"))
+                layer.rewritten[suffix] = draft.number
+        # Without `head_dim` a class would divide the hidden size by the heads.
+        draft.sizes |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": sizes.head_dim}
+        groups = f"groups of {sizes.heads // sizes.kv_heads} become {heads // kv_heads}"
+        yield f"heads of {sizes.head_dim}: {sizes.heads} / {sizes.kv_heads} become {heads} / {kv_heads} ({groups})"
+
+    def _head_counts(self, draft: Draft) -> tuple[int, int]:
+        """The fewest query and key-value heads that devices divide, each group as large as every other."""
+        sizes, devices = draft.anatomy.sizes, self.tensor_parallel
+        heads, kv_heads, each = sizes.heads, sizes.kv_heads, sizes.heads // sizes.kv_heads
+        if devices is None or (heads % devices == 0 and _divide(kv_heads, devices)):
+            return heads, kv_heads
+        fitting = [
+            (more_each * more, more)
+            for more in range(kv_heads, _MOST_TIMES * max(kv_heads, devices) + 1)
+            if _divide(more, devices)
+            for more_each in (range(each, each + devices + 1) if each > 1 else (1,))
+            if more_each * more % devices == 0
+        ]
+        # Where heads make up the hidden size they must divide it in many classes; whether in this one, building shows.
+        found = [counts for counts in fitting if sizes.hidden == sizes.query_width and sizes.hidden % counts[0] == 0]
+        best = min(found or fitting, key=lambda counts: (counts[0] + 2 * counts[1], counts))
+        if best[0] > _MOST_TIMES * heads:
+            raise BadInput(
+                f"`tensor_parallel: {devices}`: {heads} heads would become {best[0]}, more than {_MOST_TIMES} times as"
+                " many; choose fewer devices"
+            )
+        return best
+
+    def _neurons(self, draft: Draft) -> Iterator[str]:
+        """Pad the FFN of every layer."""
+        wanted = math.lcm(self.multiple_of or 1, self.tensor_parallel or 1)
+        kinds = [draft.kind_of(index) for index in range(len(draft.layers))]
+        widths = {rows for kind in kinds for part in kind.parts for role, rows in part.blocks if role == "up"}
+        if not any(width % wanted for width in widths):
+            return
+        check_alone(draft, "intermediate_size")
+        check_free(draft)
+        before = draft.anatomy.sizes.intermediate
+        if not before:
+            raise BadInput("config.json: `intermediate_size` is not one number for all layers; pad a model where it is")
+        more = -before % wanted
+        hidden = draft.anatomy.sizes.hidden
+        for index, layer in enumerate(draft.layers):
+            parts_with(draft, index, _FFN)
+            rows: Recipe = Constant(0.0, draft.dtype_of(index), (more, hidden))
+            columns: Recipe = Constant(0.0, draft.dtype_of(index), (hidden, more))
+            pieces = {role: (columns if role == "down" else rows,) for role in _FFN}
+            layer.rewritten |= dict.fromkeys(widen(draft, index, ("gate", "up"), "down", pieces), draft.number)
+        draft.sizes["intermediate_size"] = before + more
+        yield f"FFNs of {before} become {before + more}"
+
+    def _rows(self, draft: Draft) -> int:
+        """Pad embeddings and head; return by how many rows."""
+        before = draft.anatomy.sizes.vocabulary
+        more = 0 if self.vocabulary is None else -before % self.vocabulary
+        if not more:
+            return 0
+        if VOCABULARY_KEY in draft.sizes:
+            raise BadInput("an earlier operation of this plan changes the vocabulary; apply two plans")
+        if before + more > LARGEST_SIZE:
+            raise BadInput(f"the vocabulary would have {before + more} rows; beyond 2^31 is refused")
+        for name in vocabulary_tensors(draft.anatomy):
+            draft.set_outer(name, extended(Copy.of(draft.anatomy.outer[name]), ((),) * more))
+        draft.sizes[VOCABULARY_KEY] = before + more
+        return more
+
+
+_FIELDS = ("tensor_parallel", "multiple_of", "vocabulary")
+
+
+def _divide(kv_heads: int, devices: int) -> bool:
+    """Whether devices share key-value heads evenly: each has some of its own, or the same as some others."""
+    return kv_heads % devices == 0 or devices % kv_heads == 0
+
+
+def _plain(layer: LayerDraft, suffix: str) -> Copy:
+    recipe = layer.tensors[suffix]
+    assert isinstance(recipe, Copy), suffix
+    return recipe
+
+
+def _padded(
+    source: Copy, role: Role | None, begin: int, rows: int, draft: Draft, counts: tuple[int, int]
+) -> Iterator[Recipe]:
+    """A module's rows from `begin` on (columns of the output projection), with zeros behind each group and behind all.
+
+    `counts` are query and key-value heads as they will be. Without a role each row is a head's.
+    """
+    sizes, (heads, kv_heads) = draft.anatomy.sizes, counts
+    columns, size = role == "output", 1 if role is None else draft.anatomy.sizes.head_dim
+    if columns:
+        rows = source.shape[1]
+
+    def zeros(count: int) -> Constant:
+        return Constant(0.0, source.dtype, (source.shape[0], count) if columns else (count, *source.shape[1:]))
+
+    def taken(start: int, stop: int) -> Copy:
+        return sliced_columns(source, start, stop) if columns else sliced(source, start, stop)
+
+    if role in ("key", "value"):
+        yield taken(begin, begin + rows)
+        if kv_heads > sizes.kv_heads:
+            yield zeros((kv_heads - sizes.kv_heads) * size)
+        return
+    each, more_each = (count * size for count in (sizes.heads // sizes.kv_heads, heads // kv_heads))
+    if more_each == each:
+        yield taken(begin, begin + rows)
+    else:
+        for start in range(begin, begin + rows, each):
+            yield taken(start, start + each)
+            yield zeros(more_each - each)
+    if kv_heads > sizes.kv_heads:
+        yield zeros((kv_heads - sizes.kv_heads) * more_each)

@@ -1,0 +1,187 @@
+"""What of a module's source a joined file needs: its definitions, and of plain classes the members that are asked for.
+
+A definition is needed where something needed has its name. Of a class that nothing outside of the parts calls (neither
+it nor its bases come from torch or transformers), a method or a class attribute is needed where something needed asks
+any object for an attribute of its name, or it is one that Python itself calls. So what only a planner asks of a graft's
+rules does not ship. Annotated fields of instances stay, since they are what a dataclass is made with.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Member:
+    """A statement of a module or class, with the comments above it: its lines, and what it names and asks for.
+
+    `name` is empty where it defines nothing. `spaced`: it is a class or function, which stands apart by empty lines.
+    `names` are the names that it has, `asked` the attributes that it asks objects for.
+    """
+
+    name: str
+    lines: tuple[str, ...]
+    spaced: bool
+    names: frozenset[str]
+    asked: frozenset[str]
+    stays: bool = True
+
+
+@dataclass(frozen=True)
+class Definition:
+    """A statement at a module's top level. Of a class `head` are its lines up to the docstring, `members` the rest."""
+
+    head: Member
+    bases: tuple[str, ...] = ()
+    members: tuple[Member, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What it defines."""
+        return self.head.name
+
+
+def definitions_of(body: Sequence[ast.stmt], lines: Sequence[str]) -> list[Definition]:
+    """The definitions among a module's statements; `lines` are the file's, those of other statements empty."""
+    found: list[Definition] = []
+    end = 0
+    for node in body:
+        above = lines[end : node.lineno - 1 - _decorators(node)]
+        start = len(lines[:end]) + len(above) - _comments_at_end(above)
+        end = node.end_lineno or 0
+        if isinstance(node, ast.ClassDef):
+            found.append(_class(node, start, lines))
+        else:
+            found.append(Definition(_member(node, lines[start:end])))
+    return found
+
+
+def _class(node: ast.ClassDef, start: int, lines: Sequence[str]) -> Definition:
+    """A class, its members apart from its head."""
+    documented = ast.get_docstring(node) is not None
+    first = node.body[0]
+    members: list[Member] = []
+    end = (first.end_lineno or 0) if documented else first.lineno - 1 - _decorators(first)
+    if not documented:
+        end -= _comments_at_end(lines[start:end])
+    head = lines[start:end]
+    while head and not head[-1].strip():
+        head = head[:-1]
+    for each in node.body[documented:]:
+        above = lines[end : each.lineno - 1 - _decorators(each)]
+        own = len(lines[:end]) + len(above) - _comments_at_end(above)
+        end = each.end_lineno or 0
+        members.append(_member(each, lines[own:end]))
+    named = [*node.bases, *(keyword.value for keyword in node.keywords), *node.decorator_list]
+    names, asked = _named(named)
+    own_bases = tuple(ast.unparse(base) for base in node.bases)
+    return Definition(Member(node.name, tuple(head), True, names, asked), own_bases, tuple(members))
+
+
+def _member(node: ast.stmt, lines: Sequence[str]) -> Member:
+    names, asked = _named([node])
+    name = ""
+    match node:
+        case ast.FunctionDef(name=defined) | ast.ClassDef(name=defined):
+            name = defined
+        case ast.Assign(targets=[ast.Name(id=defined)]) | ast.AnnAssign(target=ast.Name(id=defined)):
+            name = defined
+    spaced = isinstance(node, ast.FunctionDef | ast.ClassDef)
+    dunder = name.startswith("__") and name.endswith("__")
+    annotated = isinstance(node, ast.AnnAssign) and not ast.unparse(node.annotation).startswith("ClassVar")
+    stays = not name or dunder or annotated
+    return Member(name, tuple(lines), spaced, names, asked, stays)
+
+
+def _named(nodes: Iterable[ast.AST]) -> tuple[frozenset[str], frozenset[str]]:
+    """The names that nodes have anywhere, and the attributes that they ask for."""
+    names: set[str] = set()
+    asked: set[str] = set()
+    for node in (inner for each in nodes for inner in ast.walk(each)):
+        if isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            asked.add(node.attr)
+    return frozenset(names), frozenset(asked)
+
+
+def _decorators(node: ast.stmt) -> int:
+    """How many lines of decorators stand above a definition's own first one."""
+    decorators: list[ast.expr] = getattr(node, "decorator_list", [])
+    return node.lineno - min((each.lineno for each in decorators), default=node.lineno)
+
+
+def _comments_at_end(lines: Sequence[str]) -> int:
+    """How many lines of comments end `lines`, with nothing below them."""
+    count = 0
+    for line in reversed(lines):
+        if not line.lstrip().startswith("#"):
+            break
+        count += 1
+    return count
+
+
+def needed(definitions: Sequence[Definition], roots: Iterable[Member]) -> list[Definition]:
+    """The definitions that `roots` need, directly or not, in their order, each with the members that are needed."""
+    by_name = {each.name: each for each in definitions}
+    plain = {each.name for each in definitions if each.head.spaced and _is_plain(each, by_name)}
+    names: set[str] = set()
+    asked: set[str] = set()
+    kept: dict[str, set[str]] = {}
+    for root in roots:
+        names |= root.names
+        asked |= root.asked
+    changed = True
+    while changed:
+        changed = False
+        for each in definitions:
+            if each.name not in names:
+                continue
+            if each.name not in kept:
+                kept[each.name], changed = set(), True
+                names |= each.head.names
+                asked |= each.head.asked
+            for member in each.members:
+                wanted = each.name not in plain or member.stays or member.name in asked
+                if wanted and member.name not in kept[each.name]:
+                    kept[each.name].add(member.name)
+                    names |= member.names
+                    asked |= member.asked
+                    changed = True
+    return [
+        Definition(each.head, each.bases, tuple(m for m in each.members if m.name in kept[each.name]))
+        for each in definitions
+        if each.name in kept
+    ]
+
+
+def _is_plain(definition: Definition, by_name: dict[str, Definition]) -> bool:
+    """Whether a class has no base from elsewhere, which might call what it defines."""
+    return all(base in by_name and _is_plain(by_name[base], by_name) for base in definition.bases)
+
+
+def source_of(definitions: Sequence[Definition]) -> str:
+    """The definitions as written, members and definitions apart as ruff has them."""
+    lines: list[str] = []
+    before: Member | None = None
+    for each in definitions:
+        lines += [""] * _gap(before, each.head, 2)
+        lines += each.head.lines
+        inner: Member | None = None
+        for nth, member in enumerate(each.members):
+            # After a docstring, which the head of a class ends with, stands one.
+            documented = each.head.lines[-1].rstrip().endswith('"""')
+            lines += [""] * (int(documented) if nth == 0 else _gap(inner, member, 1))
+            lines += member.lines
+            inner = member
+        before = each.head
+    return "\n".join(lines)
+
+
+def _gap(before: Member | None, member: Member, most: int) -> int:
+    """How many empty lines stand between two statements."""
+    if before is None:
+        return 0
+    return most if before.spaced or member.spaced else 0

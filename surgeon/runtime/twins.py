@@ -1,0 +1,149 @@
+"""Expanded twins: a copy of a layer inside it, with the number of its place in the tail.
+
+So it has the layer's kind, and a cache of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import DynamicLayer
+
+from .graft import current_frame
+from .layers import GraftedLayer, UpcycledLayer, one_tensor
+from .losses import Flow
+from .models import UpcycledModel
+from .rules import Surgery
+
+# Attributes by which modules know their layer's number.
+LAYER_NUMBERS = ("layer_idx", "layer_index", "layer_id", "layer_number", "block_idx")
+
+
+class BranchLayer(GraftedLayer):
+    """An expanded twin, inside its trunk layer, at its own index of cache and masks.
+
+    The trunk layer around it is checkpointed as a whole; a second checkpoint inside would only compute twice.
+    """
+
+    @property
+    def gradient_checkpointing(self) -> bool:
+        """What a model-wide switch set; while the trunk layer runs, off."""
+        return bool(self.__dict__.get("switched")) and current_frame() is None
+
+    @gradient_checkpointing.setter
+    def gradient_checkpointing(self, value: bool) -> None:
+        self.__dict__["switched"] = value
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The native hidden states, B T D, without what comes with them."""
+        return one_tensor(super().forward(*args, **kwargs))[0]
+
+
+class TwinnedLayer(UpcycledLayer):
+    """A trunk layer that may have a twin."""
+
+    branch_of: ClassVar[type[BranchLayer]]
+
+    def compose(self, config: Any, index: int, surgery: Surgery) -> None:
+        """Let grafts in; a control block puts `twin`, the layer's copy at its place in the tail, beside it."""
+        branch = next((branch for branch, home in surgery.homes.items() if home == index), None)
+        # Past nn.Module, until a graft takes it for a part of the layer.
+        self.__dict__["twin"] = None if branch is None else self._twin_at(branch, config, index, surgery)
+        super().compose(config, index, surgery)
+        del self.__dict__["twin"]
+
+    def _twin_at(self, branch: int, config: Any, index: int, surgery: Surgery) -> Any:
+        """A copy of this layer, whose number is `index`, as layer `branch` of the tail."""
+        twin: Any = copied(self)
+        twin.__class__ = self.branch_of
+        for module in twin.modules():
+            for name in LAYER_NUMBERS:
+                if vars(module).get(name) == index:
+                    setattr(module, name, branch)
+        twin.compose(config, branch, surgery)
+        return twin
+
+
+def copied(layer: nn.Module) -> nn.Module:
+    """A layer's copy. Both have one config: what is set there later, such as the attention, holds for both."""
+    held = (value for module in layer.modules() for value in vars(module).values())
+    return copy.deepcopy(layer, {id(value): value for value in held if isinstance(value, PreTrainedConfig)})
+
+
+def copy_unsaved(layer: nn.Module, twin: nn.Module | None) -> None:
+    """Give a layer's twin, if it has one, the layer's buffers that no checkpoint holds."""
+    held = dict(layer.named_modules())
+    for name, module in () if twin is None else twin.named_modules():
+        for key in module._non_persistent_buffers_set:
+            source = held[name]._buffers.get(key) if name in held else None
+            own = module._buffers[key]
+            if own is not None and source is not None and own.shape == source.shape:
+                own.copy_(source)
+
+
+class TwinnedModel(UpcycledModel):
+    """A model in which layers have twins."""
+
+    def init_parallel_plans(self) -> None:
+        """As transformers', but the twin of a layer is split over devices as the layer itself."""
+        super().init_parallel_plans()
+        surgery: Surgery | None = getattr(self, "surgery", None)
+        if surgery is None or not surgery.homes:
+            return
+        layer = f"{self.stack.rpartition('.')[2]}.*."
+        for kind in ("_tp_plan", "_ep_plan", "_fsdp_plan"):
+            plan = getattr(self, kind, None) or {}
+            plan.update({name.replace(layer, f"{layer}expanded.", 1): how for name, how in plan.items()})
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if module is self:
+            # What a model sets in its layers by walking through them, it does not set in their twins.
+            for layer in cast(nn.ModuleList, self.get_submodule(self.stack)):
+                copy_unsaved(layer, layer._modules.get("expanded"))
+
+    def run_grafted(self, run: Callable[..., Any], given: dict[str, Any], flow: Flow | None) -> Any:
+        """As without twins, in a cache that has places for them."""
+        if not self.grafts_off:
+            self._make_room_for_twins(given.get("past_key_values"))
+        return super().run_grafted(run, given, flow)
+
+    def _make_room_for_twins(self, cache: Any) -> None:
+        """Give a cache made for the first layers alone the places of their twins, which lie behind all layers'.
+
+        For drafts by a model's first layers transformers lowers the config's `num_hidden_layers`. Raises ValueError for
+        a kind of cache that cannot be lengthened.
+        """
+        depth, surgery = self.config.num_hidden_layers, self.surgery
+        if cache is None or depth >= surgery.layers or getattr(cache, "layer_class_to_replicate", None) is not None:
+            return
+        twins = {branch: home for branch, home in surgery.homes.items() if home < depth}
+        held = cache.layers
+        if len(held) > max(twins, default=-1):
+            return
+        if not isinstance(cache, DynamicCache):
+            raise ValueError(
+                f"the {type(cache).__name__} has {len(held)} places, but expanded twins of the first {depth} layers "
+                f"have theirs up to {max(twins) + 1}; pass a DynamicCache, or a cache made while "
+                f"config.num_hidden_layers is {surgery.layers}"
+            )
+        whole = copy.copy(self.config)
+        whole.num_hidden_layers = surgery.layers
+        empty = DynamicCache(config=whole).layers
+        for index in range(len(held), max(twins) + 1):
+            held.append(empty[index] if index in twins else EmptyPlace())
+            if index in twins and getattr(held[twins[index]], "record_past", False):
+                held[index].activate_past_recording()
+
+
+class EmptyPlace(DynamicLayer):
+    """A place in a cache where nothing is."""
+
+    def crop(self, *_: Any) -> None:
+        """Nothing to forget, which the native one of older versions does not bear."""
