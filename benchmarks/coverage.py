@@ -161,7 +161,9 @@ def _same_bytes(base: Path, back: Path) -> bool:
         {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
         for folder in (base, back)
     )
-    configs = [json.loads((folder / "config.json").read_text()) for folder in (base, back)]
+    # JSON has no infinity: an output's config.json has transformers' word for it.
+    texts = [(folder / "config.json").read_text() for folder in (base, back)]
+    configs = [json.loads(text, parse_constant=lambda constant: {"__float__": constant}) for text in texts]
     for config in configs:
         # Code beside a type that transformers has is left out of every output, and its name with it.
         config.pop("auto_map", None)

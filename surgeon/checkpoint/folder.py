@@ -16,7 +16,7 @@ from surgeon.checkpoint.piece_bytes import Gap, OtherBytes, compared, in_files, 
 from surgeon.checkpoint.pieces import Pieces
 from surgeon.checkpoint.ranges import sha256_pieces, sha256_range
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, LocalSource, OpenShards, Source, is_side_file, read_tensor
-from surgeon.checkpoint.strict_json import parse_json_strict
+from surgeon.checkpoint.strict_json import parse_json_strict, with_tagged_floats
 from surgeon.checkpoint.trust import (
     MAX_CODE_BYTES,
     NO_CODE,
@@ -274,7 +274,8 @@ def digests_of(folder: CheckpointFolder, names: Iterable[str], advance: Callable
 def _config(source: Source, listing: dict[str, int]) -> dict[str, Any]:
     if CONFIG_FILE not in listing and f"{CONFIG_FILE}/" not in listing:
         raise BadInput(f"{source.shown}: no config.json here; expected the folder of a transformers checkpoint")
-    config = _object(source, CONFIG_FILE, MAX_CONFIG_BYTES)
+    # Mamba-2's `time_step_limit` ends at infinity.
+    config = with_tagged_floats(_object(source, CONFIG_FILE, MAX_CONFIG_BYTES, constants=True))
     for part, where in ((config, ""), *((config.get(key), f"{key}.") for key in ("text_config", "vision_config"))):
         if isinstance(part, dict):
             _check_names(part, where, source.shown)

@@ -32,6 +32,20 @@ _BRACES_AS_BRACKETS = bytes.maketrans(b"{}", b"[]")
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
+def with_tagged_floats(value: Any) -> Any:
+    """The value with `{"__float__": "Infinity"}` for an infinity, and so for NaN: as transformers writes configs.
+
+    JSON has neither, and transformers reads both forms.
+    """
+    if isinstance(value, dict):
+        return {key: with_tagged_floats(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [with_tagged_floats(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"__float__": "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"}
+    return value
+
+
 def parse_json_strict(
     data: bytes,
     *,
@@ -43,7 +57,7 @@ def parse_json_strict(
 ) -> Any:
     """The value of a UTF-8 JSON document; errors call it `file`.
 
-    `constants` admits NaN and Infinity, which Python writes where a loss was no number: for files of surgeon's own.
+    `constants` admits NaN and Infinity: where a loss was no number, and where a config has no limit.
     Raises BadInput for what is too large, too deep, not JSON, not UTF-8, for a number that a float cannot hold, and
     for a key that occurs twice or half of a UTF-16 pair.
     """

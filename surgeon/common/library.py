@@ -72,7 +72,7 @@ def described(config: Mapping[str, Any], kind: type[Any] | None = None) -> dict[
     kept = {
         key: value
         for key, value in config.items()
-        if not key.startswith("_") and not (kind is not None and _hides(kind, key))
+        if not key.startswith("_") and not (kind is not None and _hides(kind, key, value))
     }
     for key in _IMPLEMENTATION_FIELDS:
         if not isinstance(kept.get(key), str) or kept[key] not in _IMPLEMENTATIONS:
@@ -102,11 +102,28 @@ def config_of(config: Mapping[str, Any], kind: type[Any]) -> Any:
     return kind.from_dict(kind._decode_special_floats(described(config, kind)))
 
 
-def _hides(kind: type[Any], key: str) -> bool:
-    """Return whether a field of this name would hide what a config class defines; the model type is both."""
+def _hides(kind: type[Any], key: str, value: Any) -> bool:
+    """Return whether a field of this name would hide what a config class defines; the model type is both.
+
+    A property that nothing sets is hidden unless the class reads an old field by that name itself, as Nemotron-H does
+    with `hybrid_override_pattern`.
+    """
     # Before transformers 5.1 config classes were no dataclasses.
     fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
     if key == "model_type" or key in {field.name for field in fields}:
         return False
     defined = getattr(kind, key, None)
-    return hasattr(kind, key) and not (isinstance(defined, property) and defined.fset is not None)
+    if not isinstance(defined, property):
+        return hasattr(kind, key)
+    return defined.fset is None and not _reads(kind, key, value)
+
+
+def _reads(kind: type[Any], key: str, value: Any) -> bool:
+    """Return whether a config class takes a field by the name of a property that nothing sets."""
+    try:
+        kind.from_dict({key: value})
+    except AttributeError:
+        return False
+    except Exception:  # What is wrong with the value is said where the whole config is read.
+        return True
+    return True

@@ -142,7 +142,9 @@ def head_with_grafts(composition: Composition, trunk: Mapping[str, Any]) -> str:
     named = [str(name) for name in trunk.get("architectures") or ()]
     head = short_name(composition.head)
     known = (head, *(short_name(each.native) for each in composition.heads), short_name(composition.model))
-    found = next((name for name in known if name in named), None)
+    # As the model type says, whatever the case: PhiMoE's own config.json spells it as no class of transformers is.
+    written = {name.casefold() for name in named}
+    found = next((name for name in known if name.casefold() in written), None)
     if composition.encoder:
         # By a head that has an upcycled class, or none: the base model's then, with the head carried along.
         return found or short_name(composition.model)

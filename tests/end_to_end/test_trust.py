@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 import surgeon
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.trust import check_written, leads_to_code
-from surgeon.common.library import described
+from surgeon.common.library import config_of, described
 from surgeon.common.listener import Quiet
 from surgeon.errors import BadInput
 from surgeon.models.load import find_processor, find_tokenizer, load_model
@@ -482,13 +482,18 @@ def test_a_view_is_private_and_shows_checked_files_alone(world: World) -> None:
 
 
 def test_what_a_config_may_not_hide_is_left_out_of_the_view() -> None:
-    from transformers import LlamaConfig
+    from transformers import LlamaConfig, NemotronHConfig
 
     described_ones = {"hidden_size": 8, "rope_theta": 1e6, "pretraining_tp": 1, "num_labels": 3, "model_type": "llama"}
     hiding = {"to_dict": 1, "get_text_config": None, "base_model_tp_plan": {}, "_auto_class": "AutoConfig"}
     hiding |= {"_name_or_path": "a/b", "attn_implementation": "flash_attention_2", "keys_to_ignore_at_inference": []}
     assert described(described_ones | hiding, LlamaConfig) == described_ones
     assert described({"attn_implementation": "eager"}, LlamaConfig) == {"attn_implementation": "eager"}
+    # Nothing sets these properties; Nemotron-H reads an old field by the name of one.
+    assert described({"use_return_dict": True, "hidden_size": 8}, LlamaConfig) == {"hidden_size": 8}
+    pattern = {"hybrid_override_pattern": "M-M*-M-"}
+    assert described(pattern | {"use_return_dict": True}, NemotronHConfig) == pattern
+    assert config_of(pattern, NemotronHConfig).num_hidden_layers == 7
 
 
 def test_a_tokenizer_reads_no_file_that_its_settings_name(world: World, tmp_path: Path) -> None:
