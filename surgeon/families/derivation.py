@@ -294,7 +294,7 @@ class Found(Derivation):
         if not any(name.startswith(words) for pair in pairs.items() for name in pair):
             raise BadInput(
                 f"config.json: with `{_TIED}: false` transformers still builds this model with a head tied to"
-                " something else, or with none, so it cannot have a tensor of its own"
+                " something else, or with none, so it cannot have a tensor of its own; leave `untie_embeddings` out"
             )
         stored = {target: name for name, target in self.names.outer.items() if target}
         found: dict[str, str] = {}

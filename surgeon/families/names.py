@@ -199,7 +199,7 @@ def stored_name(model: Any, place: str, *, as_in_memory: bool) -> str:
     tried = [place, *saved] if as_in_memory else [*saved, place]
     found: str | None = next((n for n in tried if made_of(model, [n])[n] == Made((place,), False)), None)
     if found is None:
-        raise BadInput(f"{printable(place)}: transformers has no name on disk for this tensor")
+        raise BadInput(f"{printable(place)}: transformers has no name on disk for this tensor; leave the operation out")
     return found
 
 

@@ -69,9 +69,14 @@ def _check_tower(config: Mapping[str, Any], skeleton: Skeleton) -> None:
     """Raise BadInput for a model that is none of image and text, or whose text layers look at images themselves."""
     shown = printable(str(config.get("model_type")))
     if code_of(config) is not None:
-        raise BadInput("config.json: `auto_map` names the model's own code, of which no class of transformers is known")
+        raise BadInput(
+            "config.json: `auto_map` names the model's own code, of which no class of transformers is known; leave"
+            " `extract_text` out"
+        )
     if not skeleton.path:
-        raise BadInput(f"the base is a text model ({shown}) already, with no other tower to leave behind")
+        raise BadInput(
+            f"the base is a text model ({shown}) already, with no other tower to leave behind; leave `extract_text` out"
+        )
     if config.get(QUANTISATION) is not None:
         raise BadInput(
             f"config.json: the model is quantised, by settings that name its modules; extract the text of the"

@@ -184,7 +184,7 @@ def carry_out(operation: Operation, draft: Draft, facts: Facts | None = None) ->
     draft.records.append(operation.edit(draft, facts))
     if draft.untied and VOCABULARY_KEY in draft.sizes:
         raise BadInput(
-            "embeddings are untied and the vocabulary changes, and each has a say in the head's rows: apply two plans"
+            "embeddings are untied and the vocabulary changes, and each has a say in the head's rows; apply two plans"
         )
     if before and draft.widths == before:
         raise BadInput("an earlier operation of this plan changes widths, which others do not know; apply two plans")

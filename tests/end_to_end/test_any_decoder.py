@@ -374,7 +374,11 @@ for implementation in ("eager", "sdpa"):
 for asked in ({}, {"num_beams": 2}, {"cache_implementation": "static"}):
     asked |= {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     same(lambda each: each.generate(ids, **asked))
-same(lambda each: torch.stack(each(ids, output_hidden_states=True).hidden_states))
+with torch.inference_mode():
+    left = iter(model(ids, output_hidden_states=True).hidden_states)
+    # Of a layer and its twin both have one: those of the base are among them, in order.
+    for state in base(ids, output_hidden_states=True).hidden_states:
+        assert any(torch.equal(state, each) for each in left)
 same(lambda each: each.base_model(ids)[0])
 outer = transformers.AutoModel.from_pretrained(twin, trust_remote_code=True)
 for each in (model, outer):

@@ -93,7 +93,10 @@ BROKEN_BASES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "shape against config": (lambda b: edit_config(b, intermediate_size=64), ["mlp", "shape"]),
     "pickle only": (pickle_only, ["safetensors"]),
     "quantised": (lambda b: edit_config(b, quantization_config={"quant_method": "gptq"}), ["gptq"]),
-    "own remote code": (lambda b: edit_config(b, auto_map={"AutoModel": "modeling_x.X"}), ["--trust-remote-code"]),
+    "own remote code": (
+        lambda b: edit_config(b, model_type="own", auto_map={"AutoModel": "modeling_x.X"}),
+        ["--trust-remote-code"],
+    ),
     "lfs pointer": (lambda b: replace_shard(b, lambda p: p.write_bytes(LFS)), ["git lfs pull"]),
     "fifo": (lambda b: replace_shard(b, os.mkfifo), ["model-00001", "regular"]),
     "device": (lambda b: replace_shard(b, lambda p: p.symlink_to("/dev/zero")), ["model-00001"]),

@@ -110,7 +110,6 @@ def test_old_names_and_tensors_nobody_reads_are_taken_as_they_are(tmp_path: Path
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("roberta", {"is_decoder": True}, "no stack of 6 decoder layers is found in this roberta"),
         ("roberta", {"type_vocab_size": 3}, r"token_type_embeddings\.weight .*the config requires \[3, 32\]"),
         ("roberta", {"num_hidden_layers": 7}, r"roberta\.encoder\.layer\.6\..*no shard has it"),
         ("deberta", {"pos_att_type": ["c2p"]}, r"pos_q_proj\.\w+ .*a layer of this architecture"),
