@@ -42,6 +42,7 @@ PLANS = {
     "mixture_of_control": "mixture-of-control",
     "pmoe_experts": "pmoe",
     "stack_layers": "solar",
+    "trim_vocabulary": "trim-vocabulary",
     "upcycle_experts": "upcycle-experts",
     "widen_attention": "widen-attention",
     "widen_ffn": "widen-ffn",

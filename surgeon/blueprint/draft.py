@@ -35,6 +35,7 @@ from surgeon.blueprint.recipes import (
     per_layer,
 )
 from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
+from surgeon.checkpoint.trimmed_vocabulary import with_tokens
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import (
     VOCABULARY_KEY,
@@ -116,6 +117,8 @@ class Draft:
         self.seed = seed
         # Sizes of the config that operations changed, by their key: widths, and the rows of the vocabulary.
         self.sizes: dict[str, int] = {}
+        # The ids of the base that stay, where operations took tokens out.
+        self.tokens: tuple[int, ...] | None = None
         # The layers of the base that operations took out, by their numbers.
         self.dropped: dict[int, tuple[int, ...]] = {}
         # The tensors outside the layers, by name: the base's in their order, then those that operations added.
@@ -278,6 +281,8 @@ class Draft:
         outputs = [*self._with_parts(outer[:known], config), *outer[known:]]
         if VOCABULARY_KEY in self.sizes:
             config = with_vocabulary(config, self.anatomy, self.sizes[VOCABULARY_KEY])
+        if self.tokens is not None:
+            config = with_tokens(config, self.tokens)
         for index, layer in enumerate(self.layers):
             stem = self.anatomy.layer_name(index, "")
             if layer.base is None and not self.widths:

@@ -27,6 +27,7 @@ from surgeon.operations.mixture_of_control import MixtureOfControl
 from surgeon.operations.operation import Legend, Operation, Origin, Paper
 from surgeon.operations.pmoe_experts import PMoEExperts
 from surgeon.operations.stack_layers import StackLayers
+from surgeon.operations.trim_vocabulary import TrimVocabulary
 from surgeon.operations.upcycle_experts import UpcycleExperts
 from surgeon.operations.widen_attention import WidenAttention
 from surgeon.operations.widen_ffn import WidenFFN
@@ -43,6 +44,7 @@ _BUILT_IN: tuple[type[Operation], ...] = (
     DomainGate,
     MergeBranches,
     GrowVocabulary,
+    TrimVocabulary,
     UpcycleExperts,
     DropLayers,
     FoldAdapters,

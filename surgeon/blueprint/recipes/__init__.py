@@ -5,7 +5,7 @@ A new one is a class derived from `Recipe`, here or in a plugin; nothing else ne
 
 from surgeon.blueprint.recipes.alignment import IDENTITY, Block, MapRef
 from surgeon.blueprint.recipes.constants import Constant
-from surgeon.blueprint.recipes.copies import Copy, per_layer, renamed, rows, sliced
+from surgeon.blueprint.recipes.copies import Copy, KeptRows, kept_rows, per_layer, renamed, rows, sliced
 from surgeon.blueprint.recipes.couplings import Coupling, TextSupport, WholeHeads
 from surgeon.blueprint.recipes.drawn import Noised, Random, Shuffled
 from surgeon.blueprint.recipes.elsewhere import Dequantised, Imported, Prompted
@@ -31,6 +31,7 @@ __all__ = [
     "Imported",
     "Interpolated",
     "Joined",
+    "KeptRows",
     "MapRef",
     "Matched",
     "Means",
@@ -50,6 +51,7 @@ __all__ = [
     "average",
     "columns",
     "extended",
+    "kept_rows",
     "one_expert",
     "per_layer",
     "piled",
