@@ -275,7 +275,7 @@ def _config(source: Source, listing: dict[str, int]) -> dict[str, Any]:
     if CONFIG_FILE not in listing and f"{CONFIG_FILE}/" not in listing:
         raise BadInput(f"{source.shown}: no config.json here; expected the folder of a transformers checkpoint")
     # Mamba-2's `time_step_limit` ends at infinity.
-    config = with_tagged_floats(_object(source, CONFIG_FILE, MAX_CONFIG_BYTES, constants=True))
+    config: dict[str, Any] = with_tagged_floats(_object(source, CONFIG_FILE, MAX_CONFIG_BYTES, constants=True))
     for part, where in ((config, ""), *((config.get(key), f"{key}.") for key in ("text_config", "vision_config"))):
         if isinstance(part, dict):
             _check_names(part, where, source.shown)
