@@ -35,7 +35,7 @@ from surgeon.checkpoint.weights import INDEX_FILE, MAX_INDEX_BYTES, SINGLE_FILE
 from surgeon.common.json_results import same_json
 from surgeon.manifest.card import card
 from surgeon.manifest.compose import Written, compose, plugins_of
-from surgeon.manifest.manifest import Base, Manifest, ModelEntry
+from surgeon.manifest.manifest import Base, ChangeEntry, Manifest, ModelEntry
 from surgeon.manifest.run_files import ADAPTER_FOLDER, KEPT_FOLDER
 from surgeon.models.templates import TEMPLATE_FILE
 from surgeon.operations.prepare import Facts
@@ -50,6 +50,8 @@ _LOADED = re.compile(
     r"|[^/]*(config|index|token|vocab|merges|chat_template|tekken)[^/]*\.(json|txt)",
     re.DOTALL | re.IGNORECASE,
 )
+# In the place of what a merge reported of a tensor, where the manifest has nothing of it.
+_NO_CHANGE = ChangeEntry(change=None, nearest=0.0, kept=0.0, guided=0)
 
 
 def base_differences(claimed: Base, found: Base) -> list[str]:
@@ -83,7 +85,7 @@ def manifest_differences(
             files=manifest.files,
             reports={name: manifest.transport_maps.get(name, {}) for name in blueprint.couplings}
             | {name: manifest.fits[name].model_dump() for name in fits if name in manifest.fits}
-            | {name: manifest.merged[name].model_dump() for name in blueprint.changes if name in manifest.merged},
+            | {name: manifest.merged.get(name, _NO_CHANGE).model_dump() for name in blueprint.changes},
             texts={name: manifest.texts.get(name, "0" * 64) for name in texts},
             models={n: manifest.models.get(n, ModelEntry(id=n, sha256="0" * 64)) for n in blueprint.taken},
         ),
