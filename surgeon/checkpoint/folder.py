@@ -105,6 +105,9 @@ class CheckpointFolder:
             notes.append(without.note)
         # Surgeon puts no code but its own into an output: what lies in one is not simply left out.
         check_trusted(brought, source.shown, trust_remote_code=trust_remote_code)
+        if brought.code != "foreign" and config.get("model_type") == "mistral" and "layer_types" in config:
+            config = _ministral(config)
+            notes.append("config.json: transformers reads a mistral with `layer_types` as ministral, and so it is here")
         headers = source.headers(list(weights.files))
         tensors = check_weights(weights, headers, config)
         check_config(config)
@@ -280,6 +283,13 @@ def _config(source: Source, listing: dict[str, int]) -> dict[str, Any]:
         if isinstance(part, dict):
             _check_names(part, where, source.shown)
     return config
+
+
+def _ministral(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config as `AutoConfig` reads it, whose classes differ: they know layers with and without a window."""
+    named = config.get("architectures") or ()
+    classes = [f"Ministral{name.removeprefix('Mistral')}" if name.startswith("Mistral") else name for name in named]
+    return {**config, "model_type": "ministral"} | ({"architectures": classes} if classes else {})
 
 
 def _check_names(config: dict[str, Any], where: str, shown: str) -> None:

@@ -25,9 +25,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 Name = Annotated[str, Field(min_length=1, max_length=4096)]
-_KNOWN = {
-    *("bias", "use_dora", "lora_bias", "modules_to_save", "trainable_token_indices", "lora_dropout"),
-}
+# Settings of an adapter's config that are read here.
+_KNOWN = {"bias", "use_dora", "lora_bias", "modules_to_save", "trainable_token_indices"}
 _REASONS = {
     "layer_replication": "it is for a base with repeated layers; repeat them first (`stack_layers`)",
     "target_parameters": "it adapts parameters that are not linear modules, which surgeon does not merge yet",

@@ -1,8 +1,9 @@
 """`pad_to`: heads, neurons and rows of the vocabulary up to numbers that devices and kernels divide.
 
 New heads stand within their groups, so that each still reads its own keys and values: of 28 query heads in groups of 7
-there are 32 in groups of 8. What is new reads and writes zeros, and never changes what the others compute (Gesmundo and
-Maile, 2023). Tensor parallelism gives each device as many heads and neurons as every other (Shoeybi et al., 2019).
+there are 32 in groups of 8. New heads and neurons read and write zeros, and never change what the others compute
+(Gesmundo and Maile, 2023). A new row of the vocabulary is the mean of the others: a row of zeros could outweigh them.
+Tensor parallelism gives each device as many heads and neurons as every other (Shoeybi et al., 2019).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _MOST_TIMES = 4
 
 
 class PadTo(Operation):
-    """Zeros up to numbers that divide, which compute nothing."""
+    """Heads, neurons and rows of the vocabulary up to numbers that divide; what is new computes nothing."""
 
     papers: ClassVar[tuple[Paper, ...]] = (
         Paper(

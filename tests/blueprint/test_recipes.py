@@ -347,16 +347,9 @@ CASES: dict[str, Case] = {
         },
         tolerance=2**-8,
     ),
-    "adapted expert": Case(
-        Adapted(
-            base("c"),
-            (Product(mine("A of 3"), mine("B of 3"), 1.0, expert=1, experts=3),),
-            "c",
-            "BF16",
-            "nearest",
-            turned=True,
-        ),
-        C + (ELSEWHERE["B of 3"].double()[:, 1::3] @ ELSEWHERE["A of 3"].double()[2:4]).T,
+    "adapted, stored turned": Case(
+        Adapted(base("c"), (Product(mine("A of 3"), mine("B of 3"), 1.0),), "c", "BF16", "nearest", turned=True),
+        C + (ELSEWHERE["B of 3"].double() @ ELSEWHERE["A of 3"].double()).T,
         {
             "merged": {"copy": "c"},
             "with": [
@@ -364,7 +357,6 @@ CASES: dict[str, Case] = {
                     "of": [{"imported": "A of 3", "adapter": "mine"}, {"imported": "B of 3", "adapter": "mine"}],
                     "scale": 1.0,
                     "weight": 1.0,
-                    "expert": 1,
                 }
             ],
             "rounding": "nearest",

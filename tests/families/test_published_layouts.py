@@ -120,6 +120,28 @@ def test_a_published_layout_grows_and_comes_back(layout: Callable[[Path], str], 
     assert json.loads((base / "config.json").read_text()) == json.loads((tmp_path / "back/config.json").read_text())
 
 
+def test_a_mistral_with_types_of_layers_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
+    """It has classes of its own, in which some layers have no window: another model than the type's."""
+    base = tiny_decoder(tmp_path / "base", "ministral", layers=4)
+    config = json.loads((base / "config.json").read_text())
+    types = ["full_attention", "sliding_attention"] * 2
+    named = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "layer_types": types}
+    (base / "config.json").write_text(json.dumps(config | named))
+    plan = tmp_path / "plan.yaml"
+    copies = "{op: insert_layers, where: [0, 1], init: copy}"
+    plan.write_text(f"surgeon: 1\noperations:\n  - {copies}\n  - {{op: gated_adapters, size: 8}}\n")
+    made = surgeon.apply(plan, str(base), tmp_path / "out")
+    assert any("as ministral" in note for note in made.preview.notes)
+    ids = torch.arange(5, 45)[None]
+    with torch.inference_mode():
+        one = transformers.AutoModelForCausalLM.from_pretrained(base)(ids).logits
+        out = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
+        assert torch.equal(one, out(ids).logits)
+        # The window counts: on so long a text the type's own class computes something else.
+        own = transformers.MistralForCausalLM.from_pretrained(base, config=transformers.MistralConfig(**config))
+        assert not torch.equal(one, own(ids).logits)
+
+
 @pytest.mark.parametrize("kind", sorted(grafted_config.FLAT))
 def test_text_settings_at_the_top_mean_what_they_mean_to_transformers(kind: str) -> None:
     """What is read of the flat form is what is read of the nested one, but for how it was written."""

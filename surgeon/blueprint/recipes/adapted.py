@@ -29,9 +29,7 @@ _NUMBERS_AT_ONCE = 1 << 24
 class Product:
     """`weight` times what a LoRA adds: `scale` · B A; with a `magnitude` (DoRA) rows get that length.
 
-    `turned`: the product's transpose (of embeddings, which have a row for each input). Of `experts` in one adapter the
-    matrices of `expert` are taken: rows of A one expert after the other, columns of B by turns. `rows` of the product
-    are all, or those from the first number to before the second.
+    `turned`: the product's transpose (of embeddings, which have a row for each input).
     """
 
     down: Imported
@@ -40,14 +38,11 @@ class Product:
     weight: float = 1.0
     magnitude: Imported | None = None
     turned: bool = False
-    expert: int = 0
-    experts: int = 1
-    rows: tuple[int, int] | None = None
 
     @property
     def rank(self) -> int:
         """Of the product."""
-        return self.down.shape[0] // self.experts
+        return self.down.shape[0]
 
     @property
     def inputs(self) -> tuple[Imported, ...]:
@@ -57,20 +52,13 @@ class Product:
     @property
     def words(self) -> dict[str, Any]:
         """As surgery.json has it."""
-        found: dict[str, Any] = {"of": self.inputs, "scale": self.scale, "weight": self.weight}
-        if self.experts > 1:
-            found["expert"] = self.expert
-        return found | ({"rows": self.rows} if self.rows is not None else {})
+        return {"of": self.inputs, "scale": self.scale, "weight": self.weight}
 
     def given(self, bench: Bench) -> tuple[Tensor, ...]:
         """Both matrices, whose product is B A as the tensor has it, without the scale; and the magnitude."""
         down, up = bench.working(self.down), bench.working(self.up)
-        if self.experts > 1:
-            down = down.view(self.experts, -1, down.shape[1])[self.expert]
-            up = up.view(up.shape[0], -1, self.experts)[:, :, self.expert]
-        left, right = (down.T, up.T) if self.turned else (up, down)
         magnitude = () if self.magnitude is None else (bench.working(self.magnitude),)
-        return left if self.rows is None else left[slice(*self.rows)], right, *magnitude
+        return *((down.T, up.T) if self.turned else (up, down)), *magnitude
 
     def taken(self, values: Tensor, base: Tensor, rows: slice, given: Sequence[Tensor]) -> Tensor:
         """Some `rows` of the tensor with the product added; `base` are those before any step, `given` the factors.
