@@ -331,6 +331,8 @@ def _questions(anatomy: Anatomy) -> dict[str, Any]:
     }
     if not anatomy.family.encoder:
         asked["vocabulary"] = lambda own: own.vocabulary_tensors(anatomy.sizes.vocabulary)
+        asked["parameters"] = lambda own: sorted(own.parameters().items())
+        asked["activations"] = lambda own: [own.own_activation(layer) for layer in (0, count - 1)]
         if anatomy.tied:
             asked["head"] = lambda own: own.head_tensors()
             asked["untied"] = lambda own: own.untied({})

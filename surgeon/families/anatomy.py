@@ -154,7 +154,7 @@ class Derivation(ABC):
 
     @abstractmethod
     def parameters(self) -> dict[str, tuple[str, str]]:
-        """Every parameter of transformers' model, by its name, in the model's order: where it is stored, and its form.
+        """Every parameter of transformers' model, by its name: where it is stored, and its form.
 
         It is stored as a tensor of its own (its name on disk), or as several, or as another's (empty). The form is one
         of `FORMS`.

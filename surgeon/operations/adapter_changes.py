@@ -101,7 +101,7 @@ class Model:
         found = anatomy.derivation.parameters()
         places = {
             name: Place(name, stored, form, *known.get(stored, ((), None, "")))
-            for name, (stored, form) in found.items()
+            for name, (stored, form) in sorted(found.items())
         }
         return cls(places, anatomy.derivation.stack)
 
