@@ -55,7 +55,7 @@ class PadTo(Operation):
         Field(
             ge=2,
             le=1024,
-            description="so many devices: they divide heads and neurons, and key-value heads or the other way round",
+            description="number of devices: it divides heads and neurons, and key-value heads (or these divide it)",
         ),
     ] = None
     multiple_of: Annotated[
