@@ -168,7 +168,7 @@ class GrowVocabulary(Operation):
         if isinstance(self.tokens, Learn):
             learn = self.tokens
             learned = LearnedTokens(_paths(base, learn.learn), learn.count, _paths(base, learn.keep), learn.how)
-            grown = grow(base.folder, learned, rows=rows, measure=measure)
+            grown = grow(base.folder, learned, rows=rows, measure=measure, listener=base.listener)
         elif isinstance(self.tokens, str):
             path = base.text(self.tokens)
             lines = _lines(path)
