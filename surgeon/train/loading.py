@@ -21,6 +21,7 @@ from surgeon.train.losses.fisher import Anchored, fisher_of
 from surgeon.train.losses.preserving import Preserving
 from surgeon.train.opening import Run
 from surgeon.train.processes.sharding import gathered
+from surgeon.train.steps.by_document import by_document
 from surgeon.train.steps.mask_positions import give_masks_positions
 from surgeon.train.steps.one_row import builds_no_mask, implementation_of, run_in_one_row
 from surgeon.train.trainable.stored import StoredNames
@@ -208,9 +209,10 @@ def anchored_by(run: Run, model: Any, fused: FusedHead | None, device: torch.dev
         return None
     weight = spec.weight_of("fisher")
     run.say(f"fisher: estimated from at most {spec.fisher} sequences of original text; weight {weight:g}")
-    fisher = fisher_of(
-        model, run.data.mixture, sequences=spec.fisher, work=run.work, fused=fused, device=device, ranks=run.ranks
-    )
+    with by_document():
+        fisher = fisher_of(
+            model, run.data.mixture, sequences=spec.fisher, work=run.work, fused=fused, device=device, ranks=run.ranks
+        )
     if not any(bool(gathered(each.any())) for each in fisher.values()):
         run.say(
             "fisher: it is 0 everywhere, as nothing that trains takes part in original text, so it keeps nothing; leave"

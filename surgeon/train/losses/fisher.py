@@ -26,7 +26,6 @@ from surgeon.errors import BadInput, printable
 from surgeon.train.losses.cross_entropy import FusedHead
 from surgeon.train.processes.sharding import dealt_out, gathered
 from surgeon.train.saved.checkpoints import RunRecord, file_digest
-from surgeon.train.steps.by_document import by_document
 
 # In a work folder; it counts by its digest in the record.
 FISHER_FILE = "fisher.safetensors"
@@ -135,14 +134,13 @@ def estimated(
     # Shards of one gradient come of the same sequence in all processes.
     own = batches if sharded else batches[ranks.rank :: ranks.size]
     model.eval()
-    with by_document():
-        for batch in own:
-            nats = _nats(model, fused, {name: tensor.to(device) for name, tensor in batch.items()})
-            nats.backward()  # type: ignore[no-untyped-call]
-            for name, parameter in trained.items():
-                if parameter.grad is not None:
-                    found[name] += parameter.grad.detach().float().square()
-                    parameter.grad = None
+    for batch in own:
+        nats = _nats(model, fused, {name: tensor.to(device) for name, tensor in batch.items()})
+        nats.backward()  # type: ignore[no-untyped-call]
+        for name, parameter in trained.items():
+            if parameter.grad is not None:
+                found[name] += parameter.grad.detach().float().square()
+                parameter.grad = None
     model.train(training)
     for name, total in found.items():
         if ranks.size > 1 and not sharded:
