@@ -234,7 +234,7 @@ def check_trimmed(manifest: Manifest, base: CheckpointFolder, out: CheckpointFol
         wrong += [name for name, content in made.items() if there[name] != content]
         left = {name for name, content in made.items() if content is None}
         wrong += [*({*made} - left ^ {*trim.changed}), *(left ^ {*trim.left})]
-    kept = f"the base's with ids anew, for the tokens that stay: {some(sorted(manifest.rewritten))}"
+    kept = f"the base's with new ids, for the tokens that stay: {some(sorted(manifest.rewritten))}"
     return (
         [Check.of("tokenizer", wrong, "not the base's without the tokens that went", kept)] if manifest.trimmed else []
     )

@@ -13,14 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import transformers
 from transformers import AutoTokenizer
 
 import surgeon
-from surgeon.checkpoint.trimmed_vocabulary import from_bits, to_bits
+from surgeon.checkpoint.tokenizer_files import TokenizerJson
+from surgeon.checkpoint.trimmed_vocabulary import Closure, from_bits, to_bits, trimmed_files
 from surgeon.errors import BadInput
 from surgeon.families.skeleton import CAUSAL, IMAGE_TEXT
+from surgeon.models.tokenizer import open_tokenizer
+from surgeon.models.vocabulary.growing import Old
+from surgeon.models.vocabulary.trim import check_ids
 from tests import tiny, vocabularies
 from tests.checkpoints import edit_config, edit_tensor, weights, write_plan
 from tests.decoders import tiny_decoder
@@ -29,6 +34,8 @@ from tests.vocabularies import ENGLISH, FRENCH, SPECIAL, write_text
 ROWS = 400
 TRIM = {"op": "trim_vocabulary", "text": "en.jsonl", "measure": "both.jsonl"}
 BOTH = ENGLISH + FRENCH
+# A token of French words, which nothing but generation_config.json names.
+SUPPRESSED = 370
 MADE: dict[str, Callable[[Path], Path]] = {
     "byte-level": lambda folder: vocabularies.byte_level(folder, size=380, texts=BOTH * 3, above=("<|end|>",)),
     "whole words first": lambda folder: vocabularies.byte_level(folder, size=380, texts=BOTH * 3, ignore_merges=True),
@@ -54,7 +61,8 @@ def trimmed(plan: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
     folder = tmp_path_factory.mktemp("trimmed")
     base = MADE["byte-level"](tiny.checkpoint(folder / "base", "llama", vocab_size=ROWS, num_hidden_layers=2))
     edit_config(base, eos_token_id=[2, 380], image_token_id=380, pad_token_id=0, head_index=380)
-    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 380], "pad_token_id": -1}))
+    answers = {"eos_token_id": [2, 380], "pad_token_id": -1, "suppress_tokens": [SUPPRESSED]}
+    (base / "generation_config.json").write_text(json.dumps(answers))
     (base / "tokenizer.model").write_bytes(b"old ids")
     surgeon.apply(plan, base, folder / "out", device="cpu")
     yield base, folder / "out"
@@ -147,7 +155,7 @@ def test_every_id_is_renumbered_and_nothing_else(trimmed: tuple[Path, Path]) -> 
     config, was = (json.loads((folder / "config.json").read_text()) for folder in (out, base))
     assert config == was | {"vocab_size": len(kept), "eos_token_id": [2, new], "image_token_id": new}
     answers = json.loads((out / "generation_config.json").read_text())
-    assert answers == {"eos_token_id": [2, new], "pad_token_id": -1}
+    assert answers == {"eos_token_id": [2, new], "pad_token_id": -1, "suppress_tokens": [kept.index(SUPPRESSED)]}
     assert not (out / "tokenizer.model").exists()
     assert facts.left == ["tokenizer.model"]
     one, other = weights(base), weights(out)
@@ -184,6 +192,39 @@ def test_a_delta_brings_the_files_and_no_rows(trimmed: tuple[Path, Path], tmp_pa
         assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes(), file.name
     with pytest.raises(BadInput, match=r"surgery 1 \(trim_vocabulary\) gave it another value.*take the base"):
         surgeon.revert(out, tmp_path / "back")
+
+
+def test_the_worst_piece_of_a_unigram_stays() -> None:
+    """By its score a Unigram counts unknown characters: without it a text of tokens that stay is cut otherwise."""
+    pieces = {"<unk>": 0.0, "pa": -30.0, "qx": -30.0, "paq": -1.0, "rare": -100.0}
+    made = tokenizers.Tokenizer(tokenizers.models.Unigram([*pieces.items()], unk_id=0))
+    content = made.to_str().encode()
+    always = Closure(TokenizerJson.parse(content)).always()
+    assert always == {0, 4}
+    cut = {}
+    for kept in ((0, 1, 2, 3, 4), (0, 1, 2, 3)):
+        file = trimmed_files({"tokenizer.json": content}, kept).get("tokenizer.json", content)
+        assert file is not None
+        cut[kept] = tokenizers.Tokenizer.from_str(file.decode()).encode("paqx").tokens
+    assert [*cut.values()] == [["pa", "qx"], ["paq", "x"]]
+
+
+def test_unknown_tokens_stay() -> None:
+    for model in (
+        tokenizers.models.WordPiece({"a": 0, "[UNK]": 1}, unk_token="[UNK]"),
+        tokenizers.models.BPE({"a": 0, "[UNK]": 1}, [], unk_token="[UNK]"),
+    ):
+        assert Closure(TokenizerJson.parse(tokenizers.Tokenizer(model).to_str().encode())).always() == {1}
+
+
+def test_ids_that_transformers_gives_otherwise_are_refused(trimmed: tuple[Path, Path]) -> None:
+    tokenizer, _ = open_tokenizer(trimmed[0])
+    assert tokenizer is not None
+    old = Old(TokenizerJson.parse((trimmed[0] / "tokenizer.json").read_bytes()), "base", ROWS)
+    old.ask(tokenizer)
+    check_ids(old, range(381), tokenizer)
+    with pytest.raises(BadInput, match="would have the id 5 in place of 4: transformers makes this tokenizer"):
+        check_ids(old, [*range(4), *range(5, 381)], tokenizer)
 
 
 def test_bits_say_which_ids_stay() -> None:

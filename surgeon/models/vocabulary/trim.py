@@ -121,7 +121,7 @@ def trim(base: CheckpointFolder, wanted: Wanted, *, rows: int, multiple: int, me
         made = trimmed_files(files, kept)
         there = {name: content for name, content in (files | made).items() if content is not None}
         with opened_files(there, base) as after:
-            _check_ids(old, kept, after)
+            check_ids(old, kept, after)
             texts = [("kept", wanted.texts), ("measured", tuple(measure))]
             measured = tuple(measured_text(use, paths, tokenizer, after, kept) for use, paths in texts if paths)
     kind = "byte-level BPE" if read.byte_level else read.kind
@@ -244,7 +244,7 @@ def _characters(raw: bytes) -> Iterator[bytes]:
         at = end
 
 
-def _check_ids(old: Old, kept: Sequence[int], after: Tokenizer) -> None:
+def check_ids(old: Old, kept: Sequence[int], after: Tokenizer) -> None:
     """BadInput where transformers gives a token that stays another id than it should have, or knows more."""
     new = {number: nth for nth, number in enumerate(kept)}
     wanted = {content: new[number] for content, number in old.taken.items() if number in new}
