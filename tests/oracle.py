@@ -101,6 +101,8 @@ _SERVED = (
     # Kinds that differ in a setting alone, as sliding and full attention.
     (r"\| gpt_oss", "are of different kinds, so there is nothing between them"),
     (r"^twice \| .*(ffn|attention|hidden)/", "widened in more than one way since"),
+    # FFNs without a gate are aligned.
+    (r"^decoder \| starcoder2 \| (all|fused|heads)$", "nobody has described how to align mlp.c_fc"),
     # The grafts that the base carries are looked at first.
     (r"^twice \| gemma3_text \| .*/hidden$", "by √hidden_size, so"),
 )

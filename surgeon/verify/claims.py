@@ -26,7 +26,6 @@ from surgeon.checkpoint.folder import (
     RECORD_FILE,
     CheckpointFolder,
 )
-from surgeon.checkpoint.own_code import has_own_code
 from surgeon.checkpoint.pieces import Pieces
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, is_side_file
 from surgeon.checkpoint.strict_json import parse_json_strict
@@ -41,6 +40,7 @@ from surgeon.manifest.run_files import ADAPTER_FOLDER, KEPT_FOLDER
 from surgeon.models.templates import TEMPLATE_FILE
 from surgeon.operations.prepare import Facts
 from surgeon.plan.plan import LoadedPlan
+from surgeon.runtime.bundle import CODE_FILE
 from surgeon.verify.check import Check, some
 from surgeon.verify.side_files import check_beside
 
@@ -163,9 +163,9 @@ class Beside:
     @classmethod
     def of(cls, blueprint: Blueprint, base: Base, manifest: Manifest) -> Beside:
         """What a plan makes of a base."""
-        own = blueprint.native and has_own_code(base.config)
         come = (n for n in base.files if n not in blueprint.files_left)
-        carried = {n: base.files[n] for n in come if is_side_file(n) or (own and n.endswith(".py"))}
+        # Scripts beside surgeon's are those that the user trusts: of the model, or of a tokenizer alone.
+        carried = {n: base.files[n] for n in come if is_side_file(n) or (n.endswith(".py") and n != CODE_FILE)}
         grown = {name: carried.pop(name) for name in manifest.inserted if name in carried}
         rewritten = [name for name in manifest.rewritten if carried.pop(name, None) is not None]
         left = {name for trim in manifest.trimmed.values() for name in trim.left}

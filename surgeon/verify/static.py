@@ -167,7 +167,7 @@ def same_code(manifest: Manifest, names: Collection[str], out: CheckpointFolder)
         for name in names
         if (content := out.read_code(name)) is None or manifest.code.get(name) != hashlib.sha256(content).hexdigest()
     ]
-    if wrong or out.code == "shipped":
+    if wrong or out.classes == "shipped":
         grafts = ", ".join(grafts_in(out.config))
         digest = ", ".join(manifest.code.get(name, "")[:12] for name in names)
         return Check.of(
