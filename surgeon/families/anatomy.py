@@ -357,7 +357,7 @@ def vocabulary_tensors(anatomy: Anatomy) -> dict[str, bool]:
         raise BadInput(
             f"{printable(odd)}: {shape}, with other rows than the {rows} of the vocabulary, so these cannot change"
             if odd
-            else "config.json: no embedding with a row for each id is found in this model, so its vocabulary cannot change"
+            else "config.json: no embedding with a row for each id is found here, so the vocabulary cannot change"
         )
     for tensors in anatomy.beyond:
         for info in tensors.values():
