@@ -28,6 +28,7 @@ from surgeon.checkpoint.tokenizer_files import without
 from surgeon.checkpoint.trimmed_vocabulary import trimmed_files
 from surgeon.common import devices
 from surgeon.common.distributed import Ranks
+from surgeon.common.formatting import counted
 from surgeon.common.json_results import plain_fields
 from surgeon.common.listener import Listener, Quiet, Stopwatch
 from surgeon.common.promises import PROMISE_STYLES
@@ -59,7 +60,7 @@ class Applied:
 
     def __repr__(self) -> str:
         manifest = self.manifest
-        shown = f"{len(manifest.layers)} layers, {len(manifest.new_tensors)} new tensors, promise {manifest.promise!r}"
+        shown = f"{_written(manifest)}, promise {manifest.promise!r}"
         return f"Applied({str(self.path)!r}, {shown})"
 
     def to_json(self) -> dict[str, Any]:
@@ -272,6 +273,10 @@ def _device(device: str, ranks: Ranks) -> str:
     return ranks.local_device or resolved if device == "auto" and resolved == "cuda" else resolved
 
 
+def _written(manifest: Manifest) -> str:
+    return f"{counted(len(manifest.layers), 'layer')}, {counted(len(manifest.new_tensors), 'new tensor')}"
+
+
 def applied_view(applied: Applied) -> RenderableType:
     """A finished surgery in a few lines."""
     manifest = applied.manifest
@@ -281,7 +286,7 @@ def applied_view(applied: Applied) -> RenderableType:
         Text.assemble(
             ("done ", "bold green"),
             printable(str(applied.path)),
-            f": {len(manifest.layers)} layers, {len(manifest.new_tensors)} new tensors, promise ",
+            f": {_written(manifest)}, promise ",
             PROMISE_STYLES[manifest.promise],
             f": {applied.preview.proof.text}" if applied.preview.proof.text else "",
         ),

@@ -14,8 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from surgeon.checkpoint.text_lines import MAX_DOCUMENT_BYTES, check_values, text_lines, too_long
-from surgeon.common.library import first_line
+from surgeon.checkpoint.text_lines import MAX_DOCUMENT_BYTES, check_values, json_flaw, text_lines, too_long
 from surgeon.errors import BadInput, printable
 from surgeon.models.tokenizer import Tokenizer, open_tokenizer
 
@@ -167,7 +166,7 @@ def _text_of(line: bytes, where: str) -> str:
     except UnicodeDecodeError as error:
         raise BadInput(f"{where}: not UTF-8 text (byte {error.start} of the line); save it as UTF-8") from error
     except (ValueError, RecursionError) as error:
-        raise BadInput(f'{where}: not JSON ({first_line(error)}); expected {{"text": "…"}}') from error
+        raise BadInput(f'{where}: not JSON ({json_flaw(error)}); expected {{"text": "…"}}') from error
     if not isinstance(entry, dict) or not isinstance(entry.get("text"), str):
         raise BadInput(f'{where}: no "text" that is a string; expected {{"text": "…"}}')
     try:
