@@ -395,7 +395,7 @@ def _judge(figures: GateFigures, say: Callable[[str], None]) -> None:
     """Say how well the gate tells domains apart and what its errors cost; BadInput where nothing would be gained."""
     words = (
         f"the domain gate is open on {figures.new:.1%} of held-out new tokens and {figures.original:.1%} of original"
-        f" ones (at most {figures.limit:.1%} of each source asked)"
+        f" ones (at most {figures.limit:.1%} of each source allowed)"
     )
     if figures.new < _USELESS:
         raise BadInput(

@@ -272,7 +272,7 @@ def _teacher(
         else:
             within = _within(out, manifest, loaded, wanted)
     except BadInput as error:
-        raise BadInput(f"{loaded.where('preserve')}`preserve`: {error}") from error
+        raise BadInput(f"{loaded.where('preserve')}`preserve`: {error}, or leave `preserve` out") from error
     if within.rows is not None and asked.taught == "reverse_kl":
         raise BadInput(
             f"{loaded.where('preserve', 'loss')}`preserve.loss` is reverse_kl, which is infinite where the vocabulary"

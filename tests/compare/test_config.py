@@ -41,6 +41,11 @@ def config_of(loaded: LoadedStudy, method: str, remedy: int = 0, rate: float = 1
     return TrainConfig.model_validate_json(json.dumps(data))
 
 
+def test_a_shipped_study_is_called_by_its_name() -> None:
+    with pytest.raises(BadInput, match=r"^quick: no text to learn; give `new:`, or --new FILE$"):
+        load_study("quick")
+
+
 def test_every_comparison_has_the_peers_first(tmp_path: Path) -> None:
     study = written(tmp_path).config
     assert [method.called for method in study.all_methods] == [*PEERS, "neutral-residues"]
