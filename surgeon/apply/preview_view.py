@@ -105,7 +105,7 @@ def _proof(preview: Preview) -> list[RenderableType]:
 
 
 def _measured(preview: Preview) -> list[RenderableType]:
-    """What a growth of the vocabulary makes of texts: tokens a word, and documents that tokenise as before."""
+    """What a change of the vocabulary makes of texts: tokens a word, and documents that tokenise as before."""
     if not preview.measured:
         return []
     table = FittedTable("use", "text")

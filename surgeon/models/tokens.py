@@ -43,6 +43,7 @@ def token_batches(
     window: int = 128,
     windows: int | None = 8,
     vocabulary: int,
+    kept: Sequence[int] | None = None,
 ) -> TokenBatches:
     """Cut `text`, tokenised by the tokenizer in `folder`, into at most `windows` windows of `window` tokens.
 
@@ -56,6 +57,7 @@ def token_batches(
         window: tokens of a window.
         windows: 0 or None: all of the text.
         vocabulary: rows of the model's embedding.
+        kept: ids are places in this list of the tokenizer's ids; tokens that are not in it are passed over.
 
     Raises:
         BadInput: a text cannot be read, gives no full window, or has tokens beyond `vocabulary`.
@@ -77,10 +79,14 @@ def token_batches(
         tokenizer, why_not = open_tokenizer(folder)
         if tokenizer is None:
             made = torch.Generator().manual_seed(0)
-            ids = torch.randint(vocabulary, (windows or 8, window), generator=made)
+            ids = torch.randint(vocabulary if kept is None else len(kept), (windows or 8, window), generator=made)
             return TokenBatches(ids, f"random tokens, because {why_not}")
         documents, source = iter(probe_text()), "the built-in probe text (several languages and code)"
     stream = _token_stream(tokenizer, documents)
+    if kept is not None:
+        new = {number: place for place, number in enumerate(kept)}
+        stream = (new[number] for number in stream if number in new)
+        source = f"{source}, without the tokens that went"
     tokens = torch.tensor(list(stream if limit is None else islice(stream, limit)), dtype=torch.long)
     full = len(tokens) // window
     if full == 0:

@@ -62,14 +62,9 @@ def grow(
         BadInput: the base has no tokenizer.json, more tokens than rows, or a kind that cannot grow; or a token cannot
             be added.
     """
-    if TOKENIZER_FILE not in base.side_files:
-        raise BadInput(
-            f"{base.source.shown}: no {TOKENIZER_FILE}, and a vocabulary grows in it; save the tokenizer with"
-            " transformers once (`AutoTokenizer.from_pretrained(BASE).save_pretrained(BASE)`)"
-        )
-    files = {name: base.read_side_file(name) for name in base.side_files}
-    old = Old(TokenizerJson.parse(files[TOKENIZER_FILE]), base.source.shown, rows)
-    with _opened(files, base) as tokenizer:
+    files, read = tokenizer_json(base)
+    old = Old(read, base.source.shown, rows)
+    with opened_files(files, base) as tokenizer:
         old.ask(tokenizer)
         if isinstance(wanted, LearnedTokens):
             new = _learned(old, tokenizer, wanted, files, listener or Quiet())
@@ -84,7 +79,7 @@ def grow(
             new = requested_tokens(old, tokenizer, wanted, listed)
             texts, how = [("measured", tuple(measure))], "the words asked for"
         grown, inserted = grown_files(files, old.taken, rows, new.tokens)
-        with _opened(files | grown, base) as after:
+        with opened_files(files | grown, base) as after:
             _check_ids(old, new.tokens, after)
             if not isinstance(wanted, LearnedTokens):
                 check_words(wanted, after, rows, listed)
@@ -125,8 +120,19 @@ def _check_ids(old: Old, tokens: Sequence[NewToken], after: Tokenizer) -> None:
             )
 
 
+def tokenizer_json(base: CheckpointFolder) -> tuple[dict[str, bytes], TokenizerJson]:
+    """The side files of `base` by name, and its tokenizer.json. Raises BadInput where it has none of a known kind."""
+    if TOKENIZER_FILE not in base.side_files:
+        raise BadInput(
+            f"{base.source.shown}: no {TOKENIZER_FILE}, and a vocabulary changes in it; save the tokenizer with"
+            " transformers once (`AutoTokenizer.from_pretrained(BASE).save_pretrained(BASE)`)"
+        )
+    files = {name: base.read_side_file(name) for name in base.side_files}
+    return files, TokenizerJson.parse(files[TOKENIZER_FILE])
+
+
 @contextlib.contextmanager
-def _opened(files: Mapping[str, bytes], base: CheckpointFolder) -> Iterator[Tokenizer]:
+def opened_files(files: Mapping[str, bytes], base: CheckpointFolder) -> Iterator[Tokenizer]:
     """The tokenizer that transformers makes of side files. Raises BadInput where it makes none, or a slow one."""
     with tempfile.TemporaryDirectory(prefix="surgeon-tokenizer-") as room:
         folder = Path(room) / "tokenizer"
@@ -139,5 +145,5 @@ def _opened(files: Mapping[str, bytes], base: CheckpointFolder) -> Iterator[Toke
         tokenizer, why_not = open_tokenizer(folder)
         if tokenizer is None or not tokenizer.is_fast:
             why = (why_not or f"it is not made of {TOKENIZER_FILE}").replace(str(folder), base.source.shown)
-            raise BadInput(f"{base.source.shown}: its vocabulary cannot grow: {why}")
+            raise BadInput(f"{base.source.shown}: its vocabulary cannot change: {why}")
         yield tokenizer

@@ -1,4 +1,4 @@
-"""Texts as a tokenizer cuts them: their words, and what a growth makes of them."""
+"""Texts as a tokenizer cuts them: their words, and what a change makes of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from surgeon.errors import printable
 from surgeon.models.tokenizer import Tokenizer
 from surgeon.models.tokens import documents_of
 
-# Characters that are asked of a tokenizer at once, and of a text on which is measured what a growth makes of it.
+# Characters that are asked of a tokenizer at once, and of a text on which is measured what a change makes of it.
 _AT_ONCE = 1 << 20
 _MEASURED = 1 << 21
 
@@ -28,6 +28,15 @@ def counted_words(tokenizer: Tokenizer, paths: Sequence[Path], listener: Listene
     for batch in _batches(_texts(paths)):
         counted.update(tokenizer.words(batch))
         listener.advance(sum(len(text.encode()) for text in batch))
+    return counted
+
+
+def counted_tokens(tokenizer: Tokenizer, paths: Sequence[Path]) -> Counter[int]:
+    """The tokens of texts, and how often each occurs."""
+    counted: Counter[int] = Counter()
+    for batch in _batches(_texts(paths)):
+        for ids in tokenizer.many(batch):
+            counted.update(ids)
     return counted
 
 
@@ -59,14 +68,17 @@ def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def measured_text(use: str, paths: Sequence[Path], before: Tokenizer, after: Tokenizer) -> MeasuredText:
-    """Measure what the growth makes of the beginning of a text, `_MEASURED` characters of it.
+def measured_text(
+    use: str, paths: Sequence[Path], before: Tokenizer, after: Tokenizer, kept: Sequence[int] | None = None
+) -> MeasuredText:
+    """Measure what a change makes of the beginning of a text, `_MEASURED` characters of it.
 
     Args:
         use: what the text is for.
         paths: its files.
         before: the tokenizer of the base.
-        after: the grown one.
+        after: the changed one.
+        kept: the base's id of each of its tokens, where these have other ids.
     """
     left = _MEASURED
     documents = unchanged = words = old_tokens = new_tokens = 0
@@ -74,7 +86,7 @@ def measured_text(use: str, paths: Sequence[Path], before: Tokenizer, after: Tok
         part = list(_within(batch, left))
         for text, one, other in zip(part, before.many(part), after.many(part), strict=True):
             documents += 1
-            unchanged += one == other
+            unchanged += one == (other if kept is None else [kept[number] for number in other])
             words += len(text.split())
             old_tokens += len(one)
             new_tokens += len(other)
