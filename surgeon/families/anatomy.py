@@ -361,16 +361,16 @@ def vocabulary_tensors(anatomy: Anatomy) -> dict[str, bool]:
     if odd is not None or True not in found.values():
         shape = list(anatomy.outer[odd].shape) if odd else []
         raise BadInput(
-            f"{printable(odd)}: {shape}, with other rows than the {rows} of the vocabulary; it cannot grow"
+            f"{printable(odd)}: {shape}, with other rows than the {rows} of the vocabulary, so these cannot change"
             if odd
-            else "config.json: no embedding with a row for each id is found in this model, so it cannot grow"
+            else "config.json: no embedding with a row for each id is found here, so the vocabulary cannot change"
         )
     for tensors in anatomy.beyond:
         for info in tensors.values():
             if info.shape[:1] == (rows,):
                 raise BadInput(
                     f"{printable(info.name)}: a layer that predicts further tokens has rows for the vocabulary of its"
-                    " own, which surgeon cannot extend yet; take these layers out first"
+                    " own, which surgeon does not change yet; take these layers out first"
                 )
     return found
 

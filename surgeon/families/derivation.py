@@ -235,14 +235,14 @@ class Found(Derivation):
             if id(held[target]) not in known or grew != [_MORE_WORDS, *[0] * (held[target].ndim - 1)]:
                 raise BadInput(
                     f"{printable(name)}: has a part for each id of the vocabulary and is neither the embedding nor the"
-                    " output head, so it cannot be extended; this model's vocabulary cannot grow"
+                    " output head, so this model's vocabulary cannot change"
                 )
             found[name] = known[id(held[target])]
         # What is tied to the embedding is not stored.
         if left := sorted(wider - set(before.model.all_tied_weights_keys)):
             raise BadInput(
                 f"{printable(left[0])}: has a part for each id of the vocabulary and is not stored as surgeon expects;"
-                " this model's vocabulary cannot grow"
+                " this model's vocabulary cannot change"
             )
         return found
 
@@ -417,7 +417,7 @@ def _check_one_vocabulary(skeleton: Skeleton) -> None:
         if isinstance(module, nn.Embedding) and module is not reads and module.num_embeddings in sizes:
             raise BadInput(
                 f"{printable(name)}: tokens are read by this embedding too, of `{sizes[module.num_embeddings]}` rows,"
-                " which surgeon does not extend; this model's vocabulary cannot grow"
+                " which surgeon does not change; this model's vocabulary cannot change"
             )
 
 
