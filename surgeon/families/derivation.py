@@ -23,6 +23,7 @@ from surgeon.families.family import Part
 from surgeon.families.grafted_config import config_with_grafts, head_with_grafts
 from surgeon.families.grafting import prove_grafts
 from surgeon.families.growth import grown
+from surgeon.families.misread import read_otherwise
 from surgeon.families.names import Names, stored_name, words_of
 from surgeon.families.own_classes import code_of, like, written
 from surgeon.families.proof import check_runs, layer_axis, prove, run_cached
@@ -51,8 +52,10 @@ class Found(Derivation):
 
     @property
     def evidence(self) -> str:  # type: ignore[override]
-        """What was proven of the model type."""
-        return self.derived.evidence
+        """What was proven of the model type, and what config.json says otherwise than transformers reads it."""
+        skeleton = self.derived.skeleton
+        misread = read_otherwise(self.config, skeleton.model.config, skeleton.path)
+        return f"{self.derived.evidence}; {misread}" if misread else self.derived.evidence
 
     @property
     def stack(self) -> str:  # type: ignore[override]
