@@ -20,17 +20,20 @@ from surgeon.checkpoint.strict_json import parse_json_strict, with_tagged_floats
 from surgeon.checkpoint.trust import (
     MAX_CODE_BYTES,
     NO_CODE,
+    Brought,
     Classes,
     Code,
     beside_weights,
     brought_by,
     check_config,
     check_trusted,
+    names_code,
     without_code,
 )
 from surgeon.checkpoint.weights import INDEX_FILE, SINGLE_FILE, check_weights, choose_weights
 from surgeon.common.plugins import missing_plugins
 from surgeon.errors import BadInput, printable
+from surgeon.runtime.bundle import CODE_FILE
 
 CONFIG_FILE = "config.json"
 MANIFEST_FILE = "surgery.json"
@@ -113,7 +116,7 @@ class CheckpointFolder:
         check_config(config)
         notes += [f"{name} is set aside: {does}" for name, does in _set_aside(listing, weights.files).items()]
         side_files = _side_files(source, listing, notes)
-        own = own_code(config, source, brought.scripts) if brought.classes == "own" and has_own_code(config) else None
+        own = _own_code(config, source, brought)
         if own is not None:
             side_files = tuple(sorted({*side_files, *own.files}))
         known = {CONFIG_FILE, MANIFEST_FILE, *weights.files, *side_files}
@@ -306,6 +309,16 @@ def _check_names(config: dict[str, Any], where: str, shown: str) -> None:
             f"{shown}: config.json: `{where}{wrong}` is {printable(repr(config[wrong]), 40)}, expected"
             f" {'a name' if wrong == 'model_type' else 'a list of names'}; get the checkpoint's own file again"
         )
+
+
+def _own_code(config: Mapping[str, Any], source: Source, brought: Brought) -> OwnCode | None:
+    """The code of a folder that the user trusts, where its model, its tokenizer or its processor is built of it."""
+    if brought.code != "foreign" or not names_code(config, source):
+        return None
+    if brought.classes != "own":
+        # What surgeon ships is no code of the folder's own, and nothing of the model is built of the rest.
+        return own_code({}, source, [name for name in brought.scripts if name != CODE_FILE])
+    return own_code(config, source, brought.scripts) if has_own_code(config) else None
 
 
 def _manifest(source: Source) -> dict[str, Any]:

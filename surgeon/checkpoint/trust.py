@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, Source, is_side_file
 from surgeon.checkpoint.weights import INDEX_FILE, QUANTISATION, SINGLE_FILE, quantisation
-from surgeon.common.library import has_class, has_type
+from surgeon.common.library import has_class, has_own, has_type
 from surgeon.errors import BadInput, printable
 from surgeon.runtime.bundle import CODE_FILE, bundle
 from surgeon.runtime.composition import PREFIX, composition_of
@@ -35,7 +35,7 @@ _PARSED = "config.json"
 
 # Fields that name code to run: whatever they hold, unless it is nothing at all.
 _CODE_FIELDS = frozenset({"auto_map", "custom_pipelines", "custom_generate", "kernel_config"})
-# What an `auto_map` beside config.json may name a class for, and the settings that name transformers' own.
+# What an `auto_map` may name a class for beside a model, and the settings that name transformers' own.
 _NAMED_BY = {
     "AutoTokenizer": ("tokenizer_class",),
     "AutoProcessor": ("processor_class",),
@@ -209,23 +209,23 @@ def without_code(config: Mapping[str, Any], source: Source, brought: Brought) ->
     """
     if not has_type(config.get("model_type")):
         raise _foreign(source.shown, brought.found)
-    kept = without_auto_map(config)
-    left = [f"{_PARSED}'s `auto_map`"] if config.get("auto_map") else []
+    read = dict(_settings(config, source.listing(), source))
+    beside = looked_in(config, read.get(_TOKENIZER_SETTINGS))
+    left: list[str] = []
     settings: dict[str, bytes] = {}
-    read = dict(_settings(kept, source.listing(), source))
-    tokenizer = read.get(_TOKENIZER_SETTINGS)
-    needed = only_in_code(
-        {**kept, **(tokenizer if isinstance(tokenizer, dict) else {}), "auto_map": _of_tokenizers(config)}
-    )
-    if needed:
-        raise _foreign(source.shown, f"{_PARSED} {needed}")
+    kept: dict[str, Any] = dict(config)
     for name, content in read.items():
-        content, found = _settings_alone(name, content)
-        if found:
+        found = only_in_code(content, beside, of_model=name == _PARSED)
+        alone = content if found or not _mapped(content) else _alone(name, content)
+        if found := found or leads_to_code(alone):
             raise _foreign(source.shown, f"{printable(name)} {found}")
-        if content is not read[name]:
-            left.append(f"{printable(name)}'s `auto_map`")
-            settings[name] = _written(name, content)
+        if alone is content:
+            continue
+        left.append(f"{printable(name)}'s `auto_map`")
+        if name == _PARSED:
+            kept = alone
+        else:
+            settings[name] = _written(name, alone)
     left += map(printable, sorted(brought.scripts))
     if len(left) > _MOST_NAMED:
         left = [*left[: _MOST_NAMED - 1], f"{len(left) - _MOST_NAMED + 1} more"]
@@ -233,49 +233,85 @@ def without_code(config: Mapping[str, Any], source: Source, brought: Brought) ->
     return WithoutCode(kept, settings, f"{words} left out: transformers has {config['model_type']} itself")
 
 
-def _settings_alone(name: str, content: Any) -> tuple[Any, str]:
-    """The content of a file of settings without its `auto_map`, and what in it leads to code all the same, in words."""
-    if name != _PARSED and isinstance(content, dict) and content.get("auto_map"):
-        if found := only_in_code(content):
-            return content, found
-        content = without_auto_map(content)
-    return content, leads_to_code(content)
+def _alone(name: str, content: Any) -> Any:
+    try:
+        return without_auto_map(content)
+    except RecursionError:
+        raise _unwritable(name) from None
 
 
 def _written(name: str, content: Any) -> bytes:
     try:
         return f"{json.dumps(content, indent=2, ensure_ascii=False)}\n".encode()
     except (UnicodeEncodeError, RecursionError):
-        raise BadInput(
-            f"{printable(name)}: half of a UTF-16 pair in it, or brackets nested too deep to write it without its"
-            " `auto_map`; take that out of the file"
-        ) from None
+        raise _unwritable(name) from None
 
 
-def without_auto_map(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings without an `auto_map` at the top."""
-    return {key: value for key, value in settings.items() if key != "auto_map"}
+def _unwritable(name: str) -> BadInput:
+    return BadInput(
+        f"{printable(name)}: half of a UTF-16 pair in it, or brackets nested too deep to write it without its"
+        " `auto_map`; take that out of the file"
+    )
 
 
-def only_in_code(settings: Mapping[str, Any]) -> str:
-    """What the `auto_map` of settings names that transformers has no class for, in words; nothing where it has all.
+def without_auto_map(settings: Any) -> Any:
+    """Parsed JSON without any `auto_map`, at whatever depth."""
+    return json.loads(
+        json.dumps(settings), object_hook=lambda part: {key: part[key] for key in part if key != "auto_map"}
+    )
 
-    A list is that of a tokenizer.
+
+def names_code(config: Mapping[str, Any], source: Source) -> bool:
+    """Whether any file of settings in a folder has an `auto_map`."""
+    return any(_mapped(content) for _, content in _settings(config, source.listing(), source))
+
+
+def _mapped(content: Any) -> list[dict[str, Any]]:
+    """The parts of parsed JSON, at any depth, that have an `auto_map`."""
+    return [part for _, part in _walk(content) if isinstance(part, dict) and part.get("auto_map")]
+
+
+def looked_in(config: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """Where transformers looks for the name of a class: config.json, with its tokenizer's settings over it."""
+    over = tokenizer if isinstance(tokenizer, dict) else {}
+    return {**config, **over, "model_type": config.get("model_type")}
+
+
+def only_in_code(settings: Any, beside: Mapping[str, Any], *, of_model: bool = False) -> str:
+    """What an `auto_map` of settings, at any depth, names that transformers has no class for, in words; else nothing.
+
+    Args:
+        settings: Parsed JSON. A list as `auto_map` is that of a tokenizer.
+        beside: What `looked_in` gives.
+        of_model: They are those of config.json, which needs neither processors nor what no loader asks for.
     """
-    mapped = settings.get("auto_map") or {}
-    for auto in mapped if isinstance(mapped, dict) else ("AutoTokenizer",):
-        named = [settings[key] for key in _NAMED_BY.get(auto, ()) if settings.get(key) is not None]
-        if not named or not all(map(has_class, named)):
-            lacks = (
-                f"transformers has no {printable(str(named[0]), 60)}" if named else "no class of transformers beside it"
-            )
-            return f"has an `auto_map` for {printable(auto)}, and {lacks}"
+    for part in _mapped(settings):
+        mapped = part["auto_map"]
+        if not isinstance(mapped, dict | list):
+            return "has an `auto_map` that is neither a list nor names"
+        for auto in mapped if isinstance(mapped, dict) else ("AutoTokenizer",):
+            if of_model and auto != "AutoTokenizer" and not _of_models(auto):
+                continue
+            if lacking := _lacking(auto, part, beside):
+                return f"has an `auto_map` for {printable(auto)}, and {lacking}"
     return ""
 
 
-def _of_tokenizers(config: Mapping[str, Any]) -> dict[str, Any]:
-    mapped = config.get("auto_map")
-    return {key: value for key, value in mapped.items() if key == "AutoTokenizer"} if isinstance(mapped, dict) else {}
+def _of_models(auto: str) -> bool:
+    return auto == "AutoConfig" or auto.startswith("AutoModel")
+
+
+def _lacking(auto: str, part: Mapping[str, Any], beside: Mapping[str, Any]) -> str:
+    """What transformers has no class of its own for, in words: one that settings name, or one for the model type."""
+    if _of_models(auto):
+        model_type = part.get("model_type") or beside["model_type"]
+        return "" if has_type(model_type) else f"transformers has no {printable(str(model_type), 60)}"
+    keys = _NAMED_BY.get(auto, ())
+    looked = (part, beside) if auto == "AutoTokenizer" else (part,)
+    named = next(filter(None, ([s[key] for key in keys if s.get(key) is not None] for s in looked)), [])
+    if named:
+        return "" if all(map(has_class, named)) else f"transformers has no {printable(str(named[0]), 60)}"
+    return "" if has_own(auto, beside["model_type"]) else "no class of transformers beside it"
 
 
 def check_config(config: Mapping[str, Any]) -> None:

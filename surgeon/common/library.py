@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -95,6 +96,24 @@ def has_class(name: Any) -> bool:
     import transformers
 
     return isinstance(name, str) and name.removesuffix("Fast") in dir(transformers)
+
+
+# Where transformers lists the classes that it takes for a model type where no setting names one.
+_BY_TYPE = {
+    "AutoTokenizer": ("tokenization_auto", "TOKENIZER_MAPPING_NAMES"),
+    "AutoProcessor": ("processing_auto", "PROCESSOR_MAPPING_NAMES"),
+    "AutoImageProcessor": ("image_processing_auto", "IMAGE_PROCESSOR_MAPPING_NAMES"),
+    "AutoFeatureExtractor": ("feature_extraction_auto", "FEATURE_EXTRACTOR_MAPPING_NAMES"),
+    "AutoVideoProcessor": ("video_processing_auto", "VIDEO_PROCESSOR_MAPPING_NAMES"),
+}
+
+
+def has_own(auto: str, model_type: Any) -> bool:
+    """Whether transformers itself has a class of an auto class (a tokenizer, a processor) for a model type."""
+    if auto not in _BY_TYPE or not isinstance(model_type, str):
+        return False
+    module, names = _BY_TYPE[auto]
+    return bool(getattr(importlib.import_module(f"transformers.models.auto.{module}"), names).get(model_type))
 
 
 def config_of(config: Mapping[str, Any], kind: type[Any]) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 
 from surgeon.checkpoint.folder import CONFIG_FILE, CheckpointFolder
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, LocalSource, is_side_file, read_capped, resolved
-from surgeon.checkpoint.trust import MAX_CODE_BYTES, only_in_code, without_auto_map
+from surgeon.checkpoint.trust import MAX_CODE_BYTES, looked_in, only_in_code, without_auto_map
 from surgeon.checkpoint.weights import INDEX_FILE, SINGLE_FILE
 from surgeon.common.disk_space import writing
 from surgeon.common.library import described
@@ -94,15 +94,28 @@ def view_of_tokenizer(folder: Path, *, images: bool = False) -> Iterator[Path]:
     """
     files = (CONFIG_FILE, *TOKENIZER_FILES, *(PROCESSOR_FILES if images else ()))
     with _private_folder(folder) as view:
-        for name, size in LocalSource(folder).listing().items():
+        listing = LocalSource(folder).listing()
+        beside = _beside(folder, listing)
+        for name, size in listing.items():
             wanted = name in files or (is_side_file(name) and name not in _NOT_A_TOKENIZER)
             if wanted and size <= MAX_SIDE_FILE_BYTES:
                 with contextlib.suppress(BadInput):
-                    _show(folder, name, view)
+                    _show(folder, name, view, beside)
         yield view
 
 
-def _show(folder: Path, name: str, view: Path) -> None:
+def _beside(folder: Path, listing: Mapping[str, int]) -> dict[str, Any]:
+    """Where transformers looks for the name of a class, as far as it can be read."""
+    found: list[dict[str, Any]] = []
+    for name in (CONFIG_FILE, _SETTINGS[0]):
+        content = None
+        with contextlib.suppress(BadInput):
+            content = _parsed(read_capped(folder, name, max_bytes=MAX_SIDE_FILE_BYTES)) if name in listing else None
+        found.append(content or {})
+    return looked_in(*found)
+
+
+def _show(folder: Path, name: str, view: Path, beside: Mapping[str, Any]) -> None:
     """Put one file of a tokenizer into the view: settings without what is not the tokenizer's, others as a link."""
     (view / name).parent.mkdir(exist_ok=True)
     if name not in (CONFIG_FILE, *_SETTINGS):
@@ -119,7 +132,7 @@ def _show(folder: Path, name: str, view: Path) -> None:
         hint = {key: settings[key] for key in ("_name_or_path",) if isinstance(settings.get(key), str)}
         kept = without_auto_map(described(settings)) | hint
     else:
-        settings = settings if only_in_code(settings) else without_auto_map(settings)
+        settings = settings if only_in_code(settings, beside) else without_auto_map(settings)
         kept = {key: _parts(value) for key, value in settings.items() if not _opens_files(key)}
     _write(view / name, _own_classes(kept))
 

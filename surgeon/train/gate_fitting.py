@@ -15,7 +15,7 @@ import hashlib
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from surgeon.common.work_folders import read_own, sync, write_durably
-from surgeon.data.packing import Mixture, PackedSequence, SourceStream, batch_of
+from surgeon.data.packing import Mixture, PackedSequence, batch_of, one_pass
 from surgeon.errors import BadInput, printable
 from surgeon.train.saved.checkpoints import RunRecord
 
@@ -243,15 +243,6 @@ def _lengths(positions: Tensor) -> Tensor:
     return places - torch.where(positions == 0, places, 0).cummax(dim=1).values + 1
 
 
-def _once(stream: SourceStream, count: int) -> Iterator[PackedSequence]:
-    """Sequences of a source, `count` at most, and as many as are made of one pass of its documents."""
-    epoch = stream.epoch
-    for _ in range(count):
-        yield stream.next()
-        if stream.epoch > epoch:
-            return
-
-
 # Of every source the states of tokens, N D, and whether it is new.
 _States = list[tuple[Tensor, bool]]
 
@@ -268,7 +259,7 @@ def _parts(model: Any, layer: nn.Module, mixture: Mixture[PackedSequence], token
         streams = [stream for stream in mixture.streams if (stream.packer.domain > 0) is new]
         length = streams[0].packer.length
         count, at_once = (max(1, each // length // len(streams)) for each in (tokens, min(most, tokens)))
-        read += [(list(_once(stream, count)), at_once, new) for stream in streams]
+        read += [(list(one_pass(stream, count)), at_once, new) for stream in streams]
     mixture.restore(before)
 
     def part(number: int) -> _States:
@@ -406,7 +397,7 @@ def _judge(figures: GateFigures, say: Callable[[str], None]) -> None:
     """Say how well the gate tells domains apart and what its errors cost; BadInput where nothing would be gained."""
     words = (
         f"the domain gate is open on {figures.new:.1%} of held-out new tokens and {figures.original:.1%} of original"
-        f" ones (at most {figures.limit:.1%} of each source asked)"
+        f" ones (at most {figures.limit:.1%} of each source allowed)"
     )
     if figures.new < _USELESS:
         raise BadInput(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from surgeon.checkpoint.folder import MANIFEST_FILE, CheckpointFolder, digests_of
-from surgeon.checkpoint.own_code import has_own_code
 from surgeon.families.anatomy import Anatomy
 from surgeon.manifest.manifest import Manifest, StoredTensor
 from surgeon.manifest.moves import kept_as_they_are
@@ -72,7 +71,7 @@ def _own_code(manifest: Manifest, out: CheckpointFolder) -> list[Check]:
     """Nothing for a native output."""
     if manifest.native and not manifest.code:
         return []
-    if has_own_code(out.config):
+    if manifest.native:
         found = digests_beside(out, manifest.code)
         wrong = [name for name, digest in manifest.code.items() if found.get(name) != digest]
         return [Check.of("code", wrong, "not the base's own files", f"the base's own, {some(list(found))}, by digest")]

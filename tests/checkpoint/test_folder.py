@@ -19,6 +19,7 @@ import pytest
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import build_header
 from surgeon.checkpoint.source import is_side_file
+from surgeon.checkpoint.trust import leads_to_code
 from surgeon.errors import BadInput
 from tests.checkpoint.files import (
     INDEX,
@@ -372,6 +373,69 @@ def test_code_with_trust(tmp_path: Path) -> None:
     (tmp_path / "modeling_surgeon.py").write_text("")
     with pytest.raises(BadInput, match="what surgeon calls its own code"):
         CheckpointFolder.open(tmp_path, trust_remote_code=True)
+
+
+OF_TOKENIZERS = {"AutoTokenizer": ["x.T", None]}
+OF_MODELS = {"AutoConfig": "x.C", "AutoModelForCausalLM": "evil/x--x.M"}
+# Files of settings beside a config.json, and the words of the refusal where the code is needed.
+BRINGS: dict[str, tuple[dict[str, dict[str, object]], str]] = {
+    "text": ({"config.json": {"text_config": {"model_type": "llama", "auto_map": OF_MODELS}}}, ""),
+    "text unknown": (
+        {"config.json": {"text_config": {"model_type": "x", "auto_map": OF_MODELS}}},
+        "an `auto_map` for AutoConfig, and transformers has no x",
+    ),
+    "tokenizer of the type": ({"tokenizer_config.json": {"auto_map": ["x.T", None], "model_type": "llama"}}, ""),
+    "tokenizer of a type without": (
+        {"tokenizer_config.json": {"auto_map": OF_TOKENIZERS}, "config.json": {"model_type": "llama"}},
+        "an `auto_map` for AutoTokenizer, and no class of transformers beside it",
+    ),
+    "tokenizer of the config": (
+        {
+            "tokenizer_config.json": {"auto_map": OF_TOKENIZERS},
+            "config.json": {"model_type": "llama", "tokenizer_class": "LlamaTokenizer", "auto_map": OF_TOKENIZERS},
+        },
+        "",
+    ),
+    "processor of the type": (
+        {
+            "preprocessor_config.json": {"auto_map": {"AutoProcessor": "x.P", "AutoImageProcessor": "x.I"}},
+            "config.json": {"model_type": "qwen2_vl"},
+        },
+        "",
+    ),
+    "processor of the text alone": ({"config.json": {"auto_map": OF_MODELS | {"AutoProcessor": "x.P"}}}, ""),
+    "processor unknown": (
+        {"preprocessor_config.json": {"parts": [{"auto_map": {"AutoProcessor": "x.P"}, "processor_class": "XP"}]}},
+        "an `auto_map` for AutoProcessor, and transformers has no XP",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BRINGS)
+def test_code_is_left_out_where_transformers_has_the_class(case: str, tmp_path: Path) -> None:
+    files, words = BRINGS[case]
+    write_config(sharded(tmp_path), model_type="phi3")
+    for name, content in files.items():
+        before = json.loads((tmp_path / name).read_text()) if name == "config.json" else {}
+        (tmp_path / name).write_text(json.dumps(before | content))
+    if words:
+        assert words in refused(tmp_path)
+        return
+    folder = CheckpointFolder.open(tmp_path)
+    for name in files:
+        kept = folder.config if name == "config.json" else json.loads(folder.read_side_file(name))
+        assert not leads_to_code(kept)
+        assert f"{name}'s `auto_map`" in folder.notes[0] or not leads_to_code(files[name])
+
+
+def test_code_of_a_tokenizer_goes_along_once_it_is_trusted(tmp_path: Path) -> None:
+    """Left behind, what names it would point nowhere."""
+    write_config(sharded(tmp_path), model_type="llama")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": OF_TOKENIZERS}))
+    (tmp_path / "x.py").write_text("")
+    folder = CheckpointFolder.open(tmp_path, trust_remote_code=True)
+    assert folder.own is not None and not folder.own.builds_models and folder.classes == "installed"
+    assert folder.side_files == ("tokenizer_config.json", "x.py")
 
 
 CARRIED = [
