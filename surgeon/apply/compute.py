@@ -20,7 +20,7 @@ from surgeon.apply.finiteness import FiniteCheck
 from surgeon.apply.prediction import PredictionSettings, Predictor, learn
 from surgeon.apply.prompts import read_by_mlps
 from surgeon.blueprint.blueprint import Blueprint, Output
-from surgeon.blueprint.recipes import MapRef, Place, Predicted, Recipe
+from surgeon.blueprint.recipes import Imported, MapRef, Place, Predicted, Recipe
 from surgeon.checkpoint.folder import CheckpointFolder, ReadAhead
 from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.checkpoint.peft_folder import AdapterFolder
@@ -64,11 +64,13 @@ class Evaluator:
         self._fits: dict[str, dict[str, Any]] = {}
         self._changes: dict[str, dict[str, Any]] = {}
         self._prompted: dict[tuple[_Prompts, _Prompts], dict[int, Tensor]] = {}
-        # What several parts of the output under way are taken from, one after the other.
+        # What several parts of the output under way are taken from, one after the other; and tensors of an adapter, for
+        # as long as outputs need them.
         self._kept: dict[Recipe, Tensor] = {}
         # Of matrices that a network predicts: the networks, and how many outputs still need each.
         self._predictors: dict[tuple[object, ...], Predictor] = {}
         new = [output for output in blueprint.outputs if output.new]
+        self._imports = Counter(each for output in new for each in _imports(output.recipe))
         self._predicted = Counter(network for output in new for network in _networks(output.recipe))
         self._needs = {output.name: self.maps.needed_by(output.recipe) for output in new}
         self._users = Counter(name for names in self._needs.values() for name in names)
@@ -102,14 +104,15 @@ class Evaluator:
                 f"{printable(output.name)}: {made} bytes were made by {type(recipe).__name__}, its {recipe.dtype}"
                 f" {list(recipe.shape)} has {recipe.nbytes}; the operation that brings this recipe is wrong"
             )
-        self._kept.clear()
         self.skip(output)
+        self._kept = {each: made for each, made in self._kept.items() if self._imports[each] > 0}
 
     def skip(self, output: Output) -> None:
         """Count an output as done (made, or found done by an earlier run) and free the maps nobody needs now."""
         self._users.subtract(self._needs.get(output.name, ()))
         # Those of one expert of a layer that a plan fused before may be solved again after their last known use.
         self.maps.forget([name for name in self.maps.solved if self._users[name] <= 0])
+        self._imports.subtract(_imports(output.recipe))
         for network in _networks(output.recipe):
             self._predicted[network] -= 1
             if self._predicted[network] <= 0:
@@ -304,6 +307,11 @@ class Evaluator:
 def _networks(recipe: Recipe) -> Iterator[tuple[object, ...]]:
     """The networks that predict something a recipe is made of."""
     return (each.network for each in recipe.walk() if isinstance(each, Predicted))
+
+
+def _imports(recipe: Recipe) -> Iterator[Recipe]:
+    """The tensors of adapters, or of other models, that a recipe is made of."""
+    return (each for each in recipe.walk() if isinstance(each, Imported))
 
 
 def _tensor(raw: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

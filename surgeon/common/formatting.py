@@ -26,6 +26,11 @@ def size(number: int) -> str:
     return f"{number} B"
 
 
+def counted(number: int, noun: str) -> str:
+    """A number and what it counts: `1 document`, `2,000 documents`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def span(first: int, last: int) -> str:
     """A run of numbers: `3` or `3-7`."""
     return str(first) if first == last else f"{first}-{last}"
@@ -57,3 +62,8 @@ def show(indices: list[int]) -> str:
 def show_layers(indices: list[int]) -> str:
     """Indices as text after their noun: `layer 3`, `layers 0-3, 7`."""
     return f"{'layer' if len(indices) == 1 else 'layers'} {show(indices)}"
+
+
+def layers_have(indices: list[int]) -> str:
+    """Layers and their verb: `layer 3 has`, `layers 0-3, 7 have`."""
+    return f"{show_layers(indices)} {'has' if len(indices) == 1 else 'have'}"

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Annotated, Literal
-
-from pydantic import Field
+from typing import TypeGuard
 
 from surgeon.blueprint.recipes import Imported, Product, Step, Trained
-from surgeon.checkpoint.peft_folder import Adapter, matched
+from surgeon.checkpoint.peft_folder import Adapter
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy
-from surgeon.operations.operation import Spec
+from surgeon.operations.adapter_places import Experts, Model, Place
+from surgeon.operations.adapter_settings import Settings, ends
 
 _PEFT = "base_model.model."
 _OF_LORA = re.compile(
@@ -31,95 +29,13 @@ _BASE = ".base_layer"
 _A_LAYER = re.compile(r"\.\d+\.")
 
 
-class Settings(Spec):
-    """What an adapter's config says of what it changes; lists of names are PEFT's.
-
-    `targets` are None where a regular expression names them, which is not read. `tokens` are ids by names of modules;
-    by no name, of the embeddings.
-    """
-
-    rank: Annotated[int, Field(ge=1)]
-    rank_pattern: dict[str, float]
-    targets: list[str] | None
-    excluded: list[str]
-    layers: list[int] | None
-    dora: bool
-    biases: Literal["none", "all", "lora_only"]
-    own_bias: bool
-    saved: list[str]
-    tokens: dict[str, list[int]]
-
-    def rank_of(self, module: str) -> int:
-        """The rank at a module, by its path."""
-        return int(matched(self.rank_pattern, module, self.rank))
-
-    def names(self, module: str) -> bool:
-        """Whether `targets` name a module, as PEFT reads them."""
-        if any(_ends(module, name) for name in self.excluded) or self.saves(module):
-            return False
-        if not any(_ends(module, name) for name in self.targets or ()):
-            return False
-        number = re.search(r"\.[^.]*\.(\d+)\.", module)
-        return self.layers is None or (number is not None and int(number[1]) in self.layers)
-
-    def saves(self, path: str) -> bool:
-        """Whether `modules_to_save` name a module, or one around it."""
-        steps = path.split(".")
-        return any(_ends(".".join(steps[:end]), name) for end in range(1, len(steps) + 1) for name in self.saved)
-
-
-@dataclass(frozen=True)
-class Place:
-    """A parameter of transformers' model: what it is called there and on disk, its form there, its shape on disk.
-
-    `layer` is the base's layer that it belongs to, `suffix` what it is called in it.
-    """
-
-    parameter: str
-    stored: str
-    form: str
-    shape: tuple[int, ...]
-    layer: int | None = None
-    suffix: str = ""
-
-
-@dataclass(frozen=True)
-class Model:
-    """The parameters of the base as transformers has them in memory, by name; `stack` is its list of layers."""
-
-    places: Mapping[str, Place]
-    stack: str
-
-    @classmethod
-    def of(cls, anatomy: Anatomy) -> Model:
-        """The base's."""
-        known = {name: (info.shape, None, "") for name, info in anatomy.outer.items()} | {
-            info.name: (info.shape, index, suffix)
-            for index, held in enumerate(anatomy.layers)
-            for suffix, info in held.items()
-        }
-        found = anatomy.derivation.parameters()
-        places = {
-            name: Place(name, stored, form, *known.get(stored, ((), None, "")))
-            for name, (stored, form) in sorted(found.items())
-        }
-        return cls(places, anatomy.derivation.stack)
-
-    def find(self, name: str) -> Place | None:
-        """A place by its parameter's name in memory, with or without the base model's prefix, or on disk."""
-        prefix = self.stack.rpartition(".")[0]
-        return self.places.get(name) or self.places.get(f"{prefix}.{name}") or self._stored.get(name)
-
-    @cached_property
-    def _stored(self) -> dict[str, Place]:
-        return {place.stored: place for place in self.places.values() if place.stored}
-
-
 @dataclass
 class Sorted:
     """An adapter's tensors by the places that they change, in the order of their names.
 
-    `called` is the plan's name for the adapter, `weight` by how much it counts.
+    `called` is the plan's name for the adapter, `weight` by how much it counts. `pairs` are its products by the paths
+    of modules, or parameters, that they adapt. `apart`: it gives tied embeddings and the head values of their own;
+    else, and in any case by `shared` steps, both change alike.
     """
 
     called: str
@@ -128,6 +44,10 @@ class Sorted:
     weight: float
     model: Model
     steps: dict[str, list[Step]] = field(default_factory=dict)
+    pairs: dict[str, Product] = field(default_factory=dict)
+    shared: list[Step] = field(default_factory=list)
+    apart: bool = False
+    _square: list[tuple[str, Product, Experts]] = field(default_factory=list)
 
     def sort(self) -> dict[str, list[Step]]:
         """The steps of each place, by its parameter. Raises BadInput, which names a tensor that does not fit."""
@@ -148,40 +68,118 @@ class Sorted:
             if "token_adapter.trainable_tokens_delta" in tensors:
                 self._add_tokens(module, tensors.pop("token_adapter.trainable_tokens_delta"))
             if tensors:
-                self._add_product(module, tensors)
+                self._add_pair(module, tensors)
+        for parameter, product, experts in self._square:
+            self._add_experts(parameter, replace(product, turned=self._packing(product, experts)), experts)
         if not self.steps:
             raise BadInput(f"{self._shown}: the adapter holds no tensors")
         self._check_complete()
         self._check_used()
+        self.apart |= self._heads_differ()
         return self.steps
 
     # One kind of tensor after the other.
 
-    def _add_product(self, module: str, tensors: Mapping[str, str]) -> None:
-        """A LoRA's matrices, and what stands beside them."""
-        first = next(iter(tensors.values()))
-        place = self._place(f"{module}.weight", first)
-        names = ("lora_embedding_A", "lora_embedding_B") if place.form == "embedding" else _PAIR
+    def _add_pair(self, module: str, tensors: Mapping[str, str]) -> None:
+        """A LoRA's matrices at a module, or at a parameter: of several of one module PEFT nests the first innermost."""
+        own = module
+        while own.endswith(_BASE):
+            own = own.removesuffix(_BASE)
+        nested = (len(module) - len(own)) // len(_BASE)
+        wrapped = [name for name in self.model.parameters_of(own) if self.settings.targets_parameter(name)]
+        if not wrapped:
+            self._add_product(f"{module}.weight", module, tensors)
+        elif nested >= len(wrapped):
+            raise self._refused(
+                next(iter(tensors.values())),
+                f"its config's `target_parameters` name {len(wrapped)} parameters of {printable(own)}, and it is for"
+                f" one more",
+            )
+        elif (parameter := wrapped[-1 - nested]) in self.model.experts:
+            self._read_experts(parameter, self.model.experts[parameter], tensors)
+        else:
+            self._add_product(parameter, parameter, tensors)
+
+    def _add_product(self, parameter: str, path: str, tensors: Mapping[str, str]) -> None:
+        """A LoRA's matrices, and what stands beside them; patterns of ranks and alphas name it by `path`."""
+        first, module = next(iter(tensors.values())), parameter.rpartition(".")[0]
+        place = self._place(parameter, first)
+        by_module = path != parameter
+        names = ("lora_embedding_A", "lora_embedding_B") if place.form == "embedding" and by_module else _PAIR
         down, up = self._pair(tensors, names)
-        if len(place.shape) != 2 or place.form.endswith("experts"):
+        if len(place.shape) != 2 or (place.form == "turned" and not by_module):
             raise self._refused(down, f"the base's {printable(place.stored)} is no matrix ({list(place.shape)})")
         rows, columns = place.shape[::-1] if place.form == "turned" else place.shape
-        turned = place.form == "embedding"
+        turned = names != _PAIR
         if turned:
             rows, columns = columns, rows
-        rank = self.settings.rank_of(module)
+        rank = self.settings.rank_of(path)
         self._check_shape(down, (rank, columns))
         self._check_shape(up, (rows, rank))
         magnitude = self._magnitude(module, tensors, place, rows)
-        scale = self.adapter.scale(module, rank)
+        scale = self.adapter.scale(path, rank)
         product = Product(self._of(down), self._of(up), scale, self.weight, magnitude, turned)
         self._step(place, product)
+        self.pairs[path] = product
+        self.apart |= self._is_tied(place)
         if (bias := tensors.get("lora_B.bias")) is not None:
             own = self._place(f"{module}.bias", bias)
             self._check_shape(bias, own.shape)
             self._step(own, Trained(self._of(bias), self.weight * scale, added=True))
         elif self.settings.own_bias:
             raise self._refused(up, "its config says `lora_bias`, and no lora_B.bias is beside it; was the file cut?")
+
+    def _read_experts(self, parameter: str, experts: Experts, tensors: Mapping[str, str]) -> None:
+        """A LoRA's matrices for all experts: expert e's are r rows of A, and columns e, e + E … of B."""
+        down, up = self._pair(tensors, _PAIR)
+        if len(tensors) > 2:
+            other = next(name for what, name in tensors.items() if what not in _PAIR)
+            raise self._refused(other, "a parameter of experts has no such tensor")
+        rank, count = self.settings.rank_of(parameter), experts.count
+        shapes = [list(self.adapter.tensors[name].shape) for name in (down, up)]
+        called = {
+            turned: [[rank * count, inputs], [outputs, rank * count]]
+            for turned, (outputs, inputs) in enumerate(
+                ((experts.rows, experts.columns), (experts.columns, experts.rows))
+            )
+        }
+        ways = [bool(turned) for turned, both in called.items() if shapes == both]
+        if not ways:
+            raise self._refused(
+                down,
+                f"shape {shapes[0]} and {shapes[1]} of its lora_B, where {count} experts of {experts.rows} by"
+                f" {experts.columns}, by rank {rank}, call for {called[0][0]} and {called[0][1]}",
+            )
+        scale = self.adapter.scale(parameter, rank)
+        product = Product(
+            self._of(down), self._of(up), scale, self.weight, turned=ways[0] and not experts.turned, expert=(0, count)
+        )
+        if len(ways) > 1 and not experts.turned:
+            self._square.append((parameter, product, experts))
+        else:
+            self._add_experts(parameter, product, experts)
+
+    def _add_experts(self, parameter: str, product: Product, experts: Experts) -> None:
+        for place in experts.places:
+            number = None if place.expert is None else place.expert.number
+            of_one = product if number is None else replace(product.of_expert(number), rows=place.rows)
+            self._step(place, of_one)
+        self.pairs[parameter] = product
+
+    def _packing(self, product: Product, experts: Experts) -> bool:
+        """Whether a pair for square matrices is turned: as others of the adapter are, or as its PEFT did it."""
+        others = {each.turned for each in self.pairs.values() if each.expert is not None}
+        if len(others) == 1:
+            return others.pop()
+        outputs_first = self.settings.packs_outputs_first
+        if outputs_first is None or any(place.layout.transposed for place in experts.places):
+            raise self._refused(
+                product.down.tensor,
+                f"the experts' matrices are square ({experts.rows} by {experts.columns}), which PEFT packs one way up"
+                " to 0.18 and the other way from 0.19, and its config's `peft_version` does not say which; merge it"
+                " with the PEFT that trained it",
+            )
+        return not outputs_first
 
     def _pair(self, tensors: Mapping[str, str], names: tuple[str, str]) -> tuple[str, str]:
         for there, absent in (names, names[::-1]):
@@ -211,7 +209,7 @@ class Sorted:
         """Rows of embeddings that were trained by themselves."""
         module = module.removesuffix(_BASE)
         place = self._place(f"{module}.weight", tensor)
-        ids = next((ids for name, ids in self.settings.tokens.items() if not name or _ends(module, name)), None)
+        ids = next((ids for name, ids in self.settings.tokens.items() if not name or ends(module, name)), None)
         if ids is None:
             raise self._refused(tensor, "its config's `trainable_token_indices` name no tokens of this module")
         if len(place.shape) != 2:
@@ -223,7 +221,8 @@ class Sorted:
                 " the vocabulary was another",
             )
         self._check_shape(tensor, (len(ids), place.shape[1]))
-        self._step(place, Trained(self._of(tensor), self.weight, tuple(ids)))
+        self._step(place, step := Trained(self._of(tensor), self.weight, tuple(ids)))
+        self.shared.append(step)
 
     def _add_whole(self, tensor: str, name: str) -> None:
         """A parameter that was trained whole, or saved with the adapter."""
@@ -242,7 +241,31 @@ class Sorted:
             )
         self._check_shape(tensor, place.shape)
         # What else changes the tensor comes after.
-        self.steps.setdefault(place.parameter, []).insert(0, Trained(self._of(tensor), self.weight))
+        self.steps.setdefault(place.parameter, []).insert(0, step := Trained(self._of(tensor), self.weight))
+        if self._is_tied(place):
+            alone = below or self.settings.saves(path)
+            self.apart |= alone
+            self.shared += [step] if place.form == "embedding" and not alone else []
+
+    def _is_tied(self, place: Place) -> bool:
+        """Whether a tensor is one of embeddings and head that are the same in the base."""
+        if place.layer is not None or place.form not in ("linear", "embedding") or (tied := self.model.tied) is None:
+            return False
+        return place.parameter in (tied.reads.parameter, tied.head.parameter)
+
+    def _heads_differ(self) -> bool:
+        """Whether a tied head has values that the embeddings have not."""
+        changed = (self.model.find(name) for name in self.steps)
+        if (
+            not any(place is not None and self._is_tied(place) for place in changed)
+            or (tied := self.model.tied) is None
+        ):
+            return False
+        own, other = (
+            {self.adapter.tensors[each.values.tensor].sha256 for each in self.steps.get(name, ()) if _whole(each)}
+            for name in (tied.head.parameter, tied.reads.parameter)
+        )
+        return not own <= other
 
     # What must be there.
 
@@ -256,7 +279,12 @@ class Sorted:
             # Of a tower for images, which PEFT may not have seen, all of a kind or none.
             seen = module.startswith(f"{self.model.stack}.") or not _A_LAYER.search(module) or self._has_kind(module)
             if seen and key == "weight" and place.form in _LORA_FORMS and settings.names(module):
-                raise self._lacking(place.parameter, "`target_modules`")
+                raise self._lacking(place.parameter, "`target_modules`", of_expert=place.expert is not None)
+            of_experts = self.model.experts.get(place.parameter)
+            if settings.targets_parameter(place.parameter) and not (
+                of_experts is not None and all(each.parameter in self.steps for each in of_experts.places)
+            ):
+                raise self._lacking(place.parameter, "`target_parameters`")
             if settings.saves(module):
                 raise self._lacking(place.parameter, "`modules_to_save`")
             biased = settings.biases == "all" or (settings.biases == "lora_only" and f"{module}.weight" in self.steps)
@@ -264,7 +292,7 @@ class Sorted:
                 raise self._lacking(place.parameter, f"`bias: {settings.biases}`")
         for name in settings.tokens:
             tokens = (path for path, steps in self.steps.items() for s in steps if isinstance(s, Trained) and s.rows)
-            if not any(not name or _ends(path.rpartition(".")[0], name) for path in tokens):
+            if not any(not name or ends(path.rpartition(".")[0], name) for path in tokens):
                 reads = (each.parameter for each in self.model.places.values() if each.form == "embedding")
                 raise self._lacking(name or next(reads, "the embeddings"), "`trainable_token_indices`")
 
@@ -291,10 +319,13 @@ class Sorted:
     def _refused(self, tensor: str, why: str) -> BadInput:
         return BadInput(f"{self._shown}: {printable(tensor)}: {why}; nothing is merged of an adapter in part")
 
-    def _lacking(self, name: str, key: str) -> BadInput:
+    def _lacking(self, name: str, key: str, *, of_expert: bool = False) -> BadInput:
+        which = "one for another base"
+        if of_expert:
+            which = "trained where experts are no modules (then take the name out of `target_modules`)"
         return BadInput(
-            f"{self._shown}: nothing for {printable(name)}, which {key} of its config names: half an adapter, or one"
-            " for another base; nothing is merged in part"
+            f"{self._shown}: nothing for {printable(name)}, which {key} of its config names: half an adapter, or"
+            f" {which}; nothing is merged in part"
         )
 
     def _place(self, name: str, tensor: str) -> Place:
@@ -323,12 +354,12 @@ _BESIDE = ("lora_magnitude_vector", "lora_B.bias")
 _LORA_FORMS = ("linear", "turned", "embedding")
 
 
-def _ends(path: str, name: str) -> bool:
-    return path == name or path.endswith(f".{name}")
+def _whole(step: Step) -> TypeGuard[Trained]:
+    return isinstance(step, Trained) and step.rows is None
 
 
 def _is_head(path: str) -> bool:
-    return _ends(path, "lm_head") or _ends(path, "embed_out")
+    return ends(path, "lm_head") or ends(path, "embed_out")
 
 
 def deltas(steps: Mapping[str, list[Step]]) -> Iterator[tuple[str, Product]]:

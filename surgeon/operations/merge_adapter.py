@@ -6,30 +6,33 @@ that are much smaller than the steps of the weights' dtype are rounded so that t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field
 
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
-from surgeon.blueprint.recipes import Adapted, Product, Recipe, Rounding, Step, Trained
-from surgeon.checkpoint.peft_folder import AdapterFolder, check_pattern, checked_pattern
+from surgeon.blueprint.recipes import Adapted, Product, Recipe, Rounding, Step, Trained, one_expert, stacked_experts
+from surgeon.checkpoint.peft_folder import AdapterFolder, check_pattern
 from surgeon.errors import BadInput, printable
-from surgeon.operations.adapter_changes import Model, Place, Settings, Sorted, deltas
+from surgeon.operations.adapter_changes import Sorted, deltas
+from surgeon.operations.adapter_places import Model, Place
+from surgeon.operations.adapter_settings import Settings, settings_of
 from surgeon.operations.imported_lora import AdapterFacts
 from surgeon.operations.operation import Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.prepare import Facts, OpenedBase
+from surgeon.operations.untie_embeddings import untie
 
 if TYPE_CHECKING:
     import numpy as np
 
 Name = Annotated[str, Field(min_length=1, max_length=4096)]
 # Settings of an adapter's config that are read here.
-_KNOWN = {"bias", "use_dora", "lora_bias", "modules_to_save", "trainable_token_indices"}
+_KNOWN = {"bias", "use_dora", "lora_bias", "modules_to_save", "trainable_token_indices", "target_parameters"}
 _REASONS = {
     "layer_replication": "it is for a base with repeated layers; repeat them first (`stack_layers`)",
-    "target_parameters": "it adapts parameters that are not linear modules, which surgeon does not merge yet",
     "alora_invocation_tokens": "it is active only after certain tokens, and merged weights would be always",
 }
 
@@ -42,7 +45,7 @@ class Weighted(Spec):
 
 
 class MergedAdapter(Spec):
-    """An adapter that is merged, without its weights. `norms` are ‖s · B A‖ by the path of the adapted module."""
+    """An adapter that is merged, without its weights. `norms` are ‖s · B A‖ by the path of what is adapted."""
 
     facts: AdapterFacts
     settings: Settings
@@ -124,9 +127,10 @@ class MergeAdapter(Operation):
     def prepare(self, base: OpenedBase) -> MergeFacts:
         """Open the adapters, and measure how large their changes are."""
         found: list[MergedAdapter] = []
+        model = Model.of(base.anatomy)
         for each in self.listed:
             folder, shown = base.adapter(each.adapter), printable(each.adapter)
-            adapter = read_adapter(folder)
+            adapter = read_adapter(folder, each.adapter, model)
             trained_on = folder.config.get("base_model_name_or_path")
             if isinstance(trained_on, str) and trained_on:
                 base.notes.append(f"{shown}: trained on {printable(trained_on)}, its config says")
@@ -146,16 +150,22 @@ class MergeAdapter(Operation):
         if facts is None or len(facts.adapters) != len(self.listed):
             raise BadInput("the adapters are not known: they were not opened, and surgery.json does not record them")
         model = Model.of(draft.anatomy)
-        merged: dict[str, list[Step]] = {}
-        for each, known in zip(self.listed, facts.adapters, strict=True):
-            found = Sorted(each.adapter, known.facts.adapter, known.settings, each.weight, model).sort()
-            for name, steps in found.items():
-                merged.setdefault(name, []).extend(steps)
+        found = [
+            Sorted(each.adapter, known.facts.adapter, known.settings, each.weight, model)
+            for each, known in zip(self.listed, facts.adapters, strict=True)
+        ]
+        merged = _together(found)
+        untied = any(each.apart for each in found) and not draft.untied
+        if untied:
+            untie(draft)
         for name, steps in merged.items():
-            self._merge(draft, model.places[name], steps)
+            place = model.find(name)
+            assert place is not None, name
+            self._merge(draft, place, steps)
+        said = "; the output head gets a tensor of its own, apart from the embeddings" if untied else ""
         return OperationRecord(
             op=self.op,
-            matched=f"{_shown(self.listed)}: {count_of(merged)}",
+            matched=f"{_shown(self.listed)}: {count_of(merged)}{said}",
             claim=Claim("none", "adapters change outputs as they were trained to"),
             trains="new",
         )
@@ -183,7 +193,7 @@ class MergeAdapter(Operation):
         home.tensors[place.suffix] = self._adapted(draft, place, home.tensors[place.suffix], steps)
         home.rewritten[place.suffix] = draft.number
 
-    def _adapted(self, draft: Draft, place: Place, recipe: Recipe, steps: list[Step]) -> Adapted:
+    def _adapted(self, draft: Draft, place: Place, recipe: Recipe, steps: list[Step]) -> Recipe:
         if recipe.shape != place.shape:
             raise BadInput(
                 f"{printable(place.stored)}: shape {list(recipe.shape)} after earlier operations, the base's"
@@ -193,60 +203,62 @@ class MergeAdapter(Operation):
         if wider:
             draft.dtype = self.dtype
         dtype = "F32" if wider else recipe.dtype
-        return Adapted(recipe, tuple(steps), place.stored, dtype, self.rounding, turned=place.form == "turned")
+        of_all = [step for step in steps if isinstance(step, Product) and step.expert is not None]
+        if not of_all or place.form == "linear":
+            return Adapted(recipe, tuple(steps), place.stored, dtype, self.rounding, turned=place.form == "turned")
+        experts = [
+            Adapted(
+                one_expert(recipe, number, place.layout),
+                tuple(step.of_expert(number) for step in of_all),
+                f"{place.stored}, expert {number}",
+                dtype,
+                self.rounding,
+            )
+            for number in range(recipe.shape[0])
+        ]
+        return stacked_experts(experts, place.layout)
 
 
-def read_adapter(folder: AdapterFolder) -> MergedAdapter:
-    """What is known of an opened adapter without its weights. Raises BadInput for settings that are not merged."""
+def _together(adapters: list[Sorted]) -> dict[str, list[Step]]:
+    """The steps of all adapters, by what they change; of a tied head too, where one sets it apart."""
+    merged: dict[str, list[Step]] = {}
+    steps = [each.sort() for each in adapters]
+    apart = any(each.apart for each in adapters)
+    for each, found in zip(adapters, steps, strict=True):
+        tied = each.model.tied if apart or each.shared else None
+        if tied is not None:
+            own = found.pop(tied.head.parameter, [])
+            heads = [*each.shared, *own] if apart else []
+            found |= {tied.head.parameter: heads} if heads else {}
+        for name, of in found.items():
+            merged.setdefault(name, []).extend(of)
+    return merged
+
+
+def read_adapter(folder: AdapterFolder, called: str, model: Model) -> MergedAdapter:
+    """What is known of an adapter of `model`, which the plan calls `called`, without its weights.
+
+    Raises BadInput for settings that are not merged, and tensors that do not fit.
+    """
     folder.check_settings(_KNOWN, _REASONS, "such an adapter cannot be merged; merge it with PEFT")
-    settings = _settings(folder)
-    norms = {} if settings.dora else _norms(folder, settings)
+    settings = settings_of(folder)
+    known = Sorted(called, folder.facts, settings, 1.0, model)
+    known.sort()
+    norms = {} if settings.dora else {path: _norm(folder, product) for path, product in known.pairs.items()}
     return MergedAdapter(facts=AdapterFacts.of(folder.facts), settings=settings, norms=norms)
 
 
-def _settings(folder: AdapterFolder) -> Settings:
-    """Its config's, checked."""
-    config, shown = folder.config, folder.shown
-    targets, layers, tokens = (
-        config.get(k) for k in ("target_modules", "layers_to_transform", "trainable_token_indices")
-    )
-    try:
-        return Settings(
-            rank=config.get("r", 8),
-            rank_pattern=checked_pattern(config, "rank_pattern", shown),
-            targets=None if isinstance(targets, str) else targets or [],
-            excluded=config.get("exclude_modules") or [],
-            layers=[layers] if type(layers) is int else layers,
-            dora=config.get("use_dora") or False,
-            biases=config.get("bias") or "none",
-            own_bias=config.get("lora_bias") or False,
-            saved=config.get("modules_to_save") or [],
-            tokens={"": tokens} if isinstance(tokens, list) else tokens or {},
-        )
-    except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        where = printable(".".join(str(step) for step in problem["loc"]))
-        raise BadInput(f"{shown}: {where}: {printable(problem['msg'])}; get the adapter's own file again") from None
-
-
-def _norms(folder: AdapterFolder, settings: Settings) -> dict[str, float]:
-    """‖s · B A‖ of every pair of matrices, by the path of the module, from AᵀA and BᵀB: they are small."""
+def _norm(folder: AdapterFolder, product: Product) -> float:
+    """‖s · B A‖ of a pair of matrices, or of those of all experts, from AᵀA and BᵀB: they are small."""
     import numpy as np
 
-    found: dict[str, float] = {}
-    for name, info in folder.facts.tensors.items():
-        path, pair, _ = name.partition(".lora_A.")
-        other = folder.facts.tensors.get(name.replace(".lora_A.", ".lora_B."))
-        if not pair or other is None or len(info.shape) != 2 or info.shape[:1] != other.shape[1:]:
-            continue
-        module = path.removeprefix("base_model.model.")
-        down, up = (
-            _numbers(folder.read(each), of.dtype).reshape(of.shape)
-            for each, of in ((name, info), (name.replace(".lora_A.", ".lora_B."), other))
-        )
-        square = float(np.sum((down @ down.T) * (up.T @ up)))
-        found[module] = folder.facts.scale(module, settings.rank_of(module)) * max(0.0, square) ** 0.5
-    return found
+    down, up = (
+        _numbers(folder.read(each.tensor), each.dtype).reshape(each.shape) for each in (product.down, product.up)
+    )
+    rank, count = product.rank, 1 if product.expert is None else product.expert[1]
+    pairs = ((down[e * rank : (e + 1) * rank], up[:, e::count]) for e in range(count))
+    square = sum(float(np.sum((a @ a.T) * (b.T @ b))) for a, b in pairs)
+    return product.scale * math.sqrt(max(0.0, square))
 
 
 def _numbers(content: bytearray, dtype: str) -> np.ndarray:

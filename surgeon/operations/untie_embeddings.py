@@ -40,10 +40,7 @@ class UntieEmbeddings(Operation):
             raise BadInput(
                 "the embeddings are untied already: the output head has a tensor of its own; leave this operation out"
             )
-        lacking = draft.anatomy.derivation.head_tensors()
-        for name, source in lacking.items():
-            draft.set_outer(name, Copy.of(draft.anatomy.outer[source]))
-        draft.untied = True
+        lacking = untie(draft)
         made = ", ".join(f"{printable(name)} is a copy of {printable(source)}" for name, source in lacking.items())
         return OperationRecord(
             op=self.op,
@@ -51,3 +48,15 @@ class UntieEmbeddings(Operation):
             claim=Claim("exact", "the head has the bytes that it had when it was tied"),
             trains="new",
         )
+
+
+def untie(draft: Draft) -> dict[str, str]:
+    """Give the output head tensors of its own, copies of the embeddings; return their names, with what each copies.
+
+    Raises BadInput where the head cannot be untied.
+    """
+    lacking = draft.anatomy.derivation.head_tensors()
+    for name, source in lacking.items():
+        draft.set_outer(name, Copy.of(draft.anatomy.outer[source]))
+    draft.untied = True
+    return lacking

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import surgeon
@@ -24,7 +25,9 @@ from surgeon.checkpoint.peft_folder import Adapter, AdapterFolder
 from surgeon.errors import BadInput
 from surgeon.families.dissect import dissect
 from surgeon.models.load import load_model
-from surgeon.operations.adapter_changes import Model, Settings, Sorted
+from surgeon.operations.adapter_changes import Sorted
+from surgeon.operations.adapter_places import Model
+from surgeon.operations.adapter_settings import Settings
 from surgeon.operations.merge_adapter import read_adapter
 from tests import tiny
 from tests.adapters import lora
@@ -35,8 +38,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*LoRA tensor.s. have invalid shape:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning"),
+    # It looks for them among modules alone, and uses them for parameters.
+    pytest.mark.filterwarnings("ignore:The following ..*_pattern keys did not match:RuntimeWarning"),
 ]
 
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 IDS = torch.randint(3, 120, (2, 12), generator=torch.Generator().manual_seed(0))
 Base = Callable[[str], Path]
 
@@ -49,7 +56,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Base:
     def base(kind: str) -> Path:
         if (folder / kind).exists():
             return folder / kind
-        if kind in ("gpt2", "falcon_h1"):
+        if kind in ("gpt2", "falcon_h1", "qwen3_moe", "mixtral", "gpt_oss"):
             return tiny_decoder(folder / kind, kind)
         tied = {} if kind != "qwen2_untied" else {"tie_word_embeddings": False}
         kind_of = kind.partition("_untied")[0]
@@ -111,7 +118,29 @@ ORACLE: dict[str, tuple[str, dict[str, Any]]] = {
     "Conv1D": ("gpt2", {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
     "Conv1D by DoRA": ("gpt2", {"target_modules": ["c_attn", "c_proj"], "use_dora": True, "fan_in_fan_out": True}),
     "hybrid": ("falcon_h1", {"target_modules": ["in_proj", "q_proj", "down_proj"]}),
+    # PEFT takes the modules that experts once were for their parameters.
+    "experts, one by one": ("qwen3_moe", {"target_modules": "all-linear", "use_rslora": True}),
+    "experts of other names": (
+        "mixtral",
+        {
+            "target_modules": ["v_proj"],
+            "target_parameters": ["mlp.experts.gate_up_proj", "experts.down_proj"],
+            "rank_pattern": {"experts.down_proj": 3},
+            "alpha_pattern": {"gate_up_proj": 5},
+        },
+    ),
+    "experts in one tensor": (
+        "gpt_oss",
+        {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj", "router.weight"]},
+    ),
+    "a tied head": ("qwen3", {"target_modules": ["lm_head", "q_proj"], "trainable_token_indices": [3, 5]}),
+    "tied embeddings": ("qwen3", {"target_modules": ["embed_tokens"]}),
+    "both, tied in training": ("qwen3", {"target_modules": ["embed_tokens"], "ensure_weight_tying": True}),
+    "a tied head, whole": ("qwen3", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+    "tied embeddings, whole": ("qwen3", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}),
 }
+# Those of a tied base that come out untied, as their adapters set embeddings and head apart.
+UNTIED = {"a tied head", "tied embeddings", "both, tied in training", "a tied head, whole", "tied embeddings, whole"}
 
 
 @pytest.mark.parametrize("case", ORACLE)
@@ -127,8 +156,12 @@ def test_it_computes_what_peft_does_with_base_and_adapter(case: str, made: Base,
     assert (found - expected).abs().max() < 2e-5
     assert (expected - logits(load_model(CheckpointFolder.open(base)))).abs().max() > 1e-2
     assert applied.manifest.native and applied.manifest.promise == "none"
-    changed = {name for name, value in tensors(applied.path).items() if not torch.equal(value, tensors(base)[name])}
-    assert changed == set(applied.manifest.merged) == set(applied.manifest.new_tensors)
+    before, after = tensors(base), tensors(applied.path)
+    changed = {name for name, value in after.items() if name not in before or not torch.equal(value, before[name])}
+    assert changed == set(applied.manifest.new_tensors)
+    assert changed - {"lm_head.weight"} <= {name.partition(", expert ")[0] for name in applied.manifest.merged}
+    assert ("lm_head.weight" in after.keys() - before.keys()) == (case in UNTIED)
+    assert ("the output head gets a tensor of its own" in applied.manifest.operations[0].matched) == (case in UNTIED)
 
 
 def test_several_are_merged_in_turn_by_their_weights(made: Base, tmp_path: Path) -> None:
@@ -158,6 +191,98 @@ def test_an_output_is_verified_and_comes_back_by_a_delta(made: Base, tmp_path: P
     surgeon.make_delta(out, tmp_path / "delta")
     surgeon.apply_delta(tmp_path / "delta", str(base), tmp_path / "again")
     assert all(torch.equal(value, tensors(tmp_path / "again")[name]) for name, value in tensors(out).items())
+
+
+# Experts.
+
+
+def renamed(folder: Path, change: Callable[[str, Tensor], dict[str, Tensor]], **config: Any) -> None:
+    """Write an adapter's tensors anew, each as what `change` makes of it; `config` has new entries of its config."""
+    file, settings = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+    held = {name: value for old, tensor in load_file(file).items() for name, value in change(old, tensor).items()}
+    save_file({name: value.contiguous() for name, value in held.items()}, file, metadata={"format": "pt"})
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | config))
+
+
+def as_packed_before(tensors: dict[str, Tensor], experts: int) -> Callable[[str, Tensor], dict[str, Tensor]]:
+    """Pairs of experts as PEFT 0.18 had them for the same product: A and B each in the other's place.
+
+    There ΔW of expert e is Σ_k A[e r + k, i] B[o, k E + e] in row i and column o.
+    """
+
+    def change(name: str, value: Tensor) -> dict[str, Tensor]:
+        if ".experts." not in name:
+            return {name: value}
+        if "lora_A" in name:
+            up = tensors[name.replace("lora_A", "lora_B")]
+            return {name: up.unflatten(1, (-1, experts)).permute(2, 1, 0).flatten(0, 1)}
+        down = tensors[name.replace("lora_B", "lora_A")]
+        return {name: down.unflatten(0, (experts, -1)).permute(2, 1, 0).flatten(1, 2)}
+
+    return change
+
+
+@pytest.fixture(scope="module")
+def mixture(made: Base, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
+    """A folder with an adapter of experts whose matrices of gate and up are square, and what merging it makes."""
+    folder = tmp_path_factory.mktemp("mixture")
+    trained(made("qwen3_moe"), folder / "adapter", target_modules=["q_proj"], target_parameters=EXPERTS)
+    return folder, tensors(merged(made("qwen3_moe"), folder).path)
+
+
+@pytest.mark.parametrize(
+    ("kept", "release"), [(EXPERTS, "0.18.1"), (EXPERTS[:1], "0.18.1"), (EXPERTS, ""), (EXPERTS[:1], "")]
+)
+def test_experts_packed_as_before_peft_0_19_make_the_same(
+    kept: list[str], release: str, mixture: tuple[Path, dict[str, Tensor]], made: Base, tmp_path: Path
+) -> None:
+    """By their shapes, or the release; square ones alone, of an unknown release, are refused."""
+    shutil.copytree(mixture[0] / "adapter", tmp_path / "adapter")
+    turned = as_packed_before(load_file(tmp_path / "adapter/adapter_model.safetensors"), 8)
+
+    def change(name: str, value: Tensor) -> dict[str, Tensor]:
+        if kept == EXPERTS or ".experts." not in name:
+            return turned(name, value)
+        # Of gate and up alone PEFT wraps nothing twice.
+        return {new.replace(".base_layer", ""): v for new, v in turned(name, value).items() if ".base_layer" in name}
+
+    renamed(tmp_path / "adapter", change, peft_version=release, target_parameters=kept)
+    if kept != EXPERTS and not release:
+        with pytest.raises(BadInput, match=r"layers.0.mlp.experts.lora_A.weight: the experts' matrices are square"):
+            merged(made("qwen3_moe"), tmp_path)
+        return
+    found, before = tensors(merged(made("qwen3_moe"), tmp_path).path), tensors(made("qwen3_moe"))
+    for name, value in found.items():
+        expected = before if "down_proj" in name and kept != EXPERTS else mixture[1]
+        assert torch.allclose(value, expected[name], atol=1e-6), name
+
+
+def test_experts_that_were_modules_are_merged_one_by_one(made: Base, tmp_path: Path) -> None:
+    """As adapters of transformers 4 have them, which PEFT packs as it loads them."""
+    base = made("qwen3_moe")
+    drawn = torch.Generator().manual_seed(0)
+    held = {
+        f"base_model.model.{name.removesuffix('weight')}lora_{part}.weight": torch.randn(shape, generator=drawn) * 0.1
+        for name, value in tensors(base).items()
+        if ".experts." in name
+        for part, shape in (("A", (2, value.shape[1])), ("B", (value.shape[0], 2)))
+    }
+    names = ["gate_proj", "up_proj", "down_proj"]
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "lora_alpha": 6, "target_modules": names}
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(config))
+    save_file(held, tmp_path / "adapter/adapter_model.safetensors", metadata={"format": "pt"})
+    out = merged(base, tmp_path).path
+    expected = logits(
+        peft.PeftModel.from_pretrained(load_model(CheckpointFolder.open(base)), str(tmp_path / "adapter"))
+    )
+    assert (logits(load_model(CheckpointFolder.open(out))) - expected).abs().max() < 2e-5
+    shutil.rmtree(out)
+    renamed(tmp_path / "adapter", lambda name, value: {name: value} if ".experts.3.up" not in name else {})
+    with pytest.raises(
+        BadInput, match=r"nothing for model\.layers\.0\.mlp\.experts\.3\.up_proj\.weight.*experts are no mod"
+    ):
+        merged(base, tmp_path)
 
 
 # What rounding leaves.
@@ -263,17 +388,33 @@ def test_rows_at_a_time_make_the_same(gentle: Path, tmp_path: Path, monkeypatch:
 # All of an adapter or nothing.
 
 
-@pytest.fixture(scope="module")
-def known(made: Base, tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Adapter, Settings]:
-    """A base's parameters, and an adapter of many kinds of tensors by its headers."""
+KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
+    "of many kinds": (
+        "qwen2_untied",
+        {
+            "target_modules": ["q_proj", "down_proj", "lm_head"],
+            "use_dora": True,
+            "modules_to_save": ["input_layernorm"],
+            "trainable_token_indices": [7, 3],
+            "bias": "lora_only",
+        },
+    ),
+    "of experts": ("gpt_oss", {"target_modules": ["q_proj"], "target_parameters": [*EXPERTS, "router.weight"]}),
+}
+
+
+@pytest.fixture(scope="module", params=KNOWN)
+def known(
+    request: pytest.FixtureRequest, made: Base, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Model, Adapter, Settings]:
+    """A base's parameters, and an adapter by its headers."""
     folder = tmp_path_factory.mktemp("known")
-    config: dict[str, Any] = {"target_modules": ["q_proj", "down_proj", "lm_head"], "use_dora": True}
-    config |= {"modules_to_save": ["input_layernorm"], "trainable_token_indices": [7, 3], "bias": "lora_only"}
-    trained(made("qwen2_untied"), folder / "adapter", **config)
-    base = CheckpointFolder.open(made("qwen2_untied"))
-    anatomy = dissect(base.config, base.tensors)
+    kind, config = KNOWN[request.param]
+    trained(made(kind), folder / "adapter", **config)
+    base = CheckpointFolder.open(made(kind))
+    model = Model.of(dissect(base.config, base.tensors))
     opened = AdapterFolder.open(folder / "adapter", id="adapter")
-    return Model.of(anatomy), opened.facts, read_adapter(opened).settings
+    return model, opened.facts, read_adapter(opened, "mine", model).settings
 
 
 def sort(known: tuple[Model, Adapter, Settings], spoil: Callable[[dict[str, Any]], None], **settings: Any) -> None:
@@ -286,13 +427,16 @@ def sort(known: tuple[Model, Adapter, Settings], spoil: Callable[[dict[str, Any]
 def module_of(name: str) -> str:
     """What of the base a tensor of the adapter is about, as a pattern."""
     below = name.removeprefix("base_model.model.").removesuffix(".weight").removesuffix(".bias")
-    return re.escape(re.sub(r"\.(lora_.*|token_adapter.*|base_layer)$", "", below))
+    return re.escape(re.sub(r"\.(base_layer\.)?(lora_.*|token_adapter.*|base_layer)$", "", below))
 
 
 def test_each_tensor_deleted_turned_or_renamed_is_refused_by_name(known: tuple[Model, Adapter, Settings]) -> None:
     sort(known, lambda held: None)
-    assert len(known[1].tensors) == 20
+    assert len(known[1].tensors) in (20, 32)
     for name, info in known[1].tensors.items():
+        pair = {each for each in known[1].tensors if each.partition(".lora_")[0] == name.partition(".lora_")[0]}
+        with pytest.raises(BadInput, match=module_of(name)):
+            sort(known, lambda held, pair=pair: [held.pop(each) for each in pair])  # type: ignore[misc]
         turned = replace(info, shape=info.shape[::-1] if len(info.shape) > 1 else (*info.shape, 1))
         with pytest.raises(BadInput, match=module_of(name)):
             sort(known, lambda held, name=name: held.pop(name))  # type: ignore[misc]

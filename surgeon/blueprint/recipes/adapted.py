@@ -7,7 +7,7 @@ a hundredth of a row's change, that row is rounded so that its error cancels on 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,7 +29,9 @@ _NUMBERS_AT_ONCE = 1 << 24
 class Product:
     """`weight` times what a LoRA adds: `scale` · B A; with a `magnitude` (DoRA) rows get that length.
 
-    `turned`: the product's transpose (of embeddings, which have a row for each input).
+    `turned`: the product's transpose (of embeddings, which have a row for each input). `expert` is (number, count)
+    where the pair holds those of `count` experts and the product is one's: of r rows each in A, and of every count-th
+    column of B. `rows` are those of the product that the tensor has; None: all.
     """
 
     down: Imported
@@ -38,11 +40,18 @@ class Product:
     weight: float = 1.0
     magnitude: Imported | None = None
     turned: bool = False
+    expert: tuple[int, int] | None = None
+    rows: tuple[int, int] | None = None
 
     @property
     def rank(self) -> int:
         """Of the product."""
-        return self.down.shape[0]
+        return self.down.shape[0] // (1 if self.expert is None else self.expert[1])
+
+    def of_expert(self, number: int) -> Product:
+        """The product of another expert."""
+        assert self.expert is not None
+        return replace(self, expert=(number, self.expert[1]))
 
     @property
     def inputs(self) -> tuple[Imported, ...]:
@@ -52,13 +61,26 @@ class Product:
     @property
     def words(self) -> dict[str, Any]:
         """As surgery.json has it."""
-        return {"of": self.inputs, "scale": self.scale, "weight": self.weight}
+        more = {"expert": self.expert, "turned": self.turned} if self.expert is not None else {}
+        return {"of": self.inputs, "scale": self.scale, "weight": self.weight} | more
 
     def given(self, bench: Bench) -> tuple[Tensor, ...]:
         """Both matrices, whose product is B A as the tensor has it, without the scale; and the magnitude."""
-        down, up = bench.working(self.down), bench.working(self.up)
+        down, up = self._pair(bench)
         magnitude = () if self.magnitude is None else (bench.working(self.magnitude),)
-        return *((down.T, up.T) if self.turned else (up, down)), *magnitude
+        left, right = (down.T, up.T) if self.turned else (up, down)
+        return left if self.rows is None else left[slice(*self.rows)], right, *magnitude
+
+    def _pair(self, bench: Bench) -> tuple[Tensor, Tensor]:
+        """A and B; of all experts' they are read once, and one expert's are taken."""
+        import torch
+
+        if self.expert is None:
+            return bench.working(self.down), bench.working(self.up)
+        number, count = self.expert
+        down = bench.kept(self.down)[number * self.rank : (number + 1) * self.rank]
+        up = bench.kept(self.up)[:, number::count]
+        return down.to(bench.device, torch.float32), up.to(bench.device, torch.float32)
 
     def taken(self, values: Tensor, base: Tensor, rows: slice, given: Sequence[Tensor]) -> Tensor:
         """Some `rows` of the tensor with the product added; `base` are those before any step, `given` the factors.

@@ -60,6 +60,10 @@ class Joined(Recipe):
 
     def compute_in_pieces(self, bench: Bench) -> Iterator[memoryview | Tensor]:
         """The parts one after the other, where they lie so, and no more of one in memory than it makes at once."""
+        if self.layout is not None and self._before == 1:
+            for part in self._in_turn(bench):
+                yield self.layout.stored(bench.compute(part))
+            return
         if not self._streams:
             yield bench.compute(self)
             return

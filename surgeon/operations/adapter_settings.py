@@ -1,0 +1,98 @@
+"""What a PEFT adapter's config says of what it changes, read as PEFT reads it."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationError
+
+from surgeon.checkpoint.peft_folder import AdapterFolder, checked_pattern, matched
+from surgeon.errors import BadInput, printable
+from surgeon.operations.operation import Spec
+
+# From this release on PEFT reads a parameter of all experts as experts by outputs by inputs; before, the other way
+# round, but for classes that say so themselves.
+_OTHER_PACKING = (0, 19)
+_RELEASE = re.compile(r"(\d{1,4})\.(\d{1,4})\.\d{1,4}(\.post\d+)?(\+.*|@.*)?", re.DOTALL)
+
+
+class Settings(Spec):
+    """What an adapter's config says of what it changes; lists of names are PEFT's.
+
+    `targets` are None where a regular expression names them, which is not read. `tokens` are ids by names of modules;
+    by no name, of the embeddings. `parameters` are `target_parameters`, `saved_by` is the release of PEFT.
+    """
+
+    rank: Annotated[int, Field(ge=1)]
+    rank_pattern: dict[str, float]
+    targets: list[str] | None
+    excluded: list[str]
+    layers: list[int] | None
+    dora: bool
+    biases: Literal["none", "all", "lora_only"]
+    own_bias: bool
+    saved: list[str]
+    tokens: dict[str, list[int]]
+    parameters: list[str] = []  # noqa: RUF012  # pydantic copies it
+    saved_by: str = ""
+
+    def rank_of(self, module: str) -> int:
+        """The rank at a module, or at one of `target_parameters`, by its path."""
+        return int(matched(self.rank_pattern, module, self.rank))
+
+    def names(self, module: str) -> bool:
+        """Whether `targets` name a module, as PEFT reads them."""
+        if any(ends(module, name) for name in self.excluded) or self.saves(module):
+            return False
+        if not any(ends(module, name) for name in self.targets or ()):
+            return False
+        number = re.match(r".*\.[^.]*\.(\d+)\.", module)
+        return self.layers is None or (number is not None and int(number[1]) in self.layers)
+
+    def saves(self, path: str) -> bool:
+        """Whether `modules_to_save` name a module, or one around it."""
+        steps = path.split(".")
+        return any(ends(".".join(steps[:end]), name) for end in range(1, len(steps) + 1) for name in self.saved)
+
+    def targets_parameter(self, path: str) -> bool:
+        """Whether `target_parameters` name a parameter."""
+        return any(ends(path, name) for name in self.parameters)
+
+    @property
+    def packs_outputs_first(self) -> bool | None:
+        """Which way round its PEFT read parameters of all experts; None: its config does not say."""
+        found = _RELEASE.fullmatch(self.saved_by)
+        return None if found is None else (int(found[1]), int(found[2])) >= _OTHER_PACKING
+
+
+def settings_of(folder: AdapterFolder) -> Settings:
+    """An opened adapter's. Raises BadInput for values that are none."""
+    config, shown = folder.config, folder.shown
+    targets, layers, tokens = (
+        config.get(k) for k in ("target_modules", "layers_to_transform", "trainable_token_indices")
+    )
+    try:
+        return Settings(
+            rank=config.get("r", 8),
+            rank_pattern=checked_pattern(config, "rank_pattern", shown),
+            targets=None if isinstance(targets, str) else targets or [],
+            excluded=config.get("exclude_modules") or [],
+            layers=[layers] if type(layers) is int else layers,
+            dora=config.get("use_dora") or False,
+            biases=config.get("bias") or "none",
+            own_bias=config.get("lora_bias") or False,
+            saved=config.get("modules_to_save") or [],
+            tokens={"": tokens} if isinstance(tokens, list) else tokens or {},
+            parameters=config.get("target_parameters") or [],
+            saved_by=config.get("peft_version") or "",
+        )
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        where = printable(".".join(str(step) for step in problem["loc"]))
+        raise BadInput(f"{shown}: {where}: {printable(problem['msg'])}; get the adapter's own file again") from None
+
+
+def ends(path: str, name: str) -> bool:
+    """Whether a path is a name, or ends in it."""
+    return path == name or path.endswith(f".{name}")
