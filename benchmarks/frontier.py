@@ -11,7 +11,6 @@ RESULTS.md beside it.
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -102,10 +101,22 @@ def methods(found: dict[str, Any], labels: dict[str, str]) -> list[str]:
         "## Methods",
         "",
         "Each method's run with the smallest sum of both losses; what it forgets beside full fine-tuning with the same"
-        " remedy at equal new loss (negative: less).",
+        " remedy at equal new loss (negative: less), over how much new loss that both reach; how many of its runs full"
+        " fine-tuning beats on both losses.",
         "",
         *table(
-            ("method, remedy", "trained", "rate", "new", "original", "forgets beside full", "area", "seeds"),
+            (
+                "method, remedy",
+                "trained",
+                "rate",
+                "new",
+                "original",
+                "forgets beside full",
+                "over",
+                "beaten",
+                "area",
+                "seeds",
+            ),
             [
                 (
                     row["label"],
@@ -114,6 +125,8 @@ def methods(found: dict[str, Any], labels: dict[str, str]) -> list[str]:
                     f"{row['best']['new']:.3f}",
                     f"{row['best']['original']:.3f}",
                     interval(row["against_full"], signed=True),
+                    "" if row["width"] is None else f"{row['width']:.3f}",
+                    "" if row["kind"] == "full" else f"{row['beaten']} of {len(row['points'])}",
                     interval(row["area"]),
                     str(len(row["frontiers"])),
                 )
@@ -158,22 +171,23 @@ def remedies(found: dict[str, Any], labels: dict[str, str]) -> list[str]:
 
 def claims(found: dict[str, Any]) -> list[str]:
     """What papers say, and what the frontiers do."""
-    halves = [row["difference"]["half"] for row in found["claims"] if (row["difference"] or {}).get("half") is not None]
-    noise = (
-        f" Where three were run, an interval is ± {statistics.median(halves):.3f} in the median: a smaller difference"
-        " by one seed tells nothing."
-        if halves
-        else ""
-    )
     return [
         "## What papers say" if any(row["paper"] for row in found["claims"]) else "## What was asked",
         "",
-        f"*agrees* and *disagrees* need three seeds; fewer only point a way.{noise}",
+        "[What verdicts mean](../../docs/how-to/comparing.md#what-is-compared); `over` is the range of the other loss"
+        " that both reach.",
         "",
         *table(
-            ("paper", "claim", "remedy", "here", "difference"),
+            ("paper", "claim", "remedy", "here", "difference", "over"),
             [
-                (row["paper"], row["says"], row["remedy"], row["verdict"], interval(row["difference"], signed=True))
+                (
+                    row["paper"],
+                    row["says"],
+                    row["remedy"],
+                    row["verdict"],
+                    interval(row["difference"], signed=True),
+                    "" if row["width"] is None else f"{row['width']:.3f}",
+                )
                 for row in found["claims"]
             ],
             4,

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.frontier import interval, table
-from surgeon.compare.frontier import Interval, verdict
 
 ROOT = Path(__file__).resolve().parent.parent
 MARKED = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.S)
@@ -72,7 +71,8 @@ def beside_full() -> str:
         "forget more",
         "forget less",
         "not told apart",
-        "fewer than three seeds",
+        "too few seeds",
+        "range too narrow",
         "no common range",
         "width in common",
         "beaten on both axes",
@@ -86,25 +86,19 @@ def _beside_full(of: dict[str, Any], base: str, remedy: str) -> tuple[str, ...]:
     others = [row for row in rows if row["kind"] != "full"]
     if not others:
         return ()
-    said = Counter(verdict(row["against_full"] and Interval(**row["against_full"])) for row in others)
-    widths = [row["shared"][1] - row["shared"][0] for row in others if row["shared"]]
+    said = Counter(row["verdict"] for row in others)
     learned = of["start"]["new"] - min(float(point["new"]) for point in full)
-    points = [point for row in others for point in row["points"]]
-    beaten = sum(any(_beats(mine, point) for mine in full) for point in points)
-    width = statistics.median(widths)
+    runs, beaten = sum(len(row["points"]) for row in others), sum(row["beaten"] for row in others)
+    width = statistics.median(row["width"] for row in others if row["width"] is not None)
     return (
         f"{base}, {remedy}",
         *(str(said[each]) for each in ("disagrees", "agrees", "not told apart")),
         str(said["points its way"] + said["points against it"]),
+        str(said["range too narrow"]),
         str(said["no common range"]),
         f"{width:.2f} nats ({100 * width / learned:.0f} %)",
-        f"{beaten} of {len(points)} runs",
+        f"{beaten} of {runs} runs",
     )
-
-
-def _beats(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether a run of the same seed has both losses lower."""
-    return one["seed"] == other["seed"] and all(float(one[axis]) < float(other[axis]) for axis in ("new", "original"))
 
 
 def remedies() -> str:
@@ -141,7 +135,9 @@ def _claims() -> dict[tuple[str, str, str], dict[str, dict[str, Any]]]:
 
 
 def _said(row: dict[str, Any]) -> str:
-    return ", ".join(each for each in (row["verdict"], interval(row["difference"], signed=True)) if each)
+    if row["difference"] is None:
+        return str(row["verdict"])
+    return f"{row['verdict']}, {interval(row['difference'], signed=True)} over {row['width']:.2f}"
 
 
 def both_bases() -> str:

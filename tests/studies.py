@@ -1,66 +1,82 @@
-"""The committed studies as `surgeon compare` found them, read back from results.json, for pages and pictures."""
+"""The committed studies, worked out from their runs: `python -m tests.studies` writes results.json and the page anew.
+
+Every figure and verdict of a study follows from runs.jsonl.gz beside it; a test compares the two.
+"""
 
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from surgeon.common.work_folders import parse_record
+from surgeon.compare.advice import first_sentence
+from surgeon.compare.analysis import find, judge, remedied
+from surgeon.compare.compare import write_study
+from surgeon.compare.config.loading import load_study
 from surgeon.compare.config.schema import Claim
-from surgeon.compare.findings import Findings, Judged, Point, Remedied, Row
-from surgeon.compare.frontier import Interval
+from surgeon.compare.findings import Findings, Point, Row
+from surgeon.compare.packed import RUNS_FILE, Packed, read_packed
+from surgeon.compare.records import BASE, Record
+from surgeon.compare.schedule import Run
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 STUDIES = sorted(file.parent.name for file in RESULTS.glob("*/comparison.html"))
 
 
+@cache
 def findings_of(study: str) -> Findings:
-    """Return what results.json of a study says."""
+    """What a committed study found, worked out anew."""
     found = json.loads((RESULTS / study / "results.json").read_text(encoding="utf-8"))
-    rows = [_row_of(row) for row in found["rows"]]
-    labels = {row.method: row.label.removesuffix(f", {row.remedy}") for row in rows}
-    remedies = [
-        Remedied(
-            each["method"],
-            labels[each["method"]],
-            each["with"],
-            each["beside"],
-            (_interval_of(each["forgets"][0]), _interval_of(each["forgets"][1])),
-            *(_interval_of(each[key]) for key in ("share", "apart", "reach")),
-        )
-        for each in found["remedies"]
-    ]
-    claims = [
-        Judged(
-            Claim(**{key: each[key] for key in Claim.model_fields}),
-            each["remedy"],
-            _interval_of(each["difference"]),
-            each["verdict"],
-        )
-        for each in found["claims"]
-    ]
-    plain = {key: found[key] for key in ("base", "budget", "unit", "texts", "first", "advice")}
+    packed = read_packed(RESULTS / study / RUNS_FILE)
+    return _of_points(found) if packed is None else _of_runs(found, packed)
+
+
+def _of_runs(found: dict[str, Any], packed: Packed) -> Findings:
+    """From the losses of every run by text; results.json says which texts they are."""
+    every = {name: Record.parse(parse_record(content)["record"]) for name, content in packed.records.items()}
+    start = every.pop(BASE)
+    runs = {Run(*_run_of(name)): record for name, record in every.items()}
+    # Which texts they were has no part in what is worked out of losses.
+    given = {group: [f"{name}=dataset:not/here" for name in names] for group, names in found["texts"].items()}
+    loaded = load_study("frontier", **given)
+    return find(loaded, found["base"], start, runs, (found["texts"]["new"], found["texts"]["original"]))
+
+
+def _run_of(name: str) -> tuple[str, str, float, int]:
+    method, remedy, rate, seed = name.split("+")
+    return method, remedy, float(rate), int(seed)
+
+
+def _of_points(found: dict[str, Any]) -> Findings:
+    """From the points in results.json, of a study of which git keeps no more."""
+    corner = found["start"]["new"], found["start"]["original"]
+    claims = list(dict.fromkeys(Claim(**{key: each[key] for key in Claim.model_fields}) for each in found["claims"]))
+    rows, judged = judge([_row_of(row) for row in found["rows"]], claims, corner)
+    plain = {key: found[key] for key in ("base", "budget", "unit", "texts", "advice")}
     return Findings(
         **plain,
-        start=(found["start"]["new"], found["start"]["original"]),
+        start=corner,
         rows=tuple(rows),
-        remedies=tuple(remedies),
-        claims=tuple(claims),
+        remedies=tuple(remedied(rows, corner)),
+        claims=tuple(judged),
+        first=first_sentence(rows),
         missing=tuple(found["missing"]),
         notes=tuple(found["notes"]),
     )
 
 
 def _row_of(row: dict[str, Any]) -> Row:
+    """A row as its points say, not yet beside another."""
     points = tuple(
         Point(**point | {axis: float(point[axis]) for axis in ("new", "original")}) for point in row["points"]
     )
     plain = {key: row[key] for key in ("method", "remedy", "label", "kind", "trained", "steps", "open_end")}
     best = row["best"] and Point(row["best"]["rate"], -1, row["best"]["new"], row["best"]["original"])
-    shared = row["shared"] and (row["shared"][0], row["shared"][1])
-    against, area = _interval_of(row["against_full"]), _interval_of(row["area"])
-    return Row(**plain, points=points, best=best, against=against, shared=shared, area=area)
+    return Row(**plain, points=points, best=best, against=None, verdict=None, beaten=0, shared=None, area=None)
 
 
-def _interval_of(found: dict[str, Any] | None) -> Interval | None:
-    return None if found is None else Interval(**found)
+if __name__ == "__main__":
+    for name in STUDIES:
+        write_study(RESULTS / name, findings_of(name))

@@ -21,9 +21,10 @@ from surgeon.common.formatting import count
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.tables import FittedTable
 from surgeon.common.work_folders import working_in, write_durably
+from surgeon.compare.analysis import find
 from surgeon.compare.config.loading import GROUPS, LoadedStudy, load_study
 from surgeon.compare.config.settings import suited
-from surgeon.compare.findings import Findings, Remedied, find
+from surgeon.compare.findings import Findings, Remedied
 from surgeon.compare.frontier import Interval
 from surgeon.compare.packed import RUNS_FILE
 from surgeon.compare.page import render
@@ -185,7 +186,7 @@ def _carried_out(request: Request, target: Path, jobs: int, gpus: int) -> Compar
             finally:
                 # Cut short or refused half-way, what is finished can be looked at.
                 if course.begun:
-                    _write(findings(), target)
+                    write_study(target, findings())
                     course.records.pack()
             return Compared(
                 target,
@@ -195,7 +196,8 @@ def _carried_out(request: Request, target: Path, jobs: int, gpus: int) -> Compar
             )
 
 
-def _write(found: Findings, target: Path) -> None:
+def write_study(target: Path, found: Findings) -> None:
+    """Write results.json and the page into the folder of a study."""
     write_durably(target / RESULTS_FILE, json.dumps(found.to_json(), indent=1, ensure_ascii=False) + "\n")
     write_durably(target / PAGE_FILE, render(found))
 
@@ -294,7 +296,7 @@ def compared_view(compared: Compared) -> RenderableType:
             "" if best is None else f"{best.rate:g}",
             "no run yet" if best is None else f"{best.new:.3f}",
             "" if best is None else f"{best.original:.3f}",
-            _interval_cell(row.against),
+            _interval_cell(row.against and row.against.difference),
             _interval_cell(row.area, signed=False),
         )
     parts: list[RenderableType] = []
@@ -306,7 +308,7 @@ def compared_view(compared: Compared) -> RenderableType:
     for judged in found.claims:
         parts.append(
             Text(printable(f"{judged.verdict}: {judged.claim.says} ({judged.remedy}) ", 500))
-            + Text(_interval_words(judged.difference), style="dim")
+            + Text(_interval_words(judged.apart.difference), style="dim")
         )
     parts += [Text(printable(note, 500), style="dim") for note in found.notes]
     parts += [Text(), Text(printable(found.advice, 2000), style="bold green")]

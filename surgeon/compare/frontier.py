@@ -10,14 +10,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 # Confidence level of all intervals, and the fewest seeds that make one.
 CONFIDENCE = 0.95
 SEEDS_OF_AN_INTERVAL = 3
 
 Pair = tuple[float, float]
-Verdict = Literal["agrees", "disagrees", "not told apart", "points its way", "points against it", "no common range"]
 
 
 def envelope(points: Sequence[Pair]) -> list[Pair]:
@@ -108,14 +107,3 @@ def interval(values: Sequence[float]) -> Interval | None:
     variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
     half = float(stdtrit(count - 1, (1 + CONFIDENCE) / 2)) * math.sqrt(variance / count)
     return Interval(mean, half, count)
-
-
-def verdict(found: Interval | None) -> Verdict:
-    """What a difference says of a claim that it is below 0."""
-    if found is None:
-        return "no common range"
-    if found.half is None:
-        return "points its way" if found.mean < 0 else "points against it"
-    if abs(found.mean) <= found.half:
-        return "not told apart"
-    return "agrees" if found.mean < 0 else "disagrees"

@@ -10,6 +10,15 @@ from surgeon.common.page.markup import Child, Markup, el, figure, folded, sectio
 from surgeon.compare.findings import Findings
 from surgeon.compare.frontier import Interval
 from surgeon.compare.panels import panels_of
+from surgeon.compare.verdicts import NARROW, NARROW_SHARE
+
+# What verdicts on "forgets less than full fine-tuning" say of a row.
+_FORGETS = {
+    "agrees": "less",
+    "disagrees": "more",
+    "points its way": "points to less",
+    "points against it": "points to more",
+}
 
 
 def render(found: Findings) -> str:
@@ -94,8 +103,10 @@ def _methods(found: Findings) -> Markup:
             "" if row.best is None else f"{row.best.rate:g}",
             "no run yet" if row.best is None else f"{row.best.new:.4f}",
             "" if row.best is None else f"{row.best.original:.4f}",
-            _words(row.against, signed=True),
+            _words(row.against and row.against.difference, signed=True),
             "" if row.shared is None else f"{row.shared[0]:.3f} to {row.shared[1]:.3f}",
+            "" if row.verdict is None else _FORGETS.get(row.verdict, row.verdict),
+            "" if row.against is None else f"{row.beaten} of {len(row.points)}",
             _words(row.area),
             str(len(row.seeds())),
         )
@@ -114,16 +125,19 @@ def _methods(found: Findings) -> Markup:
                 "original",
                 "forgets beside full",
                 "at new loss",
+                "so it forgets",
+                "runs beaten",
                 "area",
                 "seeds",
             ),
             rows,
-            numbers=range(1, 9),
+            numbers=(1, 2, 3, 4, 5, 6, 8, 9, 10),
         ),
         el(
             "p",
             "`forgets beside full` is the mean difference in original loss at equal new loss to full fine-tuning with"
-            " the same remedy, over the new losses that both reach; negative: it forgets less. `area` lies between the"
+            " the same remedy, over the new losses that both reach; negative: it forgets less. `runs beaten`: full"
+            " fine-tuning with the same seed has a run with both losses lower. `area` lies between the"
             " frontier and the base's corner, over the new losses that every row reaches; smaller is better. A row"
             " that learns less than a tenth of what the best one does has none.",
             class_="soft",
@@ -176,8 +190,9 @@ def _claims(found: Findings) -> Markup | None:
             judged.claim.says,
             judged.claim.on,
             judged.remedy,
-            _words(judged.difference, signed=True),
-            "" if judged.difference is None else str(judged.difference.seeds),
+            _words(judged.apart.difference, signed=True),
+            "" if judged.apart.width is None else f"{judged.apart.width:.3f}",
+            "" if judged.apart.difference is None else str(judged.apart.difference.seeds),
             judged.verdict,
         )
         for judged in found.claims
@@ -187,15 +202,17 @@ def _claims(found: Findings) -> Markup | None:
         "What papers say",
         table(
             "Claims and what these frontiers say",
-            ("paper", "claim", "on", "remedy", "difference", "seeds", "here"),
+            ("paper", "claim", "on", "remedy", "difference", "width", "seeds", "here"),
             rows,
-            numbers=(4, 5),
+            numbers=(4, 5, 6),
             words=(1,),
         ),
         el(
             "p",
             "forgets: original loss at equal new loss; learns: new loss at equal original loss. Negative is for the"
-            " claim; agrees and disagrees where the 95 % interval over at least three seeds lies on one side of 0.",
+            " claim. `width` is the range of the other loss that both reach. Agrees and disagrees: the range has at"
+            f" least {NARROW:g} nats a token and {NARROW_SHARE:.0%} of what full fine-tuning covers, and the difference"
+            " over at least three seeds is not 0 at 5 %, with Holm's correction for all differences on this page.",
             class_="soft",
         ),
     )

@@ -17,7 +17,6 @@ from surgeon.compare.frontier import (
     height,
     interval,
     turned,
-    verdict,
 )
 
 # Down to the right, as frontiers are; (3, 3) is beaten by (2, 2), the infinite one diverged.
@@ -83,18 +82,3 @@ def test_intervals_are_students() -> None:
     assert (found.mean - found.half, found.mean + found.half) == (pytest.approx(low), pytest.approx(high))
     assert interval(values[:2]) == Interval(pytest.approx(0.4), None, 2)
     assert interval([]) is None
-
-
-@pytest.mark.parametrize(
-    ("found", "said"),
-    [
-        (None, "no common range"),
-        (Interval(-0.1, None, 2), "points its way"),
-        (Interval(0.1, None, 1), "points against it"),
-        (Interval(-0.1, 0.05, 3), "agrees"),
-        (Interval(0.1, 0.05, 3), "disagrees"),
-        (Interval(-0.1, 0.1, 3), "not told apart"),
-    ],
-)
-def test_a_claim_holds_where_its_interval_lies_below_zero(found: Interval | None, said: str) -> None:
-    assert verdict(found) == said

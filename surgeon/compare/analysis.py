@@ -1,0 +1,276 @@
+"""What finished runs say: frontiers, differences to full fine-tuning, what remedies give, and papers' claims."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from surgeon.compare.advice import advice_of, first_sentence
+from surgeon.compare.config.loading import LoadedStudy
+from surgeon.compare.config.schema import Claim, MethodSpec, Remedy, Study
+from surgeon.compare.findings import Findings, Judged, Point, Remedied, Row
+from surgeon.compare.frontier import (
+    Pair,
+    area,
+    common_range,
+    difference,
+    interval,
+    mean_height,
+    turned,
+)
+from surgeon.compare.records import Record, losses_of
+from surgeon.compare.schedule import Run, rates_of, runs_left
+from surgeon.compare.verdicts import NARROW, NARROW_SHARE, Apart, verdicts
+
+# A row that learns less than this share of what the best one does has no area: the others' would be of hardly any loss.
+_LEARNED = 0.1
+
+
+def find(
+    loaded: LoadedStudy,
+    base: str,
+    start: Record,
+    records: Mapping[Run, Record],
+    names: tuple[list[str], list[str]],
+) -> Findings:
+    """What the records say. `start` is the base's own, `names` those of the new and the original texts."""
+    study = loaded.config
+    by_byte = _other_tokens(start, records)
+    losses = {run: losses_of(record, names, by_byte=by_byte) for run, record in records.items()}
+    corner = losses_of(start, names, by_byte=by_byte)
+    made = [_row(study, method, remedy, records, losses) for method, remedy in study.entries]
+    rows, claims = judge(made, study.claims, corner, _nat(start, names) if by_byte else 1.0)
+    notes = [*loaded.notes, *(f"{row.label}: {row.open_end}" for row in rows if row.open_end)]
+    if not loaded.config.original:
+        notes.append("no original text was given: `original` is held-out text that the base wrote itself")
+    if by_byte:
+        notes.append("a method has tokens of its own, so losses are in bits a byte")
+    if not any(row.kind == "full" for row in rows):
+        notes.append("full fine-tuning is left out (`peers: false`): nothing says whether any of these is worth it")
+    return Findings(
+        base=base,
+        budget=study.budget,
+        unit="bits a byte" if by_byte else "nats a token",
+        texts={"new": names[0], "original": names[1]},
+        start=corner,
+        rows=tuple(rows),
+        remedies=tuple(remedied(rows, corner)),
+        claims=tuple(claims),
+        first=first_sentence(rows),
+        advice=advice_of(study, rows, corner),
+        missing=tuple(_missing(study, losses)),
+        notes=tuple(notes),
+    )
+
+
+def _other_tokens(start: Record, records: Mapping[Run, Record]) -> bool:
+    """Whether some run predicts other tokens of the same text than the base does."""
+    assert start.measured is not None
+    return any(
+        source.tokens != start.measured[name].tokens
+        for record in records.values()
+        if record.measured is not None
+        for name, source in record.measured.items()
+    )
+
+
+def _nat(start: Record, names: tuple[list[str], list[str]]) -> float:
+    """How many bits a byte of the base's text one nat a token is."""
+    bits, nats = (math.fsum(losses_of(start, names, by_byte=by_byte)) for by_byte in (True, False))
+    return bits / nats
+
+
+def judge(
+    made: Sequence[Row], claims: Sequence[Claim], corner: Pair, nat: float = 1.0
+) -> tuple[list[Row], list[Judged]]:
+    """The rows beside full fine-tuning, and the claims, with verdicts corrected for all differences of the page.
+
+    `corner` are the base's losses, in a unit of which `nat` are one nat a token.
+    """
+    limits = _limits(made, corner, nat)
+    rows, claimed = _beside_full(made, corner, limits), _claimed(claims, made, limits)
+    every = [row.against for row in rows if row.against is not None] + [apart for _, _, apart in claimed]
+    every = list(dict.fromkeys(every))
+    said = dict(zip(every, verdicts(every), strict=True))
+    judged = [Judged(claim, remedy, apart, said[apart]) for claim, remedy, apart in claimed]
+    return [_changed(row, verdict=said[row.against]) if row.against is not None else row for row in rows], judged
+
+
+def _limits(rows: Sequence[Row], corner: Pair, nat: float) -> Pair:
+    """How much of the new and of the original loss two frontiers must both cover, for their difference to be judged.
+
+    It is a part of what full fine-tuning covers of it (all rows, where there is none), and `nat` says what a nat is.
+    """
+    full = [row for row in rows if row.kind == "full"] or list(rows)
+    points = [point for row in full for frontier in _frontiers(row) for point in frontier]
+    learned = max((corner[0] - new for new, _ in points), default=0.0)
+    forgotten = max((original - corner[1] for _, original in points), default=0.0)
+    return max(NARROW * nat, NARROW_SHARE * learned), max(NARROW * nat, NARROW_SHARE * forgotten)
+
+
+def _beside_full(made: Sequence[Row], corner: Pair, limits: Pair) -> list[Row]:
+    """The rows, each beside full fine-tuning with the same remedy, and their areas."""
+    full = {row.remedy: row for row in made if row.kind == "full"}
+    level = _level(made, corner)
+    rows = []
+    for row in made:
+        found: dict[str, Any] = {}
+        if row.points and (peer := full.get(row.remedy)) is not None and peer.method != row.method:
+            shared = common_range(row.mean_frontier(), peer.mean_frontier())
+            found = {"against": between(row, peer, limits), "beaten": _beaten(row, peer), "shared": shared}
+        frontiers = _frontiers(row)
+        # Of a seed more that stopped short the row has no area either: a mean would be of other losses.
+        whole = level is not None and all(frontier[0][0] <= level for frontier in frontiers)
+        areas = [area(frontier, corner, level) for frontier in frontiers] if whole and level is not None else []
+        rows.append(_changed(row, **found, area=interval(areas)))
+    return rows
+
+
+def _beaten(row: Row, other: Row) -> int:
+    """How many runs of a row a run of another with the same seed beats on both axes."""
+    return sum(
+        any(
+            peer.seed == point.seed and peer.new < point.new and peer.original < point.original for peer in other.points
+        )
+        for point in row.points
+    )
+
+
+def _level(rows: Sequence[Row], corner: Pair) -> float | None:
+    """The new loss that every row reaches which learns something; beyond it an area would be of other things for each.
+
+    None where nothing was learned.
+    """
+    reached = [max(frontier[0][0] for frontier in frontiers) for row in rows if (frontiers := _frontiers(row))]
+    lowest = min(reached, default=math.inf)
+    if lowest >= corner[0]:
+        return None
+    return max(new for new in reached if corner[0] - new >= _LEARNED * (corner[0] - lowest))
+
+
+def _frontiers(row: Row) -> list[list[Pair]]:
+    """Return the frontier of each seed that has a point."""
+    return [frontier for seed in row.seeds() if (frontier := row.frontier(seed))]
+
+
+def _changed(row: Row, **changes: Any) -> Row:
+    return Row(**(vars(row) | changes))
+
+
+def _row(
+    study: Study,
+    method: MethodSpec,
+    remedy: Remedy,
+    records: Mapping[Run, Record],
+    losses: Mapping[Run, Pair],
+) -> Row:
+    of_row = sorted(
+        (run for run in records if (run.method, run.remedy) == (method.called, remedy.name)),
+        key=lambda run: (run.rate, run.seed),
+    )
+    points = tuple(Point(run.rate, run.seed, *losses[run], records[run].diverged) for run in of_row)
+    several = len({each.name for _, each in study.entries}) > 1
+    row = Row(
+        method=method.called,
+        remedy=remedy.name,
+        label=f"{method.words}, {remedy.name}" if several else method.words,
+        kind=method.kind,
+        trained=max((records[run].trained for run in of_row), default=0),
+        steps=study.run_steps or max((records[run].steps for run in of_row), default=0),
+        points=points,
+        best=None,
+        against=None,
+        verdict=None,
+        beaten=0,
+        shared=None,
+        area=None,
+        open_end=rates_of(study, method, remedy, losses).open_end,
+    )
+    best = min(row.means(), key=lambda point: (point.new + point.original, point.rate), default=None)
+    return _changed(row, best=best)
+
+
+def between(one: Row, other: Row, limits: Pair, *, on: str = "forgets") -> Apart:
+    """The difference of two rows' frontiers, seed by seed: in original loss at equal new loss, or (learns) turned."""
+    found, widths = [], []
+    for seed in sorted(set(one.seeds()) & set(other.seeds())):
+        pair = one.frontier(seed), other.frontier(seed)
+        mine, theirs = pair if on == "forgets" else (turned(pair[0]), turned(pair[1]))
+        apart, shared = difference(mine, theirs), common_range(mine, theirs)
+        if apart is not None and shared is not None:
+            found.append(apart)
+            widths.append(shared[1] - shared[0])
+    if not found:
+        return Apart(None)
+    width = math.fsum(widths) / len(widths)
+    return Apart(interval(found), width, width >= limits[on != "forgets"])
+
+
+def _claimed(claims: Sequence[Claim], rows: Sequence[Row], limits: Pair) -> list[tuple[Claim, str, Apart]]:
+    """Every claim with every remedy that both of its methods were tried with, or with those that it names."""
+    found = []
+    for claim in claims:
+        pairs = [(one, other) for one in _named(rows, claim.better) for other in _named(rows, claim.worse)]
+        explicit = "/" in claim.better or "/" in claim.worse
+        for one, other in pairs:
+            if explicit or one.remedy == other.remedy:
+                if one.best is None or other.best is None:
+                    continue
+                remedy = one.remedy if one.remedy == other.remedy else f"{one.remedy}, {other.remedy}"
+                found.append((claim, remedy, between(one, other, limits, on=claim.on)))
+    return found
+
+
+def remedied(rows: Sequence[Row], corner: Pair) -> list[Remedied]:
+    """Every method with each remedy beside itself with those named before it."""
+    found = []
+    for method in dict.fromkeys(row.method for row in rows):
+        own = [row for row in rows if row.method == method and row.best is not None]
+        for nth, row in enumerate(own):
+            found += [_beside_itself(row, other, corner) for other in own[:nth]]
+    return found
+
+
+def _beside_itself(row: Row, other: Row, corner: Pair) -> Remedied:
+    forgets: list[tuple[float, float]] = []
+    reach = []
+    for seed in sorted(set(row.seeds()) & set(other.seeds())):
+        pair = row.frontier(seed), other.frontier(seed)
+        reach.append(pair[0][0][0] - pair[1][0][0])
+        if (shared := common_range(*pair)) is not None:
+            forgets.append((mean_height(pair[0], shared) - corner[1], mean_height(pair[1], shared) - corner[1]))
+    # Where the other forgets nothing there is no part of it.
+    shares = [mine / theirs for mine, theirs in forgets] if all(theirs > 0 for _, theirs in forgets) else []
+    return Remedied(
+        method=row.method,
+        label=row.label.removesuffix(f", {row.remedy}"),
+        with_=row.remedy,
+        beside=other.remedy,
+        forgets=(interval([mine for mine, _ in forgets]), interval([theirs for _, theirs in forgets])),
+        share=interval(shares),
+        apart=interval([mine - theirs for mine, theirs in forgets]),
+        reach=interval(reach),
+    )
+
+
+def _named(rows: Sequence[Row], name: str) -> list[Row]:
+    return [row for row in rows if name in (row.method, f"{row.method}/{row.remedy}")]
+
+
+def _missing(study: Study, losses: Mapping[Run, Pair]) -> list[str]:
+    """Runs that are left, a line for each row and seed; seeds whose rates are not known yet."""
+    by_row: dict[tuple[str, str, int], list[float]] = {}
+    for run in runs_left(study, losses):
+        by_row.setdefault((run.method, run.remedy, run.seed), []).append(run.rate)
+    lines = [
+        f"{method}, {remedy}, seed {seed}: {'rates' if len(rates) > 1 else 'rate'}"
+        f" {', '.join(f'{rate:g}' for rate in sorted(rates))}"
+        for (method, remedy, seed), rates in by_row.items()
+    ]
+    lines += [
+        f"{method.called}, {remedy.name}: {study.seeds_of(method) - 1} more seeds, once its rates are known"
+        for method, remedy in study.entries
+        if study.seeds_of(method) > 1 and not rates_of(study, method, remedy, losses).settled
+    ]
+    return lines
