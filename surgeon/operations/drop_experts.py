@@ -356,7 +356,10 @@ def _only(of: Copy, kept: Sequence[int]) -> Recipe:
     """The rows, slices or numbers of the experts that stay."""
     if of.shape[0] == 1 and len(of.shape) == 2:
         return side_by_side([sliced_columns(of, number, number + 1) for number in kept], 1)
-    return rows([(of, number, number + 1) for number in kept], (len(kept), *of.shape[1:]), still=True)
+    ends = [number for number in kept if number + 1 not in kept]
+    begins = [number for number in kept if number - 1 not in kept]
+    runs = [(of, begin, end + 1) for begin, end in zip(begins, ends, strict=True)]
+    return rows(runs, (len(kept), *of.shape[1:]), still=True)
 
 
 def _said(cost: ExpertCost | None) -> str:
