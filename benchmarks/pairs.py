@@ -53,6 +53,7 @@ ENTRIES: Mapping[str, Entry] = {
     "domain_gate": {},
     "merge_branches": {},
     "grow_vocabulary": {"tokens": [" été", "lumière"]},
+    "trim_vocabulary": {"tokens": ["the cat sat on the sea"], "pad_to_multiple_of": 4},
     "untie_embeddings": {},
     "extract_text": {},
     "upcycle_experts": {"experts": 4},
@@ -74,6 +75,7 @@ AGAIN: Mapping[str, Entry] = {
     "widen_attention": {"groups": 4},
     "pad_to": {"multiple_of": 96},
     "grow_vocabulary": {"tokens": [" déjà"]},
+    "trim_vocabulary": {"tokens": ["the"], "pad_to_multiple_of": 4},
     "merge_adapter": {"from": {"adapter": "adapter", "weight": 0.5}},
 }
 # What an operation needs to find in the model.
@@ -203,7 +205,7 @@ def prove_one_plan(bases: Bases, first: str, second: str, folder: Path) -> list[
     born = bases.after(first, second, trained=False)
     one, other = (record.claim.promise for record in applied.preview.blueprint.operations)
     if one == "none" and other != "none":
-        wrong += alike(born, applied.path, exact=other == "exact", more=applied.preview.blueprint.more_rows)
+        wrong += alike(born, applied.path, applied.preview.blueprint, exact=other == "exact")
     if in_two_plans(bases, first, second).promise:
         two = surgeon.apply(plan_of(entries[1]), born, folder / "two", device="cpu").path
         drawn = {o.name for o in applied.preview.blueprint.outputs if any(hasattr(x, "key") for x in o.recipe.leaves)}
@@ -236,15 +238,19 @@ def lost_on_purpose(error: BadInput) -> bool:
     return re.search("is lost|and its weights with it", str(error)) is not None
 
 
-def alike(one: Path, other: Path, *, exact: bool, more: int) -> list[str]:
+def alike(one: Path, other: Path, drawn: Blueprint, *, exact: bool) -> list[str]:
     """What differs in logits, beyond rounding where that is all that is promised."""
     import torch
 
-    from surgeon.models.compare import compare_models, load_pair
+    from surgeon.models.compare import compare_models, load_pair, trim_logits
 
-    ids = torch.randint(4, 300, (2, 24), generator=torch.Generator().manual_seed(0))
+    kept = drawn.kept_tokens
+    most = 300 if kept is None else len(kept)
+    ids = torch.randint(4, most, (2, 24), generator=torch.Generator().manual_seed(0))
     pairs = [load_pair(one, other, dtype=dtype) for dtype in DTYPES]
-    found = [each for pair in pairs for each in compare_models(*pair, ids, more=more)]
+    for base, _ in pairs if kept is not None else ():
+        trim_logits(base, kept)
+    found = [each for pair in pairs for each in compare_models(*pair, ids, more=drawn.more_rows)]
     return [f"{c.mode} {c.dtype}: differs" for c in found if not (c.identical if exact else c.rounded)]
 
 

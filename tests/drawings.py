@@ -46,6 +46,7 @@ PLANS = {
     "pad_to": "pad-to",
     "pmoe_experts": "pmoe",
     "stack_layers": "solar",
+    "trim_vocabulary": "trim-vocabulary",
     "untie_embeddings": "untie-embeddings",
     "upcycle_experts": "upcycle-experts",
     "widen_attention": "widen-attention",

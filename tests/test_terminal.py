@@ -55,6 +55,12 @@ def test_help_has_whole_summaries_and_the_version_its_programs_name() -> None:
     assert CliRunner().invoke(app, ["--version"]).output == f"surgeon {surgeon.__version__}\n"
 
 
+def test_lines_in_a_pipe_end_where_their_text_does(base: Path) -> None:
+    shown = CliRunner().invoke(app, ["inspect", str(base)]).output
+    assert shown.splitlines()[0].split() == ["family", "llama"]
+    assert not [line for line in shown.splitlines() if line != line.rstrip()]
+
+
 def test_a_plan_may_come_from_stdin(base: Path) -> None:
     plan = "surgeon: 1\noperations: [{op: pmoe_experts}]\n"
     shown = CliRunner().invoke(app, ["preview", "-", str(base), "--json"], input=plan)

@@ -25,8 +25,10 @@ from surgeon.checkpoint.folder import CARD_FILE, CheckpointFolder, digests_of
 from surgeon.checkpoint.hub import locate, remote_folder
 from surgeon.checkpoint.peft_folder import AdapterFolder
 from surgeon.checkpoint.tokenizer_files import without
+from surgeon.checkpoint.trimmed_vocabulary import trimmed_files
 from surgeon.common import devices
 from surgeon.common.distributed import Ranks
+from surgeon.common.formatting import counted
 from surgeon.common.json_results import plain_fields
 from surgeon.common.listener import Listener, Quiet, Stopwatch
 from surgeon.common.promises import PROMISE_STYLES
@@ -36,6 +38,7 @@ from surgeon.manifest.manifest import Manifest, ModelEntry
 from surgeon.manifest.reading import written_manifest
 from surgeon.operations.grow_vocabulary import VocabularyFacts
 from surgeon.operations.prepare import Facts, OpenedBase, WeightsNeeded, digest_of_file
+from surgeon.operations.trim_vocabulary import TrimFacts
 from surgeon.plan.plan import LoadedPlan
 from surgeon.runtime.bundle import bundle
 
@@ -57,7 +60,7 @@ class Applied:
 
     def __repr__(self) -> str:
         manifest = self.manifest
-        shown = f"{len(manifest.layers)} layers, {len(manifest.new_tensors)} new tensors, promise {manifest.promise!r}"
+        shown = f"{_written(manifest)}, promise {manifest.promise!r}"
         return f"Applied({str(self.path)!r}, {shown})"
 
     def to_json(self) -> dict[str, Any]:
@@ -138,8 +141,8 @@ def apply(
             moved = execute(job, target, listener, stopwatch, ranks)
     else:
         assist(job, listener, stopwatch, ranks)
-    left_behind = (*folder.left_behind, *(n for n in folder.side_files if n in shown.blueprint.files_left))
-    left_behind = tuple(name for name in left_behind if name != CARD_FILE)
+    come = (*(job.carried_names or ()), *job.files)
+    left_behind = tuple(sorted({*folder.left_behind, *folder.side_files} - {*come, CARD_FILE}))
     return Applied(target, written_manifest(target), shown, left_behind, stopwatch.seconds, read_back, moved)
 
 
@@ -153,7 +156,7 @@ def surgery_job(
     link: bool = False,
 ) -> Job:
     """The job that carries out a plan; `device` is asked only where a tensor must be computed: that needs torch."""
-    blueprint, shards, base, grown = shown.blueprint, shown.shards, opened.folder, opened.side_files
+    blueprint, shards, base, changed = shown.blueprint, shown.shards, opened.folder, opened.side_files
     code = {name: bundle(blueprint.config) for name in blueprint.code_files}
     texts = {name: digest_of_file(path) for name, path in texts_of(blueprint, opened.plan_folder).items()}
     finish = _Finish(shown, opened, base_id, texts, metadata_of(base))
@@ -163,9 +166,9 @@ def surgery_job(
         sources={"": base.source},
         places=places_in(base.tensors, shards),
         twins=twins_in(base, shards),
-        files={**model_files(blueprint.config, shards, code), **grown},
+        files=model_files(blueprint.config, shards, code) | {n: c for n, c in changed.items() if c is not None},
         carried=base,
-        carried_names=tuple(name for name in base.side_files if name not in (*grown, *blueprint.files_left)),
+        carried_names=tuple(name for name in base.side_files if name not in (*changed, *blueprint.files_left)),
         finish=finish,
         identity={
             "plan": shown.plan.data(),
@@ -200,7 +203,7 @@ class _Finish:
         """Raise BadInput where something that was read is not what it was; else return the last files."""
         shown, base = self.shown, self.opened.folder
         blueprint = shown.blueprint
-        # Files that grew were the base's before; others do not come along.
+        # Files that changed were the base's before; others do not come along.
         others = [n for n in base.side_files if n in self.opened.side_files or n in blueprint.files_left]
         files = {**proof.files, **{n: _digest_of(base.read_side_file(n)) for n in others}}
         digests = proof.digests_of(base)
@@ -232,14 +235,19 @@ def _model_entries(blueprint: Blueprint, models: Mapping[str, CheckpointFolder])
 
 
 def _check_side_files(facts: Mapping[int, Facts], opened: OpenedBase) -> None:
-    """Raise BadInput where a side file is to get other bytes than the base's with those inserted that facts name.
+    """Raise BadInput where a side file is to get other bytes than what the facts make of the base's.
 
-    Those alone `verify` and `revert` can take out again.
+    These alone `verify` can make again: bytes that were inserted, or a vocabulary without some tokens.
     """
     grown = [each for each in facts.values() if isinstance(each, VocabularyFacts)]
     inserted = {name: places for each in grown for name, places in each.inserted.items()}
-    for name in {**opened.side_files, **inserted}:
-        content, base = opened.side_files.get(name), opened.folder
+    base, trims = opened.folder, [each for each in facts.values() if isinstance(each, TrimFacts)]
+    files = {name: base.read_side_file(name) for name in base.side_files} if trims else {}
+    trimmed = {name: content for each in trims for name, content in trimmed_files(files, each.tokens).items()}
+    for name in {**opened.side_files, **inserted, **trimmed}:
+        content = opened.side_files.get(name)
+        if name in trimmed and name in opened.side_files and content == trimmed[name]:
+            continue
         known = name in base.side_files and name in inserted and content is not None
         if not known or without(content or b"", inserted[name]) != base.read_side_file(name):
             raise BadInput(
@@ -265,6 +273,10 @@ def _device(device: str, ranks: Ranks) -> str:
     return ranks.local_device or resolved if device == "auto" and resolved == "cuda" else resolved
 
 
+def _written(manifest: Manifest) -> str:
+    return f"{counted(len(manifest.layers), 'layer')}, {counted(len(manifest.new_tensors), 'new tensor')}"
+
+
 def applied_view(applied: Applied) -> RenderableType:
     """A finished surgery in a few lines."""
     manifest = applied.manifest
@@ -274,7 +286,7 @@ def applied_view(applied: Applied) -> RenderableType:
         Text.assemble(
             ("done ", "bold green"),
             printable(str(applied.path)),
-            f": {len(manifest.layers)} layers, {len(manifest.new_tensors)} new tensors, promise ",
+            f": {_written(manifest)}, promise ",
             PROMISE_STYLES[manifest.promise],
             f": {applied.preview.proof.text}" if applied.preview.proof.text else "",
         ),

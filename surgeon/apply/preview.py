@@ -32,6 +32,7 @@ from surgeon.manifest.reading import manifest_of
 from surgeon.operations.grow_vocabulary import TextCounts, VocabularyFacts
 from surgeon.operations.merge_adapter import MergeFacts
 from surgeon.operations.prepare import Facts, OpenedBase
+from surgeon.operations.trim_vocabulary import TrimFacts
 from surgeon.plan.plan import LoadedPlan, draw, parse_plan, placed, prepare
 from surgeon.plan.shipped import load_named
 
@@ -151,9 +152,9 @@ class Preview:
 
     @property
     def measured(self) -> list[TextCounts]:
-        """What a growth of the vocabulary makes of texts."""
-        grown = [facts for facts in self.facts.values() if isinstance(facts, VocabularyFacts)]
-        return [text for facts in grown for text in facts.measured]
+        """What a change of the vocabulary makes of texts."""
+        changed = [facts for facts in self.facts.values() if isinstance(facts, VocabularyFacts | TrimFacts)]
+        return [text for facts in changed for text in facts.measured]
 
 
 _NO_LICENSE = "no licence known: the base's README.md names none, so the card says unknown (`surgeon push --license`)"

@@ -105,7 +105,7 @@ def _proof(preview: Preview) -> list[RenderableType]:
 
 
 def _measured(preview: Preview) -> list[RenderableType]:
-    """What a growth of the vocabulary makes of texts: tokens a word, and documents that tokenise as before."""
+    """What a change of the vocabulary makes of texts: tokens a word, and documents that tokenise as before."""
     if not preview.measured:
         return []
     table = FittedTable("use", "text")
@@ -137,8 +137,8 @@ def _budget(preview: Preview) -> FittedTable:
     if preview.link:
         table.add_row("links", _links(linked))
     elif preview.bytes_unchanged:
-        unchanged = f"of that in shards that are the base's: {size(preview.bytes_unchanged)}"
-        table.add_row("", f"{unchanged}; reflinked, not written, where the file system can, hard-linked with --link")
+        unchanged = f"{size(preview.bytes_unchanged)} of it are shards of the base, unchanged"
+        table.add_row("", f"{unchanged}: cloned where the file system can, hard-linked with --link, else copied")
     table.add_row("peak memory", f"about {size(preview.peak_memory)}")
     native = "native: loads without custom code"
     if has_own_code(preview.blueprint.config):

@@ -116,6 +116,10 @@ def prove(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any], own
 def _prove(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any], own: OwnCode | None) -> None:
     if blueprint.promise != "exact":
         _check_runs(blueprint, anatomy)
+        if blueprint.kept_tokens is not None:
+            from surgeon.apply.twin_proof import prove_rows
+
+            prove_rows(anatomy, config, 0, own)
         if blueprint.promise == "rounding":
             # Imports torch and transformers, which a plan that promises nothing does without.
             from surgeon.apply.width_proof import prove_widths
@@ -131,7 +135,7 @@ def _prove(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any], ow
         prove_blueprint(blueprint, anatomy, config)
         return
     _prove_moves(blueprint, anatomy)
-    if blueprint.more_rows:
+    if blueprint.more_rows or blueprint.kept_tokens is not None:
         prove_rows(anatomy, config, blueprint.more_rows, own)
     elif blueprint.native and own is None and blueprint.config.get("model_type") != config.get("model_type"):
         prove_blueprint(blueprint, anatomy, config)
@@ -156,7 +160,7 @@ def _prove_moves(blueprint: Blueprint, anatomy: Anatomy) -> None:
     layers = blueprint.layers
     gone = [layer for dropped in blueprint.dropped.values() for layer in dropped]
     config = blueprint.config
-    if blueprint.more_rows:
+    if blueprint.more_rows or blueprint.kept_tokens is not None:
         # A twin has words of its own.
         config = with_vocabulary(config, anatomy, anatomy.sizes.vocabulary)
     trunk = native_config(config)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surgeon.blueprint.blueprint import Blueprint
-from surgeon.blueprint.recipes import Constant, Copy, Joined, Means, Recipe
+from surgeon.blueprint.recipes import HEAD_BLOCK, Constant, Copy, Joined, KeptRows, Means, Recipe
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.own_code import OwnCode
 from surgeon.checkpoint.pieces import Span
@@ -62,6 +62,9 @@ def prove_blueprint(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str,
     if blueprint.more_rows:
         before = with_vocabulary(before, anatomy, words)
         after = with_vocabulary(after, anatomy, words + min(blueprint.more_rows, _MORE_WORDS))
+    if blueprint.kept_tokens is not None:
+        before = with_vocabulary(before, anatomy, words)
+        after = with_vocabulary(after, anatomy, len(_staying(words)))
     if "head_dim" in after and "head_dim" not in before:
         # A class that states it, as the output's does, is shrunk otherwise than one that does not.
         before["head_dim"] = after["head_dim"]
@@ -81,6 +84,8 @@ def prove_blueprint(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str,
             _check_encoded(base, result)
         elif blueprint.more_rows:
             _check_old_words(base, result, words)
+        elif blueprint.kept_tokens is not None:
+            _check_kept_words(base, result, words)
         elif blueprint.native:
             layers = blueprint.layers
             try:
@@ -95,7 +100,7 @@ def prove_blueprint(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str,
 
 
 def prove_rows(anatomy: Anatomy, config: Mapping[str, Any], more: int, own: OwnCode | None) -> None:
-    """Give a twin of a derived type `more` ids and compare the logits of those that it had.
+    """Give a twin of a derived type `more` ids, or (0) take some from it, and compare the logits of the others.
 
     Raises BadInput where they differ, or something else than embeddings and output head has another shape then.
     """
@@ -103,7 +108,8 @@ def prove_rows(anatomy: Anatomy, config: Mapping[str, Any], more: int, own: OwnC
 
     native, words = trusted(native_config(config), own), min(anatomy.sizes.vocabulary, _WORDS)
     before = with_vocabulary(native, anatomy, words)
-    after = with_vocabulary(native, anatomy, words + min(more, _MORE_WORDS))
+    kept = list(range(words)) if more else _staying(words)
+    after = with_vocabulary(native, anatomy, len(kept) + min(more, _MORE_WORDS))
     with one_thread():
         heads, base = running_twin(before)
         result = _twin(after, heads, SEEDS[1])
@@ -111,10 +117,15 @@ def prove_rows(anatomy: Anatomy, config: Mapping[str, Any], more: int, own: OwnC
         for name, value in result.model.state_dict().items():
             old = held[name]
             if old.shape != value.shape and (not old.ndim or old.shape[1:] != value.shape[1:]):
-                raise BadInput(f"{printable(name)}: has another shape in a model of more ids; it cannot grow")
+                raise BadInput(f"{printable(name)}: has another shape in a model of other ids; these cannot change")
             with torch.no_grad():
-                (value[: len(old)] if old.shape != value.shape else value).copy_(old)
-        _check_old_words(base, result, words)
+                (value[: len(kept)] if old.shape != value.shape else value).copy_(
+                    old[kept] if old.shape != value.shape else old
+                )
+        if more:
+            _check_old_words(base, result, words)
+        else:
+            _check_kept_words(base, result, words)
 
 
 def running_twin(config: Mapping[str, Any]) -> tuple[int, Skeleton]:
@@ -274,6 +285,9 @@ def value_of(
     import torch
 
     match recipe:
+        case KeptRows(tensor=tensor):
+            rows = held_tensor(tensor, base, held)
+            return rows[_staying(len(rows))]
         case Copy(source=str(source)):
             return held_tensor(source, base, held)
         case Copy(spans) if recipe.trains is False or all(span.nbytes == stored[span.tensor].nbytes for span in spans):
@@ -358,6 +372,24 @@ def agree(base: Skeleton, result: Skeleton) -> bool:
             if float((one - other).abs().max()) > _ROUNDING * float(one.abs().max()):
                 return False
     return True
+
+
+def _staying(words: int) -> list[int]:
+    """The ids of a twin that stay where some go: as many as leave no logit alone at the end (`HEAD_BLOCK`)."""
+    kept = [number for number in range(words) if number % 3]
+    return kept[: len(kept) - len(kept) % HEAD_BLOCK]
+
+
+def _check_kept_words(base: Skeleton, result: Skeleton, words: int) -> None:
+    """Raise BadInput where the logits of the tokens that stayed differ, on texts of such tokens."""
+    import torch
+
+    kept = torch.tensor(_staying(words))
+    tokens = some_tokens(result)
+    with torch.no_grad():
+        for what, run in (("", run_prefill), (" with a cache", run_cached)):
+            if not torch.equal(run(base, kept[tokens])[..., kept], run(result, tokens)):
+                raise BadInput(f"on a twin of this model the logits of tokens that stay{what} are not the base's")
 
 
 def _check_old_words(base: Skeleton, result: Skeleton, words: int) -> None:

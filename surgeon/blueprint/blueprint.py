@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 from surgeon.blueprint.recipes import (
     Coupling,
     Imported,
+    KeptRows,
     Means,
     Recipe,
 )
@@ -176,6 +177,11 @@ class Blueprint:
     def more_rows(self) -> int:
         """How many rows the embeddings have that the base's have not."""
         return max((len(r.made_of) for o in self.outputs for r in o.recipe.walk() if isinstance(r, Means)), default=0)
+
+    @property
+    def kept_tokens(self) -> tuple[int, ...] | None:
+        """The base's ids of the output's tokens, in the order of theirs, where some were taken out; else None."""
+        return next((r.numbers for o in self.outputs for r in o.recipe.walk() if isinstance(r, KeptRows)), None)
 
     @property
     def taken(self) -> dict[str, dict[str, Imported]]:

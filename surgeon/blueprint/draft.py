@@ -36,6 +36,7 @@ from surgeon.blueprint.recipes import (
     whole,
 )
 from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
+from surgeon.checkpoint.trimmed_vocabulary import with_tokens
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import (
     VOCABULARY_KEY,
@@ -118,6 +119,8 @@ class Draft:
         self.seed = seed
         # Sizes of the config that operations changed, by their key: widths, and the rows of the vocabulary.
         self.sizes: dict[str, int] = {}
+        # The ids of the base that stay, where operations took tokens out.
+        self.tokens: tuple[int, ...] | None = None
         # The layers of the base that operations took out, by their numbers.
         self.dropped: dict[int, tuple[int, ...]] = {}
         # The tensors outside the layers, by name: the base's in their order, then those that operations added.
@@ -296,6 +299,8 @@ class Draft:
             config = with_vocabulary(config, self.anatomy, self.sizes[VOCABULARY_KEY])
         if self.untied:
             config = self.anatomy.derivation.untied(config)
+        if self.tokens is not None:
+            config = with_tokens(config, self.tokens)
         for index, layer in enumerate(self.layers):
             stem = self.anatomy.layer_name(index, "")
             if layer.base is None and not self.widths:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import BinaryIO
 
 from surgeon.checkpoint.strict_json import MAX_ITEMS, count_items
+from surgeon.common.library import first_line
 from surgeon.errors import BadInput, printable
 
 # The longest text that is read as one document, in bytes; the longest novels have ten million.
@@ -41,3 +43,10 @@ def check_values(line: bytes, where: str) -> None:
         raise BadInput(
             f"{printable(where)}: more than {MAX_ITEMS:,} values in one document; is it a text, or a table of numbers?"
         )
+
+
+def json_flaw(error: Exception) -> str:
+    """What is wrong with a line that is no JSON, and in which column: the line's number in its file is not json's 1."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg}, column {error.colno}"
+    return first_line(error)

@@ -97,7 +97,7 @@ class TokenizerJson:
 
     @classmethod
     def parse(cls, content: bytes) -> TokenizerJson:
-        """Read the file. Raises BadInput for what is no tokenizer.json, or of a kind that cannot grow."""
+        """Read the file. Raises BadInput for what is no tokenizer.json, or of a kind that surgeon cannot change."""
         data = parse_json_strict(content, file=TOKENIZER_FILE, max_bytes=MAX_SIDE_FILE_BYTES, max_items=_MOST_ITEMS)
         model = data.get("model") if isinstance(data, dict) else None
         if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict | list):
@@ -106,7 +106,8 @@ class TokenizerJson:
         kind = model.get("type") or ("BPE" if "merges" in model else "Unigram" if "unk_id" in model else "WordPiece")
         if kind not in ("BPE", "WordPiece", "Unigram"):
             raise BadInput(
-                f"{TOKENIZER_FILE}: its model is a {printable(str(kind), 40)}; BPE, WordPiece and Unigram can grow"
+                f"{TOKENIZER_FILE}: its model is a {printable(str(kind), 40)}; surgeon changes BPE, WordPiece and"
+                " Unigram"
             )
         if model.get("dropout"):
             raise BadInput(f"{TOKENIZER_FILE}: its BPE drops merges at random (`dropout`); take that out first")

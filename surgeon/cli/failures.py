@@ -75,6 +75,13 @@ def _plugins_named() -> Iterator[None]:
         raise
 
 
+# What typer says of a number beyond its bounds, in words.
+_BOUNDS = {
+    "Input should be greater than or equal to": "it must be at least",
+    "Input should be less than or equal to": "it must be at most",
+}
+
+
 class Command(TyperCommand):
     """A command that asks, where its arguments are refused, whether two of them changed places."""
 
@@ -87,7 +94,8 @@ class Command(TyperCommand):
             for theirs, ours in _TYPES_OF_VALUES.items():
                 if theirs in error.message:
                     error.message = f"it takes {ours}"
-            error.message = error.message.replace("Input should be", "it should be")
+            for theirs, ours in _BOUNDS.items():
+                error.message = error.message.replace(theirs, ours)
             raise
 
     def invoke(self, ctx: Any) -> Any:

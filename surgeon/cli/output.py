@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, TextIO, cast
 
 from surgeon.common.json_results import Result
 
@@ -23,8 +24,24 @@ def console() -> Console:
 
     # File names and tensor names are shown as they are: no markup, no emoji codes, no guessing at what is a number.
     # In a file or a pipe a table keeps its columns: there is no window width to fold it to.
-    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
-    return Console(markup=False, emoji=False, highlight=False, width=width)
+    terminal = sys.stdout.isatty()
+    width = None if terminal or "COLUMNS" in os.environ else 160
+    file = None if terminal else cast(IO[str], _Unpadded(sys.stdout))
+    return Console(markup=False, emoji=False, highlight=False, width=width, file=file)
+
+
+class _Unpadded:
+    """A file or pipe that gets lines without the spaces that fill a table's last column."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        """Write text."""
+        return self._file.write(re.sub(r" +$", "", text, flags=re.M))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 @contextmanager

@@ -20,8 +20,6 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 MOST_PROBLEMS = 20  # shown of one file
 NOTHING_GIVEN: Mapping[Place, str] = MappingProxyType({})
 NO_HABITS: Mapping[str, str] = MappingProxyType({})
-# pydantic's words for these are plain.
-_BOUNDS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal", "multiple_of")
 
 
 def check_yaml(
@@ -143,7 +141,8 @@ class _Said:
         key, context = _shown_place(place, self.what), problem.get("ctx", {})
         match problem["type"]:
             case "missing":
-                return f"`{key}` is missing"
+                takes = self.forms.words(self.data, place)
+                return f"`{key}` is missing" + (f"; it takes {takes}" if takes else "")
             case "union_tag_invalid":
                 tag, name = str(context["tag"]), str(context["discriminator"]).strip("'")
                 return f"unknown {name} `{printable(tag)}`{did_you_mean(tag, _listed(context['expected_tags']))}"
@@ -152,9 +151,6 @@ class _Said:
                 count = context["min_length" if kind == "too_short" else "max_length"]
                 noun = "entry" if count == 1 else "entries"
                 return f"`{key}` is {value_text(problem['input'])}; it takes {entries} {count} {noun}"
-            case kind if kind in _BOUNDS:
-                _, _, rule = problem["msg"].partition(" should ")
-                return f"`{key}` is {value_text(problem['input'])}; it should {rule}"
         value, takes = problem["input"], self.forms.words(self.data, place)
         if isinstance(value, str) and (close := nearest(value, self.forms.values(self.data, place))) is not None:
             return f"`{key}` is {value_text(value)}; did you mean `{close}`?"

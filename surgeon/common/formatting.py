@@ -26,6 +26,11 @@ def size(number: int) -> str:
     return f"{number} B"
 
 
+def counted(number: int, noun: str) -> str:
+    """A number and what it counts: `1 document`, `2,000 documents`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def span(first: int, last: int) -> str:
     """A run of numbers: `3` or `3-7`."""
     return str(first) if first == last else f"{first}-{last}"

@@ -154,7 +154,11 @@ def _shown(value: Any) -> str:
 
 def _bounds(form: Mapping[str, Any]) -> str:
     said = {key: form.get(key, _LARGEST_BOUND) for key in _BOUNDS}
-    given = [f" {_BOUNDS[key]} {bound:,}" for key, bound in said.items() if abs(bound) < _LARGEST_BOUND]
+    given = [
+        f" {_BOUNDS[key]} {bound:{',' if isinstance(bound, int) else 'g'}}"
+        for key, bound in said.items()
+        if abs(bound) < _LARGEST_BOUND
+    ]
     return "," + " and".join(given) if given else ""
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import time
 from dataclasses import dataclass, field
@@ -99,11 +100,13 @@ class Course:
         for method, remedy in study.entries:
             run = Run(method.called, remedy.name, study.rates_of(method, remedy)[0], 0)
             try:
-                config = load_config(self._config(run))
+                config = load_config(path := self._config(run))
                 if method.plan is None:
                     check_training(base, config)
             except BadInput as error:
-                wrong.append(f"{printable(str(self.request.loaded.source))}: method {method.called}: {error}")
+                # The config is a file of this study's own, which its user has not written.
+                why = re.sub(rf"^{re.escape(printable(str(path)))}(:\d+)?: ", "", str(error))
+                wrong.append(f"{self.request.loaded.shown}: method {method.called}: {why}")
         if wrong:
             raise bad_input(wrong)
 

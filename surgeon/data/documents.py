@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from surgeon.checkpoint.source import open_regular, resolved
-from surgeon.checkpoint.text_lines import check_values, text_lines
+from surgeon.checkpoint.text_lines import check_values, json_flaw, text_lines
 from surgeon.data.json_list import entries_of
 from surgeon.data.layouts import Document, Labelled, columns_of, document_of
 from surgeon.data.parquet import MAX_GROUP_BYTES, ParquetTexts
@@ -151,9 +151,7 @@ class Documents:
                 f"{printable(where)}: not UTF-8 text (byte {error.start} of the line); save it as UTF-8"
             ) from None
         except (ValueError, RecursionError) as error:
-            raise BadInput(
-                f"{printable(where)}: not JSON ({printable(str(error))}); expected one object a line"
-            ) from None
+            raise BadInput(f"{printable(where)}: not JSON ({json_flaw(error)}); expected one object a line") from None
         return self._document(entry, where)
 
     def _entries(self, file: Path) -> Iterator[tuple[int, int]]:

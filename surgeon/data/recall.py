@@ -326,7 +326,8 @@ def _settled(folder: CheckpointFolder, spec: GenerateSpec) -> dict[str, Any]:
         length = min(length, context)
     if spec.tokens < length:
         raise BadInput(
-            f"{spec.tokens} tokens are fewer than one document of {length}; ask for more, or set a smaller `length`"
+            f"{spec.tokens} tokens are fewer than one document of {length}; ask for more tokens, or shorter documents"
+            " (`length`)"
         )
     settings: dict[str, Any] = spec.model_dump() | {"length": length}
     if spec.prompts not in (BEGIN, TEMPLATE):

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 from rich.text import Text
 
 from surgeon import Answer, Ratio
+from surgeon.common.formatting import counted
 from surgeon.common.json_results import plain_fields
 
 # A repr names so many models and sources.
@@ -74,7 +75,7 @@ class SourceScores:
     @property
     def size(self) -> str:
         """How much text the source has, in words."""
-        return f"{self.source} {self.documents:,} documents, {self.tokens:,} tokens"
+        return f"{self.source} {counted(self.documents, 'document')}, {self.tokens:,} tokens"
 
     @property
     def headline(self) -> str:

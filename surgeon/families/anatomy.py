@@ -104,7 +104,8 @@ class Derivation(ABC):
     def blocks(self, layer: int) -> Mapping[str, str]:
         """What base layer `layer` calls the blocks beside which grafts can stand, by their usual name (ATTENTION, FFN).
 
-        A layer need not have both. Raises BadInput where the model's code cannot carry grafts.
+        A block that is no module goes by those that it is made of, with a space between. A layer need not have both
+        blocks. Raises BadInput where the model's code cannot carry grafts.
         """
 
     @abstractmethod
@@ -185,6 +186,11 @@ class Derivation(ABC):
     @abstractmethod
     def layer_axis(self, grown: Mapping[str, Any], name: str, layers: int) -> int | None:
         """The axis along which a tensor outside the layers holds a part for each layer, if it has one."""
+
+
+def within(name: str, block: str) -> bool:
+    """Whether a module or tensor of a layer belongs to one of its blocks, given as `Derivation.blocks` names it."""
+    return any(name == path or name.startswith(f"{path}.") for path in block.split())
 
 
 @dataclass(frozen=True)
@@ -355,16 +361,16 @@ def vocabulary_tensors(anatomy: Anatomy) -> dict[str, bool]:
     if odd is not None or True not in found.values():
         shape = list(anatomy.outer[odd].shape) if odd else []
         raise BadInput(
-            f"{printable(odd)}: {shape}, with other rows than the {rows} of the vocabulary; it cannot grow"
+            f"{printable(odd)}: {shape}, with other rows than the {rows} of the vocabulary, so these cannot change"
             if odd
-            else "config.json: no embedding with a row for each id is found in this model, so it cannot grow"
+            else "config.json: no embedding with a row for each id is found here, so the vocabulary cannot change"
         )
     for tensors in anatomy.beyond:
         for info in tensors.values():
             if info.shape[:1] == (rows,):
                 raise BadInput(
                     f"{printable(info.name)}: a layer that predicts further tokens has rows for the vocabulary of its"
-                    " own, which surgeon cannot extend yet; take these layers out first"
+                    " own, which surgeon does not change yet; take these layers out first"
                 )
     return found
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from surgeon.blueprint.blueprint import Layer
@@ -22,7 +22,7 @@ from surgeon.manifest.manifest import MANIFEST_FILE, LayerEntry, Manifest, NewTe
 from surgeon.manifest.moves import has_other_names
 from surgeon.manifest.recipe_words import base_bytes_of
 from surgeon.operations import papers_of
-from surgeon.operations.grow_vocabulary import VocabularyFacts
+from surgeon.operations.grow_vocabulary import TextCounts
 
 LayerT = TypeVar("LayerT", LayerEntry, Layer)
 
@@ -170,7 +170,11 @@ def _done(manifest: Manifest) -> str:
             lines.append(f"- {run.steps:,} steps on {run.tokens:,} tokens{losses}")
             lines += _gate(run.gate)
     for grown in manifest.vocabularies.values():
-        lines += ["", *_vocabulary(grown)]
+        head = f"{len(grown.made_of):,} tokens more, ids from {grown.rows}: {_code(grown.kind)}, {_code(grown.how)}."
+        lines += ["", head, *_measured(grown.measured)]
+    for trim in manifest.trimmed.values():
+        gone = f"{trim.rows - len(trim.tokens):,} of {trim.rows:,} rows of the vocabulary were taken out"
+        lines += ["", f"{gone}; of {_code(trim.kind)} stay {_code(trim.how)}.", *_measured(trim.measured)]
     if manifest.fits:
         lines += ["", f"Matrices were predicted (LESA): {manifest.fit_text}."]
     if manifest.merged:
@@ -183,18 +187,17 @@ def _done(manifest: Manifest) -> str:
     return "\n".join([*lines, _fenced(shown, "yaml"), ""])
 
 
-def _vocabulary(grown: VocabularyFacts) -> list[str]:
-    """What a growth of the vocabulary makes of texts."""
-    head = f"{len(grown.made_of):,} tokens more, ids from {grown.rows}: {_code(grown.kind)}, {_code(grown.how)}."
-    if not grown.measured:
-        return [head]
+def _measured(texts: Sequence[TextCounts]) -> list[str]:
+    """What a change of the vocabulary makes of texts; nothing where none was measured."""
+    if not texts:
+        return []
     rows = [
         f"| {_code(text.use)} | {_code(text.text)} | {text.fertility[0]:.3f} |"
         f" {text.fertility[1]:.3f} | {text.unchanged:,} of {text.documents:,} |"
-        for text in grown.measured[:_MOST_NAMED]
+        for text in texts[:_MOST_NAMED]
     ]
     columns = "| use | text | tokens a word before | after | documents that tokenise as before |"
-    return [head, "", columns, "|---|---|---|---|---|", *rows]
+    return ["", columns, "|---|---|---|---|---|", *rows]
 
 
 def _stack(layers: list[LayerEntry]) -> list[str]:

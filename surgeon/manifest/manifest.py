@@ -20,8 +20,9 @@ from surgeon.checkpoint.folder import MANIFEST_FILE as MANIFEST_FILE
 from surgeon.checkpoint.header import DTYPE_BITS, TensorInfo
 from surgeon.errors import printable
 from surgeon.operations.drop_layers import LayerFacts
-from surgeon.operations.grow_vocabulary import VocabularyFacts
+from surgeon.operations.grow_vocabulary import TextCounts, VocabularyFacts
 from surgeon.operations.imported_lora import AdapterFacts
+from surgeon.operations.trim_vocabulary import TrimFacts
 
 FORMAT = 1
 # The share of variance below which a network's fit is called poor.
@@ -208,8 +209,8 @@ class Surgery(Entry):
     this and the `sha256` of the surgery before (`seal_of`), so that no field can be edited alone. `proven`: the
     libraries, with versions, by which a promise of exactness was proven on a twin before anything was written.
     What operations found out of the base before the plan was drawn (`surgeon/operations/prepare.py`) is in the fields
-    `vocabularies`, `dropped` and `facts` by their numbers, and in `adapters` by the plan's names. `left_behind` are the
-    base's tensors, by the operation's number, that are not in the output.
+    `vocabularies`, `trimmed`, `dropped` and `facts` by their numbers, and in `adapters` by the plan's names.
+    `left_behind` are the base's tensors, by the operation's number, that are not in the output.
     """
 
     surgeon_manifest: Literal[1]
@@ -229,6 +230,7 @@ class Surgery(Entry):
     plugins: dict[str, str]
     training: list[TrainingEntry]
     vocabularies: dict[_Number, VocabularyFacts] = {}
+    trimmed: dict[_Number, TrimFacts] = {}
     models: dict[str, ModelEntry] = {}
     dropped: dict[_Number, LayerFacts] = {}
     left_behind: dict[_Number, list[str]] = {}
@@ -246,6 +248,17 @@ class Surgery(Entry):
     def inserted(self) -> dict[str, list[list[int]]]:
         """Return where bytes were inserted into tokenizer files that grew, and how many, by the files' names."""
         return {name: where for grown in self.vocabularies.values() for name, where in grown.inserted.items()}
+
+    @property
+    def rewritten(self) -> set[str]:
+        """Return the side files of the base that the output has with other bytes, or is without, as tokens went."""
+        return {name for trim in self.trimmed.values() for name in (*trim.changed, *trim.left)}
+
+    @property
+    def measured(self) -> list[TextCounts]:
+        """Return what changes of the vocabulary make of texts."""
+        grown = [text for facts in self.vocabularies.values() for text in facts.measured]
+        return grown + [text for facts in self.trimmed.values() for text in facts.measured]
 
     @property
     def poor_fits(self) -> list[str]:

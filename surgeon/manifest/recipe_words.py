@@ -46,7 +46,9 @@ def base_bytes_of(made: NewTensor, surgery: Surgery) -> BaseBytes:
 
     Raises ImpossiblePieces where the base has no such tensor, or it does not fit.
     """
-    return _Reader(surgery.base.tensors, made.dtype).read(made.recipe, made.shape)
+    trimmed = surgery.trimmed.get(str(made.operation))
+    kept = () if trimmed is None else trimmed.tokens
+    return _Reader(surgery.base.tensors, made.dtype, kept).read(made.recipe, made.shape)
 
 
 def check_words(surgery: Surgery, file: str) -> None:
@@ -62,10 +64,11 @@ def check_words(surgery: Surgery, file: str) -> None:
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reads recipes of tensors of one `dtype`, made on a base of these `tensors`."""
+    """Reads recipes of tensors of one `dtype`, made on a base of these `tensors`; `kept` are the ids that stayed."""
 
     tensors: Mapping[str, StoredTensor]
     dtype: str
+    kept: Sequence[int] = ()
 
     def read(self, recipe: object, shape: Sequence[int]) -> BaseBytes:
         """Return the bytes of the base in a tensor of `shape` that `recipe` makes. Raises ImpossiblePieces."""
@@ -82,6 +85,11 @@ class _Reader:
                     raise ImpossiblePieces(f"the rows of the base's {printable(name)} and more")
                 pieces = Pieces(none.nbytes, Pieces.whole(name, self._nbytes(of)).spans)
                 return BaseBytes(pieces, _own(pieces), grown_from=of[0])
+            case {"kept": {"copy": str(name)}, "rows": int(rows)}:
+                of = self._source(name).shape
+                if not of or [rows, *of[1:]] != [*shape] or rows != len(self.kept) or self.kept[-1] >= of[0]:
+                    raise ImpossiblePieces(f"rows of the base's {printable(name)} for the tokens that stay")
+                return _kept(indices(name, of, DTYPE_BITS[self.dtype], 0, self.kept))
             case {"joined": [*parts], "sizes": [*sizes], "axis": axis}:
                 return _kept(self._joined(parts, sizes, axis, shape))
             case {"copy": str(name), "rows": [int(start), int(stop)]}:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,22 @@ def load_pair(
     attention = attention_of(base_model)
     out_model = load_model(out, dtype=base_model.dtype, device=device, attention=attention, failure=PromiseBroken)
     return base_model, out_model
+
+
+def trim_logits(base: Any, kept: Sequence[int]) -> None:
+    """Let a model take ids that are places among the tokens `kept`, and give these tokens' logits, in this order."""
+    places_K = torch.tensor(kept)
+
+    def with_old_ids(_module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        ids_BT = named["input_ids"]
+        return args, named | {"input_ids": places_K.to(ids_BT.device)[ids_BT]}
+
+    def with_kept_logits(_module: Any, _args: Any, output: Any) -> Any:
+        output.logits = output.logits.index_select(-1, places_K.to(output.logits.device))
+        return output
+
+    base.register_forward_pre_hook(with_old_ids, with_kwargs=True)
+    base.register_forward_hook(with_kept_logits)
 
 
 def compare_models(

@@ -30,6 +30,7 @@ from surgeon.models.compare import (
     next_tokens,
     prefilled,
     takes_dynamic_cache,
+    trim_logits,
 )
 from surgeon.models.load import attention_of, running
 from surgeon.models.stored_matrix import multiply
@@ -87,6 +88,7 @@ def compare_streamed(
     decode_tokens: int = 4,
     batch_size: int = 8,
     more: int = 0,
+    kept: Sequence[int] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[StreamedComparison]:
     """Compare `base` and `out` on `ids` (windows, window), a block of weights in memory at a time; one result a dtype.
@@ -95,7 +97,8 @@ def compare_streamed(
     (-1: none), whose output it must then leave as it is. Each batch of `batch_size` windows reads both checkpoints
     once, for all dtypes, prefill, cached prefill and every decoded token; where a cache holds more than keys and values
     (state spaces, what grafts keep), once more for each of the `decode_tokens`. The output head is read once for so
-    many windows as have room for their logits. `progress(done, total)` counts decoder layers run.
+    many windows as have room for their logits. Where tokens were taken out, `ids` are places among `kept`, the base's
+    ids of those that stay (`trim_logits`). `progress(done, total)` counts decoder layers run.
     Memory: a block of each model's matrix, what else a layer has beside matrices of linear modules (experts in one
     tensor, norms) in every dtype, activations, caches, and the logits of a few windows.
     Raises BadInput when the base cannot be built from its shards, PromiseBroken when the output cannot.
@@ -103,6 +106,9 @@ def compare_streamed(
     steps = decoded_steps(ids, decode_tokens)
     with lockstep.returned_memory():
         pairs = [_Pair.of(base, out, dtype, device, layer_of_base, more, steps) for dtype in dtypes]
+        if kept is not None:
+            for pair in pairs:
+                trim_logits(pair.models[0].module, kept)
         batches = [batch.to(device) for batch in torch.split(ids, batch_size)]
         if progress is not None:
             _count_layers(pairs, sum(pair.layers_run(batch) for pair in pairs for batch in batches), progress)

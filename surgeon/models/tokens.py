@@ -14,8 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from surgeon.checkpoint.text_lines import MAX_DOCUMENT_BYTES, check_values, text_lines, too_long
-from surgeon.common.library import first_line
+from surgeon.checkpoint.text_lines import MAX_DOCUMENT_BYTES, check_values, json_flaw, text_lines, too_long
 from surgeon.errors import BadInput, printable
 from surgeon.models.tokenizer import Tokenizer, open_tokenizer
 
@@ -44,6 +43,7 @@ def token_batches(
     window: int = 128,
     windows: int | None = 8,
     vocabulary: int,
+    kept: Sequence[int] | None = None,
 ) -> TokenBatches:
     """Cut `text`, tokenised by the tokenizer in `folder`, into at most `windows` windows of `window` tokens.
 
@@ -57,6 +57,7 @@ def token_batches(
         window: tokens of a window.
         windows: 0 or None: all of the text.
         vocabulary: rows of the model's embedding.
+        kept: ids are places in this list of the tokenizer's ids; tokens that are not in it are passed over.
 
     Raises:
         BadInput: a text cannot be read, gives no full window, or has tokens beyond `vocabulary`.
@@ -78,10 +79,14 @@ def token_batches(
         tokenizer, why_not = open_tokenizer(folder)
         if tokenizer is None:
             made = torch.Generator().manual_seed(0)
-            ids = torch.randint(vocabulary, (windows or 8, window), generator=made)
+            ids = torch.randint(vocabulary if kept is None else len(kept), (windows or 8, window), generator=made)
             return TokenBatches(ids, f"random tokens, because {why_not}")
         documents, source = iter(probe_text()), "the built-in probe text (several languages and code)"
     stream = _token_stream(tokenizer, documents)
+    if kept is not None:
+        new = {number: place for place, number in enumerate(kept)}
+        stream = (new[number] for number in stream if number in new)
+        source = f"{source}, without the tokens that went"
     tokens = torch.tensor(list(stream if limit is None else islice(stream, limit)), dtype=torch.long)
     full = len(tokens) // window
     if full == 0:
@@ -161,7 +166,7 @@ def _text_of(line: bytes, where: str) -> str:
     except UnicodeDecodeError as error:
         raise BadInput(f"{where}: not UTF-8 text (byte {error.start} of the line); save it as UTF-8") from error
     except (ValueError, RecursionError) as error:
-        raise BadInput(f'{where}: not JSON ({first_line(error)}); expected {{"text": "…"}}') from error
+        raise BadInput(f'{where}: not JSON ({json_flaw(error)}); expected {{"text": "…"}}') from error
     if not isinstance(entry, dict) or not isinstance(entry.get("text"), str):
         raise BadInput(f'{where}: no "text" that is a string; expected {{"text": "…"}}')
     try:

@@ -31,6 +31,7 @@ from surgeon.operations.operation import Legend, Operation, Origin, Paper
 from surgeon.operations.pad_to import PadTo
 from surgeon.operations.pmoe_experts import PMoEExperts
 from surgeon.operations.stack_layers import StackLayers
+from surgeon.operations.trim_vocabulary import TrimVocabulary
 from surgeon.operations.untie_embeddings import UntieEmbeddings
 from surgeon.operations.upcycle_experts import UpcycleExperts
 from surgeon.operations.widen_attention import WidenAttention
@@ -48,6 +49,7 @@ _BUILT_IN: tuple[type[Operation], ...] = (
     DomainGate,
     MergeBranches,
     GrowVocabulary,
+    TrimVocabulary,
     UntieEmbeddings,
     ExtractText,
     UpcycleExperts,

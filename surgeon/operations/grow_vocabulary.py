@@ -164,14 +164,14 @@ class GrowVocabulary(Operation):
         from surgeon.models.vocabulary.learned import LearnedTokens
         from surgeon.models.vocabulary.requested_words import Listed
 
-        rows, measure = base.anatomy.sizes.vocabulary, _paths(base, self.measure)
+        rows, measure = base.anatomy.sizes.vocabulary, paths_of(base, self.measure)
         if isinstance(self.tokens, Learn):
             learn = self.tokens
-            learned = LearnedTokens(_paths(base, learn.learn), learn.count, _paths(base, learn.keep), learn.how)
-            grown = grow(base.folder, learned, rows=rows, measure=measure)
+            learned = LearnedTokens(paths_of(base, learn.learn), learn.count, paths_of(base, learn.keep), learn.how)
+            grown = grow(base.folder, learned, rows=rows, measure=measure, listener=base.listener)
         elif isinstance(self.tokens, str):
             path = base.text(self.tokens)
-            lines = _lines(path)
+            lines = lines_of(path)
             listed = Listed(printable(str(path)), tuple(lines))
             grown = grow(base.folder, tuple(lines.values()), rows=rows, measure=measure, listed=listed)
         else:
@@ -189,7 +189,7 @@ class GrowVocabulary(Operation):
     def edit(self, draft: Draft, facts: VocabularyFacts | None) -> OperationRecord:
         """Extend embeddings and output head."""
         if VOCABULARY_KEY in draft.sizes:
-            raise BadInput("an earlier operation of this plan grows the vocabulary; join the two, or apply two plans")
+            raise BadInput("an earlier operation of this plan changes the vocabulary; join the two, or apply two plans")
         if facts is None:
             raise BadInput("the tokens to add are not known: give a base with its tokenizer.json")
         rows, tied = draft.anatomy.sizes.vocabulary, draft.anatomy.tied
@@ -243,12 +243,13 @@ def claim_of_rows(rows: int, added: int) -> Claim:
     )
 
 
-def _paths(base: OpenedBase, names: Paths | None) -> tuple[Path, ...]:
+def paths_of(base: OpenedBase, names: Paths | None) -> tuple[Path, ...]:
+    """The paths of the texts that a plan names."""
     listed = [names] if isinstance(names, str) else names or []
     return tuple(base.text(name) for name in listed)
 
 
-def _lines(path: Path) -> dict[int, str]:
+def lines_of(path: Path) -> dict[int, str]:
     """The words of a file that has one a line, by the numbers of their lines. Raises BadInput."""
     shown = printable(str(path))
     if path.stat().st_size > MAX_SIDE_FILE_BYTES:

@@ -49,8 +49,8 @@ class OpenedBase:
 
     `plan_folder` is where paths of the plan start, `number` the place in the plan of the operation that asks. Without
     `weights` other models on the Hub are known by their headers alone. `notes` are lines for the user; `side_files` are
-    those of the base's side files that the output has with more bytes in them; `adapters` and `models` are what was
-    opened beside the base, by the plan's names.
+    the base's side files that the output has with other bytes, or (None) is without; `adapters` and `models` are what
+    was opened beside the base, by the plan's names.
     """
 
     folder: CheckpointFolder
@@ -60,7 +60,7 @@ class OpenedBase:
     weights: bool = True
     number: int = 0
     notes: list[str] = field(default_factory=list)
-    side_files: dict[str, bytes] = field(default_factory=dict)
+    side_files: dict[str, bytes | None] = field(default_factory=dict)
     adapters: dict[str, AdapterFolder] = field(default_factory=dict)
     models: dict[str, CheckpointFolder] = field(default_factory=dict)
 

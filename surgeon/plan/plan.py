@@ -57,6 +57,9 @@ class LoadedPlan:
 
     def operation(self, number: int) -> str:
         """Name an operation for errors: its file and line, its number and kind, and the options that changed it."""
+        if not self.lines:
+            # A plan that a command made: nobody has seen it.
+            return printable(self.source)
         place = ("operations", number)
         line = self.lines.get(place)
         where = f"{printable(self.source)}:{line}" if line else printable(self.source)
@@ -89,10 +92,14 @@ def parse_plan(text: str, *, source: str = "plan", overrides: Sequence[str] = ()
 def _check_program(data: Mapping[str, Any], source: str) -> None:
     """Raise BadInput for the config of another program that works on checkpoints."""
     if not {"surgeon", "operations"} & data.keys() and (found := [key for key in _MERGEKIT if key in data]):
-        raise BadInput(
-            f"{printable(source)}: a mergekit config (it has `{found[0]}`), and surgeon takes plans; stacked slices are"
-            " `stack_layers`, or `insert_layers` with `init: copy`; `surgeon plans` lists plans to start from"
+        merges = data.get("merge_method") not in (None, "passthrough")
+        here = (
+            "surgeon grows one model and merges none, so merge with mergekit, then grow what it wrote"
+            if merges
+            else "stacked slices are `stack_layers`, or `insert_layers` with `init: copy`; `surgeon plans` lists plans"
+            " to start from"
         )
+        raise BadInput(f"{printable(source)}: a mergekit config (it has `{found[0]}`), and surgeon takes plans; {here}")
 
 
 _MERGEKIT = ("merge_method", "slices", "base_model", "experts", "modules")

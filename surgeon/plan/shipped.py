@@ -213,7 +213,7 @@ def _hint(path: Path, known: list[str]) -> str:
     group = [plan for plan in known if plan == name or plan.startswith(f"{name}/")]
     # A folder that is there, or a path from the root, is no misspelt name, however many letters they share.
     misspelt = "" if path.is_dir() or path.is_absolute() else name.lower().replace("_", "-")
-    near = (beside or group or difflib.get_close_matches(misspelt, known, n=3, cutoff=0.4))[:3]
+    near = (beside or group or difflib.get_close_matches(misspelt, known, n=3, cutoff=0.5))[:3]
     if not near:
         return "`surgeon plans` lists the names, a plan file ends in .yaml"
     shown = [f"`{printable(plan)}`" for plan in near]

@@ -137,12 +137,11 @@ def _add_operations(facts: FittedTable, manifest: Manifest) -> None:
         facts.add_row("surgery", "none: the base was trained as it is")
     for number, entry in enumerate(manifest.operations):
         facts.add_row(f"operation {number}", f"{printable(entry.op)}: {printable(entry.matched)}")
-    for grown in manifest.vocabularies.values():
-        for measured in grown.measured:
-            before, after = measured.fertility
-            kept = f"{measured.unchanged:,} of {measured.documents:,} documents tokenise as before"
-            fertility = f"{before:.3f} → {after:.3f} tokens a word"
-            facts.add_row(f"text {printable(measured.use)}", f"{printable(measured.text)}: {fertility}, {kept}")
+    for measured in manifest.measured:
+        before, after = measured.fertility
+        kept = f"{measured.unchanged:,} of {measured.documents:,} documents tokenise as before"
+        fertility = f"{before:.3f} → {after:.3f} tokens a word"
+        facts.add_row(f"text {printable(measured.use)}", f"{printable(measured.text)}: {fertility}, {kept}")
     for ancestor in manifest.lineage:
         done = ", ".join(entry.op for entry in ancestor.operations) or "training"
         facts.add_row("earlier", f"{printable(done)} on {printable(ancestor.base.id)}")

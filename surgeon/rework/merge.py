@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,15 +51,17 @@ def merge(
     not preserve the function, so both models are run on real tokens, as in `verify`. With `link` shards that
     stay as they are get hard-linked and become read-only (`apply`). Raises BadInput.
     """
-    merged = apply(_merging(alpha), str(out), dest, device=device, link=link, listener=listener)
+    merged = apply(_merging(alpha, str(out)), str(out), dest, device=device, link=link, listener=listener)
     return Merged(
         merged, verify(out, dest, text=text, window=window, windows=windows, device=device, listener=listener)
     )
 
 
-def _merging(alpha: float | None) -> LoadedPlan:
+def _merging(alpha: float | None, out: str) -> LoadedPlan:
+    """The plan, which the user never wrote: errors name the model in its place, and no line."""
     share = "" if alpha is None else f"\n    alpha: {alpha!r}"
-    return parse_plan(f"surgeon: 1\noperations:\n  - op: merge_branches{share}\n", source="surgeon merge")
+    loaded = parse_plan(f"surgeon: 1\noperations:\n  - op: merge_branches{share}\n")
+    return replace(loaded, source=out, lines={})
 
 
 def merged_view(merged: Merged) -> RenderableType:

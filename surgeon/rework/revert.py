@@ -175,8 +175,8 @@ def _compare_state(
             )
     if base is None and base_digest is None:
         listener.say(
-            f"{out.source.shown}: what that state was is its own {MANIFEST_FILE}'s word alone (digest"
-            f" {state.digest}); --base BASE or --base-digest HEX compares it"
+            f"{out.source.shown}: only its own {MANIFEST_FILE} says what the base was (digest {state.digest}); give"
+            " --base BASE or --base-digest HEX to compare it"
         )
     return tuple(name for name, given in (("base", base), ("base_digest", base_digest)) if given is not None)
 

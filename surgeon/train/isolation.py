@@ -75,9 +75,9 @@ class Isolation:
         # As in a model that counts positions itself.
         shifted = ": its positions do not start at 0 again" if self.alone > _OF_A_LEAK * self.leaking else ""
         return (
-            f"other neighbours change a document's states by {_number(changed)}, {self.leaking:.2g} where nothing is"
-            f" isolated; at most {self.tolerance:.2g} is rounding ({self.dtype}); packed and alone they differ by"
-            f" {_number(self.alone)}{shifted}"
+            f"measured: other neighbours change a document's states by {_number(changed)}, without isolation by"
+            f" {self.leaking:.2g}; packing changes them by {_number(self.alone)}{shifted}; up to {self.tolerance:.2g}"
+            f" is rounding ({self.dtype})"
         )
 
 

@@ -44,7 +44,9 @@ def check_base_bytes(
     wrong = [name for name in copies if digests[name] != base.digests[copied[name]]]
     wrong += [name for name, pieces in parts.items() if not holds_pieces(out, name, pieces, base.folder)]
     kept = sum(not output.new for output in blueprint.outputs if output.name not in trained)
-    found = f"{kept} byte-identical in their places, and {len(copies) - kept} copies of them"
+    found = f"{kept} byte-identical in their places"
+    if more := len(copies) - kept:
+        found += f", and {'1 copy' if more == 1 else f'{more} copies'} of them"
     if parts:
         found += f"; {len(parts)} tensors hold {sum(len(pieces.spans) for pieces in parts.values())} parts of them"
     found += f"; {changed_by_training(len(stray))}" if stray else ""

@@ -30,6 +30,7 @@ from surgeon.checkpoint.pieces import Pieces
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, is_side_file
 from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, TokenizerJson, without
+from surgeon.checkpoint.trimmed_vocabulary import trimmed_files
 from surgeon.checkpoint.weights import INDEX_FILE, MAX_INDEX_BYTES, SINGLE_FILE
 from surgeon.common.json_results import same_json
 from surgeon.manifest.card import card
@@ -150,12 +151,14 @@ def check_origin(manifest: Manifest, blueprint: Blueprint) -> list[Check]:
 class Beside:
     """What must lie beside the weights of an output: config, `code`, and from the base the files of these digests.
 
-    `grown` are tokenizer files that are the base's, of these digests, but for what the manifest says was inserted.
+    `grown` are tokenizer files that are the base's, of these digests, but for what the manifest says was inserted;
+    `trimmed` are those of a vocabulary from which tokens were taken.
     """
 
     code: tuple[str, ...]
     from_base: Mapping[str, str]
     grown: Mapping[str, str]
+    trimmed: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, blueprint: Blueprint, base: Base, manifest: Manifest) -> Beside:
@@ -164,12 +167,14 @@ class Beside:
         # Scripts beside surgeon's are those that the user trusts: of the model, or of a tokenizer alone.
         carried = {n: base.files[n] for n in come if is_side_file(n) or (n.endswith(".py") and n != CODE_FILE)}
         grown = {name: carried.pop(name) for name in manifest.inserted if name in carried}
-        return cls(blueprint.code_files, carried, grown)
+        rewritten = [name for name in manifest.rewritten if carried.pop(name, None) is not None]
+        left = {name for trim in manifest.trimmed.values() for name in trim.left}
+        return cls(blueprint.code_files, carried, grown, tuple(sorted({*rewritten} - left)))
 
     @property
     def names(self) -> set[str]:
         """The names of all of them."""
-        return {CONFIG_FILE, *self.code, *self.from_base, *self.grown}
+        return {CONFIG_FILE, *self.code, *self.from_base, *self.grown, *self.trimmed}
 
 
 def check_files(manifest: Manifest, out: CheckpointFolder, beside: Beside, metadata: Metadata) -> list[Check]:
@@ -218,6 +223,21 @@ def _check_tokenizer(manifest: Manifest, out: CheckpointFolder, beside: Beside) 
     tokens = sum(len(grown.made_of) for grown in manifest.vocabularies.values())
     kept = f"the base's byte for byte, with {tokens} new tokens inserted: {some(list(beside.grown))}"
     return [Check.of("tokenizer", wrong, "not the base's with the new tokens inserted", kept)]
+
+
+def check_trimmed(manifest: Manifest, base: CheckpointFolder, out: CheckpointFolder) -> list[Check]:
+    """Nothing where no token went; else whether side files are what is left of the base's without these tokens."""
+    wrong: list[str] = []
+    for trim in manifest.trimmed.values():
+        made = trimmed_files({name: base.read_side_file(name) for name in base.side_files}, trim.tokens)
+        there = {name: out.read_side_file(name) if name in out.side_files else None for name in made}
+        wrong += [name for name, content in made.items() if there[name] != content]
+        left = {name for name, content in made.items() if content is None}
+        wrong += [*({*made} - left ^ {*trim.changed}), *(left ^ {*trim.left})]
+    kept = f"the base's with new ids, for the tokens that stay: {some(sorted(manifest.rewritten))}"
+    return (
+        [Check.of("tokenizer", wrong, "not the base's without the tokens that went", kept)] if manifest.trimmed else []
+    )
 
 
 def digests_beside(out: CheckpointFolder, names: Iterable[str]) -> dict[str, str]:

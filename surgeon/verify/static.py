@@ -44,6 +44,7 @@ from surgeon.verify.claims import (
     check_files,
     check_manifest,
     check_origin,
+    check_trimmed,
     digests_beside,
     manifest_differences,
 )
@@ -103,6 +104,7 @@ def check_static(
         check_manifest(manifest_differences(manifest, drawn.loaded, blueprint, drawn.facts)),
         *check_origin(manifest, blueprint),
         *check_files(manifest, out, Beside.of(blueprint, found, manifest), metadata_of(base)),
+        *check_trimmed(manifest, base, out),
         check_base_bytes(blueprint, manifest, Original(base, digests[0]), out, digests[1]),
         *check_dropped(blueprint, drawn.anatomy, digests[0]),
         *check_new_tensors(blueprint, manifest, drawn.anatomy, out, digests[1]),

@@ -90,7 +90,9 @@ def verify(
     from surgeon.models.tokens import token_batches
 
     vocabulary = pair.anatomy.sizes.vocabulary
-    tokens = token_batches(pair.base.path, text=text, window=window, windows=windows, vocabulary=vocabulary)
+    tokens = token_batches(
+        pair.base.path, text=text, window=window, windows=windows, vocabulary=vocabulary, kept=proof.kept
+    )
     comparer = _Comparer(pair, proof, tokens, devices.resolve(device), listener)
     return comparer.streamed(found, dtypes) if streamed else comparer.whole(found, dtypes)
 
@@ -173,6 +175,7 @@ class _Comparer:
             layer_of_base=self.proof.layer_of_base,
             progress=_by_layers(self.listener),
             more=self.proof.more,
+            kept=self.proof.kept,
             device=self.device,
         )
         return replace(
@@ -186,6 +189,8 @@ class _Comparer:
     def whole(self, found: Verification, dtypes: Sequence[str]) -> Verification:
         """Return `found` with the comparisons in memory, in one dtype after the other."""
         image = _Image() if self.pair.wordless else _Image.of(self.pair, streamed=False)
+        if self.proof.kept is not None:
+            image.leave_out("its prompt may have tokens that went")
         comparisons: list[Comparison] = []
         for dtype in dtypes:
             self.listener.say(f"comparing logits ({dtype}) on {self.tokens.source}")
@@ -205,10 +210,12 @@ class _Comparer:
 
     def _logits(self, dtype: str, image: _Image) -> list[LogitComparison]:
         """Compare the logits on the tokens, and on the prompt with a picture where the base reads one."""
-        from surgeon.models.compare import compare_models, load_pair
+        from surgeon.models.compare import compare_models, load_pair, trim_logits
 
         loaded = load_pair(self.pair.base, self.pair.out, dtype=dtype, device=self.device)
         more = self.proof.more
+        if self.proof.kept is not None:
+            trim_logits(loaded[0], self.proof.kept)
         compared = compare_models(*loaded, self.tokens.ids, more=more, device=self.device)
         return [*compared, *image.compared(*loaded, more=more, device=self.device)]
 
@@ -246,6 +253,12 @@ class _Image:
             found._note(why_not)
         return found
 
+    def leave_out(self, why_not: str) -> None:
+        """Compare nothing on it, and say why."""
+        if self.inputs is not None:
+            self.inputs = None
+            self._note(why_not)
+
     def compared(self, base: Any, out: Any, **options: Any) -> list[LogitComparison]:
         """The comparisons of two loaded models, none where the base cannot be run on it."""
         from surgeon.models.compare import compare_with_image
@@ -277,7 +290,8 @@ def _by_layers(listener: Listener) -> Callable[[int, int], None]:
 class _Static(NamedTuple):
     """What bytes prove, and what is promised: for every base layer, `layer_of_base` is its number in the output.
 
-    `more` is how many rows for tokens the output has that the base has not; `tail_alone` is that of `Verification`.
+    `more` is how many rows for tokens the output has that the base has not, `kept` are the base's ids of its tokens
+    where some were taken out; `tail_alone` is that of `Verification`.
     """
 
     promise: str
@@ -286,6 +300,7 @@ class _Static(NamedTuple):
     checks: list[Check]
     more: int
     tail_alone: bool
+    kept: tuple[int, ...] | None = None
 
 
 def _static(base: CheckpointFolder, out: CheckpointFolder, listener: Listener) -> _Static:
@@ -300,4 +315,6 @@ def _static(base: CheckpointFolder, out: CheckpointFolder, listener: Listener) -
     checks = check_static(drawn, manifest, base, out, advance=listener.advance)
     blueprint = drawn.blueprint
     trained, layers = bool(manifest.training), blueprint.layer_of_base
-    return _Static(blueprint.promise, trained, layers, checks, blueprint.more_rows, blueprint.tail_alone)
+    return _Static(
+        blueprint.promise, trained, layers, checks, blueprint.more_rows, blueprint.tail_alone, blueprint.kept_tokens
+    )

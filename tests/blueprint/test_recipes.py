@@ -46,6 +46,7 @@ from surgeon.blueprint.recipes import (
     average,
     columns,
     extended,
+    kept_rows,
     one_expert,
     per_layer,
     piled,
@@ -135,6 +136,7 @@ CASES: dict[str, Case] = {
         torch.cat([A[1:3], B[:2]]).reshape(2, 8),
         {"rows": [["a", 1, 3], ["b", 0, 2]], "still": True},
     ),
+    "kept rows": Case(kept_rows(base("a"), (0, 1, 4)), A[[0, 1, 4]], {"kept": OF_A, "rows": 3}),
     "slices": Case(sliced(base("a"), 2, 5), A[2:5], {"copy": "a", "rows": [2, 5]}),
     "slices again": Case(sliced(base("a"), 2, 5, again=True), A[2:5], {"again": "a", "rows": [2, 5]}),
     "columns of rows": Case(

@@ -104,7 +104,21 @@ def test_a_key_that_stands_in_a_section_is_sent_there() -> None:
     ]
 
 
-@pytest.mark.parametrize("text", ["merge_method: linear\nmodels: []\n", "slices: []\nmerge_method: passthrough\n"])
-def test_a_config_of_mergekit_is_recognised(text: str) -> None:
-    with pytest.raises(BadInput, match=r"a mergekit config.*surgeon plans"):
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("merge_method: linear\nmodels: []\n", "surgeon grows one model and merges none"),
+        ("slices: []\nmerge_method: passthrough\n", "stacked slices are `stack_layers`.*surgeon plans"),
+    ],
+)
+def test_a_config_of_mergekit_is_recognised(text: str, said: str) -> None:
+    with pytest.raises(BadInput, match=rf"a mergekit config.*{said}"):
         parse_plan(text)
+
+
+def test_what_is_missing_is_named_with_what_it_takes() -> None:
+    wrong = {"operations": [{"op": "widen_ffn", "by": 0}]}
+    assert refusal(Plan, wrong) == [
+        "file.yaml:1: `surgeon` is missing; it takes 1",
+        "file.yaml:1: `operations.0.by` is 0; it takes a whole number, at least 1 and at most 2,147,483,648",
+    ]

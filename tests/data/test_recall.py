@@ -193,11 +193,16 @@ def test_what_cannot_be_asked_is_refused(base: Path, tmp_path: Path) -> None:
         return str(refused.value)
 
     assert "give a name that ends in .jsonl" in refusal(to="memory.txt")
-    assert "12 tokens are fewer than one document of 16; ask for more, or set a smaller `length`" in refusal(tokens=12)
+    assert (
+        "12 tokens are fewer than one document of 16; ask for more tokens, or shorter documents (`length`)"
+        in refusal(tokens=12)
+    )
     assert "its context is 128 tokens, and `length` is 200" in refusal(length=200)
-    assert "`temperature` is 0; it should be greater than 0" in refusal(temperature=0)
-    both = "`top_p` is NaN; it should be less than or equal to 1\n`batch` is 0; it should be greater than or equal to 1"
-    assert refusal(top_p=float("nan"), batch=0) == both
+    assert "`temperature` is 0; it takes a number, above 0" in refusal(temperature=0)
+    assert refusal(top_p=float("nan"), batch=0).splitlines() == [
+        "`top_p` is NaN; it takes a number, above 0 and at most 1",
+        "`batch` is 0; it takes a whole number, at least 1 and at most 4,096",
+    ]
     assert "cannot read the file of `prompts` (No such file" in refusal(prompts=str(tmp_path / "none.txt"))
     (tmp_path / "blank.txt").write_text("\n \n")
     assert "no beginnings; write one a line" in refusal(prompts=str(tmp_path / "blank.txt"))

@@ -25,8 +25,8 @@ STATES: dict[str, Any] = {"op": "mixture_of_control", "rank": 4}
     ("operation", "words"),
     [
         (EXPERTS | {"threshold": 6}, ["`threshold` 6", "6 layers", "at most 5"]),
-        (EXPERTS | {"threshold": -1}, ["threshold", "greater than or equal to 0"]),
-        (EXPERTS | {"slots": 0}, ["slots", "greater than or equal to 1"]),
+        (EXPERTS | {"threshold": -1}, ["threshold", "at least 0"]),
+        (EXPERTS | {"slots": 0}, ["slots", "at least 1"]),
         (EXPERTS | {"targets": ["wq"]}, ["'wq'", "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"]),
         (EXPERTS | {"targets": ["input_layernorm"]}, ["'input_layernorm'", "no linear module"]),
         (EXPERTS | {"targets": ["q_proj", "q_proj"]}, ["twice"]),

@@ -86,7 +86,7 @@ def test_without_an_option_the_text_stays_as_it_was_written() -> None:
         ("operations.gated_adapters.size=1", "`operations` has 2 entries `gated_adapters`; give the number of one"),
         ("operations.1.size.half=1", "`operations.1.size` is a value, which has no keys; set it as it is"),
         ("operations.1.size=big", '`operations.1.size` is "big"; it takes a whole number, at least 1'),
-        ("operations.1.size=0", "`operations.1.size` is 0; it should be greater than or equal to 1"),
+        ("operations.1.size=0", "`operations.1.size` is 0; it takes a whole number, at least 1"),
         ("operations.1.size=010", "write the number `010` in plain decimal digits"),
         ("operations.0.interpolator.kind=lurp", "did you mean `lerp`?"),
         ("operations.0.op=control_lm", "unknown op `control_lm`; did you mean `control_llm`?"),

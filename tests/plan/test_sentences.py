@@ -72,6 +72,11 @@ OPERATIONS = [
         "op: insert_layers, where: {every_period: 1}, init: {kind: average}",
         "init average is made from both sides of a gap, a whole period from the one below it:",
     ),
+    ("op: trim_vocabulary", "name what stays: `text`, `tokens` or `scripts`, or several of them"),
+    (
+        "op: trim_vocabulary, tokens: [a], most: 3",
+        "`least` and `most` count tokens of `text`; name one",
+    ),
     (
         "op: grow_vocabulary, tokens: {learn: a.txt, count: 3}",
         "`how: unseen` needs `keep`, the text that is to tokenise as before",

@@ -48,6 +48,12 @@ def test_merge_folds_branches_and_measures(base: Path, plan: Callable[..., Path]
     assert config == native
 
 
+def test_a_model_without_branches_is_named_and_no_plan_that_nobody_wrote(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(BadInput) as refused:
+        surgeon.merge(base, tmp_path / "merged")
+    assert str(refused.value) == f"{base}: there is no control block to merge in this model"
+
+
 class Tanh(Interpolation):
     """A learned α that is no logit's sigmoid: ½ (1 + tanh c)."""
 

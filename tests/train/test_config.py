@@ -103,7 +103,10 @@ def test_every_default_can_be_overridden(tmp_path: Path) -> None:
         (("steps: 100", "step: 100"), "train.yaml:2: unknown key `step`; did you mean `steps`?"),
         (("share: 0.9", "shares: 0.9"), "train.yaml:4: unknown key `shares`; did you mean `share`?"),
         (("name: en", "name: fr"), "two sources are called 'fr'"),
-        (("steps: 100", "steps: 100\noptimizer: {lr: 0}"), "train.yaml:3: `optimizer.lr` is 0; it should be greater"),
+        (
+            ("steps: 100", "steps: 100\noptimizer: {lr: 0}"),
+            "train.yaml:3: `optimizer.lr` is 0; it takes a number, above 0",
+        ),
         (("steps: 100", "steps: 100\nwhat: frist"), "train.yaml:3: `what` is"),
         (("steps: 100", "steps: 100\nattention: spda"), "train.yaml:3: `attention` is spda; did you mean `sdpa`?"),
         (("steps: 100", "steps: 100\nreport_to: [tensorbord]"), "tensorbord: no tracker of that name; did you mean"),

@@ -155,7 +155,7 @@ def test_a_run_under_flash_attention_is_eagers(
         changes = {"attention": attention, "preserve": {"loss": "kl", "weight": 5.0}, "steps": 3}
         said, run = lines_of(tmp_path, attention, **changes)
         (line,) = [line for line in said if line.startswith("documents packed")]
-        assert f"without attention across them ({attention}), 24 tokens a sequence; other neighbours" in line
+        assert f"without attention across them ({attention}), 24 tokens a sequence; measured: other neighbours" in line
         assert "by 0 (no bit)" in line
         curves.append([entry["loss"] for entry in run.log if "loss" in entry])
         curves[-1] += [before for before, _ in run.losses.values()]

@@ -255,7 +255,7 @@ def test_what_cannot_be_is_refused(made: Path, tmp_path: Path) -> None:
     assert "train.yaml:" in (said := refusal(sources=new, preserve={}))
     assert "no source has the role `original`; add one (`surgeon recall` has the base write it)" in said
     assert "did you mean `reverse_kl`" in refusal(preserve={"loss": "revers_kl"})
-    assert "`preserve.weight` is 0; it should be greater than 0" in refusal(preserve={"weight": 0})
+    assert "`preserve.weight` is 0; it takes a number, above 0" in refusal(preserve={"weight": 0})
     said = refusal(preserve={"teacher": "other"})
     assert "`preserve.teacher` is 'other'" in said or "preserve.teacher" in said
     # Without one of its layers the base is not in it.

@@ -6,7 +6,17 @@ A new one is a class derived from `Recipe`, here or in a plugin; nothing else ne
 from surgeon.blueprint.recipes.adapted import Adapted, Product, Rounding, Step, Trained
 from surgeon.blueprint.recipes.alignment import IDENTITY, Block, MapRef
 from surgeon.blueprint.recipes.constants import Constant
-from surgeon.blueprint.recipes.copies import Copy, per_layer, renamed, rows, sliced, sliced_columns, whole
+from surgeon.blueprint.recipes.copies import (
+    Copy,
+    KeptRows,
+    kept_rows,
+    per_layer,
+    renamed,
+    rows,
+    sliced,
+    sliced_columns,
+    whole,
+)
 from surgeon.blueprint.recipes.couplings import Coupling, TextSupport, WholeHeads
 from surgeon.blueprint.recipes.drawn import Noised, Random, Shuffled
 from surgeon.blueprint.recipes.elsewhere import Dequantised, Imported, Prompted
@@ -33,6 +43,7 @@ __all__ = [
     "Imported",
     "Interpolated",
     "Joined",
+    "KeptRows",
     "MapRef",
     "Matched",
     "Means",
@@ -56,6 +67,7 @@ __all__ = [
     "average",
     "columns",
     "extended",
+    "kept_rows",
     "one_expert",
     "per_layer",
     "piled",

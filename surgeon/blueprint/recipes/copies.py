@@ -79,6 +79,25 @@ class Copy(Recipe):
         return Copy(found.spans, self.dtype, shape)
 
 
+@dataclass(frozen=True)
+class KeptRows(Copy):
+    """Rows of a tensor of the base, one below the other: those of the tokens that stay, by their `numbers` there."""
+
+    tensor: str = ""
+    numbers: tuple[int, ...] = ()
+
+    def own_words(self) -> Words:
+        """The tensor, and how many rows; which, the facts of the operation say."""
+        return (("kept", {"copy": self.tensor}), ("rows", len(self.numbers)))
+
+
+def kept_rows(of: Copy, numbers: Sequence[int]) -> KeptRows:
+    """Those rows of a tensor; what trains leaves them as they are."""
+    found = indices(_name(of), of.shape, DTYPE_BITS[of.dtype], 0, numbers)
+    shape = (len(numbers), *of.shape[1:])
+    return KeptRows(found.spans, of.dtype, shape, trains=False, tensor=_name(of), numbers=tuple(numbers))
+
+
 def per_layer(of: Copy, axis: int, count: int, order: Sequence[int]) -> Copy:
     """The parts that `of` holds for each of `count` layers along `axis`: part `n` of the result is part `order[n]`."""
     size = of.shape[axis] // count

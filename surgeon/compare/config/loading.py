@@ -64,6 +64,12 @@ class LoadedStudy:
         operations = {name: loaded.plan.operations for name, loaded in self.plans.items()}
         return frozenset(name for name, each in operations.items() if any(op.op == _GATE for op in each))
 
+    @property
+    def shown(self) -> str:
+        """What errors call the study: its name where it ships with surgeon, else its file."""
+        names = (name for name, path in shipped_studies().items() if path == self.source)
+        return next(names, printable(str(self.source)))
+
     def where(self, *place: str | int) -> str:
         """How an error about a key begins: the file and line, or the option that set it."""
         return place_of(place, self.lines, str(self.source), self.given)
@@ -126,10 +132,10 @@ def load_study(
     loaded = LoadedStudy(config, path, lines, given, {})
     wrong: list[str] = []
     if not config.new:
-        wrong.append(f"{printable(str(path))}: no text to learn; give `new:`, or --new FILE")
+        wrong.append(f"{loaded.shown}: no text to learn; give `new:`, or --new FILE")
     if not config.original and not config.replayed and study_replays(config):
         wrong.append(
-            f"{printable(str(path))}: a remedy replays text, and the study has none; give `original:` (--original"
+            f"{loaded.shown}: a remedy replays text, and the study has none; give `original:` (--original"
             " FILE), or let the remedy replay what the base writes (`source: recall`)"
         )
     wrong += _absent(loaded)

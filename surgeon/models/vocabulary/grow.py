@@ -18,10 +18,12 @@ from pathlib import Path
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, GrownVocabulary, NewToken, TokenizerJson, grown_files
+from surgeon.common.listener import Listener, Quiet
 from surgeon.errors import BadInput, printable
 from surgeon.models.tokenizer import Tokenizer, open_tokenizer
-from surgeon.models.vocabulary.growing import Old
+from surgeon.models.vocabulary.growing import New, Old
 from surgeon.models.vocabulary.learned import LearnedTokens, learned
+from surgeon.models.vocabulary.learned_before import learned_once
 from surgeon.models.vocabulary.requested_words import Listed, check_words, marked_once, requested_tokens
 from surgeon.models.vocabulary.texts import measured_text, named
 
@@ -44,6 +46,7 @@ def grow(
     rows: int,
     measure: Sequence[Path] = (),
     listed: Listed = _OF_THE_PLAN,
+    listener: Listener | None = None,
 ) -> Grown:
     """Grow the tokenizer in `base` by the tokens of `wanted`.
 
@@ -53,22 +56,18 @@ def grow(
         rows: the model's rows of embeddings.
         measure: texts on which the change is measured, beside those of `wanted`.
         listed: which file or plan lists the words.
+        listener: what hears how far it is.
 
     Raises:
         BadInput: the base has no tokenizer.json, more tokens than rows, or a kind that cannot grow; or a token cannot
             be added.
     """
-    if TOKENIZER_FILE not in base.side_files:
-        raise BadInput(
-            f"{base.source.shown}: no {TOKENIZER_FILE}, and a vocabulary grows in it; save the tokenizer with"
-            " transformers once (`AutoTokenizer.from_pretrained(BASE).save_pretrained(BASE)`)"
-        )
-    files = {name: base.read_side_file(name) for name in base.side_files}
-    old = Old(TokenizerJson.parse(files[TOKENIZER_FILE]), base.source.shown, rows)
-    with _opened(files, base) as tokenizer:
+    files, read = tokenizer_json(base)
+    old = Old(read, base.source.shown, rows)
+    with opened_files(files, base) as tokenizer:
         old.ask(tokenizer)
         if isinstance(wanted, LearnedTokens):
-            new = learned(old, tokenizer, wanted)
+            new = _learned(old, tokenizer, wanted, files, listener or Quiet())
             texts = [("learned from", wanted.learn), ("kept", wanted.keep), ("measured", tuple(measure))]
             how = {
                 "unseen": f"pairs that never occur in {named(wanted.keep)}",
@@ -80,7 +79,7 @@ def grow(
             new = requested_tokens(old, tokenizer, wanted, listed)
             texts, how = [("measured", tuple(measure))], "the words asked for"
         grown, inserted = grown_files(files, old.taken, rows, new.tokens)
-        with _opened(files | grown, base) as after:
+        with opened_files(files | grown, base) as after:
             _check_ids(old, new.tokens, after)
             if not isinstance(wanted, LearnedTokens):
                 check_words(wanted, after, rows, listed)
@@ -96,6 +95,18 @@ def grow(
     return Grown(facts, grown, tuple(token.content for token in new.tokens))
 
 
+def _learned(
+    old: Old, tokenizer: Tokenizer, wanted: LearnedTokens, files: Mapping[str, bytes], listener: Listener
+) -> New:
+    """The pieces to add: those of an earlier call where tokenizer, texts and settings are the same."""
+    new, before = learned_once(files, old.rows, wanted, lambda: learned(old, tokenizer, wanted, listener))
+    if before:
+        listener.say(
+            f"{len(new.tokens):,} tokens were learned from {named(wanted.learn)} before, and kept in the cache"
+        )
+    return new
+
+
 def _check_ids(old: Old, tokens: Sequence[NewToken], after: Tokenizer) -> None:
     """BadInput where transformers gives an old or a new token another id than it should have."""
     found = after.vocabulary()
@@ -109,8 +120,19 @@ def _check_ids(old: Old, tokens: Sequence[NewToken], after: Tokenizer) -> None:
             )
 
 
+def tokenizer_json(base: CheckpointFolder) -> tuple[dict[str, bytes], TokenizerJson]:
+    """The side files of `base` by name, and its tokenizer.json. Raises BadInput where it has none of a known kind."""
+    if TOKENIZER_FILE not in base.side_files:
+        raise BadInput(
+            f"{base.source.shown}: no {TOKENIZER_FILE}, and a vocabulary changes in it; save the tokenizer with"
+            " transformers once (`AutoTokenizer.from_pretrained(BASE).save_pretrained(BASE)`)"
+        )
+    files = {name: base.read_side_file(name) for name in base.side_files}
+    return files, TokenizerJson.parse(files[TOKENIZER_FILE])
+
+
 @contextlib.contextmanager
-def _opened(files: Mapping[str, bytes], base: CheckpointFolder) -> Iterator[Tokenizer]:
+def opened_files(files: Mapping[str, bytes], base: CheckpointFolder) -> Iterator[Tokenizer]:
     """The tokenizer that transformers makes of side files. Raises BadInput where it makes none, or a slow one."""
     with tempfile.TemporaryDirectory(prefix="surgeon-tokenizer-") as room:
         folder = Path(room) / "tokenizer"
@@ -123,5 +145,5 @@ def _opened(files: Mapping[str, bytes], base: CheckpointFolder) -> Iterator[Toke
         tokenizer, why_not = open_tokenizer(folder)
         if tokenizer is None or not tokenizer.is_fast:
             why = (why_not or f"it is not made of {TOKENIZER_FILE}").replace(str(folder), base.source.shown)
-            raise BadInput(f"{base.source.shown}: its vocabulary cannot grow: {why}")
+            raise BadInput(f"{base.source.shown}: its vocabulary cannot change: {why}")
         yield tokenizer

@@ -1,4 +1,4 @@
-"""Texts as a tokenizer cuts them: their words, and what a growth makes of them."""
+"""Texts as a tokenizer cuts them: their words, and what a change makes of them."""
 
 from __future__ import annotations
 
@@ -8,20 +8,35 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from surgeon.checkpoint.tokenizer_files import MeasuredText
+from surgeon.common.formatting import size
+from surgeon.common.listener import Listener
 from surgeon.errors import printable
 from surgeon.models.tokenizer import Tokenizer
 from surgeon.models.tokens import documents_of
 
-# Characters that are asked of a tokenizer at once, and of a text on which is measured what a growth makes of it.
+# Characters that are asked of a tokenizer at once, and of a text on which is measured what a change makes of it.
 _AT_ONCE = 1 << 20
 _MEASURED = 1 << 21
 
 
-def counted_words(tokenizer: Tokenizer, paths: Sequence[Path]) -> Counter[str]:
+def counted_words(tokenizer: Tokenizer, paths: Sequence[Path], listener: Listener) -> Counter[str]:
     """The words of texts, and how often each occurs."""
     counted: Counter[str] = Counter()
+    total = sum(path.stat().st_size for path in paths)
+    listener.say(f"counting the words of {named(paths)} ({size(total)})")
+    listener.begin("counting words", total)
     for batch in _batches(_texts(paths)):
         counted.update(tokenizer.words(batch))
+        listener.advance(sum(len(text.encode()) for text in batch))
+    return counted
+
+
+def counted_tokens(tokenizer: Tokenizer, paths: Sequence[Path]) -> Counter[int]:
+    """The tokens of texts, and how often each occurs."""
+    counted: Counter[int] = Counter()
+    for batch in _batches(_texts(paths)):
+        for ids in tokenizer.many(batch):
+            counted.update(ids)
     return counted
 
 
@@ -41,26 +56,29 @@ def _texts(paths: Sequence[Path]) -> Iterator[str]:
 def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
     """Texts in lists of about `_AT_ONCE` characters; a longer one is cut at ends of lines."""
     batch: list[str] = []
-    size = 0
+    characters = 0
     for text in texts:
         for part in [text] if len(text) <= _AT_ONCE else text.splitlines(keepends=True):
             batch.append(part)
-            size += len(part)
-            if size >= _AT_ONCE:
+            characters += len(part)
+            if characters >= _AT_ONCE:
                 yield batch
-                batch, size = [], 0
+                batch, characters = [], 0
     if batch:
         yield batch
 
 
-def measured_text(use: str, paths: Sequence[Path], before: Tokenizer, after: Tokenizer) -> MeasuredText:
-    """Measure what the growth makes of the beginning of a text, `_MEASURED` characters of it.
+def measured_text(
+    use: str, paths: Sequence[Path], before: Tokenizer, after: Tokenizer, kept: Sequence[int] | None = None
+) -> MeasuredText:
+    """Measure what a change makes of the beginning of a text, `_MEASURED` characters of it.
 
     Args:
         use: what the text is for.
         paths: its files.
         before: the tokenizer of the base.
-        after: the grown one.
+        after: the changed one.
+        kept: the base's id of each of its tokens, where these have other ids.
     """
     left = _MEASURED
     documents = unchanged = words = old_tokens = new_tokens = 0
@@ -68,19 +86,24 @@ def measured_text(use: str, paths: Sequence[Path], before: Tokenizer, after: Tok
         part = list(_within(batch, left))
         for text, one, other in zip(part, before.many(part), after.many(part), strict=True):
             documents += 1
-            unchanged += one == other
+            unchanged += one == (other if kept is None else [kept[number] for number in other])
             words += len(text.split())
             old_tokens += len(one)
             new_tokens += len(other)
             left -= len(text)
         if left <= 0:
             break
+    return MeasuredText(use, named(paths), digest_of(paths), documents, unchanged, words, old_tokens, new_tokens)
+
+
+def digest_of(paths: Sequence[Path]) -> str:
+    """The sha256 of the files' bytes, one after the other."""
     digest = hashlib.sha256()
     for path in paths:
         with path.open("rb") as file:
             while chunk := file.read(1 << 20):
                 digest.update(chunk)
-    return MeasuredText(use, named(paths), digest.hexdigest(), documents, unchanged, words, old_tokens, new_tokens)
+    return digest.hexdigest()
 
 
 def _within(batch: Sequence[str], left: int) -> Iterator[str]:

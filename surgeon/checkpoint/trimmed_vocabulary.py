@@ -1,0 +1,325 @@
+"""A tokenizer with fewer tokens: what must stay with some that stay, and its files with ids that have no gaps.
+
+The tokens that stay keep their order, so the new id of one is its place among them. All of it follows from the base's
+files and those ids alone, so `verify` makes the files again and compares them.
+
+A text all of whose tokens stay is cut as before. BPE carries out, of all merges that it could, the one that was learnt
+first; those that led to a token that stays are here, and none that was not there. WordPiece takes the longest piece
+that it knows, Unigram the best path: with fewer to choose from, what was chosen stays the choice.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
+from surgeon.checkpoint.strict_json import parse_json_strict
+from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, TokenizerJson
+from surgeon.errors import BadInput, printable
+
+# Tokenizer files of other programs, which hold a vocabulary of their own.
+OTHER_VOCABULARIES = (".model", ".tiktoken", "tekken.json")
+# What says which tokens are special: settings of the tokenizer, of answers, of pictures.
+_SETTINGS = ("tokenizer_config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json")
+_IDS = ("_token_id", "_token_ids", "_token_index", "_token_indices")
+_LISTS = frozenset({"suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "force_words_ids"})
+# Ids beside places or numbers.
+_MIXED = frozenset({"forced_decoder_ids", "sequence_bias"})
+# Entries by their ids.
+_ADDED = "added_tokens_decoder"
+_MOST_ITEMS = 8_000_000
+
+
+def renumbered(data: Any, change: Callable[[int], int]) -> Any:
+    """JSON data with the ids in it changed: values of keys that end in `_token_id` and the like, at any depth."""
+    if isinstance(data, list):
+        return [renumbered(each, change) for each in data]
+    if not isinstance(data, Mapping):
+        return data
+    return {key: _ids(value, change) if _names_ids(key) else renumbered(value, change) for key, value in data.items()}
+
+
+def with_tokens(config: Mapping[str, Any], kept: Sequence[int]) -> dict[str, Any]:
+    """A config.json whose ids are those of the tokens `kept`; what is no id of the base's stays: -1, or one beyond."""
+    new = {old: number for number, old in enumerate(kept)}
+    made: dict[str, Any] = renumbered(config, lambda number: new.get(number, number))
+    return made
+
+
+def ids_in(data: Any, file: str) -> set[int]:
+    """The ids in JSON data, as `renumbered` finds them. Raises BadInput for settings that mix them with numbers."""
+    found: set[int] = set()
+
+    def note(number: int) -> int:
+        found.add(number)
+        return number
+
+    for name, value in _members(data):
+        if name in _MIXED and value:
+            raise BadInput(f"{printable(file)}: `{name}` mixes ids with other numbers; take it out before trimming")
+        if name == "vocabulary_map" and value:
+            raise BadInput(f"{printable(file)}: `{name}` maps tokens of pictures to words by their ids; not supported")
+    renumbered(data, note)
+    return found
+
+
+def _members(data: Any) -> Iterator[tuple[str, Any]]:
+    """Every key and value, at any depth."""
+    for name, value in data.items() if isinstance(data, Mapping) else ():
+        yield name, value
+        yield from _members(value)
+    for each in data if isinstance(data, list) else ():
+        yield from _members(each)
+
+
+def _names_ids(key: object) -> bool:
+    return isinstance(key, str) and (key.endswith(_IDS) or key in _LISTS)
+
+
+def _ids(value: Any, change: Callable[[int], int]) -> Any:
+    if isinstance(value, list):
+        return [_ids(each, change) for each in value]
+    # True is a number to Python.
+    return change(value) if type(value) is int else value
+
+
+@dataclass(frozen=True)
+class Merges:
+    """The merges of a BPE by their pairs, the first ones the lowest, and the tokens that they lead to."""
+
+    read: TokenizerJson
+
+    @cached_property
+    def pairs(self) -> list[tuple[str, str]]:
+        """Every merge, in the file's order. Raises BadInput where one is no pair."""
+        try:
+            return [
+                (one, other)
+                for one, other in (
+                    each.split(" ") if isinstance(each, str) else each for each in self.read.model.get("merges") or ()
+                )
+            ]
+        except (TypeError, ValueError):
+            raise BadInput(f"{TOKENIZER_FILE}: a merge is no pair of pieces; get the model's own file") from None
+
+    @cached_property
+    def ranks(self) -> dict[tuple[str, str], int]:
+        """The place of each pair."""
+        return {pair: rank for rank, pair in enumerate(self.pairs)}
+
+    def parts(self, content: str) -> set[str]:
+        """The pieces on the way from characters to a token, itself and characters among them.
+
+        Only itself where its merges lead to other tokens: then it is never made of text by merges.
+        """
+        pieces, seen = list(content), {content, *content}
+        while len(pieces) > 1:
+            ranked = [
+                (rank, at)
+                for at in range(len(pieces) - 1)
+                if (rank := self.ranks.get((pieces[at], pieces[at + 1]))) is not None
+            ]
+            if not ranked:
+                return {content}
+            _, at = min(ranked)
+            pieces[at : at + 2] = [pieces[at] + pieces[at + 1]]
+            seen.add(pieces[at])
+        return seen
+
+
+@dataclass(frozen=True)
+class Closure:
+    """What must stay with a token so that texts of tokens that stay are cut as before."""
+
+    read: TokenizerJson
+
+    def check(self) -> None:
+        """Raise BadInput for a tokenizer of which it is not known."""
+        for key in ("continuing_subword_prefix", "end_of_word_suffix"):
+            if self.read.kind == "BPE" and self.read.model.get(key):
+                raise BadInput(
+                    f"{TOKENIZER_FILE}: its BPE has a `{key}`, of which surgeon does not know what merges need; such a"
+                    " vocabulary cannot be trimmed"
+                )
+
+    @cached_property
+    def _merges(self) -> Merges:
+        return Merges(self.read)
+
+    @cached_property
+    def _contents(self) -> dict[int, str]:
+        return {number: content for content, number in self.read.vocabulary.items()}
+
+    def of(self, number: int) -> set[int]:
+        """A token and, of a BPE, those that it is merged from."""
+        content = self._contents.get(number)
+        if content is None or self.read.kind != "BPE":
+            return {number}
+        vocabulary = self.read.vocabulary
+        return {number} | {vocabulary[part] for part in self._merges.parts(content) if part in vocabulary}
+
+    def always(self) -> set[int]:
+        """Tokens that every text may need: single bytes, what stands for unknown ones, and a Unigram's worst piece.
+
+        By the worst piece's score it counts what an unknown character costs.
+        """
+        read = self.read
+        found = set(read.byte_tokens)
+        if read.byte_level:
+            found |= {read.vocabulary[each] for each in byte_characters().values() if each in read.vocabulary}
+        unknown = read.model.get("unk_token")
+        if isinstance(unknown, str) and unknown in read.vocabulary:
+            found.add(read.vocabulary[unknown])
+        if read.kind == "Unigram":
+            if isinstance(number := read.model.get("unk_id"), int):
+                found.add(number)
+            found.add(read.vocabulary[min(read.scores, key=read.scores.__getitem__)])
+        return found
+
+
+def byte_characters() -> dict[int, str]:
+    """The character by which a byte-level vocabulary writes each byte (GPT-2's table)."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {byte: chr(byte) for byte in plain} | {byte: chr(256 + nth) for nth, byte in enumerate(others)}
+
+
+def ids_of_file(name: str, content: bytes) -> set[int]:
+    """The ids that a small file of a base names beside its vocabulary, which must stay. Raises BadInput."""
+    if name == TOKENIZER_FILE:
+        data = _parsed(name, content)
+        found = ids_in({key: data[key] for key in ("padding", "truncation") if key in data}, name)
+        found |= {pad} if type(pad := (data.get("padding") or {}).get("pad_id")) is int else set()
+
+        def note(number: int) -> int:
+            found.add(number)
+            return number
+
+        _processed(data.get("post_processor"), note)
+        return found | {entry["id"] for entry in data.get("added_tokens") or ()}
+    if name not in _SETTINGS:
+        return set()
+    data = _parsed(name, content)
+    return ids_in(data, name) | {int(number) for number in data.get(_ADDED) or () if number.isdecimal()}
+
+
+def trimmed_files(files: Mapping[str, bytes], kept: Sequence[int]) -> dict[str, bytes | None]:
+    """The side files of a base that change where the tokens `kept` stay; None: the output is without this one.
+
+    `files` are the base's by name. Raises BadInput for a file that cannot be read.
+    """
+    new = {old: number for number, old in enumerate(kept)}
+
+    def change(number: int) -> int:
+        # What is no id of the base's stays: -1, or a mark beyond the vocabulary.
+        return new.get(number, number)
+
+    made: dict[str, bytes | None] = {}
+    for name, content in files.items():
+        if name == TOKENIZER_FILE:
+            made[name] = _trimmed_json(content, new, change)
+        elif name.endswith(OTHER_VOCABULARIES):
+            made[name] = None
+        elif name in _SETTINGS:
+            made[name] = _with_ids(name, content, change)
+        elif name in ("vocab.json", "added_tokens.json"):
+            vocabulary = _parsed(name, content)
+            made[name] = _json({token: new[number] for token, number in vocabulary.items() if number in new})
+        elif name == "vocab.txt":
+            lines = content.decode().splitlines()
+            made[name] = "".join(f"{line}\n" for nth, line in enumerate(lines) if nth in new).encode()
+        elif name == "merges.txt":
+            made[name] = _trimmed_merges(content, files, new)
+    return {name: content for name, content in made.items() if content != files[name]}
+
+
+def _with_ids(name: str, content: bytes, change: Callable[[int], int]) -> bytes:
+    data = _parsed(name, content)
+    made = renumbered(data, change)
+    if isinstance(entries := data.get(_ADDED), Mapping):
+        made[_ADDED] = {str(change(int(n))) if n.isdecimal() else n: entry for n, entry in entries.items()}
+    return content if made == data else _json(made)
+
+
+def _trimmed_json(content: bytes, new: Mapping[int, int], change: Callable[[int], int]) -> bytes:
+    data = _parsed(TOKENIZER_FILE, content)
+    read = TokenizerJson.parse(content)
+    model = dict(data["model"])
+    if isinstance(model["vocab"], list):
+        model["vocab"] = [piece for number, piece in enumerate(model["vocab"]) if number in new]
+        if isinstance(model.get("unk_id"), int):
+            model["unk_id"] = change(model["unk_id"])
+    else:
+        model["vocab"] = {token: new[number] for token, number in model["vocab"].items() if number in new}
+    if read.kind == "BPE":
+        stays = _staying(read, new)
+        model["merges"] = [each for each, pair in zip(model["merges"], Merges(read).pairs, strict=True) if stays(pair)]
+    made = data | {"model": model, "post_processor": _processed(data.get("post_processor"), change)}
+    if made.get("added_tokens"):
+        made["added_tokens"] = [entry | {"id": change(entry["id"])} for entry in data["added_tokens"]]
+    if isinstance(padding := data.get("padding"), dict) and type(padding.get("pad_id")) is int:
+        made["padding"] = padding | {"pad_id": change(padding["pad_id"])}
+    return _json(made)
+
+
+def _staying(read: TokenizerJson, new: Mapping[int, int]) -> Callable[[tuple[str, str]], bool]:
+    """Whether a merge is of two tokens that stay, into one that stays."""
+    there = {token for token, number in read.vocabulary.items() if number in new}
+    return lambda pair: pair[0] in there and pair[1] in there and pair[0] + pair[1] in there
+
+
+def _trimmed_merges(content: bytes, files: Mapping[str, bytes], new: Mapping[int, int]) -> bytes:
+    stays = _staying(TokenizerJson.parse(files[TOKENIZER_FILE]), new)
+    lines = []
+    for line in content.decode().splitlines():
+        pair = line.split(" ")
+        if line.startswith("#version") or (len(pair) == 2 and stays((pair[0], pair[1]))):
+            lines.append(line)
+    return "".join(f"{line}\n" for line in lines).encode()
+
+
+def _processed(data: Any, change: Callable[[int], int]) -> Any:
+    """What puts special tokens around a text, with their ids changed."""
+    if not isinstance(data, dict):
+        return data
+    made = dict(data)
+    for name in ("sep", "cls"):
+        if isinstance(pair := data.get(name), list) and len(pair) == 2 and type(pair[1]) is int:
+            made[name] = [pair[0], change(pair[1])]
+    if isinstance(named := data.get("special_tokens"), dict):
+        made["special_tokens"] = {
+            token: entry | {"ids": [change(number) for number in entry["ids"]]} for token, entry in named.items()
+        }
+    if isinstance(inner := data.get("processors"), list):
+        made["processors"] = [_processed(each, change) for each in inner]
+    return made
+
+
+def _parsed(name: str, content: bytes) -> dict[str, Any]:
+    data = parse_json_strict(content, file=name, max_bytes=MAX_SIDE_FILE_BYTES, max_items=_MOST_ITEMS)
+    if not isinstance(data, dict):
+        raise BadInput(f"{printable(name)}: no JSON object; get the model's own file")
+    return data
+
+
+def _json(data: Any) -> bytes:
+    return (json.dumps(data, ensure_ascii=False, indent=2) + "\n").encode()
+
+
+def to_bits(kept: Iterable[int], rows: int) -> str:
+    """Ids as hexadecimal digits: bit n of the number that they write is set where id n stays."""
+    flags = bytearray((rows + 7) // 8)
+    for number in kept:
+        flags[number // 8] |= 1 << number % 8
+    bits = int.from_bytes(flags, "little")
+    return f"{bits:0{(rows + 3) // 4}x}"
+
+
+def from_bits(bits: str) -> tuple[int, ...]:
+    """The ids that `to_bits` wrote, in their order."""
+    flags = int(bits, 16).to_bytes((len(bits) + 1) // 2, "little")
+    return tuple(8 * nth + bit for nth, byte in enumerate(flags) if byte for bit in range(8) if byte >> bit & 1)

@@ -1,0 +1,258 @@
+"""Trimming a tokenizer: which tokens stay, and what that makes of texts."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, MeasuredText
+from surgeon.checkpoint.trimmed_vocabulary import Closure, byte_characters, ids_in, ids_of_file, trimmed_files
+from surgeon.errors import BadInput, printable
+from surgeon.models.templates import TEMPLATE_FILE
+from surgeon.models.tokenizer import Tokenizer
+from surgeon.models.vocabulary.grow import opened_files, tokenizer_json
+from surgeon.models.vocabulary.growing import Old
+from surgeon.models.vocabulary.texts import counted_tokens, measured_text, named
+
+_LARGEST = 0x110000
+# Chats as templates expect them; one that refuses a kind of turn is asked for the others.
+_CHATS: tuple[tuple[dict[str, str], ...], ...] = (
+    ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}),
+    ({"role": "system", "content": "s"}, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}),
+)
+_CODE = re.compile(r"\{%.*?%\}|\{\{.*?\}\}|\{#.*?#\}", re.DOTALL)
+_QUOTED = re.compile(r"'((?:[^'\\]|\\.)*)'|\"((?:[^\"\\]|\\.)*)\"", re.DOTALL)
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r"}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which tokens stay: those that texts use so often, those of listed words, those of scripts."""
+
+    texts: tuple[Path, ...] = ()
+    least: int = 1
+    most: int | None = None
+    words: tuple[str, ...] = ()
+    scripts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Trimmed:
+    """A trim: the ids that stay in their order, why each group does, and what that makes of texts."""
+
+    kind: str
+    how: str
+    kept: tuple[int, ...]
+    files: Mapping[str, bytes | None]
+    measured: tuple[MeasuredText, ...]
+
+
+@dataclass
+class _Staying:
+    """The ids that stay so far, with what must stay with them."""
+
+    closure: Closure
+    rows: int
+    ids: set[int] = field(default_factory=set)
+
+    def add(self, numbers: Iterable[int]) -> int:
+        """Keep these too; return how many ids that added."""
+        before = len(self.ids)
+        for number in numbers:
+            if number not in self.ids and 0 <= number < self.rows:
+                self.ids |= self.closure.of(number)
+        return len(self.ids) - before
+
+    def fill(self, room: int, order: Sequence[int]) -> None:
+        """Keep `room` more ids, of `order` those first that need none that would be too many."""
+        while room:
+            before = room
+            for number in order:
+                more = self.closure.of(number) - self.ids
+                if more and len(more) <= room:
+                    self.ids |= more
+                    room -= len(more)
+            if room == before:
+                break
+        # No tokens are left: rows that no token uses.
+        rest = (number for number in range(self.rows) if number not in self.ids)
+        self.ids.update(number for number, _ in zip(rest, range(room), strict=False))
+
+
+def trim(base: CheckpointFolder, wanted: Wanted, *, rows: int, multiple: int, measure: Sequence[Path] = ()) -> Trimmed:
+    """Find the tokens of `base` that stay, and make the files that have no others.
+
+    Args:
+        base: the checkpoint.
+        wanted: the tokens of the plan.
+        rows: the model's rows of embeddings.
+        multiple: the number of rows that stay is one of this.
+        measure: texts on which the change is measured, beside those of `wanted`.
+
+    Raises:
+        BadInput: the base has no tokenizer.json, or one of a kind that cannot be trimmed; or no row would go.
+    """
+    files, read = tokenizer_json(base)
+    old = Old(read, base.source.shown, rows)
+    closure = Closure(read)
+    closure.check()
+    staying = _Staying(closure, rows)
+    with opened_files(files, base) as tokenizer:
+        old.ask(tokenizer)
+        counts = counted_tokens(tokenizer, wanted.texts)
+        said = _keep_wanted(staying, wanted, old, tokenizer, counts)
+        said.append(_keep_needed(staying, base, files, tokenizer))
+        count = len(staying.ids)
+        tokens = sorted(set(old.taken.values()) - staying.ids, key=lambda number: (-counts[number], number))
+        staying.fill(-count % multiple, tokens)
+        if len(staying.ids) > count:
+            said.append(f"{len(staying.ids) - count} more up to a multiple of {multiple}")
+        kept = tuple(sorted(staying.ids))
+        if len(kept) >= rows:
+            raise BadInput(
+                f"{base.source.shown}: all {rows} rows would stay, so there is nothing to trim; keep fewer tokens"
+                f" (`least`, `most`), or lower `pad_to_multiple_of` ({multiple})"
+            )
+        made = trimmed_files(files, kept)
+        there = {name: content for name, content in (files | made).items() if content is not None}
+        with opened_files(there, base) as after:
+            check_ids(old, kept, after)
+            texts = [("kept", wanted.texts), ("measured", tuple(measure))]
+            measured = tuple(measured_text(use, paths, tokenizer, after, kept) for use, paths in texts if paths)
+    kind = "byte-level BPE" if read.byte_level else read.kind
+    return Trimmed(kind, ", ".join(said), kept, made, measured)
+
+
+def _keep_wanted(
+    staying: _Staying, wanted: Wanted, old: Old, tokenizer: Tokenizer, counts: Mapping[int, int]
+) -> list[str]:
+    """Keep what the plan names; return what each part of it is, in words."""
+    said: list[str] = []
+    named_ids: set[int] = set()
+    if wanted.texts:
+        used = sorted((n for n, count in counts.items() if count >= wanted.least), key=lambda n: (-counts[n], n))
+        chosen = used[: wanted.most]
+        named_ids |= {*chosen}
+        often = "" if wanted.least == 1 else f", each {wanted.least} times or more"
+        said.append(f"{len(chosen):,} of {len(counts):,} tokens of {named(wanted.texts)}{often}")
+    if wanted.words:
+        found = {number for ids in tokenizer.many(wanted.words) for number in ids}
+        named_ids |= found
+        said.append(f"{len(found):,} tokens of {len(wanted.words):,} listed words")
+    if wanted.scripts:
+        found = _of_scripts(old, wanted.scripts)
+        named_ids |= found
+        said.append(f"{len(found):,} tokens of {', '.join(wanted.scripts)}")
+    if more := staying.add(named_ids) - len(named_ids):
+        said.append(f"{more:,} more that they are merged from")
+    return said
+
+
+def _keep_needed(staying: _Staying, base: CheckpointFolder, files: Mapping[str, bytes], tokenizer: Tokenizer) -> str:
+    """Keep what every text may need, and what files of the base name; return how many ids that added, in words."""
+    added = staying.add(staying.closure.always())
+    added += staying.add(tokenizer.all_special_ids)
+    added += staying.add(tokenizer.ids(""))
+    added += staying.add(ids_in(base.config, "config.json"))
+    for name, content in files.items():
+        added += staying.add(ids_of_file(name, content))
+    for text in _of_templates(files, tokenizer):
+        added += staying.add(tokenizer.ids(text, special=False))
+    return f"{added:,} more that special tokens, bytes and the chat template need"
+
+
+def _of_templates(files: Mapping[str, bytes], tokenizer: Tokenizer) -> Iterator[str]:
+    """Texts that chat templates write: what stands in them, and small chats."""
+    templates = [*_templates(files)]
+    for template in templates:
+        code = _CODE.findall(template)
+        quoted = [one or other for part in code for one, other in _QUOTED.findall(part)]
+        literals = [re.sub(r"\\(.)", lambda found: _ESCAPES.get(found[1], found[1]), each) for each in quoted]
+        for text in (*_CODE.split(template), *literals):
+            yield from dict.fromkeys((text, text.strip()))
+    for template in dict.fromkeys([*templates, *([tokenizer.chat_template] if tokenizer.chat_template else [])]):
+        for turns in _CHATS:
+            for prompt in (False, True):
+                try:
+                    yield tokenizer.render(turns, template=template, prompt=prompt)
+                except BadInput:
+                    # It refuses such a chat, or is no template of chats at all.
+                    continue
+
+
+def _templates(files: Mapping[str, bytes]) -> Iterator[str]:
+    """Every chat template of a folder."""
+    for name, content in files.items():
+        if name == TEMPLATE_FILE or name.endswith(".jinja"):
+            yield content.decode("utf-8", "replace")
+        elif name in ("chat_template.json", "tokenizer_config.json", "processor_config.json"):
+            found = json.loads(content)
+            found = found.get("chat_template") if isinstance(found, dict) else None
+            for each in found if isinstance(found, list) else [found]:
+                text = each.get("template") if isinstance(each, dict) else each
+                if isinstance(text, str):
+                    yield text
+
+
+def script_pattern(names: Sequence[str]) -> re.Pattern[str]:
+    """What finds a character of these scripts, or one that is common to scripts. Raises BadInput for an unknown one."""
+    import regex  # type: ignore[import-untyped]
+
+    for name in names:
+        try:
+            regex.compile(rf"\p{{Script={name}}}")
+        except regex.error:
+            raise BadInput(
+                f"scripts: there is no script {printable(name, 40)} in Unicode; write its name, as Latin or Cyrillic"
+            ) from None
+    every = "".join(rf"\p{{Script={name}}}" for name in (*names, "Common", "Inherited"))
+    found: re.Pattern[str] = regex.compile(f"[{every}]")
+    return found
+
+
+def _of_scripts(old: Old, names: Sequence[str]) -> set[int]:
+    """The tokens of the model's vocabulary that are of such characters alone, or of bytes that may be part of one."""
+    pattern = script_pattern(names)
+    characters = set(pattern.findall("".join(map(chr, (n for n in range(_LARGEST) if not 0xD800 <= n < 0xE000)))))
+    if not old.read.byte_level:
+        return {number for content, number in old.read.vocabulary.items() if characters.issuperset(content)}
+    encoded = (character.encode() for character in characters)
+    parts = {e[i:j] for e in encoded if len(e) > 1 for i in range(len(e)) for j in range(i + 1, len(e) + 1)}
+    bytes_of = {character: byte for byte, character in byte_characters().items()}
+    found: set[int] = set()
+    for content, number in old.read.vocabulary.items():
+        if all(each in bytes_of for each in content):
+            raw = bytes(bytes_of[each] for each in content)
+            if all(part in parts or part.decode(errors="replace") in characters for part in _characters(raw)):
+                found.add(number)
+    return found
+
+
+def _characters(raw: bytes) -> Iterator[bytes]:
+    """The characters of bytes in UTF-8, and what is left of those that were cut at the ends."""
+    at = 0
+    while at < len(raw):
+        end = at + 1
+        while end < len(raw) and raw[end] & 0xC0 == 0x80:
+            end += 1
+        yield raw[at:end]
+        at = end
+
+
+def check_ids(old: Old, kept: Sequence[int], after: Tokenizer) -> None:
+    """BadInput where transformers gives a token that stays another id than it should have, or knows more."""
+    new = {number: nth for nth, number in enumerate(kept)}
+    wanted = {content: new[number] for content, number in old.taken.items() if number in new}
+    found: Mapping[str, Any] = after.vocabulary()
+    for content in {**wanted, **found}:
+        if found.get(content) != wanted.get(content):
+            raise BadInput(
+                f"{old.shown}: with fewer tokens, {printable(repr(content), 40)} would have the id"
+                f" {found.get(content)} in place of {wanted.get(content)}: transformers makes this tokenizer otherwise"
+                f" than {TOKENIZER_FILE} says; save it with this version of transformers once, and operate on that"
+            )

@@ -1,0 +1,214 @@
+"""`trim_vocabulary`: fewer tokens, in the tokenizer and as rows of the embeddings.
+
+The rows that stay are the base's bytes, so a logit of a token that stays is what it was on every text of such tokens.
+Texts of them are cut as before (`surgeon.checkpoint.trimmed_vocabulary`); the softmax is over fewer tokens, so their
+loss is at most what it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from surgeon.blueprint.blueprint import Claim, OperationRecord
+from surgeon.blueprint.draft import Draft
+from surgeon.blueprint.recipes import HEAD_BLOCK, Copy, kept_rows
+from surgeon.checkpoint.header import FLOAT_DTYPES
+from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE
+from surgeon.checkpoint.trimmed_vocabulary import from_bits, to_bits
+from surgeon.common.json_results import plain_fields
+from surgeon.errors import BadInput, printable
+from surgeon.families.anatomy import VOCABULARY_KEY, vocabulary_tensors
+from surgeon.families.skeleton import wordless_auto
+from surgeon.operations.grow_vocabulary import Paths, TextCounts, lines_of, paths_of
+from surgeon.operations.operation import Operation, Paper, TrainingDefaults
+from surgeon.operations.prepare import Facts, OpenedBase
+
+# Up to which power of two, that divides the base's rows, the rows that stay are filled up.
+_USUAL_MULTIPLE = 128
+# Tables with a row for each id in every layer, which are not the embeddings that are trimmed.
+_PER_LAYER = ("vocab_size_per_layer_input", "hidden_size_per_layer_input")
+
+
+class TrimFacts(Facts):
+    """A trim of the vocabulary: what surgery.json keeps of it.
+
+    `kept` are the ids that stay, of the base's `rows`, as bits (`surgeon.checkpoint.trimmed_vocabulary.to_bits`).
+    `changed` and `left` are the side files that have other bytes than the base's, and those that were left out.
+    """
+
+    section: ClassVar[str] = "trimmed"
+
+    kind: str
+    how: str
+    rows: Annotated[int, Field(ge=1)]
+    kept: Annotated[str, Field(pattern=r"^[0-9a-f]+$")]
+    changed: list[str]
+    left: list[str]
+    measured: list[TextCounts]
+
+    @cached_property
+    def tokens(self) -> tuple[int, ...]:
+        """The ids that stay, in their order."""
+        return from_bits(self.kept)
+
+    def check(self, file: str) -> None:
+        """Raise BadInput where an id stays that the base does not have, or none does."""
+        if not self.tokens or self.tokens[-1] >= self.rows or self.kept != to_bits(self.tokens, self.rows):
+            raise BadInput(f"{printable(file)}: `trimmed` names ids that the base has not; was it edited by hand?")
+
+
+class TrimVocabulary(Operation):
+    """Fewer tokens: those of a text, a list or a script stay, with the logits that they had."""
+
+    papers: ClassVar[tuple[Paper, ...]] = (
+        Paper(
+            "abdaoui2020load",
+            "Abdaoui, Amine and Pradel, Camille and Sigel, Grégoire",
+            "Load What You Need: Smaller Versions of Multilingual BERT",
+            2020,
+            "2010.05609",
+            "SustaiNLP 2020",
+        ),
+    )
+    training: ClassVar[TrainingDefaults] = TrainingDefaults(
+        "ours, no paper's: nothing is new, so nothing trains", lr=1e-5
+    )
+    examples: ClassVar[tuple[Mapping[str, object], ...]] = ({"scripts": ["Latin"]},)
+
+    facts: ClassVar[type[Facts] | None] = TrimFacts
+
+    op: Literal["trim_vocabulary"]
+    text: Annotated[Paths | None, Field(description="text whose tokens stay: .jsonl with a text a line, or plain")] = (
+        None
+    )
+    least: Annotated[int, Field(ge=1, description="how often the text must use a token")] = 1
+    most: Annotated[
+        int | None, Field(ge=1, description="at most so many tokens of the text, those that it uses most often")
+    ] = None
+    tokens: Annotated[
+        list[str] | str | None, Field(description="words whose tokens stay, or a UTF-8 file with one a line")
+    ] = None
+    scripts: Annotated[
+        list[str] | None, Field(min_length=1, description="Unicode scripts whose tokens stay, as Latin or Cyrillic")
+    ] = None
+    pad_to_multiple_of: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            le=65536,
+            description="keep further tokens up to a multiple of this; default: the largest power of two up to 128 that"
+            " divides the base's rows",
+        ),
+    ] = None
+    measure: Annotated[
+        Paths | None, Field(description="text on which is measured what tokenises otherwise than before")
+    ] = None
+
+    @model_validator(mode="after")
+    def _check_wanted(self) -> TrimVocabulary:
+        if self.text is None and not self.tokens and self.scripts is None:
+            raise ValueError("name what stays: `text`, `tokens` or `scripts`, or several of them")
+        if self.text is None and (self.least != 1 or self.most is not None):
+            raise ValueError("`least` and `most` count tokens of `text`; name one")
+        return self
+
+    def prepare(self, base: OpenedBase) -> TrimFacts | None:
+        """Find the tokens that stay, and make the files that have no others."""
+        if TOKENIZER_FILE in base.side_files:
+            # Why a second change is refused, `edit` says.
+            return None
+        _check(base)
+        # Imports torch and transformers.
+        from surgeon.models.vocabulary.trim import Wanted, trim
+
+        rows = base.anatomy.sizes.vocabulary
+        wanted = Wanted(
+            paths_of(base, self.text), self.least, self.most, self._words(base.text), tuple(self.scripts or ())
+        )
+        multiple = self.pad_to_multiple_of or max(n for n in _powers() if rows % n == 0)
+        made = trim(base.folder, wanted, rows=rows, multiple=multiple, measure=paths_of(base, self.measure))
+        base.side_files.update(made.files)
+        left = sorted(name for name, content in made.files.items() if content is None)
+        base.notes.extend(
+            f"{printable(name)} is left out: what reads it in place of tokenizer.json would take the old ids"
+            for name in left
+        )
+        return TrimFacts(
+            kind=made.kind,
+            how=made.how,
+            rows=rows,
+            kept=to_bits(made.kept, rows),
+            changed=sorted(made.files.keys() - left),
+            left=left,
+            measured=[TextCounts(**plain_fields(text)) for text in made.measured],
+        )
+
+    def _words(self, text: object) -> tuple[str, ...]:
+        if not isinstance(self.tokens, str):
+            return tuple(self.tokens or ())
+        assert callable(text)
+        path: Path = text(self.tokens)
+        return tuple(lines_of(path).values())
+
+    def edit(self, draft: Draft, facts: TrimFacts | None) -> OperationRecord:
+        """Take rows out of embeddings and output head."""
+        if VOCABULARY_KEY in draft.sizes:
+            raise BadInput("an earlier operation of this plan changes the vocabulary; apply two plans")
+        if facts is None:
+            raise BadInput("the tokens that stay are not known: give a base with its tokenizer.json")
+        rows, kept = draft.anatomy.sizes.vocabulary, facts.tokens
+        if facts.rows != rows or len(kept) >= rows:
+            raise BadInput(f"{len(kept)} of {facts.rows} tokens stay, the model has {rows} rows; was the plan edited?")
+        for name in vocabulary_tensors(draft.anatomy):
+            recipe = draft.outer[name].recipe
+            if not isinstance(recipe, Copy) or recipe.source is None or recipe.dtype not in FLOAT_DTYPES:
+                raise BadInput(
+                    f"{printable(name)}: {recipe.dtype} {list(recipe.shape)}, which is quantised, or an earlier"
+                    " operation of this plan changed it; trim the vocabulary first, in a plan of its own"
+                )
+            draft.set_outer(name, kept_rows(recipe, kept))
+        draft.sizes[VOCABULARY_KEY], draft.tokens = len(kept), kept
+        return OperationRecord(op=self.op, matched=_matched(facts), claim=_claim(facts), trains="new")
+
+
+def _powers() -> list[int]:
+    """The powers of two up to the usual multiple."""
+    return [1 << bit for bit in range(_USUAL_MULTIPLE.bit_length())]
+
+
+def _check(base: OpenedBase) -> None:
+    """Raise BadInput for a model that reads ids elsewhere than in its embeddings, or writes no words."""
+    config = base.folder.config
+    if wordless_auto(config) is not None:
+        raise BadInput("config.json: a model with a head for labels or answers, which writes no words: not supported")
+    parts = [config, *(part for part in config.values() if isinstance(part, Mapping))]
+    if named := next((key for part in parts for key in _PER_LAYER if part.get(key)), None):
+        raise BadInput(
+            f"config.json: `{named}`: its layers have embeddings of their own with a row for each id, which surgeon"
+            " does not cut; this model's vocabulary cannot be trimmed"
+        )
+
+
+def _matched(facts: TrimFacts) -> str:
+    gone = facts.rows - len(facts.tokens)
+    found = f"{len(facts.tokens):,} of {facts.rows:,} rows stay, {gone / facts.rows:.1%} go ({facts.kind}: {facts.how})"
+    shares = [f"{t.unchanged:,} of {t.documents:,} documents of {printable(t.text)}" for t in facts.measured]
+    return found + (f"; as before are cut {', '.join(shares)}" if shares else "")
+
+
+def _claim(facts: TrimFacts) -> Claim:
+    """What logits are on texts of tokens that stay."""
+    same = "on texts of tokens that stay, which are cut as before, their logits are bit-identical"
+    odd = [count for count in (facts.rows, len(facts.tokens)) if count % HEAD_BLOCK]
+    if not odd:
+        return Claim("exact", f"{same}; the probability of tokens that go is shared among them")
+    return Claim(
+        "rounding",
+        f"{same} but for those of the last tokens: {odd[0]} rows are no multiple of {HEAD_BLOCK}, and a processor sums"
+        " these in another order",
+    )
