@@ -37,6 +37,7 @@ from tests import quoted, reference_pages, tiny
 from tests.decoders import tiny_decoder
 from tests.house import PACKAGE
 from tests.models.test_tokens import byte_tokenizer
+from tests.quantised import tiny_quantised
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
@@ -90,6 +91,8 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "base-model" / "README.md").write_text("---\nlicense: apache-2.0\n---\n\n# A tiny Llama\n")
     tiny.checkpoint(folder / "tied-model", "qwen3", num_hidden_layers=2, vocab_size=300)
     byte_tokenizer(folder / "tied-model", eos=True)
+    tiny_quantised(folder / "quantised-model", "qwen3", "fp8", vocab_size=300)
+    byte_tokenizer(folder / "quantised-model", eos=True)
     tiny_decoder(folder / "image-text-model", "llava", IMAGE_TEXT, vocab_size=300)
     byte_tokenizer(folder / "image-text-model", eos=True)
     tiny.checkpoint(folder / "base-encoder", "roberta", vocab_size=300)

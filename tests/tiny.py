@@ -151,6 +151,10 @@ def base_for(plan: str, folder: Path) -> Path:
         from tests.decoders import tiny_decoder
 
         return tiny_decoder(folder / "base", "llava", "AutoModelForImageTextToText", dtype="bfloat16")
+    if plan == "dequantise":
+        from tests.quantised import tiny_quantised
+
+        return tiny_quantised(folder / "base", "qwen3", "fp8")
     if plan == "untie-embeddings":
         return checkpoint(folder / "base", "qwen3")
     if plan.startswith("mixture-of-control/glue"):
