@@ -187,6 +187,15 @@ class SourceStream(Stream[PackedSequence]):
         return self._current[1]
 
 
+def one_pass(stream: SourceStream, count: int) -> Iterator[PackedSequence]:
+    """Sequences of a source, `count` at most, and as many as are made of one pass of its documents."""
+    epoch = stream.epoch
+    for _ in range(count):
+        yield stream.next()
+        if stream.epoch > epoch:
+            return
+
+
 class Mixture(Generic[_T]):
     """Sequences of several sources by their shares: the source that is furthest behind its share comes next."""
 

@@ -18,7 +18,7 @@ from surgeon.families.activation import activation_in
 from surgeon.families.anatomy import Derivation, Packed
 from surgeon.families.composing import composition_of
 from surgeon.families.derived import Derived, derive
-from surgeon.families.encoder_blocks import encoder_composition, told_class
+from surgeon.families.encoder_blocks import encoder_composition
 from surgeon.families.family import Part
 from surgeon.families.grafted_config import config_with_grafts, head_with_grafts
 from surgeon.families.grafting import prove_grafts
@@ -29,6 +29,7 @@ from surgeon.families.proof import check_runs, layer_axis, prove, run_cached
 from surgeon.families.quantised import left_out, renumbered, skips, without_scales
 from surgeon.families.silence import some_tokens
 from surgeon.families.skeleton import Skeleton, build, wordless_auto
+from surgeon.families.stream_blocks import told_class
 from surgeon.families.text_tower import text_model
 from surgeon.families.twin import twin_of
 from surgeon.families.whole_heads import heads_move
@@ -91,25 +92,19 @@ class Found(Derivation):
         if block is None:
             return ""
         twin = twin_of(self.config, heads=self.derived.heads)
-        return activation_in(twin, twin.layers[layer].get_submodule(block))
+        own, *others = block.split()
+        return activation_in(twin, twin.layers[layer] if others else twin.layers[layer].get_submodule(own))
 
     def blocks(self, layer: int) -> dict[str, str]:
         """As `Derivation` says."""
-        if self.composition.encoder:
-            modules = dict(self.derived.skeleton.layers[layer].named_modules())
-            return {
-                span.role: span.writes
-                for span in self.composition.spans
-                for reads, writes in ((modules.get(span.reads), modules.get(span.writes)),)
-                if reads is not None and told_class(type(reads)) == span.reader
-                if writes is not None and told_class(type(writes)) == span.writer
-            }
-        held = self.derived.skeleton.layers[layer]._modules
+        held = {name: told_class(type(each)) for name, each in self.derived.skeleton.layers[layer].named_modules()}
         found: dict[str, str] = {}
         for site in self.composition.sites:
-            block = held.get(site.block)
-            if block is not None and told_class(type(block)) == site.native:
+            if held.get(site.block) == site.native:
                 found.setdefault(site.role, site.block)
+        for span in self.composition.spans:
+            if (held.get(span.reads), held.get(span.writes)) == (span.reader, span.writer):
+                found.setdefault(span.role, span.modules)
         return found
 
     def whole_heads(self, layer: int) -> bool:

@@ -183,7 +183,13 @@ class DropLayers(Operation):
         path, anatomy = base.text(self.text), base.anatomy
         kinds = [anatomy.pattern[layer] for layer in range(anatomy.sizes.layers)]
         depth = Depth.of(
-            base.folder, path, kinds, vocabulary=anatomy.sizes.vocabulary, window=self.window, windows=self.windows
+            base.folder,
+            path,
+            kinds,
+            vocabulary=anatomy.sizes.vocabulary,
+            window=self.window,
+            windows=self.windows,
+            listener=base.listener,
         )
         out = self._layers_out()
         choice = depth.choose(out)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from surgeon.common.distributed import Ranks
 from surgeon.common.json_results import plain_fields
 from surgeon.data.encoding import Encoder
 from surgeon.data.examples import ExampleStream, batch_of_examples, example_at, labels_of
@@ -31,6 +32,7 @@ from surgeon.train.loading import (
 )
 from surgeon.train.losses.cached_teacher import CachedTeacher
 from surgeon.train.losses.cross_entropy import FusedHead
+from surgeon.train.losses.fisher import Anchored, estimated, original_text
 from surgeon.train.losses.preserving import NUMBERS, Preserving
 from surgeon.train.losses.top_k import TopK
 from surgeon.train.opening import Run
@@ -78,7 +80,8 @@ class Rehearsal:
 
     `seconds_a_step` is measured on micro-batches. `seconds` is the whole run's, without evaluations and checkpoints.
     `seconds_writing` come before it, in which the model writes its sources with `generate`; so do `seconds_asking`, in
-    which the base's predictions are recorded (`teacher_bytes` on disk, at most). `peak_memory` is in bytes: that of the
+    which the base's predictions are recorded (`teacher_bytes` on disk, at most), and `seconds_estimating`, in which the
+    Fisher information is estimated. `peak_memory` is in bytes: that of the
     micro-batches, `optimizer_bytes` for AdamW's state, which is made at the first step, and on a CPU `copy_bytes` for a
     checkpoint that is written beside the steps.
     """
@@ -94,6 +97,7 @@ class Rehearsal:
     seconds: float
     seconds_writing: float
     seconds_asking: float
+    seconds_estimating: float
     teacher_bytes: int
     tokens: int
     optimizer_bytes: int
@@ -120,6 +124,7 @@ class Rehearsal:
             `seconds_writing`: before the run, for sources with `generate`, from one batch of documents each
             `seconds_asking`, `teacher_bytes`: before the run, for `teacher: {cached: …}`, from one micro-batch; its
                 bytes on disk at most; else 0
+            `seconds_estimating`: before the run, for `loss: fisher`, from one sequence; else 0
             `peak_memory`, `optimizer_bytes`, `copy_bytes`: of the micro-batches with AdamW's state (on a CPU with a
                 checkpoint's copy); that state; that copy, 0 where checkpoints are not written beside the steps
         """
@@ -164,6 +169,7 @@ def measured(run: Run, imagined: Imagined) -> Rehearsal:
         fused = fused_head(run, model)
         preserving = preserving_by(run, model, fused)
         with by_document():
+            estimating, anchored = _estimating(run, model, fused)
             asking = 0.0 if cached is None or preserving is None else _seconds_asking(run, cached, preserving)
             seconds = _seconds_a_micro_batch(run, model, fused, preserving, cached) * settings.accumulation
     except (torch.OutOfMemoryError, MemoryError) as error:
@@ -185,12 +191,13 @@ def measured(run: Run, imagined: Imagined) -> Rehearsal:
         seconds=seconds * settings.steps,
         seconds_writing=imagined.seconds,
         seconds_asking=asking,
+        seconds_estimating=estimating,
         teacher_bytes=0 if cached is None else cached.most_bytes,
         tokens=total,
         optimizer_bytes=optimizer,
         copy_bytes=copy,
         # The copy is not the GPU's.
-        peak_memory=peak_memory(run.device) + optimizer + (0 if run.device == "cuda" else copy),
+        peak_memory=peak_memory(run.device) + optimizer + anchored + (0 if run.device == "cuda" else copy),
         notes=(*run.out.notes, *run.notes, *imagined.notes, *run.data.notes),
     )
 
@@ -256,6 +263,19 @@ def _parts(encoded: Encoded, encoder: Encoder) -> tuple[tuple[str, bool], ...]:
         return decode(ids) if len(ids) <= each else f"{decode(ids[: each - each // 3])} … {decode(ids[-(each // 3) :])}"
 
     return tuple((text(ids), counts) for ids, counts in parts)
+
+
+def _estimating(run: Run, model: Any, fused: FusedHead | None) -> tuple[float, int]:
+    """Wall seconds until the Fisher information is estimated, by one sequence, and its bytes in memory."""
+    spec = run.loaded.config.preserve
+    if spec is None or not spec.fisher:
+        return 0.0, 0
+    sequences = original_text(run.data.mixture, spec.fisher)
+    begun = time.perf_counter()
+    fisher = estimated(model, sequences[:1], fused, device=torch.device(run.device), ranks=Ranks())
+    if run.device == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - begun) * len(sequences), Anchored(model, fisher, 1.0).nbytes
 
 
 def _seconds_asking(run: Run, cached: CachedTeacher, preserving: Preserving) -> float:

@@ -11,6 +11,7 @@ import torch
 from surgeon.common.disk_space import check_room
 from surgeon.common.formatting import size
 from surgeon.train.losses.cached_teacher import CachedTeacher
+from surgeon.train.losses.fisher import FISHER_FILE
 from surgeon.train.opening import Run
 from surgeon.train.saved.checkpoints import KEPT
 from surgeon.train.saved.saving import is_beside
@@ -46,7 +47,7 @@ def check_room_of(run: Run, trainer: SurgeonTrainer, cached: CachedTeacher | Non
     kept = KEPT + 1 + (run.loaded.config.keep_best is not None)
     said = 0 if cached is None else cached.needed_bytes()
     teacher = f", {size(said)} for what the base says" if said else ""
-    there = sum(path.lstat().st_blocks * 512 for path in run.work.rglob("*"))
+    there = sum(path.lstat().st_blocks * 512 for path in run.work.rglob("*") if path.name != FISHER_FILE)
     check_room(
         run.work,
         kept * checkpoint + final + published + said - there,

@@ -17,8 +17,11 @@ from surgeon.train.gate_fitting import fit_gate
 from surgeon.train.isolation import probe
 from surgeon.train.losses.cached_teacher import CachedTeacher
 from surgeon.train.losses.cross_entropy import FusedHead, choose
+from surgeon.train.losses.fisher import Anchored, fisher_of
 from surgeon.train.losses.preserving import Preserving
 from surgeon.train.opening import Run
+from surgeon.train.processes.sharding import gathered
+from surgeon.train.steps.by_document import by_document
 from surgeon.train.steps.mask_positions import give_masks_positions
 from surgeon.train.steps.one_row import builds_no_mask, implementation_of, run_in_one_row
 from surgeon.train.trainable.stored import StoredNames
@@ -194,8 +197,28 @@ def preserving_by(run: Run, model: Any, fused: FusedHead | None) -> Preserving |
     how = f"{base} within" if copy is None else f"a frozen copy of {base}"
     if spec.cached is not None:
         how = f"what {base} said before the first step"
-    run.say(f"{how} teaches: {spec.loss} on {spec.on} text, weight {spec.weight:g}")
-    return Preserving(model, spec, run.within, fused, copy=copy)
+    found = Preserving(model, spec, run.within, fused, copy=copy)
+    run.say(f"{how} teaches: {spec.taught} on {spec.on} text, weight {found.weight:g}")
+    return found
+
+
+def anchored_by(run: Run, model: Any, fused: FusedHead | None, device: torch.device) -> Anchored | None:
+    """What trains, pulled back to its values at birth by the Fisher information; None where the config has none."""
+    spec = run.loaded.config.preserve
+    if spec is None or not spec.fisher:
+        return None
+    weight = spec.weight_of("fisher")
+    run.say(f"fisher: estimated from at most {spec.fisher} sequences of original text; weight {weight:g}")
+    with by_document():
+        fisher = fisher_of(
+            model, run.data.mixture, sequences=spec.fisher, work=run.work, fused=fused, device=device, ranks=run.ranks
+        )
+    if not any(bool(gathered(each.any())) for each in fisher.values()):
+        run.say(
+            "fisher: it is 0 everywhere, as nothing that trains takes part in original text, so it keeps nothing; leave"
+            " it out"
+        )
+    return Anchored(model, fisher, weight)
 
 
 def cached_teacher(run: Run) -> CachedTeacher | None:

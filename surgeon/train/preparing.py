@@ -215,7 +215,15 @@ def _about_what(manifest: Manifest | None, loaded: LoadedConfig, wanted: Trainab
             "the base's own tensors train, so the model on original text is no longer the base,"
             " and the domain gate comes to read other states than it was fitted on"
         )
-    on_original = config.preserve is not None and config.preserve.on == "original"
+    preserve = config.preserve
+    if preserve is not None and preserve.fisher and manifest is not None:
+        before = {name for entry in manifest.training for name in entry.tensors}
+        if before & {*wanted.names}:
+            notes.append(
+                "`preserve`: fisher pulls what trained before back to its values as this run begins, not to those at"
+                " birth"
+            )
+    on_original = preserve is not None and preserve.taught is not None and preserve.on == "original"
     if on_original and not sum(source.share for source in originals_of(config)):
         notes.append(
             "`preserve` teaches nothing here: the share of original text is 0, so the run draws none of it; give a"
@@ -249,11 +257,14 @@ def _teacher(
     config, asked = loaded.config, loaded.config.preserve
     if asked is None:
         return None
-    if asked.on == "original" and not originals_of(config):
+    if (asked.on == "original" or asked.fisher) and not originals_of(config):
+        needs, or_all = ("is estimated", "") if asked.fisher else ("teaches", ", or say `on: all`")
         raise BadInput(
-            f"{loaded.where('preserve')}`preserve` teaches on original text, and no source has the role `original`; add"
-            " one (`surgeon recall` has the base write it), or say `on: all`"
+            f"{loaded.where('preserve')}`preserve` {needs} on original text, and no source has the role `original`; add"
+            f" one (`surgeon recall` has the base write it){or_all}"
         )
+    if asked.taught is None:
+        return None
     try:
         if manifest is None:
             apart = config.lora is None and bool(wanted.of_base)
@@ -262,7 +273,7 @@ def _teacher(
             within = _within(out, manifest, loaded, wanted)
     except BadInput as error:
         raise BadInput(f"{loaded.where('preserve')}`preserve`: {error}, or leave `preserve` out") from error
-    if within.rows is not None and asked.loss == "reverse_kl":
+    if within.rows is not None and asked.taught == "reverse_kl":
         raise BadInput(
             f"{loaded.where('preserve', 'loss')}`preserve.loss` is reverse_kl, which is infinite where the vocabulary"
             " grew: the base gives new tokens no probability; use kl"

@@ -120,7 +120,7 @@ class Trained:
             `parameters`, `tokens`, `peak_memory`: numbers that trained; tokens of the whole run; of the GPU where there
                 is one
             `log`: the trainer's entries: `step`, `loss`, `grad_norm`, `learning_rate`, `eval_SOURCE_loss`; with
-                `preserve` also `loss.preserve`, its unweighted mean since the last entry
+                `preserve` also `loss.preserve` and `loss.fisher`, its terms' unweighted means since the last entry
             `seconds`, `tokens_per_second`, `resumed_at`: of the steps after `resumed_at`, without evaluations and
                 checkpoints
         """

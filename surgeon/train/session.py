@@ -31,6 +31,7 @@ from surgeon.train.config.loading import LoadedConfig
 from surgeon.train.footprint import check_room_of, copied_bytes, peak_memory
 from surgeon.train.gate_fitting import FIGURES_FILE
 from surgeon.train.loading import (
+    anchored_by,
     cached_teacher,
     check_isolation,
     fit,
@@ -62,7 +63,7 @@ from surgeon.train.self_generated import memory_folder, write_sources
 from surgeon.train.steps.arguments import training_arguments
 from surgeon.train.steps.by_document import by_document
 from surgeon.train.steps.cadence import Cadence
-from surgeon.train.steps.trainer import DATA_FILE, TRAINED_FILE, Sequences, SurgeonTrainer
+from surgeon.train.steps.trainer import DATA_FILE, TRAINED_FILE, Sequences, SurgeonTrainer, Terms
 
 # In the work folder: the published run, where what is asked for is only made of it.
 WHOLE_FOLDER = "whole"
@@ -194,11 +195,11 @@ def _train(run: Run) -> Trained:
 
 def _record_teacher(cached: CachedTeacher, trainer: SurgeonTrainer, run: Run) -> None:
     """Write down what the base says, before anything of it trains."""
-    assert trainer.preserving is not None
+    assert trainer.terms.preserving is not None
     run.say(f"{cached.summary}, in {printable(str(run.work))} while the run lasts")
     with by_document():
         cached.record(
-            trainer.preserving,
+            trainer.terms.preserving,
             micro_batch=run.settings.micro_batch,
             device=trainer.args.device,
             ranks=run.ranks,
@@ -279,8 +280,7 @@ def _trainer(run: Run, done: int) -> SurgeonTrainer:
         parameters=parameters,
         sequences=Sequences(batches, run.data.validation, run.pad),
         callbacks=[cadence, *run.trackers],
-        fused=fused,
-        preserving=preserving,
+        terms=Terms(fused, preserving, anchored_by(run, model, fused, args.device)),
         keep_best=config.keep_best,
         saving=_saving(run, model),
     )

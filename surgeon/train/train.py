@@ -296,6 +296,9 @@ def rehearsal_view(rehearsal: Rehearsal) -> RenderableType:
     if rehearsal.teacher_bytes:
         before = datetime.timedelta(seconds=round(rehearsal.seconds_asking))
         facts.add_row("before", f"about {before} for what the base says, kept on disk: {size(rehearsal.teacher_bytes)}")
+    if rehearsal.seconds_estimating:
+        before = datetime.timedelta(seconds=round(rehearsal.seconds_estimating))
+        facts.add_row("before", f"about {before} for the Fisher information")
     facts.add_row(
         "memory", f"about {size(rehearsal.peak_memory)}, of them {size(rehearsal.optimizer_bytes)} AdamW's state"
     )

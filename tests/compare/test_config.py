@@ -85,6 +85,16 @@ def test_a_domain_gate_is_fitted_on_what_is_replayed_never_on_what_is_measured(r
             config_of(loaded, gated, remedy=1)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.25])
+def test_fisher_reads_what_is_replayed_never_what_is_measured(share: float, tmp_path: Path) -> None:
+    """With a share of 0 it is read all the same, and the base writes as many sequences as it takes."""
+    asked = f"remedies: [{{name: a, replay: {{share: {share}}}, preserve: {{loss: fisher, sequences: 90}}}}]\n"
+    loaded = written(tmp_path, SMALLEST + asked)
+    config = config_of(loaded, "full")
+    assert [(source.name, source.share) for source in config.sources] == [("new", 1 - share), ("recalled", share)]
+    assert recalled_by(loaded.config).tokens >= 90 * loaded.config.length
+
+
 def test_peers_are_what_train_calls_them(tmp_path: Path) -> None:
     methods = "[{name: low, lora: {rank: 2, targets: ffn}}, {name: some, partial: {every: 2}}, full]"
     loaded = written(tmp_path, SMALLEST.replace("[neutral-residues]", methods))
@@ -215,6 +225,21 @@ def test_a_pilot_takes_the_middle_rate_of_every_method_first(tmp_path: Path) -> 
             "steps: 10",
             "steps: 10\nremedies: [{name: a, preserve: {}}]",
             "`preserve` teaches on original text, and nothing is replayed",
+        ),
+        (
+            "steps: 10",
+            "steps: 10\nremedies: [{name: a, replay: {share: 0}, preserve: {loss: [kl, fisher]}}]",
+            "`preserve` teaches on original text, and nothing is replayed",
+        ),
+        (
+            "steps: 10",
+            "steps: 10\nremedies: [{name: a, preserve: {loss: fisher}}]",
+            "fisher is estimated from original text, and there is none; add `replay: {}`, or `replay: {share: 0}`",
+        ),
+        (
+            "steps: 10",
+            "steps: 10\nremedies: [{name: a, replay: {share: 0}}]",
+            "`replay.share` 0 is for `preserve: {loss: fisher}`",
         ),
     ],
 )

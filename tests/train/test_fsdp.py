@@ -94,7 +94,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
     # Three held-out sequences: in the second round of two there is none for the second process.
     # The base teaches, in rounds in which only one process has text of its own.
     shared = {"steps": 3, "micro_batch": 1, "batch": 4, "sharding": "fsdp", "validation_sequences": 3}
-    shared |= {"preserve": {"loss": "kl"}}
+    shared |= {"preserve": {"loss": ["kl", "fisher"], "weight": {"kl": 1.0, "fisher": 100.0}, "sequences": 3}}
     # What the model writes for itself, the first process writes.
     itself = {"name": "en", "generate": {"tokens": 300, "length": 16, "batch": 8}, "share": 0.25, "role": "original"}
     written = {"sources": [CONFIG["sources"][0], itself | {"validation": 0.1}]}
@@ -135,7 +135,13 @@ def test_two_processes_learn_what_one_learns(launched: Launched, name: str, base
     """Loss, gradient norm, held-out losses and every trained tensor, for every graft; one without logits."""
     one, told = launched.alone[name], launched.told(name)
     curves = [
-        torch.tensor([(e["loss"], e["grad_norm"], e["loss.preserve"]) for e in log if "loss" in e])
+        torch.tensor(
+            [
+                [e.get(key, 0.0) for key in ("loss", "grad_norm", "loss.preserve", "loss.fisher")]
+                for e in log
+                if "loss" in e
+            ]
+        )
         for log in (one.log, told["log"])
     ]
     assert len(curves[0]) == 3

@@ -70,7 +70,9 @@ class ReplaySpec(Entry):
         Literal["text", "recall"],
         Field(description="text: `replayed`, or `original` without it; recall: text that the base writes"),
     ] = "recall"
-    share: Annotated[float, Field(gt=0, lt=1, description="share of the training sequences")] = 0.1
+    share: Annotated[
+        float, Field(ge=0, lt=1, description="share of the training sequences; 0: the text is read for `fisher` alone")
+    ] = 0.1
 
 
 def _fair(rates: list[float]) -> list[float]:
@@ -107,9 +109,27 @@ class Remedy(Entry):
     preserve: Annotated[PreserveSpec | None, Field(description="the base as teacher, as in a training config")] = None
     rates: Annotated[Rates | None, Field(description="rates instead of the method's")] = None
 
+    @property
+    def fisher(self) -> int:
+        """How many sequences of original text it reads before the first step at most."""
+        return 0 if self.preserve is None else self.preserve.fisher
+
     @model_validator(mode="after")
     def _has_what_it_teaches_on(self) -> Remedy:
-        if self.preserve is not None and self.preserve.on == "original" and self.replay is None:
+        if self.replay is not None and not self.replay.share and not self.fisher:
+            raise ValueError(
+                f"remedy {self.name}: `replay.share` 0 is for `preserve: {{loss: fisher}}`, which reads the text before"
+                " the first step; give a share above 0, or leave `replay` out"
+            )
+        if self.preserve is None:
+            return self
+        if self.fisher and self.replay is None:
+            raise ValueError(
+                f"remedy {self.name}: fisher is estimated from original text, and there is none; add `replay: {{}}`, or"
+                " `replay: {share: 0}`, which reads the text and trains on none of it"
+            )
+        taught = self.preserve.taught is not None and self.preserve.on == "original"
+        if taught and (self.replay is None or not self.replay.share):
             raise ValueError(
                 f"remedy {self.name}: `preserve` teaches on original text, and nothing is replayed; add `replay: {{}}`,"
                 " or `on: all`"

@@ -73,7 +73,7 @@ def training_config(
         **settings,
         **_what(method),
         **({} if remedy.preserve is None else {"preserve": _given(remedy.preserve)}),
-        "sources": (_gates_sources if method.called in loaded.gated else sources)(loaded, remedy, memory),
+        "sources": _sources_of_run(loaded, method, remedy, memory),
         # Losses that are compared are measured by `surgeon evaluate`; the trainer's own are not looked at.
         "validation_sequences": 1,
     }
@@ -126,12 +126,21 @@ def sources(loaded: LoadedStudy, remedy: Remedy, memory: str) -> list[dict[str, 
     return found
 
 
-def _gates_sources(loaded: LoadedStudy, remedy: Remedy, memory: str) -> list[dict[str, Any]]:
-    """Sources of a run that fits a domain gate: it knows the original domain by what is replayed alone.
+def _sources_of_run(loaded: LoadedStudy, method: MethodSpec, remedy: Remedy, memory: str) -> list[dict[str, Any]]:
+    """Sources of a run. One that fits a domain gate, or `fisher`, knows the original domain by what is replayed alone.
 
-    Every original source of a training config is read by the gate, so text that is only measured may not be one.
+    Both read every original source of a training config, so text that is only measured may not be one.
     """
-    found = [source for source in sources(loaded, remedy, memory) if source["role"] == NEW or source["share"] > 0]
+    found, gated = sources(loaded, remedy, memory), method.called in loaded.gated
+    if not gated and not remedy.fisher:
+        return found
+    replay = remedy.replay
+    read = {RECALLED} if replay is not None and replay.source == "recall" else set[str]()
+    if replay is not None and replay.source == "text":
+        read = {text.called for text in loaded.texts("replayed") or loaded.texts("original")}
+    found = [source for source in found if source["role"] == NEW or source["name"] in read]
+    if not gated:
+        return found
     originals = [source for source in found if source["role"] == ORIGINAL]
     if not originals:
         raise BadInput(
@@ -153,7 +162,8 @@ def recalled_by(study: Study) -> GenerateSpec:
     wanted = int((study.run_tokens or study.bytes or 0) * max(shares, default=0.1))
     if not study.original:
         wanted = int(wanted / (1 - _RECALLED_HELD_OUT)) + 1
-    return GenerateSpec(tokens=min(_MOST_RECALLED, max(wanted, 20 * study.length)), length=study.length)
+    least = max([20, *(remedy.fisher for remedy in study.remedies)]) * study.length
+    return GenerateSpec(tokens=min(_MOST_RECALLED, max(wanted, least)), length=study.length)
 
 
 def seeded_plan(text: str, source: str, seed: int) -> LoadedPlan:

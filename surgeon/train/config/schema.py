@@ -25,6 +25,12 @@ CrossEntropy = Literal["auto", "torch", "chunked", "liger"]
 _MOST_STEPS, _MOST_EPOCHS, _MOST_SEQUENCES = 10**9, 10**6, 10**6
 
 
+# Terms of `preserve`; fisher has another size than the others.
+PreserveLoss = Literal["kl", "reverse_kl", "hidden_mse", "fisher"]
+_DEFAULT_WEIGHTS: dict[PreserveLoss, float] = {"kl": 1.0, "reverse_kl": 1.0, "hidden_mse": 1.0, "fisher": 1.0}
+_FISHER_SEQUENCES = 64
+
+
 class OptimizerSpec(Entry):
     """AdamW and its schedule. In a training config, keys left out have the operation's defaults."""
 
@@ -65,7 +71,7 @@ class TeacherSpec(Entry):
 
 
 class PreserveSpec(Entry):
-    """A term of the loss that keeps the model's predictions near the base's."""
+    """Terms of the loss that keep the model near the base: its predictions, or the numbers that train."""
 
     teacher: Annotated[
         Literal["base"] | TeacherSpec | None,
@@ -76,16 +82,57 @@ class PreserveSpec(Entry):
         ),
     ] = None
     loss: Annotated[
-        Literal["kl", "reverse_kl", "hidden_mse"],
-        Field(description="kl: KL(base ‖ model); reverse_kl: KL(model ‖ base); hidden_mse: on the head's input"),
+        PreserveLoss | Annotated[list[PreserveLoss], Field(min_length=1)],
+        Field(
+            description="kl: KL(base ‖ model); reverse_kl: KL(model ‖ base); hidden_mse: on the head's input; fisher:"
+            " EWC, without a teacher; or [kl, fisher]"
+        ),
     ] = "kl"
     on: Annotated[
-        Literal["original", "all"], Field(description="tokens of sources with `role: original`, or of all sources")
+        Literal["original", "all"],
+        Field(
+            description="where the base teaches: tokens of sources with `role: original`, or of all sources; fisher"
+            " always reads the original ones"
+        ),
     ] = "original"
-    weight: Annotated[float, Field(gt=0, description="factor of the term in the loss")] = 1.0
+    weight: Annotated[
+        Annotated[float, Field(gt=0)] | dict[PreserveLoss, Annotated[float, Field(gt=0)]] | None,
+        Field(
+            description=f"factor of the term in the loss; of two terms by name, {{kl: 2, fisher: 10}}; default 1, of"
+            f" fisher {_DEFAULT_WEIGHTS['fisher']:g}"
+        ),
+    ] = None
+    sequences: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            le=_MOST_SEQUENCES,
+            description=f"of fisher: sequences of original text that it is estimated from; default {_FISHER_SEQUENCES}",
+        ),
+    ] = None
     temperature: Annotated[
         float, Field(gt=0, description="temperature τ of both distributions; the KL is multiplied by τ²")
     ] = 1.0
+
+    @property
+    def losses(self) -> list[PreserveLoss]:
+        """The names of its terms."""
+        return self.loss if isinstance(self.loss, list) else [self.loss]
+
+    @property
+    def taught(self) -> PreserveLoss | None:
+        """The term for which the base teaches; None: there is none."""
+        return next((name for name in self.losses if name != "fisher"), None)
+
+    @property
+    def fisher(self) -> int:
+        """How many sequences the Fisher information is estimated from at most; 0: it is no term."""
+        return (self.sequences or _FISHER_SEQUENCES) if "fisher" in self.losses else 0
+
+    def weight_of(self, loss: PreserveLoss) -> float:
+        """The factor of a term in the loss."""
+        given = self.weight.get(loss) if isinstance(self.weight, dict) else self.weight
+        return given or _DEFAULT_WEIGHTS[loss]
 
     @property
     def cached(self) -> int | None:
@@ -101,11 +148,30 @@ class PreserveSpec(Entry):
 
     @model_validator(mode="after")
     def _fits(self) -> PreserveSpec:
-        if self.cached is not None and self.loss == "hidden_mse":
+        if doubled := first_doubled(self.losses):
+            raise ValueError(f"`loss` names {doubled} twice; give each term once")
+        if len(two := [name for name in self.losses if name != "fisher"]) > 1:
+            raise ValueError(
+                f"`loss` names {two[0]} and {two[1]}, for both of which the base teaches; give one of them"
+            )
+        if self.cached is not None and self.taught == "hidden_mse":
             raise ValueError(
                 "`hidden_mse` compares hidden states, and `teacher: {cached: …}` keeps probabilities; use kl or"
                 " reverse_kl, or `teacher: base`"
             )
+        if isinstance(self.weight, dict):
+            if absent := [name for name in self.weight if name not in self.losses]:
+                raise ValueError(f"`weight` is given for {absent[0]}, which `loss` does not name; leave it out")
+        elif self.weight is not None and len(self.losses) > 1:
+            raise ValueError(
+                f"`weight` {self.weight:g} is one number for two terms, whose sizes differ; give it by name, such as"
+                f" {{{', '.join(f'{name}: {_DEFAULT_WEIGHTS[name]:g}' for name in self.losses)}}}"
+            )
+        unused = ("teacher", "temperature", "on") if self.taught is None else () if self.fisher else ("sequences",)
+        defaults = type(self).model_fields
+        if given := [name for name in unused if getattr(self, name) != defaults[name].default]:
+            why = "for a teacher, and fisher has none" if self.fisher else "for fisher, which `loss` does not name"
+            raise ValueError(f"`{given[0]}` is {why}; leave it out")
         return self
 
 
@@ -209,9 +275,9 @@ class TrainConfig(Entry):
         Field(description="chat template for a base without one; written into RUN"),
     ] = None
     optimizer: Annotated[OptimizerSpec, Field(description="AdamW and its schedule")] = OptimizerSpec()
-    preserve: Annotated[
-        PreserveSpec | None, Field(description="keep the model's predictions near the base's by a term of the loss")
-    ] = None
+    preserve: Annotated[PreserveSpec | None, Field(description="keep the model near the base by terms of the loss")] = (
+        None
+    )
     dtype: Annotated[
         TrainingDtype,
         Field(description="dtype of the model in training; auto: the checkpoint's"),

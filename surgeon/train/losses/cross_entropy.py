@@ -209,6 +209,18 @@ class FusedHead:
             if self.cap is not None:
                 config.final_logit_softcapping = self.cap
 
+    def nats(self, labels: Tensor, **given: Tensor) -> Tensor:
+        """Σ −log p of the labels of a forward on `given`, without other losses; `labels` are each place's next ones.
+
+        It is computed inside the model's forward: sharded weights are whole only there.
+        """
+        with self.armed():
+            self.head.forward = lambda hidden: self.sum(
+                hidden.reshape(-1, hidden.shape[-1]), self.head.weight, labels, cap=self.cap
+            )
+            found: Tensor = self.model(**given, use_cache=False).logits
+        return found
+
     def _loss(
         self,
         logits: Tensor,

@@ -121,6 +121,8 @@ class Preserving:
         self.model = model
         self.teacher = head if copy is None else copy
         self.spec = spec
+        assert spec.taught is not None
+        self.weight = spec.weight_of(spec.taught)
         self.rows = within.rows
         self.head = head
         self.said: Callable[[Tensor, Tensor, Tensor], TopK] | None = None
@@ -171,7 +173,7 @@ class Preserving:
             taught = self._states(batch, rows)[chosen]
         else:
             taught = self.said(batch[NUMBERS][rows], batch["input_ids"][rows], chosen)
-        weight = self.spec.weight / total
+        weight = self.weight / total
 
         def beside(hidden: Tensor) -> Tensor:
             # The model may run all sequences as one row.
@@ -207,7 +209,7 @@ class Preserving:
             return self.base.logits(**{name: batch[name][rows] for name in ("input_ids", "position_ids")})
 
     def _apart(self, hidden: Tensor, taught: Tensor | TopK) -> Tensor:
-        if self.spec.loss == "hidden_mse":
+        if self.spec.taught == "hidden_mse":
             assert isinstance(taught, Tensor)
             return squared_distance(hidden, taught)
         return chunked_divergence(
@@ -216,7 +218,7 @@ class Preserving:
             taught,
             cap=self.head.cap,
             temperature=self.spec.temperature,
-            reverse=self.spec.loss == "reverse_kl",
+            reverse=self.spec.taught == "reverse_kl",
             old=self.rows,
             teacher=self.teacher.head.weight,
         )

@@ -36,13 +36,14 @@ _NAME = re.compile(r"checkpoint-(0|[1-9][0-9]{0,17})")
 @dataclass
 class RunRecord:
     """`run.json`: the fingerprint of all that the run's numbers depend on, the held-out losses before the first step
-    (None: not measured yet), of every checkpoint, by its step, the digest of its `complete.json`, and that of the
-    files of a gate that was fitted (None: none was)."""
+    (None: not measured yet), of every checkpoint, by its step, the digest of its `complete.json`, that of the files of
+    a gate that was fitted, and of the Fisher information (None: there is none)."""
 
     fingerprint: str
     first: dict[str, float] | None = None
     checkpoints: dict[str, str] = field(default_factory=dict)
     gate: str | None = None
+    fisher: str | None = None
 
     @classmethod
     def read(cls, work: Path) -> RunRecord | None:
@@ -66,7 +67,8 @@ class RunRecord:
     def _of(cls, data: Any) -> RunRecord:
         """Raises TypeError for what is no such record."""
         record = cls(**data)
-        texts = [record.fingerprint, *(() if record.gate is None else (record.gate,)), *record.checkpoints.values()]
+        more = [digest for digest in (record.gate, record.fisher) if digest is not None]
+        texts = [record.fingerprint, *more, *record.checkpoints.values()]
         numbers = [] if record.first is None else list(record.first.values())
         if not all(isinstance(text, str) for text in texts) or not all(isinstance(n, float) for n in numbers):
             raise TypeError("it is no record of a run")
@@ -178,10 +180,11 @@ def _folders(work: Path) -> list[Path]:
 
 
 def _digests(folder: Path, names: Any) -> dict[str, str]:
-    return {name: _digest(folder / name) for name in names}
+    return {name: file_digest(folder / name) for name in names}
 
 
-def _digest(path: Path) -> str:
+def file_digest(path: Path) -> str:
+    """The SHA-256 of a file of ours; links are not followed."""
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(handle, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

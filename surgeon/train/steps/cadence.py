@@ -14,6 +14,9 @@ from surgeon.train.config.settings import Settings
 
 # In the log: what `preserve` adds to the loss, unweighted.
 PRESERVE = "loss.preserve"
+# What its `fisher` adds, unweighted.
+FISHER = "loss.fisher"
+_TERMS = {PRESERVE: "from the base", FISHER: "of fisher"}
 
 
 class Cadence(TrainerCallback):  # type: ignore[misc]
@@ -66,8 +69,9 @@ class Cadence(TrainerCallback):  # type: ignore[misc]
         if not state.is_world_process_zero or not logs:
             return
         if "loss" in logs:
-            taught = f" ({logs[PRESERVE]:.4f} from the base)" if PRESERVE in logs else ""
-            said = f"step {state.global_step}: loss {logs['loss']:.4f}{taught}, rate {logs['learning_rate']:.3g}"
+            terms = [f"{logs[key]:.4f} {what}" for key, what in _TERMS.items() if key in logs]
+            added = f" ({', '.join(terms)})" if terms else ""
+            said = f"step {state.global_step}: loss {logs['loss']:.4f}{added}, rate {logs['learning_rate']:.3g}"
             self.say(said + self._pace(state, logs))
         held = {key[5:-5]: value for key, value in logs.items() if key.startswith("eval_") and key.endswith("_loss")}
         if held:

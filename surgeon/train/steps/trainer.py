@@ -22,6 +22,7 @@ from surgeon.data.packing import Batches
 from surgeon.errors import Diverged
 from surgeon.train.config.settings import Settings
 from surgeon.train.losses.cross_entropy import FusedHead
+from surgeon.train.losses.fisher import Anchored
 from surgeon.train.losses.held_out import figures_by_source
 from surgeon.train.losses.preserving import NUMBERS, Preserving
 from surgeon.train.losses.shares import Share, shares_of, weighed
@@ -29,7 +30,7 @@ from surgeon.train.processes.sharding import dealt_out, gathered
 from surgeon.train.saved.checkpoints import best_step, complete, newest_checkpoint, step_of
 from surgeon.train.saved.saving import Saving
 from surgeon.train.steps.by_document import by_document
-from surgeon.train.steps.cadence import PRESERVE
+from surgeon.train.steps.cadence import FISHER, PRESERVE
 from surgeon.train.steps.optimizer import make_optimizer, make_schedule
 from surgeon.train.trainable.trainable_set import TrainedParameters, check_set
 
@@ -48,6 +49,19 @@ class Sequences:
     pad: int | None = None
 
 
+@dataclass(frozen=True)
+class Terms:
+    """What computes the loss, and what is added to it.
+
+    `fused`: the loss without logits. `preserving`: the base that teaches. `anchored`: what trains, with its values at
+    birth. None: there is none.
+    """
+
+    fused: FusedHead | None = None
+    preserving: Preserving | None = None
+    anchored: Anchored | None = None
+
+
 class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformers is not typed
     """Trains the parameters of a model whose requires_grad is set already."""
 
@@ -60,8 +74,7 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         parameters: TrainedParameters,
         sequences: Sequences,
         callbacks: Sequence[TrainerCallback],
-        fused: FusedHead | None = None,
-        preserving: Preserving | None = None,
+        terms: Terms,
         keep_best: str | None = None,
         saving: Saving | None = None,
     ) -> None:
@@ -74,8 +87,7 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
             parameters: what trains, and what else is published.
             sequences: what it trains on and is evaluated on.
             callbacks: called by transformers' Trainer.
-            fused: computes the loss without logits.
-            preserving: the base that teaches.
+            terms: what computes the loss, and what is added to it.
             keep_best: the source whose lowest held-out loss chooses the checkpoint that is published.
             saving: writes checkpoints; None: within the steps.
         """
@@ -90,8 +102,7 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         self.batches = sequences.batches
         self.validation = sequences.validation
         self.pad = sequences.pad
-        self.fused = fused
-        self.preserving = preserving
+        self.terms = terms
         # Steps in which `preserve` had something to teach on, since the last line of the log.
         self.taught = 0
         # Seconds in which no step was made: evaluations and checkpoints.
@@ -133,6 +144,9 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         self.saving.check()
         with by_document():
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        if self.terms.anchored is not None and self.accelerator.sync_gradients:
+            # The step's gradients are whole, and no micro-batch's.
+            loss = loss + self.terms.anchored.pull()
         # Of all processes: one that stopped alone would leave the others waiting for it.
         total = loss.detach().to(torch.float32, copy=True)
         if self.args.world_size > 1:
@@ -146,7 +160,7 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         samples, items = super().get_batch_samples(*args, **kwargs)
         if self.pad is not None:
             return samples, items
-        shares = shares_of(samples, self.preserving, device=self.args.device, processes=self.args.world_size)
+        shares = shares_of(samples, self.terms.preserving, device=self.args.device, processes=self.args.world_size)
         for batch, share in zip(samples, shares, strict=True):
             batch[_SHARE] = share
         self.taught += bool(shares and shares[0].taught)
@@ -159,11 +173,11 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         share: Share = inputs.pop(_SHARE)
         with contextlib.ExitStack() as stack:
             stack.enter_context(weighed(self.model, share))
-            if self.preserving is not None:
-                stack.enter_context(self.preserving.teaching(inputs, share.taught, anywhere=share.anywhere))
+            if self.terms.preserving is not None:
+                stack.enter_context(self.terms.preserving.teaching(inputs, share.taught, anywhere=share.anywhere))
             inputs.pop(NUMBERS, None)
-            if self.fused is not None:
-                stack.enter_context(self.fused.armed())
+            if self.terms.fused is not None:
+                stack.enter_context(self.terms.fused.armed())
             if not hasattr(self.model, "surgery"):
                 # A native model knows no domains.
                 inputs.pop("domain_ids")
@@ -171,8 +185,10 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log as Trainer does, with the mean of what `preserve` adds."""
-        if "loss" in logs and self.preserving is not None:
-            found = self.preserving.take().to(self.args.device)
+        if "loss" in logs and self.terms.anchored is not None:
+            logs[FISHER] = self.terms.anchored.take()
+        if "loss" in logs and self.terms.preserving is not None:
+            found = self.terms.preserving.take().to(self.args.device)
             if self.args.world_size > 1:
                 torch.distributed.all_reduce(found)
             if self.taught:
