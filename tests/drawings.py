@@ -34,6 +34,7 @@ PLANS = {
     "control_llm": "control-llm",
     "dequantise": "dequantise",
     "domain_gate": "domain-gate",
+    "drop_experts": "drop-experts",
     "drop_layers": "drop-layers",
     "extract_text": "extract-text",
     "fold_adapters": "fold-adapters",

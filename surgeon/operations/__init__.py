@@ -18,6 +18,7 @@ from surgeon.errors import printable
 from surgeon.operations.control_llm import ControlLLM
 from surgeon.operations.dequantise import Dequantise
 from surgeon.operations.domain_gate import DomainGate
+from surgeon.operations.drop_experts import DropExperts
 from surgeon.operations.drop_layers import DropLayers
 from surgeon.operations.extract_text import ExtractText
 from surgeon.operations.fold_adapters import FoldAdapters
@@ -55,6 +56,7 @@ _BUILT_IN: tuple[type[Operation], ...] = (
     Dequantise,
     UpcycleExperts,
     DropLayers,
+    DropExperts,
     FoldAdapters,
     WidenFFN,
     WidenAttention,
