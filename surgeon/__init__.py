@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from surgeon.errors import Diverged as Diverged
     from surgeon.errors import PromiseBroken as PromiseBroken
     from surgeon.errors import SurgeonError as SurgeonError
+    from surgeon.evaluate.blend import blend as blend
     from surgeon.evaluate.evaluate import evaluate as evaluate
     from surgeon.evaluate.open_texts import open_texts as open_texts
     from surgeon.evaluate.results import Evaluation as Evaluation
@@ -175,6 +176,7 @@ _HOMES = {
     "load_plan": "plan.plan",
     "make_delta": "rework.make_delta",
     "merge": "rework.merge",
+    "blend": "evaluate.blend",
     "open_checkpoint": "manifest.checkpoint",
     "open_source": "data.sources",
     "open_texts": "evaluate.open_texts",

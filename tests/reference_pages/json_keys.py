@@ -13,6 +13,7 @@ from surgeon.compare.compare import Compared
 from surgeon.compare.findings import Findings
 from surgeon.continual.continual import Continued
 from surgeon.data.recall import Recalled
+from surgeon.evaluate.blend import Blended
 from surgeon.evaluate.results import Evaluation
 from surgeon.report.families import Families, KnownBase
 from surgeon.report.followers import Followers
@@ -72,6 +73,7 @@ SECTIONS: dict[str, dict[str, tuple[type[Result], ...]]] = {
     "routing_report": {"Also the record that `--to` writes.": (RoutingReport,)},
     "revert": {"": (Reverted,)},
     "merge": {"": (Merged,)},
+    "blend": {"": (Blended,)},
     "make_delta": {"`surgeon delta`.": (MadeDelta,)},
     "apply_delta": {"`surgeon apply --delta`.": (AppliedDelta,)},
     "export_slot": {"": (Exported,)},
