@@ -65,6 +65,10 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
+# The same of models of several parts, of which no model can be built without; by these parts.
+WHOLE: dict[str, dict[str, Any]] = {}
+
+
 def decoders() -> list[tuple[str, str]]:
     """Every (model type, auto class) of the installed transformers that makes a causal or image-text model."""
     from transformers.models.auto import modeling_auto
@@ -124,9 +128,16 @@ def _default(model_type: str, changes: dict[str, Any]) -> dict[str, Any]:
     from transformers import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[model_type]
-    config: dict[str, Any] = kind().to_dict()
+    # As it stands in a file, whose keys are texts.
+    config: dict[str, Any] = _joined(json.loads(json.dumps(kind().to_dict())), WHOLE.get(model_type, {}))
     # Where the model cannot be built without them.
     return config | changes if all(key in config for key in changes) else config
+
+
+def _joined(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """A config with changes, those of its parts (`text_config`) in these parts."""
+    parts = {key: _joined(config[key], value) for key, value in changes.items() if isinstance(config.get(key), dict)}
+    return config | changes | parts
 
 
 def _text_of(config: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput, printable
-from surgeon.families.dissect import dissect
+from surgeon.families.dissect import dissect_folder
 from surgeon.models.load import running
 from surgeon.models.stream import StreamedModel
 from surgeon.models.tokenizer import open_tokenizer
@@ -65,7 +65,7 @@ def _means(
     if empty is not None:
         whose = f"the prompts of expert {empty}" if empty < experts else "the negative prompts"
         raise BadInput(f"`router`: {whose} have one without a token; write at least a word")
-    anatomy = dissect(base.config, base.tensors)
+    anatomy = dissect_folder(base)
     check_ids([token for _, ids in texts for token in ids], tokenizer, rows=anatomy.sizes.vocabulary)
     length = max(len(ids) for _, ids in texts)
     # Padding stands on the right, where causal attention does not look back from.
@@ -78,7 +78,7 @@ def _means(
     found: dict[int, Tensor] = {}
     for index, layer in enumerate(streamed.layers):
         if (block := anatomy.blocks(index).get(FFN)) is not None:
-            layer.get_submodule(block).register_forward_pre_hook(_keeping(found, index, owner, len(prompts)))
+            layer.get_submodule(block.split()[0]).register_forward_pre_hook(_keeping(found, index, owner, len(prompts)))
     with torch.inference_mode(), running(streamed.module):
         streamed.module(padded.to(device), use_cache=False, logits_to_keep=1)
     return found
@@ -86,7 +86,8 @@ def _means(
 
 def _keeping(found: dict[int, Tensor], index: int, owner: Tensor, count: int) -> Callable[[Any, tuple[Any, ...]], None]:
     def keep(_module: Any, arguments: tuple[Any, ...]) -> None:
-        read = arguments[0].float().cpu()
+        # Some FFNs read one row a token.
+        read = arguments[0].float().cpu().view(*owner.shape, -1)
         # Cloned outside of inference mode's views: the caller computes with it.
         found[index] = torch.stack([read[owner == number].mean(0) for number in range(count)]).clone()
 

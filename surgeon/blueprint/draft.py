@@ -365,7 +365,11 @@ class Draft:
                     f"{printable(output.name)} holds a part for each layer, and surgeon cannot add one for a branch;"
                     " use an operation that adds no branches (control_llm: `expansion: stack`)"
                 )
-            assert isinstance(output.recipe, Copy)
+            if not isinstance(output.recipe, Copy):
+                raise BadInput(
+                    f"{printable(output.name)} holds a part for each layer and a row for each id, and a plan changes"
+                    " one of them: grow the vocabulary by a plan of its own, and add layers to its output"
+                )
             made.append(Output(output.name, per_layer(output.recipe, axis, before, order), last))
         return made
 

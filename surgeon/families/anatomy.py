@@ -104,7 +104,8 @@ class Derivation(ABC):
     def blocks(self, layer: int) -> Mapping[str, str]:
         """What base layer `layer` calls the blocks beside which grafts can stand, by their usual name (ATTENTION, FFN).
 
-        A layer need not have both. Raises BadInput where the model's code cannot carry grafts.
+        A block that is no module goes by those that it is made of, with a space between. A layer need not have both
+        blocks. Raises BadInput where the model's code cannot carry grafts.
         """
 
     @abstractmethod
@@ -185,6 +186,11 @@ class Derivation(ABC):
     @abstractmethod
     def layer_axis(self, grown: Mapping[str, Any], name: str, layers: int) -> int | None:
         """The axis along which a tensor outside the layers holds a part for each layer, if it has one."""
+
+
+def within(name: str, block: str) -> bool:
+    """Whether a module or tensor of a layer belongs to one of its blocks, given as `Derivation.blocks` names it."""
+    return any(name == path or name.startswith(f"{path}.") for path in block.split())
 
 
 @dataclass(frozen=True)
@@ -378,8 +384,13 @@ def with_vocabulary(config: Mapping[str, Any], anatomy: Anatomy, rows: int) -> d
         if part.get(VOCABULARY_KEY) == before:
             part[VOCABULARY_KEY] = rows
         part = part.setdefault(key, {})
-    part[VOCABULARY_KEY] = rows
+    part.update(dict.fromkeys(vocabulary_fields(part, before), rows))
     return made
+
+
+def vocabulary_fields(part: Mapping[str, Any], rows: int) -> list[str]:
+    """The fields of a text decoder's part of a config that say how many ids there are; Gemma 4 has two."""
+    return [VOCABULARY_KEY, *(key for key in part if key.startswith(f"{VOCABULARY_KEY}_") and part[key] == rows)]
 
 
 def with_sizes(config: Mapping[str, Any], anatomy: Anatomy, sizes: Mapping[str, int]) -> dict[str, Any]:

@@ -146,16 +146,14 @@ def _of_bank(name: str) -> bool:
 
 
 def _parted(stem: str, skeleton: Skeleton) -> tuple[str, str]:
-    """A stem as what it shares with the decoder's other tensors, and the name of its list: `model.`, `layers.`.
+    """A stem as what it shares with the model's other tensors, and the name of its list: `model.`, `layers.`.
 
-    Of an encoder the list may stand lower in the base model: `bert.`, `encoder.layer.`.
+    The list may stand lower in the model: `bert.`, `encoder.layer.`.
     """
-    if skeleton.encoder:
-        base = f"{skeleton.model.base_model_prefix}."
-        prefix = base if stem.startswith(base) else ""
-        return prefix, stem.removeprefix(prefix)
-    above, dot, own = stem.removesuffix(".").rpartition(".")
-    return above + dot, f"{own}."
+    words = stem.removesuffix(".").split(".")
+    depth = len(skeleton.stack.removeprefix(f"{skeleton.holder}.").split("."))
+    own = ".".join(words[-depth:])
+    return stem.removesuffix(f"{own}."), f"{own}."
 
 
 def _check_grafts(

@@ -2,7 +2,8 @@
 
 Grafts stand beside a layer's attention or its FFN, whatever the model calls them. Which block is which is found by
 trial: what a token's state does to later tokens goes through a token mixer (attention, a state space, a convolution),
-and what it does to its own alone through an FFN (one, or experts).
+and what it does to its own alone through an FFN (one, or experts). Where a block is no module, or one that norms the
+sum of the stream and what it adds (BERT), its beginning and its end are found by what is added to the stream.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 from surgeon.common.devices import one_thread
 from surgeon.common.library import LOAD_FAILURES
 from surgeon.errors import BadInput, printable
-from surgeon.families.encoder_blocks import heads_of, told_class
+from surgeon.families.encoder_blocks import heads_of
 from surgeon.families.silence import some_tokens
 from surgeon.families.skeleton import CAUSAL, IMAGE_TEXT, Skeleton, auto_of
-from surgeon.runtime.composition import ATTENTION, FFN, OTHER_AUTOS, Composition, SiteClass
+from surgeon.families.stream_blocks import Block, blocks_in, mixes, norms_sum, told_class, watched
+from surgeon.runtime.composition import ATTENTION, FFN, OTHER_AUTOS, Composition, SiteClass, SpanClass
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -37,13 +39,12 @@ def composition_of(config: Mapping[str, Any], skeleton: Skeleton, twin: Skeleton
     from transformers import CONFIG_MAPPING, MODEL_MAPPING
 
     model = skeleton.model
-    parent, _, stack = skeleton.stack.rpartition(".")
-    text = model.get_submodule(parent)
+    text = model.get_submodule(skeleton.holder)
     whole = MODEL_MAPPING.get(type(model.config), type(model))
     built_of = CONFIG_MAPPING[str(config["model_type"])]
-    if type(model.config) is not built_of or not hasattr(text, "post_init"):
+    if type(model.config) is not built_of or text is model:
         raise _unfit(config, "its decoder is no model that transformers builds by itself")
-    sites, output = _probed(twin, layers)
+    sites, spans, output = _probed(twin, layers)
     try:
         return Composition(
             model_type=str(config["model_type"]),
@@ -54,11 +55,12 @@ def composition_of(config: Mapping[str, Any], skeleton: Skeleton, twin: Skeleton
             head=told_class(type(model)),
             model=told_class(whole),
             text=told_class(type(text)),
-            stack=stack,
+            stack=skeleton.stack.removeprefix(f"{skeleton.holder}."),
             output=told_class(output),
             activation=_activation(skeleton.text),
             layers=tuple(dict.fromkeys(told_class(type(layer)) for layer in skeleton.layers)),
             sites=sites,
+            spans=spans,
             heads=heads_of(model, OTHER_AUTOS),
             first_position=_first_position(twin),
         )
@@ -120,21 +122,44 @@ def _first(made: Any) -> Tensor:
     return output
 
 
-def _probed(twin: Skeleton, layers: Sequence[int]) -> tuple[tuple[SiteClass, ...], type[Any]]:
+def _probed(twin: Skeleton, layers: Sequence[int]) -> tuple[tuple[SiteClass, ...], tuple[SpanClass, ...], type[Any]]:
     """The blocks of these layers beside which something can stand, and the class of what the model returns."""
     import torch
 
-    found: dict[SiteClass, None] = {}
+    sites: dict[SiteClass, None] = {}
+    spans: dict[SpanClass, None] = {}
     with torch.no_grad(), one_thread():
         runs, output = _captured(twin, layers)
         for index in layers:
             told = [(run, role) for run in runs[index] if (role := _role(run, twin.text.hidden_size)) is not None]
-            for role in (ATTENTION, FFN):
-                blocks = [run for run, kind in told if kind == role]
-                chosen = _chosen(blocks, role)
-                if chosen is not None:
-                    found[SiteClass(chosen.name, told_class(type(chosen.block)), role)] = None
-    return tuple(found), output
+            chosen = {role: _chosen([run for run, kind in told if kind == role], role) for role in (ATTENTION, FFN)}
+            found = _without_modules(twin, index, chosen)
+            for role, run in chosen.items():
+                if role in found:
+                    spans[found[role].told(role)] = None
+                elif run is not None:
+                    sites[SiteClass(run.name, told_class(type(run.block)), role)] = None
+    return tuple(sites), tuple(spans), output
+
+
+def _without_modules(twin: Skeleton, index: int, chosen: Mapping[str, _Run | None]) -> dict[str, Block]:
+    """Blocks of a layer, by role, that are no modules, or norm the sum of the stream and what they add."""
+    ids = some_tokens(twin)
+
+    def run() -> Any:
+        return twin.model(input_ids=ids, use_cache=False)
+
+    seen = watched(twin.layers[index], run)
+    # With tokens along another axis nothing shows what goes from one to the next.
+    if seen is None or seen.stream.shape != (*ids.shape, twin.text.hidden_size):
+        return {}
+    asked = {role for role, block in chosen.items() if block is None or norms_sum(seen, block.name)}
+    found: dict[str, Block] = {}
+    for block in blocks_in(seen, twin.text.hidden_size) if asked else ():
+        role = ATTENTION if any(mixes(block, run, ids.shape[1])) else FFN
+        if role in asked and (role not in found or block.size > found[role].size):
+            found[role] = block
+    return found
 
 
 def _first_position(twin: Skeleton) -> int:
@@ -147,7 +172,7 @@ def _first_position(twin: Skeleton) -> int:
         positions = given.get("position_ids")
         firsts.append(int(positions[0, 0]) if isinstance(positions, torch.Tensor) and positions.dim() == 2 else 0)
 
-    handle = twin.model.get_submodule(twin.stack.rpartition(".")[0]).register_forward_pre_hook(hook, with_kwargs=True)
+    handle = twin.model.get_submodule(twin.holder).register_forward_pre_hook(hook, with_kwargs=True)
     try:
         with torch.no_grad(), one_thread():
             twin.model(input_ids=some_tokens(twin), use_cache=False)

@@ -66,6 +66,19 @@ class Skeleton:
         """The decoder's, or encoder's, layers."""
         return list(self.model.get_submodule(self.stack))
 
+    @property
+    def holder(self) -> str:
+        """The path of the model of transformers that holds the layers: an encoder's base model, else the smallest."""
+        from transformers import PreTrainedModel
+
+        above = self.stack.rpartition(".")[0]
+        if self.encoder:
+            prefix = self.model.base_model_prefix
+            return prefix if self.model.base_model is not self.model and above.startswith(prefix) else ""
+        while not isinstance(self.model.get_submodule(above), PreTrainedModel):
+            above = above.rpartition(".")[0]
+        return above
+
 
 def is_known(config: Mapping[str, Any]) -> bool:
     """Whether the installed transformers, or the checkpoint's own code, has a text model for this config."""

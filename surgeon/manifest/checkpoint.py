@@ -15,8 +15,8 @@ from surgeon.checkpoint.hub import id_and_revision, locate
 from surgeon.checkpoint.labels import is_classifier, label_names
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy
-from surgeon.families.dissect import dissect
+from surgeon.families.anatomy import Anatomy, within
+from surgeon.families.dissect import dissect_folder
 from surgeon.families.grafted_config import is_encoder
 from surgeon.families.limits import context_of, vocabulary_of
 from surgeon.families.skeleton import wordless_auto
@@ -91,7 +91,7 @@ class Checkpoint:
     @cached_property
     def anatomy(self) -> Anatomy:
         """What its tensors are: layers, blocks, sizes. Raises BadInput where its type cannot be taken apart."""
-        return dissect(self.folder.config, self.folder.tensors, self.folder.own)
+        return dissect_folder(self.folder)
 
     @property
     def layers(self) -> int:
@@ -146,7 +146,7 @@ class Checkpoint:
             for role, block in self.anatomy.blocks(index).items():
                 for suffix, info in tensors.items():
                     path = suffix.removesuffix(".weight")
-                    if suffix.startswith(f"{block}.") and len(info.shape) > 1 and role in linear:
+                    if within(suffix, block) and len(info.shape) > 1 and role in linear:
                         if path in modules:
                             linear[role][path] = None
                         else:

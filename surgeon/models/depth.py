@@ -23,6 +23,7 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common import devices
 from surgeon.common.formatting import show_layers
 from surgeon.common.library import first_line
+from surgeon.common.listener import Listener
 from surgeon.errors import BadInput, printable
 from surgeon.families.twin import stored_buffers
 from surgeon.models.layer_choice import LayersOut, Stack, collapsed, runs_above
@@ -69,7 +70,8 @@ class Run:
 class Depth:
     """A base and a text, on which its layers are measured."""
 
-    def __init__(self, folder: CheckpointFolder, ids: Tensor, kinds: Sequence[object]) -> None:
+    def __init__(self, folder: CheckpointFolder, ids: Tensor, kinds: Sequence[object], listener: Listener) -> None:
+        self._listener = listener
         self.model = StreamedModel(folder, device=devices.resolve("auto"))
         self.ids, self.kinds = ids, kinds
         self.count = len(self.model.layers)
@@ -83,10 +85,19 @@ class Depth:
             self._hook(number, layer)
         self.first = self.run(self.whole)
         self.before = self.first.loss
+        listener.say(f"the base's loss is {self.before:.4f} nats a token")
 
     @classmethod
     def of(
-        cls, base: CheckpointFolder, text: Path, kinds: Sequence[object], *, vocabulary: int, window: int, windows: int
+        cls,
+        base: CheckpointFolder,
+        text: Path,
+        kinds: Sequence[object],
+        *,
+        vocabulary: int,
+        window: int,
+        windows: int,
+        listener: Listener,
     ) -> Depth:
         """Read the text by the base's tokenizer. Raises BadInput where it is too short, or the base cannot be run."""
         tokens = token_batches(base.path, text=text, window=window, windows=windows, vocabulary=vocabulary)
@@ -95,7 +106,8 @@ class Depth:
                 f"{printable(str(text))}: too short to measure layers on, {len(tokens.ids)} of {windows} windows of"
                 f" {window} tokens; give a longer text, or a smaller `windows`"
             )
-        return cls(base, tokens.ids, kinds)
+        listener.say(f"measuring layers on {printable(text.name)} ({tokens.ids.numel():,} tokens)")
+        return cls(base, tokens.ids, kinds, listener)
 
     def choose(self, out: LayersOut) -> Choice:
         """Choose the layers that go, as `out` asks. Raises BadInput where there are none."""
@@ -119,9 +131,13 @@ class Depth:
     def costs(self, layers: Iterable[int]) -> dict[int, float]:
         """What the loss grows by without each of these layers alone; those that cannot be missed are left out."""
         found: dict[int, float] = {}
-        for layer in layers:
+        tried = list(layers)
+        self._listener.begin("measuring layers", len(tried), "layers")
+        for layer in tried:
             with contextlib.suppress(CannotRun):
                 found[layer] = self.run(self.without([layer])).loss - self.before
+                self._listener.say(f"without layer {layer}: {found[layer]:+.4f}")
+            self._listener.advance(1)
         return found
 
     def without(self, layers: Sequence[int]) -> Stack:
@@ -153,7 +169,8 @@ class Depth:
     def _by_loss(self, count: int, candidates: int) -> Choice:
         """At each step the layers of least influence are tried, and the one goes whose loss is least."""
         stack, now = self.whole, self.first
-        for _ in range(count):
+        self._listener.begin("choosing layers", count, "layers")
+        for step in range(1, count + 1):
             numbers, influence = list(stack), now.influence
             ranked = sorted(range(len(numbers)), key=lambda place: (influence[place], place))[:candidates]
             tried: list[tuple[Run, Stack]] = []
@@ -164,7 +181,11 @@ class Depth:
                 except CannotRun:
                     if nth == len(ranked) and not tried:
                         raise
-            now, stack = min(tried, key=lambda each: each[0].loss)
+            now, best = min(tried, key=lambda each: each[0].loss)
+            (out,) = stack.keys() - best.keys()
+            stack = best
+            self._listener.say(f"layer {out} goes ({step} of {count}): loss {now.loss:.4f}")
+            self._listener.advance(1)
         gone = tuple(layer for layer in self.whole if layer not in stack)
         return Choice(gone, {}, now.loss, tuple(self.first.influence))
 
@@ -179,6 +200,7 @@ class Depth:
         stack, loss = self.whole, self.before
         place = highest - out.merge
         found: list[float] = []
+        self._listener.begin("merging layers", out.count, "layers")
         while place >= lowest and len(stack) > self.count - out.count:
             numbers = list(stack)
             above = sum(layer <= highest for layer in numbers) - 1 - place
@@ -188,7 +210,11 @@ class Depth:
                 tried = collapsed(stack, numbers[place], merge)
                 run = self.run(tried)
                 near = self._likeness(run)
-                if near > out.threshold:
+                kept = near > out.threshold
+                words = "merged" if kept else "not merged"
+                self._listener.say(f"{show_layers(group)}: likeness {near:.4f}, {words}; loss {run.loss:.4f}")
+                if kept:
+                    self._listener.advance(merge)
                     stack, loss = tried, run.loss
                     found.append(near)
                     place = min(place - out.interval, len(stack) - 1 - out.merge)

@@ -168,7 +168,7 @@ class GrowVocabulary(Operation):
         if isinstance(self.tokens, Learn):
             learn = self.tokens
             learned = LearnedTokens(paths_of(base, learn.learn), learn.count, paths_of(base, learn.keep), learn.how)
-            grown = grow(base.folder, learned, rows=rows, measure=measure)
+            grown = grow(base.folder, learned, rows=rows, measure=measure, listener=base.listener)
         elif isinstance(self.tokens, str):
             path = base.text(self.tokens)
             lines = lines_of(path)

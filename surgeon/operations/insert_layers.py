@@ -135,7 +135,15 @@ class InsertLayers(Operation):
 
         path, kinds = base.text(where.text), [base.anatomy.pattern[layer] for layer in range(total)]
         vocabulary = base.anatomy.sizes.vocabulary
-        depth = Depth.of(base.folder, path, kinds, vocabulary=vocabulary, window=where.window, windows=where.windows)
+        depth = Depth.of(
+            base.folder,
+            path,
+            kinds,
+            vocabulary=vocabulary,
+            window=where.window,
+            windows=where.windows,
+            listener=base.listener,
+        )
         scores = depth.costs(choices) if where.by == "loss" else {n: depth.first.influence[n] for n in choices}
         if where.least > len(scores):
             raise BadInput(

@@ -21,6 +21,7 @@ from surgeon.blueprint.grafts import Graft, recipes_of
 from surgeon.blueprint.recipes import Recipe
 from surgeon.common.formatting import show
 from surgeon.errors import BadInput, printable
+from surgeon.families.anatomy import within
 from surgeon.operations.imported_lora import (
     AdapterFacts,
     ImportedModule,
@@ -369,7 +370,7 @@ def _query_and_value(draft: Draft, layer: int, linear: Mapping[str, object]) -> 
     if {"query", "value"} <= {role for path in chosen for role in known[path]}:
         return chosen
     block = draft.blocks(layer).get(ATTENTION, "")
-    here = [path for path in linear if path.startswith(f"{block}.")]
+    here = [path for path in linear if within(path, block)]
     found = tuple(path for path in here if _QUERY_VALUE.fullmatch(_last(path)))
     if not any(_last(path) == "kv_b_proj" for path in here):
         # Where a module expands values from a cache of latents, on other tokens: what makes the latents.

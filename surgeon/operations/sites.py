@@ -59,6 +59,11 @@ def _check_kept(draft: Draft, layers: Sequence[int], roles: Sequence[str]) -> No
                     f" own in the place of `{printable(block)}`, without what stands beside it; attach to the attention"
                     " alone (`sites: [attention]`), where the operation can, or use another operation"
                 )
+            if role in roles and (ends := sorted(replaced.intersection(block.split()))):
+                raise BadInput(
+                    f"layer {layer}: {printable(ends[0])} is stored quantised, where transformers' kernels put a module"
+                    " of their own in its place, without what stands beside it; operate on the full-precision model"
+                )
 
 
 def check_adapted(draft: Draft, layer: int, modules: Sequence[str]) -> None:

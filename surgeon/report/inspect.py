@@ -18,6 +18,7 @@ from surgeon.common.tables import FittedTable
 from surgeon.errors import printable
 from surgeon.families.anatomy import Anatomy, without_a_place
 from surgeon.families.anatomy_cache import keep, recalled
+from surgeon.families.dissect import dissect_folder
 from surgeon.manifest.manifest import Manifest, TrainingEntry
 from surgeon.manifest.reading import manifest_of
 from surgeon.manifest.run_files import ADAPTER_FOLDER, KEPT_FOLDER
@@ -86,7 +87,7 @@ def inspect(checkpoint: str | Path, *, revision: str | None = None, trust_remote
     manifest = manifest_of(opened) if opened.manifest is not None else None
     anatomy = None
     if not a_look:
-        anatomy = recalled(opened.config, opened.tensors, opened.own)
+        anatomy = dissect_folder(opened, recalled)
         keep(anatomy, opened.config, opened.tensors, opened.own)
     return Inspection(
         path=Path(checkpoint),

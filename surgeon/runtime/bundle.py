@@ -72,7 +72,7 @@ def grafts_in(config: Mapping[str, Any]) -> tuple[str, ...]:
 def roots_of(native: Composition, uses: tuple[Use, ...]) -> list[str]:
     """The modules that are needed for their own sake."""
     asked = {
-        "encoders": native.encoder,
+        "spans": bool(native.spans),
         "twins": any(use.twins for use in uses),
         "crossing": any(use.crosses for use in uses),
     }

@@ -38,36 +38,25 @@ class {upcycled}(Site, {native}):
 
 _LAYER = """
 
-class {upcycled}(UpcycledLayer, {native}):
+class {upcycled}({mixed_in}, {native}):
     \"""A layer.\"""
 
-    activation_field = "{activation}"
-    sites: ClassVar[Any] = GRAFT_SITES
+    {places}
 """
 
 _TWINNED_LAYER = """
 
-class {upcycled}Branch(BranchLayer, {native}):
+class {upcycled}Branch({branch_mixed_in}, {native}):
     \"""The expanded twin of a trunk layer.\"""
 
-    activation_field = "{activation}"
-    sites: ClassVar[Any] = GRAFT_SITES
+    {places}
 
 
-class {upcycled}(TwinnedLayer, {native}):
+class {upcycled}({mixed_in}, {native}):
     \"""A layer of the trunk.\"""
 
-    activation_field = "{activation}"
-    sites: ClassVar[Any] = GRAFT_SITES
+    {places}
     branch_of = {upcycled}Branch
-"""
-
-_SPAN_LAYER = """
-
-class {upcycled}(UpcycledEncoderLayer, {native}):
-    \"""A layer.\"""
-
-    spans: ClassVar[Any] = GRAFT_SITES
 """
 
 # The class at a block's end, at its beginning, or at both: what it is called after the native one, and is composed of.
@@ -83,10 +72,15 @@ class {upcycled}({mixed_in}, {native}):
     \"""The native module, {able}.\"""
 """
 
-_PLACES = (
+_PLACES = """
+
+# {are}
+{name} = ({places})
+"""
+_SITES_ARE = (
     "Blocks that can carry grafts: their name in a layer, their class, what grafts call them, their class with grafts."
 )
-_SPAN_PLACES = "Blocks that can carry grafts: path, class and class with grafts of beginning and end; their usual name."
+_SPANS_ARE = "Blocks that can carry grafts: path, class and class with grafts of beginning and end; their usual name."
 
 _OUTPUT = """
 
@@ -166,9 +160,7 @@ def classes_of(native: Composition, uses: tuple[Use, ...]) -> str:
     if not native.encoder:
         imports["transformers"] = {"GenerationMixin"}
     layer_classes = "".join(f"\n        {short_name(each)}: {upcycled(each)}," for each in native.layers)
-    sites, places = _spans(native) if native.encoder else _sites(native)
     twins = any(use.twins for use in uses)
-    layer = _SPAN_LAYER if native.encoder else _TWINNED_LAYER if twins else _LAYER
     model_parts = [*(["TwinnedModel"] * twins), *(["CrossingModel"] * any(use.crosses for use in uses))]
     found_by = {**dict.fromkeys(native.autos, native.head), **{head.auto: head.native for head in native.heads}}
     template = (files(__package__) / "classes.template").read_text(encoding="utf-8")
@@ -184,13 +176,8 @@ def classes_of(native: Composition, uses: tuple[Use, ...]) -> str:
         else "",
         model_type=PREFIX + native.model_type,
         grafts=f"{uses[0].source}," if len(uses) == 1 else _listed(uses),
-        sites=sites,
-        places_are=_SPAN_PLACES if native.encoder else _PLACES,
-        places="".join(f"\n    {place}," for place in places) + ("\n" if places else ""),
-        layers="".join(
-            layer.format(upcycled=upcycled(each), native=short_name(each), activation=native.activation)
-            for each in native.layers
-        ),
+        blocks=_blocks(native),
+        layers="".join(_layer(native, each, twins) for each in native.layers),
         Text=text,
         NativeText=short_name(native.text),
         text_is="The model without a head" if native.encoder else "The text decoder",
@@ -211,8 +198,37 @@ def classes_of(native: Composition, uses: tuple[Use, ...]) -> str:
     )
 
 
+def _blocks(native: Composition) -> str:
+    """The classes of blocks with grafts, and where they stand."""
+    found = [("GRAFT_SITES", _SITES_ARE, *_sites(native))] if native.sites or not native.spans else []
+    found += [("GRAFT_SPANS", _SPANS_ARE, *_spans(native))] if native.spans else []
+    classes = "".join(source for _, _, source, _ in found)
+    return classes + "".join(
+        _PLACES.format(
+            are=are, name=name, places="".join(f"\n    {place}," for place in places) + ("\n" if places else "")
+        )
+        for name, are, _, places in found
+    )
+
+
+def _layer(native: Composition, told: str, twins: bool) -> str:
+    """The class of a layer with grafts, and with `twins` that of its twin."""
+    held = {"sites": "GRAFT_SITES"} if native.sites or not native.spans else {}
+    held |= {"spans": "GRAFT_SPANS"} if native.spans else {}
+    stated = [f'activation_field = "{native.activation}"']
+    stated += [f"{key}: ClassVar[Any] = {name}" for key, name in held.items()]
+    spanned = ", SpannedLayer" if native.spans else ""
+    return (_TWINNED_LAYER if twins else _LAYER).format(
+        upcycled=upcycled(told),
+        native=short_name(told),
+        mixed_in=("TwinnedLayer" if twins else "UpcycledLayer") + spanned,
+        branch_mixed_in=f"BranchLayer{spanned}",
+        places="\n    ".join(stated),
+    )
+
+
 def _sites(native: Composition) -> tuple[str, list[str]]:
-    """The classes of a decoder's blocks with grafts, and where they stand."""
+    """The classes of blocks that are modules, and where they stand."""
     kinds = dict.fromkeys(site.native for site in native.sites)
     return "".join(_SITE.format(upcycled=upcycled(each), native=short_name(each)) for each in kinds), [
         f'("{site.block}", {short_name(site.native)}, "{site.role}", {upcycled(site.native)})' for site in native.sites
@@ -220,7 +236,7 @@ def _sites(native: Composition) -> tuple[str, list[str]]:
 
 
 def _spans(native: Composition) -> tuple[str, list[str]]:
-    """The same of an encoder's."""
+    """The same of blocks that are none."""
     found: dict[tuple[str, str], None] = {}
     places: list[str] = []
     for span in native.spans:

@@ -6,9 +6,9 @@
                 "trunk": {"num_hidden_layers": [4], …}}
 
 `heads` are further heads, each with the auto class that finds it and what it returns, and a `prefix` where its class
-calls the base model otherwise than the others. An encoder has `spans` in place
-of `sites`: of each of a layer's blocks the module that reads what the block reads, and the one whose output is added to
-the stream. Both keys are left out where there are none, and so is `first_position` where it is 0.
+calls the base model otherwise than the others. `spans` are blocks that are no modules, as all of an encoder's are: the
+module that reads what the block reads, and the one whose output is added to the stream. Both keys are left out where
+there are none, and so is `first_position` where it is 0.
 
 `trunk` are the fields of config.json, by their path, that read otherwise without branches: a list of the one value, or
 an empty list where the field is not there.
@@ -29,7 +29,7 @@ ATTENTION, FFN = "self_attn", "mlp"
 _CLASS = re.compile(
     r"(models\.[a-z][a-z0-9_]*\.(modeling|configuration)_[a-z0-9_]+|modeling_outputs)\.[A-Za-z][A-Za-z0-9_]*"
 )
-# Of torch's own modules those at which a block of an encoder may begin or end.
+# Of torch's own modules those at which a block may begin or end.
 TORCH_CLASSES = ("torch.nn.Dropout", "torch.nn.Linear")
 # Fields that are lists of names.
 _LISTS = ("autos", "path", "layers")
@@ -57,7 +57,7 @@ class SiteClass:
 
 @dataclass(frozen=True)
 class SpanClass:
-    """A block of an encoder's layer: the module that reads first, the one that writes last, by path and class.
+    """A block of a layer that is no module: what reads first and what writes last in it, by path and class.
 
     They may be one and the same. `role` is the name by which grafts know the block.
     """
@@ -67,6 +67,12 @@ class SpanClass:
     writes: str
     writer: str
     role: str
+
+    @property
+    def modules(self) -> str:
+        """The modules that it is made of, by their paths, with a space between."""
+        ends = self.writes.rpartition(".")[0] or self.writes
+        return " ".join(dict.fromkeys((self.reads, ends)))
 
 
 @dataclass(frozen=True)
@@ -89,8 +95,8 @@ class Composition:
     `autos` are the auto classes that find `head`, its own first; `model` is what AutoModel finds; `text` the text
     decoder, whose list of layers is called `stack`, and whose config is `text_config`, at `path` in config.json.
     `output` is what `head` returns, `activation` the text config's field that names the activation, empty where it has
-    none. Of an encoder `text` and `model` are the base model, `stack` is a path in it. `first_position` is what the
-    model counts a text's positions from where it gives them to its decoder itself.
+    none. `stack` is a path in `text`, which is the base model of an encoder. `first_position` is what the model counts
+    a text's positions from where it gives them to its decoder itself.
     """
 
     model_type: str
@@ -124,7 +130,7 @@ class Composition:
             if _NAME.fullmatch(name) is None:
                 raise ValueError(f"config.anatomy: `{name}` is no name of a module or field")
         for name in (self.stack, *(path for span in self.spans for path in (span.reads, span.writes))):
-            if _PATH.fullmatch(name) is None or ("." in name and not self.encoder):
+            if _PATH.fullmatch(name) is None:
                 raise ValueError(f"config.anatomy: `{name}` is no path of a module")
         roles = {site.role for site in self.sites} | {span.role for span in self.spans}
         known = ENCODER_AUTOS if self.encoder else AUTOS
@@ -135,8 +141,8 @@ class Composition:
             raise ValueError("config.anatomy: `heads` names an auto class that is not known, or one twice")
         if type(self.first_position) is not int or not 0 <= self.first_position < 1000:
             raise ValueError("config.anatomy: `first_position` is no small number")
-        if self.spans and (self.sites or self.path):
-            raise ValueError("config.anatomy: `spans` are an encoder's, `sites` and `path` a decoder's")
+        if self.encoder and (self.sites or self.path):
+            raise ValueError("config.anatomy: `sites` and `path` are a decoder's")
         short: dict[str, str] = {}
         for told in (*classes, *ends):
             if short.setdefault(short_name(told), told) != told:
@@ -145,11 +151,11 @@ class Composition:
     @property
     def encoder(self) -> bool:
         """Whether it reads a sequence in both directions and has no cache."""
-        return bool(self.spans)
+        return not set(self.autos) & set(AUTOS)
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Every class of transformers, but those at which an encoder's blocks begin and end."""
+        """Every class of transformers, but those at which blocks that are no modules begin and end."""
         own = (self.config, self.text_config, self.head, self.model, self.text, self.output, *self.layers)
         further = (told for head in self.heads for told in (head.native, head.output))
         return (*own, *(site.native for site in self.sites), *further)

@@ -63,7 +63,8 @@ class UpcycledPreTrained(PreTrainedModel):
 
     def _left_by_quantisers(self) -> set[str]:
         replaces = tuple(kind for graft in self.surgery.rules for kind in graft.replaces)
-        return {name for name, module in self.named_modules() if isinstance(module, replaces)}
+        held = self.named_modules()
+        return {name for name, module in held if isinstance(module, replaces) or hasattr(module, "spanning")}
 
     def graft_parameter_names(self) -> list[str]:
         """Names of the parameters that the surgery added and that train, in the model's order."""

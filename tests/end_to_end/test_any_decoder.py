@@ -475,7 +475,6 @@ def test_grafted_experts_are_carried_merged_exported_and_operated_on(tmp_path: P
 
 # What grafts cannot stand beside, by model type and operation.
 NO_PLACE = {
-    "bare matrices for an FFN": ("opt", "{op: gated_adapters, size: 4}", "layer 0 of this opt has no FFN beside which"),
     "a kind of layer without an FFN": (
         "nemotron_h",
         "{op: gated_adapters, size: 4, layers: [0]}",

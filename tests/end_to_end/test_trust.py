@@ -373,6 +373,9 @@ def test_an_adapter_beside_the_base_is_set_aside_with_a_word(world: World) -> No
     assert any(told in note for note in evaluated.notes)
     notes = surgeon.preview(world.room / "copy.json", world.base).notes
     assert any(told in note for note in notes) and any("custom_generate" in note for note in notes)
+    assert any("`merge_adapter` merges it" in note for note in notes)
+    merged = surgeon.preview(plan_of(world.room / "merge.json", {"op": "merge_adapter", "from": "base"}), world.base)
+    assert len(merged.blueprint.changes) == 2
     surgeon.apply(world.room / "copy.json", str(world.base), world.room / "new", listener=listener)
     assert any(line.startswith(told) for line in listener.said)
     assert not list((world.room / "new").glob("*adapter*")) and not (world.room / "new" / "custom_generate").exists()
@@ -380,6 +383,19 @@ def test_an_adapter_beside_the_base_is_set_aside_with_a_word(world: World) -> No
     verified = surgeon.verify(world.base, world.room / "new", windows=1, window=16, listener=listener)
     assert verified.holds and any(told in line for line in listener.said)
     assert any(told in note for note in surgeon.inspect(world.base).to_json()["notes"])
+
+
+def test_weights_that_only_the_code_left_out_fits_are_refused_by_its_name(world: World) -> None:
+    own_code(world.base)
+    name = "model.layers.1.mlp.up_proj.weight"
+    for file in world.base.glob("model*.safetensors"):
+        tensors = load_file(file)
+        if name in tensors:
+            save_file(tensors | {name: tensors[name][:-8].contiguous()}, file, metadata={"format": "pt"})
+    with pytest.raises(BadInput, match=r"modeling_x\.M\) was left out, as transformers has llama") as refusal:
+        surgeon.preview(world.room / "copy.json", world.base)
+    assert name in str(refusal.value) and str(refusal.value).endswith("read it, then pass `--trust-remote-code`")
+    assert "\n" not in str(refusal.value)
 
 
 def rank_shard(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 
 import surgeon
 from surgeon.cli import app
+from surgeon.common.listener import Listener, Quiet
 from surgeon.errors import BadInput
 from surgeon.families.skeleton import CAUSAL
 from surgeon.models.layer_choice import collapsed
@@ -105,9 +107,11 @@ def greedily(base: Path, ids: torch.Tensor, count: int, candidates: int) -> list
     return sorted(gone)
 
 
-def applied_to(base: Path, folder: Path, **entry: Any) -> tuple[Any, dict[str, Any]]:
+def applied_to(
+    base: Path, folder: Path, *, listener: Listener | None = None, **entry: Any
+) -> tuple[Any, dict[str, Any]]:
     """The output as loaded, and what the manifest says was taken out."""
-    surgeon.apply(plan_of(folder, entry), base, folder / "out", device="cpu")
+    surgeon.apply(plan_of(folder, entry), base, folder / "out", device="cpu", listener=listener)
     manifest = json.loads((folder / "out" / "surgery.json").read_text())
     return load(folder / "out"), manifest["dropped"]["0"]
 
@@ -117,7 +121,8 @@ def test_what_goes_is_what_float64_on_plain_transformers_chooses(by: str, tmp_pa
     base = base_of(tmp_path)
     ids = tokens_of(base)
     native = load(base, "float64")
-    made, told = applied_to(base, tmp_path, count=2, by=by, **MEASURED, **({"candidates": 3} if by == "loss" else {}))
+    candidates = {"candidates": 3} if by == "loss" else {}
+    made, told = applied_to(base, tmp_path, listener=(heard := Quiet()), count=2, by=by, **MEASURED, **candidates)
     states = states_of(native, ids)
     influence = influences(native, ids)
     angles = [float((torch.arccos(cosine(a, b)) / math.pi).mean()) for a, b in zip(states, states[2:], strict=False)]
@@ -132,6 +137,10 @@ def test_what_goes_is_what_float64_on_plain_transformers_chooses(by: str, tmp_pa
     assert told["text"]["tokens"] == WINDOWS * (WINDOW - 1)
     assert told["text"]["before"] == pytest.approx(loss_of(native, ids), abs=1e-5)
     assert told["text"]["after"] == pytest.approx(loss_of(without(native, wanted), ids), abs=1e-5)
+    assert f"the base's loss is {told['text']['before']:.4f} nats a token" in heard.said
+    steps = [line for line in heard.said if re.match(r"layer \d goes \([12] of 2\): loss ", line)]
+    assert len(steps) == (2 if by == "loss" else 0)
+    assert by != "loss" or steps[1].endswith(f"{told['text']['after']:.4f}")
     # Native, with fewer layers, and to the bit what the base computes without them.
     assert type(made).__name__ == "LlamaForCausalLM" and made.config.num_hidden_layers == 4
     with torch.inference_mode():
@@ -306,7 +315,7 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], str]] = {
         [{"count": 2, "by": "laco", "range": [0, 9]} | MEASURED],
         "goes up to layer 9; there are 6",
     ),
-    "with grafts": ([{"op": "gated_adapters", "size": 4, "layers": [2]}, {"layers": [2]}], "layer 2 carry grafts"),
+    "with grafts": ([{"op": "gated_adapters", "size": 4, "layers": [2]}, {"layers": [2]}], "layer 2 has grafts"),
 }
 
 

@@ -18,10 +18,12 @@ from pathlib import Path
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, GrownVocabulary, NewToken, TokenizerJson, grown_files
+from surgeon.common.listener import Listener, Quiet
 from surgeon.errors import BadInput, printable
 from surgeon.models.tokenizer import Tokenizer, open_tokenizer
-from surgeon.models.vocabulary.growing import Old
+from surgeon.models.vocabulary.growing import New, Old
 from surgeon.models.vocabulary.learned import LearnedTokens, learned
+from surgeon.models.vocabulary.learned_before import learned_once
 from surgeon.models.vocabulary.requested_words import Listed, check_words, marked_once, requested_tokens
 from surgeon.models.vocabulary.texts import measured_text, named
 
@@ -44,6 +46,7 @@ def grow(
     rows: int,
     measure: Sequence[Path] = (),
     listed: Listed = _OF_THE_PLAN,
+    listener: Listener | None = None,
 ) -> Grown:
     """Grow the tokenizer in `base` by the tokens of `wanted`.
 
@@ -53,6 +56,7 @@ def grow(
         rows: the model's rows of embeddings.
         measure: texts on which the change is measured, beside those of `wanted`.
         listed: which file or plan lists the words.
+        listener: what hears how far it is.
 
     Raises:
         BadInput: the base has no tokenizer.json, more tokens than rows, or a kind that cannot grow; or a token cannot
@@ -63,7 +67,7 @@ def grow(
     with opened_files(files, base) as tokenizer:
         old.ask(tokenizer)
         if isinstance(wanted, LearnedTokens):
-            new = learned(old, tokenizer, wanted)
+            new = _learned(old, tokenizer, wanted, files, listener or Quiet())
             texts = [("learned from", wanted.learn), ("kept", wanted.keep), ("measured", tuple(measure))]
             how = {
                 "unseen": f"pairs that never occur in {named(wanted.keep)}",
@@ -89,6 +93,18 @@ def grow(
         measured=measured,
     )
     return Grown(facts, grown, tuple(token.content for token in new.tokens))
+
+
+def _learned(
+    old: Old, tokenizer: Tokenizer, wanted: LearnedTokens, files: Mapping[str, bytes], listener: Listener
+) -> New:
+    """The pieces to add: those of an earlier call where tokenizer, texts and settings are the same."""
+    new, before = learned_once(files, old.rows, wanted, lambda: learned(old, tokenizer, wanted, listener))
+    if before:
+        listener.say(
+            f"{len(new.tokens):,} tokens were learned from {named(wanted.learn)} before, and kept in the cache"
+        )
+    return new
 
 
 def _check_ids(old: Old, tokens: Sequence[NewToken], after: Tokenizer) -> None:

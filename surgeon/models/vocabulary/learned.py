@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Literal
 
 from surgeon.checkpoint.tokenizer_files import NewToken
+from surgeon.common import formatting
+from surgeon.common.listener import Listener
 from surgeon.errors import BadInput
 from surgeon.models.tokenizer import Tokenizer
 from surgeon.models.vocabulary.growing import Maker, New, Old, bytes_of, with_characters
@@ -33,22 +35,30 @@ class LearnedTokens:
     how: How
 
 
-def learned(old: Old, tokenizer: Tokenizer, wanted: LearnedTokens) -> New:
+def learned(old: Old, tokenizer: Tokenizer, wanted: LearnedTokens, listener: Listener) -> New:
     """The pieces to add, in the order in which they are learned. Raises BadInput where there is none."""
-    counted = counted_words(tokenizer, wanted.learn)
+    counted = counted_words(tokenizer, wanted.learn, listener)
     new = New()
     words = segmented_words(tokenizer, counted)
-    kept_words = counted_words(tokenizer, wanted.keep) if wanted.how == "unseen" else Counter()
+    kept_words = counted_words(tokenizer, wanted.keep, listener) if wanted.how == "unseen" else Counter()
     if old.read.byte_tokens:
         _add_characters(old, new, counted, set("".join(kept_words)), wanted)
         words = {word: with_characters(old, new, ids) for word, ids in words.items()}
     allowed = _allowed(old, wanted.how, kept_words, segmented_words(tokenizer, kept_words))
     maker = Maker(old, new, allowed, _LONGEST)
+    listener.say(f"learning at most {formatting.counted(wanted.count, 'token')} from {len(words):,} different words")
+    listener.begin("learning", wanted.count, "tokens")
+
+    def join(one: int, other: int, new_id: int) -> bool:
+        joined = maker.join(one, other, new_id)
+        listener.advance(int(joined))
+        return joined
+
     found = learn_merges(
         [(ids, counted[word]) for word, ids in words.items() if len(ids) > 1],
         wanted.count - len(new.tokens),
         first=old.rows + len(new.tokens),
-        joined=maker.join,
+        joined=join,
     )
     if not found and not new.tokens:
         raise BadInput(

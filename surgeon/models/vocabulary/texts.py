@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from surgeon.checkpoint.tokenizer_files import MeasuredText
+from surgeon.common.formatting import size
+from surgeon.common.listener import Listener
 from surgeon.errors import printable
 from surgeon.models.tokenizer import Tokenizer
 from surgeon.models.tokens import documents_of
@@ -17,11 +19,15 @@ _AT_ONCE = 1 << 20
 _MEASURED = 1 << 21
 
 
-def counted_words(tokenizer: Tokenizer, paths: Sequence[Path]) -> Counter[str]:
+def counted_words(tokenizer: Tokenizer, paths: Sequence[Path], listener: Listener) -> Counter[str]:
     """The words of texts, and how often each occurs."""
     counted: Counter[str] = Counter()
+    total = sum(path.stat().st_size for path in paths)
+    listener.say(f"counting the words of {named(paths)} ({size(total)})")
+    listener.begin("counting words", total)
     for batch in _batches(_texts(paths)):
         counted.update(tokenizer.words(batch))
+        listener.advance(sum(len(text.encode()) for text in batch))
     return counted
 
 
@@ -50,14 +56,14 @@ def _texts(paths: Sequence[Path]) -> Iterator[str]:
 def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
     """Texts in lists of about `_AT_ONCE` characters; a longer one is cut at ends of lines."""
     batch: list[str] = []
-    size = 0
+    characters = 0
     for text in texts:
         for part in [text] if len(text) <= _AT_ONCE else text.splitlines(keepends=True):
             batch.append(part)
-            size += len(part)
-            if size >= _AT_ONCE:
+            characters += len(part)
+            if characters >= _AT_ONCE:
                 yield batch
-                batch, size = [], 0
+                batch, characters = [], 0
     if batch:
         yield batch
 
@@ -87,12 +93,17 @@ def measured_text(
             left -= len(text)
         if left <= 0:
             break
+    return MeasuredText(use, named(paths), digest_of(paths), documents, unchanged, words, old_tokens, new_tokens)
+
+
+def digest_of(paths: Sequence[Path]) -> str:
+    """The sha256 of the files' bytes, one after the other."""
     digest = hashlib.sha256()
     for path in paths:
         with path.open("rb") as file:
             while chunk := file.read(1 << 20):
                 digest.update(chunk)
-    return MeasuredText(use, named(paths), digest.hexdigest(), documents, unchanged, words, old_tokens, new_tokens)
+    return digest.hexdigest()
 
 
 def _within(batch: Sequence[str], left: int) -> Iterator[str]:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy
+from surgeon.families.anatomy import Anatomy, within
 from surgeon.manifest.manifest import Manifest
 from surgeon.manifest.trainable import TrainableSet, trainable_set
 from surgeon.runtime.composition import ATTENTION, FFN
@@ -62,7 +62,7 @@ def _of_blocks(anatomy: Anatomy, targets: str, where: str) -> set[str]:
             if (block := blocks.get(role)) is None:
                 continue
             for suffix, info in tensors.items():
-                if not suffix.startswith(f"{block}.") or len(info.shape) < 2:
+                if not within(suffix, block) or len(info.shape) < 2:
                     continue
                 if suffix.removesuffix(_WEIGHT) not in linear:
                     raise BadInput(

@@ -1,9 +1,9 @@
-"""Encoders of any model type with control states: as decoders, but that controls end where a block does.
+"""Blocks that are no modules of their own, in encoders and in decoders: grafts stand where such a block ends.
 
-A block of an encoder need not be a module of its own: in BERT the FFN's first matrix stands in one, its second in
-another that adds the residual and normalises. So two modules of a block change class: the one that reads first keeps
-what the block reads, and the one whose output is added to the stream adds the control of it: before the sum, and
-before a norm of the sum.
+In BERT the FFN's first matrix stands in one module, its second in another that adds the residual and normalises.
+OPT's layers call two matrices by themselves. So two modules of a block change class. The one that reads first keeps
+what the block reads; the one whose output is added to the stream adds what grafts make of it, before a norm of the
+sum.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .graft import Graft, current_frame
-from .layers import Seat, UpcycledLayer, beside_block, one_tensor, with_rest
+from .layers import GraftedLayer, Seat, beside_block, one_tensor, with_rest
 from .rules import Surgery
 
 
 class SpanStart(nn.Module):
     """Mixed in before the native module that reads first: keeps what the block reads for its end."""
 
+    # Where it is a matrix, one of a quantiser's in its place would lose what stands at the block.
+    spanning = True
     # The block's usual name, by which its end finds it; and what the module calls its input.
     role: str
     reads: str
@@ -42,6 +44,7 @@ class SpanStart(nn.Module):
 class SpanEnd(nn.Module):
     """Mixed in before the native module whose output is added to the stream."""
 
+    spanning = True
     grafts: tuple[Graft, ...]
     role: str
     seat: nn.Module
@@ -58,8 +61,11 @@ class SpanEnd(nn.Module):
         output, rest = one_tensor(super().forward(*args, **kwargs))
         frame, shape = current_frame(), output.shape
         if frame is None:
-            raise RuntimeError("a block with a control state was called outside its layer, which brings the bank")
+            raise RuntimeError("a block with grafts was called outside its layer, which brings what they need")
         x: Tensor = vars(frame)[self.role]
+        if x.ndim == 2:
+            # One row a token (OPT).
+            x = x.view(vars(frame)["shape"])
         if frame.mixing is not None:
             _cover(frame.mixing, x)
         output = beside_block(self.seat, self.grafts, x, output.reshape(x.shape))
@@ -73,23 +79,24 @@ def _cover(mixing: Any, x: Tensor) -> None:
         mixing.valid = F.pad(mixing.valid, (0, missing))
 
 
-class UpcycledEncoderLayer(UpcycledLayer):
-    """A native layer whose blocks may end in a control state."""
+class SpannedLayer(GraftedLayer):
+    """Mixed in before a native layer some of whose blocks are no modules: grafts may stand at their ends."""
 
+    sites = ()
     # Of each block: its beginning and its end, each as path, native class and class with grafts, and its usual name.
     spans: ClassVar[
         tuple[tuple[str, type[nn.Module], type[nn.Module], str, type[nn.Module], type[nn.Module], str], ...]
     ]
-    sites = ()
 
     def compose(self, config: Any, index: int, surgery: Surgery) -> None:
         """Let grafts in."""
         super().compose(config, index, surgery)
         if "mlp" in self.carrying and getattr(config, "chunk_size_feed_forward", None):
-            raise ValueError("config.chunk_size_feed_forward cuts what control states look at as a whole; set it to 0")
+            raise ValueError("config.chunk_size_feed_forward cuts what grafts look at as a whole; set it to 0")
 
     def open_blocks(self, index: int, surgery: Surgery) -> None:
         """Make the blocks beside which grafts stand able to carry them."""
+        super().open_blocks(index, surgery)
         held = dict(self.named_modules())
         self.carrying: set[str] = set()
         for reads, reader, start, writes, writer, end, role in self.spans:
@@ -102,10 +109,18 @@ class UpcycledEncoderLayer(UpcycledLayer):
             first.__class__, last.__class__ = start, end
             if role not in self._modules:
                 setattr(self, role, Seat())
+            vars(self._modules[role])["activation_field"] = self.activation_field
             first.open(role)
             last.carry(role, getattr(self, role), beside)
             self.carrying.add(role)
 
     def carries(self, role: str) -> bool:
         """Whether a block can carry grafts, by its usual name."""
-        return role in self.carrying
+        return role in self.carrying or super().carries(role)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The native forward, whose blocks learn how many rows and tokens there are."""
+        frame = current_frame()
+        if frame is not None:
+            vars(frame)["shape"] = hidden_states.shape
+        return super().forward(hidden_states, *args, **kwargs)

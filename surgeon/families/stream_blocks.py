@@ -1,0 +1,266 @@
+"""Blocks of a layer, found by watching what is added to the stream.
+
+A layer adds to the stream what its blocks make of it, and norms the sum or what a block reads. On a twin every tensor
+that goes into a module or out of it is kept, and a sum is recognised by its value, bit for bit: the stream so far plus
+what one module put out. That module is the end of a block; the first that reads the stream, or its norm, is the
+beginning. What a token's state does to other tokens goes through attention, what it does to its own alone through an
+FFN.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from surgeon.runtime.composition import TORCH_CLASSES, SpanClass
+
+if TYPE_CHECKING:
+    from torch import Size, Tensor, nn
+
+# Of two runs that differ in one token alone, states of other tokens that differ by less are equal but for rounding.
+_TOLERANCE = 1e-4
+
+
+def told_class(kind: type[Any]) -> str:
+    """A class as a composition names it."""
+    if kind.__module__.startswith("torch.nn.modules."):
+        return f"torch.nn.{kind.__name__}"
+    return f"{kind.__module__.removeprefix('transformers.')}.{kind.__name__}"
+
+
+@dataclass
+class _Event:
+    """What one module got and put out in a layer's run; `before` and `after` number its start and its end."""
+
+    name: str
+    module: nn.Module
+    given: list[Tensor]
+    before: int
+    made: Tensor | None = None
+    after: int = 0
+
+
+@dataclass
+class Watched:
+    """A layer's run: what it got first, what its modules did, and what it put out."""
+
+    stream: Tensor
+    events: list[_Event] = field(default_factory=list)
+    output: Tensor | None = None
+    clock: int = 0
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block: the module that reads first and the one whose output is added to the stream."""
+
+    reads: str
+    reader: nn.Module
+    writes: str
+    writer: nn.Module
+
+    @property
+    def size(self) -> int:
+        """Parameters at both ends."""
+        return sum(value.numel() for module in {self.reader, self.writer} for value in module.parameters())
+
+    def told(self, role: str) -> SpanClass:
+        """As a composition names it."""
+        return SpanClass(self.reads, told_class(type(self.reader)), self.writes, told_class(type(self.writer)), role)
+
+
+def watched(layer: nn.Module, run: Callable[[], Any]) -> Watched | None:
+    """What happens in a layer when the model reads a text; None where it does not run, or not once."""
+    import torch
+
+    runs: list[Watched] = []
+    running: list[_Event] = []
+
+    def tensors(*held: Any) -> list[Tensor]:
+        found = [each.clone() for each in held if isinstance(each, torch.Tensor) and each.is_floating_point()]
+        # Where a block reads one row a token, of one text.
+        shape = runs[-1].stream.shape if runs else torch.Size()
+        return [each.view(shape) if _flat(each, shape) else each for each in found]
+
+    def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = tensors(*args, *kwargs.values())
+        if module is layer:
+            # What gets no state by itself is no layer that adds to one.
+            runs.append(Watched(given[0] if given else torch.empty(0)))
+        elif runs:
+            seen = runs[-1]
+            seen.clock += 1
+            seen.events.append(_Event(names[module], module, given, seen.clock))
+            running.append(seen.events[-1])
+
+    def end(module: nn.Module, _args: tuple[Any, ...], made: Any) -> None:
+        put = tensors(made[0] if isinstance(made, tuple | list) else made)
+        if not runs:
+            return  # parts of a layer that does not run as one
+        seen = runs[-1]
+        seen.clock += 1
+        if module is layer:
+            seen.output = put[0] if put else None
+        else:
+            event = running.pop()
+            event.made, event.after = (put[0] if put else None), seen.clock
+
+    names = {module: name for name, module in layer.named_modules()}
+    hooks = [module.register_forward_pre_hook(begin, with_kwargs=True) for module in names]
+    hooks += [module.register_forward_hook(end) for module in names]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return runs[0] if len(runs) == 1 and runs[0].output is not None else None
+
+
+def blocks_in(seen: Watched, width: int) -> list[Block]:
+    """The blocks of a layer, in the order in which they are added to the stream."""
+    import torch
+
+    times: dict[nn.Module, int] = {}
+    for event in seen.events:
+        times[event.module] = times.get(event.module, 0) + 1
+    # The stream, and norms of it, one of which may be the stream from there on; and what was that before.
+    streams = [seen.stream]
+    before: list[Tensor] = []
+    spans: list[Block] = []
+    began = 0
+    # Every tensor in the order in which it is first seen, the layer's own output last.
+    shown = sorted(
+        [(event.before, value) for event in seen.events for value in event.given]
+        + [(event.after, event.made) for event in seen.events if event.made is not None],
+        key=lambda each: each[0],
+    )
+    for at, value in [*shown, (seen.clock + 1, seen.output)]:
+        if value is None or value.shape != seen.stream.shape or value.shape[-1] != width:
+            continue
+        if any(torch.equal(value, known) for known in (*streams, *before)):
+            continue
+        # What runs several times in a layer cannot stand for one place in it.
+        ended = [e for e in seen.events if e.made is not None and began < e.after <= at and times[e.module] == 1]
+        ended.sort(key=lambda event: -event.after)
+        added = next(((event, stream) for stream in streams for event in ended if _adds(event, stream, value)), None)
+        if added is not None:
+            if (span := _span(seen, *added, began, times)) is not None:
+                spans.append(span)
+            before += streams
+            streams, began = [value], at - 1
+        elif any(
+            _is_norm(event.module) and _same(event.made, value) and event.given and _same(streams[0], event.given[0])
+            for event in seen.events
+        ):
+            streams.append(value)
+    return spans
+
+
+def _flat(held: Tensor, shape: Size) -> bool:
+    return len(shape) == 3 and held.shape == shape[1:] and shape[0] == 1
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return "norm" in type(module).__name__.lower() and not module._modules
+
+
+def _adds(event: _Event, stream: Tensor, value: Tensor) -> bool:
+    """Whether a value is the stream and what a module put out."""
+    import torch
+
+    made = event.made
+    if made is None or made.numel() != stream.numel() or torch.equal(made, value):
+        return False
+    return torch.equal(stream + made.reshape(stream.shape), value)
+
+
+def _span(seen: Watched, writer: _Event, stream: Tensor, began: int, times: Mapping[nn.Module, int]) -> Block | None:
+    """The block that ends at `writer`; a norm that it ends with, of what is added alone, is left out."""
+    import torch
+
+    if _is_norm(writer.module) and writer.given:
+        inner = [event for event in seen.events if event.made is not None and event.after < writer.before]
+        inner.sort(key=lambda event: -event.after)
+        found = next((event for event in inner if _same(event.made, writer.given[0])), None)
+        if found is None:
+            return None
+        writer = found
+    readings = [stream, *(e.made for e in seen.events if _is_norm(e.module) and e.given and _same(e.given[0], stream))]
+    for event in seen.events:
+        inside = event.name == writer.name or not writer.name.startswith(f"{event.name}.")
+        starts = began <= event.before <= writer.before and inside and not _is_norm(event.module)
+        if not starts or not event.given or next(event.module.parameters(), None) is None:
+            continue
+        # A plain sequence of modules may begin with one that reads the same.
+        fits = times[event.module] == 1 and all(_known(each.module) for each in (event, writer))
+        if fits and any(reading is not None and torch.equal(event.given[0], reading) for reading in readings):
+            return Block(event.name, event.module, writer.name, writer.module)
+    return None
+
+
+def _same(one: Tensor | None, other: Tensor) -> bool:
+    import torch
+
+    return one is not None and torch.equal(one, other)
+
+
+def _known(module: nn.Module) -> bool:
+    return told_class(type(module)) in TORCH_CLASSES or type(module).__module__.startswith("transformers.models.")
+
+
+def norms_sum(seen: Watched, name: str) -> bool:
+    """Whether a module of the layer adds to what it reads by itself, and puts out a norm of the sum."""
+    block = next((event for event in seen.events if event.name == name), None)
+    if block is None or block.made is None or not block.given:
+        return False
+    inner = [event for event in seen.events if event.name.startswith(f"{name}.")]
+    return any(
+        _is_norm(event.module)
+        and _same(event.made, block.made)
+        and any(_adds(other, block.given[0], event.given[0]) for other in inner)
+        for event in inner
+        if event.given
+    )
+
+
+def mixes(block: Block, run: Callable[[], Any], count: int) -> tuple[bool, bool]:
+    """Whether a block's output at later and at earlier tokens is another when it reads another first, or last, state.
+
+    `run` has the model read one text of `count` tokens.
+    """
+    made: list[Tensor] = []
+    turned: list[int] = []
+
+    def by_token(x: Tensor) -> Tensor:
+        return x.view(1, *x.shape) if x.ndim == 2 else x
+
+    def turn(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        key = "" if args else next(iter(inspect.signature(module.forward).parameters))
+        x = (args[0] if args else kwargs[key]).clone()
+        for token in turned:
+            by_token(x)[:, token] = -by_token(x)[:, token].flip(-1)
+        return ((x, *args[1:]), kwargs) if args else (args, kwargs | {key: x})
+
+    def keep(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        made.append(by_token(output[0] if isinstance(output, tuple | list) else output).clone())
+
+    hooks = [
+        block.reader.register_forward_pre_hook(turn, with_kwargs=True),
+        block.writer.register_forward_hook(keep),
+    ]
+    try:
+        run()
+        # Behind the last there may be padding of the model's own.
+        for token in (0, count - 1):
+            turned[:] = [token]
+            run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    before, first, last = made
+    scale = before.abs().max().clamp(min=1e-12)
+    later = bool((before - first)[:, 1:count].abs().max() / scale > _TOLERANCE)
+    earlier = bool((before - last)[:, : count - 1].abs().max() / scale > _TOLERANCE)
+    return later, earlier
