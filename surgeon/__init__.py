@@ -91,6 +91,8 @@ if TYPE_CHECKING:
     from surgeon.share.export_slot import export_slot as export_slot
     from surgeon.share.gguf_pattern import gguf_pattern as gguf_pattern
     from surgeon.share.push import push as push
+    from surgeon.train.blend import Blend as Blend
+    from surgeon.train.blend import write_blend as write_blend
     from surgeon.train.config.loading import LoadedConfig as LoadedConfig
     from surgeon.train.config.loading import load_config as load_config
     from surgeon.train.config.schema import LoraSpec as LoraSpec
@@ -177,6 +179,8 @@ _HOMES = {
     "make_delta": "rework.make_delta",
     "merge": "rework.merge",
     "blend": "evaluate.blend",
+    "Blend": "train.blend",
+    "write_blend": "train.blend",
     "open_checkpoint": "manifest.checkpoint",
     "open_source": "data.sources",
     "open_texts": "evaluate.open_texts",

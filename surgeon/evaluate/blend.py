@@ -1,60 +1,36 @@
-"""`surgeon blend`: a run and its base interpolated, which costs no training, and measured on text."""
+"""`surgeon blend`: a run and its base interpolated, and measured on text."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from surgeon.apply.linked_shards import Moved
-from surgeon.apply.write import check_output, execute
-from surgeon.checkpoint.folder import MANIFEST_FILE, CheckpointFolder
-from surgeon.checkpoint.staging import check_destination
-from surgeon.common.disk_space import writing
+from surgeon import Blend, write_blend
 from surgeon.common.formatting import listed, size
 from surgeon.common.json_results import plain_fields
-from surgeon.common.listener import Listener, Quiet, Stopwatch
-from surgeon.common.work_folders import working_in
-from surgeon.errors import BadInput, printable
+from surgeon.common.listener import Listener
+from surgeon.errors import printable
 from surgeon.evaluate.evaluate import evaluate, evaluation_view
 from surgeon.evaluate.results import Evaluation, SourceScores
-from surgeon.manifest.lineage import Lineage
-from surgeon.manifest.reading import manifest_of
-from surgeon.rework.revert import state_difference
 
 
 @dataclass(frozen=True)
 class Blended:
-    """A blend that was written: `alpha` of the run in the lowest layer, `alpha_top` in the highest.
+    """A blend, and base, run and blend on the text that was given; None: none was."""
 
-    `tensors` were interpolated with the base's, `scaled` are those of added parts that were multiplied. `measured` has
-    base, run and blend on the text that was given; None: none was.
-    """
-
-    path: Path
-    run: Path
-    base: Path
-    alpha: float
-    alpha_top: float
-    tensors: int
-    scaled: int
-    nbytes: int
-    seconds: dict[str, float]
+    written: Blend
     measured: Evaluation[SourceScores] | None
-    moved: Moved
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for `--json`.
 
         Keys:
-            `path`, `run`, `base`: the new folder; what was blended
-            `alpha`, `alpha_top`: the run's share in the lowest and in the highest layer
-            `tensors`, `scaled`: how many were interpolated with the base's, and how many of added parts were multiplied
-            `bytes`, `moved`, `seconds`: as of `apply`
+            `written`: the keys of `write_blend`
             `measured`: the keys of `evaluate`, for base, run and blend (null: no text was given)
         """
         return plain_fields(self)
@@ -73,99 +49,47 @@ def blend(
     device: str = "auto",
     listener: Listener | None = None,
 ) -> Blended:
-    """Write `run` on its way back to `base`, the model that its last surgery or training began with, as `dest`.
-
-    What trained of the base's own tensors, and copies of them, is (1 − alpha) · base + alpha · run (WiSE-FT, Wortsman
-    et al., 2022); of parts that were added silent, what was zero at birth is multiplied by alpha. With `alpha_top` the
-    share goes linearly from `alpha` in the lowest layer to `alpha_top` in the highest (LiNeS, Wang et al., 2025). The
-    base's values lie beside the weights, so `revert` gives the base back. The same command continues one that was cut
-    off.
+    """Blend `run` with its base as `write_blend` does, and measure base, run and blend on text.
 
     Args:
-        run: what `train` wrote.
-        dest: the new folder.
-        base: the folder of the model that the run's last surgery, or training, began with.
-        alpha: the run's share; 1: the run, 0: the base.
-        alpha_top: its share in the highest layer; None: `alpha`.
-        data: texts as of `evaluate`; the base, the run and the blend are measured on them.
-        link: hard-link shards of the run in which nothing changes (`apply`).
+        run: as `write_blend` takes it.
+        dest: as `write_blend` takes it.
+        base: as `write_blend` takes it.
+        alpha: as `write_blend` takes it.
+        alpha_top: as `write_blend` takes it.
+        data: texts as of `evaluate`; None: nothing is measured.
+        link: as `write_blend` takes it.
         trust_remote_code: run the code that the models bring.
         device: where they are measured.
         listener: hears of the progress.
 
     Raises:
-        BadInput: the run is another base's, or what trained has no way back to it.
+        BadInput: as `write_blend`, and where a text cannot be opened.
     """
-    for name, share in (("alpha", alpha), ("alpha_top", alpha_top)):
-        if share is not None and not 0 <= share <= 1:
-            raise BadInput(f"{name} is {share:g}; it must be between 0 (the base) and 1 (the run)")
-    listener, target = listener or Quiet(), Path(dest)
-    folder = CheckpointFolder.open(Path(run), trust_remote_code=trust_remote_code)
-    opened = CheckpointFolder.open(Path(base), trust_remote_code=trust_remote_code)
-    manifest = manifest_of(folder)
-    state = Lineage.of(manifest, file=str(folder.path / MANIFEST_FILE)).state(None, folder)
-    if (differs := state_difference(state, opened, listener)) is not None:
-        raise BadInput(
-            f"{folder.source.shown}: its base, {printable(state.base.id)}, has another {printable(differs)} than"
-            f" {opened.source.shown}; blend it with the model that its last surgery or training began with"
-        )
-
-    from surgeon.train.blending import FINAL_FILE, Shares, blending_job, way_back, write_blended
-    from surgeon.train.opening import check_as_left
-
-    top = alpha if alpha_top is None else alpha_top
-    way = way_back(folder, manifest, state)
-    check_destination(target, folder.path)
-    digests = check_as_left(folder, manifest, listener)
-    work = target.with_name(f".{target.name}.blending")
-    stopwatch = Stopwatch()
-    with writing(work), working_in(work, target=target, marker=FINAL_FILE) as own:
-        final = write_blended(folder, opened, way, Shares(alpha, top, len(manifest.layers)), work, listener)
-        shares = {"alpha": alpha, "alpha_top": top}
-        job = replace(blending_job(folder, opened, manifest, way, work, digests, final, shares), link=link)
-        check_output(job, folder.path, target)
-        moved = execute(job, target, listener, stopwatch)
-        own.remove(last=FINAL_FILE)
-    measured = None
-    if data:
-        measured = evaluate(
-            [str(opened.path), str(folder.path), str(target)],
-            data,
-            trust_remote_code=trust_remote_code,
-            device=device,
-            listener=listener,
-        )
-    scaled = sum(was is None for was in way.values())
-    return Blended(
-        target,
-        folder.path,
-        opened.path,
-        alpha,
-        top,
-        len(way) - scaled,
-        scaled,
-        job.bytes_to_write,
-        stopwatch.seconds,
-        measured,
-        moved,
-    )
+    more: dict[str, Any] = {"trust_remote_code": trust_remote_code, "listener": listener}
+    written = write_blend(run, dest, base=base, alpha=alpha, alpha_top=alpha_top, link=link, **more)
+    if not data:
+        return Blended(written, None)
+    measured = evaluate([str(base), str(run), str(dest)], data, device=device, **more)
+    return Blended(written, measured)
 
 
 def blended_view(blended: Blended) -> RenderableType:
     """What was blended, and what it does on the text that was given."""
-    both = f"{blended.alpha:g}"
-    if blended.alpha_top != blended.alpha:
-        both += f" in the lowest layer to {blended.alpha_top:g} in the highest"
-    parts = [f"{blended.tensors} tensors interpolated"] * bool(blended.tensors)
-    parts += [f"{blended.scaled} of added parts multiplied"] * bool(blended.scaled)
+    written = blended.written
+    shares = f"{written.alpha:g}"
+    if written.alpha_top != written.alpha:
+        shares += f" in the lowest layer to {written.alpha_top:g} in the highest"
+    parts = [f"{written.tensors} tensors interpolated"] * bool(written.tensors)
+    parts += [f"{written.scaled} of added parts multiplied"] * bool(written.scaled)
     lines: list[RenderableType] = [
         Text.assemble(
-            ("done ", "bold green"), f"{printable(str(blended.path))}: {both} of the run, the rest of the base"
+            ("done ", "bold green"), f"{printable(str(written.path))}: {shares} of the run, the rest of the base"
         ),
-        Text(f"{listed(parts)} ({size(blended.nbytes)} written); `surgeon revert` gives the base back", style="dim"),
+        Text(f"{listed(parts)} ({size(written.nbytes)} written); `surgeon revert` gives the base back", style="dim"),
     ]
-    if blended.moved.text:
-        lines.append(Text(blended.moved.text, style="dim"))
+    if written.moved.text:
+        lines.append(Text(written.moved.text, style="dim"))
     if blended.measured is not None:
         lines += [Text(), evaluation_view(blended.measured)]
     return Group(*lines)

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 import surgeon
 from surgeon.cli import app
 from surgeon.errors import BadInput
-from surgeon.evaluate import blend as blending
 from surgeon.evaluate.blend import blended_view
 from surgeon.models.load import load_model
+from surgeon.train import blend as blending
 from surgeon.verify.verify import verify
 from tests.test_api import check_json
 from tests.train.test_losses_live import ids_of
@@ -42,7 +42,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_every_tensor_is_between_the_two_and_revert_gives_the_base_back(made: Path, tmp_path: Path) -> None:
     """By depth: 0.25 in the lowest layer to 0.75 in the highest of six, embeddings as the lowest, the head as that."""
-    found = surgeon.blend(made / "full", tmp_path / "to", base=made / "base", alpha=0.25, alpha_top=0.75)
+    found = surgeon.write_blend(made / "full", tmp_path / "to", base=made / "base", alpha=0.25, alpha_top=0.75)
     base, run, blended = tensors(made / "base"), tensors(made / "full"), tensors(tmp_path / "to")
     assert base.keys() == run.keys() == blended.keys() and found.tensors == len(base) and found.scaled == 0
     for name, value in blended.items():
@@ -63,7 +63,7 @@ def test_every_tensor_is_between_the_two_and_revert_gives_the_base_back(made: Pa
 def test_both_ends_are_exact(made: Path, tmp_path: Path, name: str) -> None:
     """Of grown parts the base's end is its function."""
     for alpha in (0.0, 1.0):
-        surgeon.blend(made / name, tmp_path / str(alpha), base=made / "base", alpha=alpha)
+        surgeon.write_blend(made / name, tmp_path / str(alpha), base=made / "base", alpha=alpha)
     assert digests(tmp_path / "1.0") == digests(made / name)
     assert digests(tmp_path / "0.0") != digests(made / name)
     with torch.no_grad():
@@ -72,7 +72,7 @@ def test_both_ends_are_exact(made: Path, tmp_path: Path, name: str) -> None:
 
 
 def test_of_silent_parts_the_output_is_scaled(made: Path, tmp_path: Path) -> None:
-    found = surgeon.blend(made / "grown", tmp_path / "to", base=made / "base", alpha=0.5)
+    found = surgeon.write_blend(made / "grown", tmp_path / "to", base=made / "base", alpha=0.5)
     run, blended = tensors(made / "grown"), tensors(tmp_path / "to")
     changed = {name for name in run if not torch.equal(run[name], blended[name])}
     assert changed and all(name.endswith("adapter.down_proj.weight") for name in changed)
@@ -92,12 +92,12 @@ def test_killed_it_ends_byte_for_byte(made: Path, tmp_path: Path, monkeypatch: p
         raise Killed
 
     given: dict[str, Any] = {"base": made / "base", "alpha": 0.75}
-    surgeon.blend(made / "full", tmp_path / "whole", **given)
+    surgeon.write_blend(made / "full", tmp_path / "whole", **given)
     with monkeypatch.context() as patched, pytest.raises(Killed):
         patched.setattr(blending, "execute", killed)
-        surgeon.blend(made / "full", tmp_path / "cut", **given)
+        surgeon.write_blend(made / "full", tmp_path / "cut", **given)
     assert not (tmp_path / "cut").exists() and (tmp_path / ".cut.blending").exists()
-    surgeon.blend(made / "full", tmp_path / "cut", **given)
+    surgeon.write_blend(made / "full", tmp_path / "cut", **given)
     assert digests(tmp_path / "cut") == digests(tmp_path / "whole")
     assert not (tmp_path / ".cut.blending").exists()
 
@@ -116,7 +116,7 @@ def test_it_is_measured_beside_base_and_run(made: Path, tmp_path: Path) -> None:
 def test_what_has_no_way_back_is_refused(made: Path, tmp_path: Path) -> None:
     def refusal(run: Path, base: Path = made / "base", **given: Any) -> str:
         with pytest.raises(BadInput) as refused:
-            surgeon.blend(run, tmp_path / "to", base=base, **{"alpha": 0.5} | given)
+            surgeon.write_blend(run, tmp_path / "to", base=base, **{"alpha": 0.5} | given)
         assert not (tmp_path / "to").exists()
         return str(refused.value)
 

@@ -28,6 +28,7 @@ from surgeon.rework.revert import Reverted
 from surgeon.share.export_slot import Exported
 from surgeon.share.gguf_pattern import GgufPattern
 from surgeon.share.push import Pushed
+from surgeon.train.blend import Blend
 from surgeon.train.dry_run import Rehearsal
 from surgeon.train.publishing import Trained
 from surgeon.verify.diff import Difference
@@ -74,6 +75,7 @@ SECTIONS: dict[str, dict[str, tuple[type[Result], ...]]] = {
     "revert": {"": (Reverted,)},
     "merge": {"": (Merged,)},
     "blend": {"": (Blended,)},
+    "write_blend": {"": (Blend,)},
     "make_delta": {"`surgeon delta`.": (MadeDelta,)},
     "apply_delta": {"`surgeon apply --delta`.": (AppliedDelta,)},
     "export_slot": {"": (Exported,)},
