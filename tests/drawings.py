@@ -33,6 +33,7 @@ PICTURES = Path(__file__).resolve().parent.parent / "docs" / "pictures"
 PLANS = {
     "control_llm": "control-llm",
     "domain_gate": "domain-gate",
+    "drop_experts": "drop-experts",
     "drop_layers": "drop-layers",
     "extract_text": "extract-text",
     "fold_adapters": "fold-adapters",

@@ -17,6 +17,7 @@ from surgeon.common.plugins import Plugin, Registry, wrong_kind
 from surgeon.errors import printable
 from surgeon.operations.control_llm import ControlLLM
 from surgeon.operations.domain_gate import DomainGate
+from surgeon.operations.drop_experts import DropExperts
 from surgeon.operations.drop_layers import DropLayers
 from surgeon.operations.extract_text import ExtractText
 from surgeon.operations.fold_adapters import FoldAdapters
@@ -53,6 +54,7 @@ _BUILT_IN: tuple[type[Operation], ...] = (
     ExtractText,
     UpcycleExperts,
     DropLayers,
+    DropExperts,
     FoldAdapters,
     WidenFFN,
     WidenAttention,
