@@ -21,6 +21,9 @@ from surgeon.operations.operation import Legend, OneOf, Operation, Paper, Traini
 from surgeon.runtime.gate_rules import FORMS, GATE, READS, GateSpec
 from surgeon.runtime.registry import GRAFTS
 
+# Evidence of original text, in nats, that closes a gate where nothing is said.
+_CLOSES = 8.0
+
 
 class DomainGate(Operation):
     """A gate, fitted before training, that switches all that the operations before it added."""
@@ -58,14 +61,17 @@ class DomainGate(Operation):
     reads: Annotated[
         str,
         OneOf(lambda: READS),
-        Field(description="the mean over the document up to each token, or each token by itself"),
-    ] = "prefix_mean"
+        Field(
+            description="how evidence is gathered. cusum: sums that find where the text changes (Page's test);"
+            " prefix_mean: the mean over the document up to each token; token: each token by itself"
+        ),
+    ] = "cusum"
     form: Annotated[
         str, OneOf(lambda: FORMS), Field(description="the classifier: an MLP of one layer, or a linear one")
     ] = "mlp"
     units: Annotated[int, Field(ge=1, le=4096, description="size of the MLP")] = 64
     prior: Annotated[
-        int, Field(ge=0, le=4096, description="tokens of no evidence before every document: it must gather some first")
+        int, Field(ge=0, le=4096, description="prefix_mean: tokens of no evidence before every document")
     ] = 8
     false_positives: Annotated[
         float,
@@ -76,13 +82,14 @@ class DomainGate(Operation):
             " its threshold by it",
         ),
     ] = 0.03
-    hysteresis: Annotated[
-        Literal["latch"] | Annotated[float, Field(ge=0, allow_inf_nan=False)],
+    closes: Annotated[
+        Literal[False] | Annotated[float, Field(ge=0, allow_inf_nan=False)] | None,
         Field(
-            description="latch: once open, open to the end of the document; a number: it closes again where the score"
-            " is that far below the threshold"
+            description="evidence of original text, in nats, that closes an open gate; for prefix_mean and token how"
+            " far the score falls below the threshold; false: it stays open to the end of the document; default: 8 for"
+            " cusum, else false"
         ),
-    ] = "latch"
+    ] = None
 
     def edit(self, draft: Draft, facts: None) -> OperationRecord:
         """Put the gate into the layer whose input it reads, and marks at all that it switches."""
@@ -123,9 +130,15 @@ class DomainGate(Operation):
             "form": self.form,
             "units": self.units,
             "prior": self.prior,
-            "hysteresis": None if self.hysteresis == "latch" else float(self.hysteresis),
+            "closes": self._closes(),
             "false_positives": self.false_positives,
         }
+
+    def _closes(self) -> float | None:
+        """What closes an open gate; None: nothing."""
+        if self.closes is None:
+            return _CLOSES if self.reads == "cusum" else None
+        return None if self.closes is False else float(self.closes)
 
     def _check(self, draft: Draft) -> None:
         """BadInput for what this model or plan does not allow."""

@@ -3,11 +3,16 @@
 Shapes: B batch, T tokens, D hidden size, U units of the classifier.
 
 The gate reads h, what goes into its layer, all of it the base's. Every token gives evidence, one number:
-w ĥ_t + o (`linear`) or a · relu(W ĥ_t + b) + o (`mlp`), where ĥ is h divided by its root mean square. The score of a
-prefix of n tokens is Σ e / (n + k), which begins at zero: k tokens of no evidence stand before every text. The gate
-opens where the score is above its threshold. Every document begins closed. Once open it stays open to the end of the
-document, as later tokens attend to keys and values that hold what was added; with a `hysteresis` it closes again
-where the score falls that far below the threshold.
+w ĥ_t + o (`linear`) or a · relu(W ĥ_t + b) + o (`mlp`), where ĥ is h divided by its root mean square. Every document
+begins closed.
+
+`cusum` is Page's test (Biometrika 1954) in both directions. With e_t within ±4,
+    u ← min(max(u + e_t − 1, 0), threshold)    opens where it passes the threshold,
+    d ← min(max(d − e_t, 0), closes)           closes where it passes `closes`,
+so that what a long text before has gathered does not delay the other decision. `prefix_mean`: the score of a prefix
+of n tokens is Σ e / (n + k), which begins at zero: k tokens of no evidence stand before every text. `token`: the score
+is e_t. Both open where the score is above the threshold and close where it falls that far below it. Without `closes`
+the gate stays open to the end of the document, as later tokens attend to keys and values that hold what was added.
 
 Where it is closed the output of everything that it switches is replaced by what the base has there (`torch.where`),
 so that what was added cannot reach it by any rounding. A token for which it is closed, as for all tokens before it
@@ -36,12 +41,16 @@ from .graft import Frame, Graft
 from .losses import Flow, logger
 from .newborn import Newborn
 from .precision import at_least_fp32
-from .prefix import Kept, Reading, keep, kept_in, latest, read_rows
+from .prefix import NO_BOUND, Kept, Reading, keep, kept_in, latest, read_rows
 from .rules import Surgery
 
 # What one of evidence is as a whole number, and the most that a token can give.
 _ONE = 2**16
 _MOST = 2.0**20
+# Of Page's test: the most that a token counts for, and what is taken from each towards new text, so that a kind of
+# text that nobody showed, of which tokens are evidence of nothing, does not open the gate.
+_CLIP = 4 * _ONE
+_DRIFT = _ONE
 _EPSILON = 1e-6
 
 
@@ -92,22 +101,18 @@ class DomainGate(Newborn):
                 found = F.linear(units, self.out.to(wide.dtype), offset)
         return (found.nan_to_num(0.0).clamp(-_MOST, _MOST) * _ONE).round().long()
 
-    def scores(self, sums: Tensor, counts: Tensor) -> Tensor:
-        """Of sums of evidence over `counts` tokens, both B T 1: B T."""
-        return (sums.to(torch.float32) / _ONE / counts).squeeze(-1)
-
 
 class Gating(Reading):
     """The gate at work in one forward: what it reads, and what it found.
 
-    `forced` (B T, bool; None: the gate decides) is what is known of the tokens. `scores` (B T) are there once it has
-    decided.
+    `forced` (B T, bool; None: the gate decides) is what is known of the tokens. `evidence` (B T 1) is there once it has
+    read them.
     """
 
     def __init__(self, valid: Tensor, begins: Tensor | None, past: Kept | None, forced: Tensor | None = None) -> None:
         super().__init__(valid, begins, past)
         self.forced = forced
-        self.scores: Tensor | None = None
+        self.evidence: Tensor | None = None
         self.found: dict[str, Tensor] = {}
 
     def decide(self, gate: DomainGate, hidden_states: Tensor) -> Tensor:
@@ -116,24 +121,49 @@ class Gating(Reading):
             return self.forced
         with torch.no_grad():
             valid = self.valid.to(hidden_states.device).unsqueeze(-1)
-            sums, counts = gate.evidence(hidden_states) * valid, valid.long()
-            if gate.spec.reads == "prefix_mean":
-                sums, counts = self.since_begin("sums", sums), self.since_begin("counts", counts)
-                self.found = {"sums": sums, "counts": counts}
-                self.scores = gate.scores(sums, (counts + gate.spec.prior).clamp(min=1))
-            else:
-                self.scores = gate.scores(sums, counts.clamp(min=1))
-            on = self.held(gate, self.scores)
+            self.evidence = gate.evidence(hidden_states) * valid
+            on = self.held(*self.judged(gate, self.evidence))
             self.found["on"] = on.unsqueeze(-1)
         return on
 
-    def held(self, gate: DomainGate, scores: Tensor) -> Tensor:
+    def scores(self, gate: DomainGate, evidence: Tensor) -> Tensor:
+        """What is compared with the threshold, of evidence, B T 1: B T; by Page's test as if nothing had opened yet."""
+        if gate.spec.reads == "cusum":
+            return self.clipped("up", evidence.clamp(-_CLIP, _CLIP) - _DRIFT, NO_BOUND).squeeze(-1) / _ONE
+        counts = self.valid.to(evidence.device).unsqueeze(-1).long()
+        if gate.spec.reads == "prefix_mean":
+            evidence, counts = self.since_begin("sums", evidence), self.since_begin("counts", counts)
+            self.found = {"sums": evidence, "counts": counts}
+            counts = counts + gate.spec.prior
+        return (evidence.to(torch.float32) / _ONE / counts.clamp(min=1)).squeeze(-1)
+
+    def judged(self, gate: DomainGate, evidence: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Where evidence, B T 1, opens the gate and where it closes it (None: nowhere), whatever it was: B T, bool."""
+        if gate.spec.reads == "cusum":
+            return self._tested(gate, evidence)
+        scores, threshold, slack = self.scores(gate, evidence), at_least_fp32(gate.threshold), gate.spec.closes
+        return scores > threshold, None if slack is None else scores < threshold - slack
+
+    def _tested(self, gate: DomainGate, evidence: Tensor) -> tuple[Tensor, Tensor | None]:
+        """As `judged`, by Page's test towards new text and, where the gate may close, towards original text."""
+        evidence, closes = evidence.clamp(-_CLIP, _CLIP), gate.spec.closes
+        # One above it is past it.
+        most = (at_least_fp32(gate.threshold) * _ONE).floor().long()
+        up = self.clipped("up", evidence - _DRIFT, most + 1)
+        self.found = {"up": up}
+        if closes is None:
+            return (up > most).squeeze(-1), None
+        limit = int(closes * _ONE)
+        down = self.clipped("down", -evidence, limit + 1)
+        self.found["down"] = down
+        return (up > most).squeeze(-1), (down > limit).squeeze(-1)
+
+    def held(self, opens: Tensor, closes: Tensor | None) -> Tensor:
         """Where it is open, by the last token of the document that opened or closed it: B T, bool."""
-        threshold, slack = at_least_fp32(gate.threshold), gate.spec.hysteresis
-        valid = self.valid.to(scores.device)
-        begin = None if self.begin is None else self.begin.to(scores.device)
-        opened = latest((scores > threshold) & valid)
-        closed = torch.zeros_like(opened) if slack is None else latest((scores < threshold - slack) & valid)
+        valid = self.valid.to(opens.device)
+        begin = None if self.begin is None else self.begin.to(opens.device)
+        opened = latest(opens & valid)
+        closed = torch.zeros_like(opened) if closes is None else latest(closes & valid)
         if begin is not None:
             # A document that begins here begins closed: what opened before it does not count.
             closed = torch.maximum(closed, begin - 1)

@@ -1,6 +1,6 @@
 """A domain gate: what `config.surgery` says of it and of what it switches, and what it is born with.
 
-    "domain_gate": [{"layer": 2, "reads": "prefix_mean", "form": "mlp", "units": 64, "prior": 8, "hysteresis": null,
+    "domain_gate": [{"layer": 2, "reads": "cusum", "form": "mlp", "units": 64, "prior": 8, "closes": 8.0,
                      "false_positives": 0.03}],
     "gated": [{"layer": 3, "inserted": true, "grafts": []}, {"layer": 4, "inserted": false, "grafts": ["adapters"]}]
 
@@ -18,25 +18,27 @@ from .births import Birth, Fill
 from .rules import GraftRules, Kind, Surgery, built, by_layer, check_layers, one_of, refuse_engine
 
 GATE = "domain_gate."
-READS = ("prefix_mean", "token")
+READS = ("cusum", "prefix_mean", "token")
 FORMS = ("mlp", "linear")
+_WORDS = {"cusum": "the evidence gathered (CUSUM)", "prefix_mean": "the mean of the prefix", "token": "the token"}
 
 
 @dataclass(frozen=True)
 class GateSpec:
     """A gate that reads what goes into trunk layer `layer`.
 
-    `prior`: how many tokens of no evidence a prefix's mean begins with. `hysteresis`: how far (in the score) below the
-    threshold an open gate closes; None: it stays open to the end of the sequence or document. `false_positives`: on
-    what share of original tokens it may be open, for which its threshold is chosen.
+    `prior`: how many tokens of no evidence a prefix's mean begins with. `closes`: how much evidence of original text
+    closes an open gate (`cusum`), or how far below the threshold the score falls until it does; None: it stays open to
+    the end of the sequence or document. `false_positives`: on what share of original tokens it may be open, for which
+    its threshold is chosen.
     """
 
     layer: int
-    reads: str = "prefix_mean"
+    reads: str = "cusum"
     form: str = "mlp"
     units: int = 64
     prior: int = 8
-    hysteresis: float | None = None
+    closes: float | None = None
     false_positives: float = 0.03
     frozen: bool = False
 
@@ -49,9 +51,9 @@ class GateSpec:
                 f"config.surgery: domain_gate has {self.units} units and a prior of {self.prior} tokens; they must be"
                 " at least 1 and 0"
             )
-        if self.hysteresis is not None and not 0.0 <= self.hysteresis < float("inf"):
+        if self.closes is not None and not 0.0 <= self.closes < float("inf"):
             raise ValueError(
-                f"config.surgery: domain_gate hysteresis is {self.hysteresis}; it must be null or a number from 0 on"
+                f"config.surgery: domain_gate closes is {self.closes}; it must be null or a number from 0 on"
             )
         if not 0.0 < self.false_positives < 1.0:
             raise ValueError(
@@ -95,9 +97,9 @@ class GateKind(Kind):
     mark = "D"
 
     def text(self, entry: Mapping[str, Any], where: str = "") -> str:
-        """`domain gate, mlp of 64 on the prefix's mean`."""
+        """`domain gate, mlp of 64 on the mean of the prefix`."""
         form = "linear" if entry.get("form") == "linear" else f"mlp of {entry.get('units', 64)}"
-        return f"domain gate, {form} on {'the token' if entry.get('reads') == 'token' else 'the mean of the prefix'}"
+        return f"domain gate, {form} on {_WORDS.get(entry.get('reads', READS[0]), '?')}"
 
     def claims(self, suffix: str) -> bool:
         """What stands at `domain_gate`."""
@@ -138,7 +140,7 @@ class GateRules(GraftRules):
 
     def read(self, raw: Mapping[str, Any]) -> Gates:
         """The one gate, and what it switches by layer."""
-        gates = [built(GateSpec, entry, "domain_gate") for entry in raw.get("domain_gate", ())]
+        gates = [built(GateSpec, _renamed(entry), "domain_gate") for entry in raw.get("domain_gate", ())]
         switched = [
             built(GatedSpec, dict(entry) | {"grafts": tuple(entry.get("grafts", ()))}, "gated")
             for entry in raw.get("gated", ())
@@ -190,3 +192,8 @@ class GateRules(GraftRules):
         """Its layer, whose decision does."""
         found: Gates = surgery.of[self.name]
         return found.gate.layer
+
+
+def _renamed(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """An entry with today's name of what earlier versions wrote as `hysteresis`."""
+    return {("closes" if key == "hysteresis" else key): value for key, value in entry.items()}

@@ -22,6 +22,10 @@ from .losses import Flow, full_mask, shown_by, valid_tokens
 # What is kept of one owner: values at every token so far, each B T ·, by name.
 Kept = dict[Any, Tensor]
 
+# A bound that no sum reaches, and rounds for as many tokens as there may be where a graph does not know how many.
+NO_BOUND = 2**60
+_ROUNDS = 20
+
 
 def kept_in(cache: Any, owner: str, *, asked: bool = True) -> Kept | None:
     """What `owner` kept of earlier tokens in a cache; ValueError where it is `asked` for and those were not its own."""
@@ -116,6 +120,34 @@ class Reading:
         begin = self.begin.to(values.device).unsqueeze(-1)
         outside = (total - values).gather(1, (begin - 1).clamp(min=0).expand_as(values))
         return torch.where(begin > 0, total - outside, carried)
+
+    def clipped(self, name: Any, steps: Tensor, most: Tensor | int) -> Tensor:
+        """s ← min(max(s + step, 0), most) over each document, of whole steps B T 1; begun at what is kept as `name`.
+
+        x → min(max(x + shift, low), high) composed with another of its form is one again, so that all prefixes take
+        log₂ T rounds (Hillis and Steele 1986), and whole numbers are the same in any order.
+        """
+        length = steps.shape[1]
+        high = torch.zeros_like(steps) + most
+        low = torch.zeros_like(steps)
+        first = torch.minimum(torch.maximum(steps, low), high)
+        if self.begin is not None:
+            # A document begins at zero, whatever came before it.
+            places = torch.arange(1, length + 1, device=steps.device)
+            begins = (self.begin.to(steps.device) == places).unsqueeze(-1)
+            low, high = torch.where(begins, first, low), torch.where(begins, first, high)
+        padding = ~self.valid.to(steps.device).unsqueeze(-1)
+        shift = steps.masked_fill(padding, 0)
+        low, high = low.masked_fill(padding, -NO_BOUND), high.masked_fill(padding, NO_BOUND)
+        for nth in range((length - 1).bit_length() if isinstance(length, int) else _ROUNDS):
+            earlier = [
+                F.pad(each, (0, 0, 2**nth, 0), value=value)[:, :length]
+                for each, value in ((shift, 0), (low, -NO_BOUND), (high, NO_BOUND))
+            ]
+            below, above = (torch.minimum(torch.maximum(each + shift, low), high) for each in earlier[1:])
+            shift, low, high = earlier[0] + shift, below, above
+        before = self.before(name)
+        return torch.minimum(torch.maximum(shift if before is None else before + shift, low), high)
 
 
 def read_rows(

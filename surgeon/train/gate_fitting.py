@@ -316,13 +316,13 @@ def _classifier(gate: Any, parts: Sequence[Callable[[], _States]], seed: int) ->
 
 @dataclass
 class _Scored:
-    """The gate's scores on held-out sequences, each B T, with where documents begin and how long prefixes are."""
+    """The gate's evidence on held-out sequences, each B T 1, with where documents begin and how long prefixes are."""
 
     parts: list[tuple[Tensor, Any, Tensor]]
 
     @classmethod
     def of(cls, model: Any, layer: nn.Module, sequences: Sequence[PackedSequence]) -> _Scored:
-        """Scores by the model's own code, from what goes into the layer."""
+        """Evidence by the model's own code, from what goes into the layer."""
         gating = sys.modules[type(layer.domain_gate).__module__].Gating
         parts = []
         for batch in _batches(sequences):
@@ -330,20 +330,22 @@ class _Scored:
             positions = batch["position_ids"].to(hidden.device)
             at_work = gating(torch.ones_like(positions, dtype=torch.bool), positions == 0, None)
             at_work.decide(layer.domain_gate, hidden)
-            # What a cache would keep of every token.
-            at_work.found = {}
-            parts.append((at_work.scores, at_work, _lengths(batch["position_ids"])))
+            parts.append((at_work.evidence, at_work, _lengths(batch["position_ids"])))
         return cls(parts)
+
+    def scores(self, gate: Any) -> Tensor:
+        """Return what the gate compares with its threshold for every token."""
+        return torch.cat([at_work.scores(gate, evidence).flatten() for evidence, at_work, _ in self.parts])
 
     def open(self, gate: Any) -> tuple[Tensor, Tensor]:
         """Return for every token whether the gate, as it is now, is open, and its prefix's length."""
-        on = [at_work.held(gate, scores).flatten().cpu() for scores, at_work, _ in self.parts]
+        on = [at_work.held(*at_work.judged(gate, evidence)).flatten().cpu() for evidence, at_work, _ in self.parts]
         return torch.cat(on), torch.cat([lengths.flatten() for *_, lengths in self.parts])
 
 
 def _threshold(gate: Any, original: Sequence[_Scored], dtype: torch.dtype) -> Tensor:
     """Return the lowest threshold, in the stored dtype, at which the gate exceeds no original source's limit."""
-    every = torch.cat([scores.flatten() for each in original for scores, *_ in each.parts]).float().sort().values
+    every = torch.cat([each.scores(gate) for each in original]).float().sort().values
     low, high = 0, len(every) - 1
     while low < high:
         at = (low + high) // 2

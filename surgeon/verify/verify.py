@@ -14,7 +14,7 @@ from surgeon.common.files import check_readable
 from surgeon.common.listener import Listener, Quiet
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy, without_a_place
-from surgeon.families.dissect import dissect
+from surgeon.families.dissect import dissect_folder
 from surgeon.families.grafted_config import native_config
 from surgeon.families.skeleton import reads_images, wordless_auto
 from surgeon.manifest.manifest import MANIFEST_FILE
@@ -122,7 +122,7 @@ class _Pair:
             raise BadInput(
                 f"{printable(str(out))}: BASE and OUT are the same folder; give the base that OUT was made from"
             )
-        return cls(base_folder, out_folder, dissect(base_folder.config, base_folder.tensors, base_folder.own))
+        return cls(base_folder, out_folder, dissect_folder(base_folder))
 
     @property
     def wordless(self) -> bool:

@@ -185,8 +185,9 @@ def every_graft() -> dict[str, dict[str, Any]]:
     named["states-by-kind"] = states(shared="by_kind", top_k=2, gate="cosine", projection=6)
     named["states-apart"] = states(shared="none", top_k=3, inference_routing="token")
     named["states-parallel"] = states(top_k=0, sites=("ffn",))
-    named["gate"] = gate()
-    named["gate-of-tokens"] = gate(reads="token", form="linear", hysteresis=0.5)
+    named["gate"] = gate(closes=1.0)
+    named["gate-of-prefixes"] = gate(reads="prefix_mean")
+    named["gate-of-tokens"] = gate(reads="token", form="linear", closes=0.5)
     named["everything"] = everything()
     return named
 
@@ -312,8 +313,8 @@ def perturbed(model: Any, *, scale: float = 0.2, seed: int = 3) -> Any:
                 noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
                 parameter.add_((noise * scale).to(parameter.dtype))
                 if name.endswith("domain_gate.out"):
-                    # Evidence of either sign opens it, and a little is enough.
-                    parameter.abs_()
+                    # Evidence of either sign opens it, and a little is enough; a token's is about 1.
+                    parameter.abs_().mul_(8)
                 if name.endswith("domain_gate.threshold"):
                     parameter.fill_(0.05)
     return model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 import sys
 import threading
@@ -15,7 +16,7 @@ from transformers.utils.logging import warning_once
 
 from surgeon.errors import BadInput
 from surgeon.runtime.gate import DomainGate, Gating
-from surgeon.runtime.gate_rules import GateSpec
+from surgeon.runtime.gate_rules import GateRules, GateSpec
 from tests import tiny
 from tests.runtime.grafting import everything, gate, gated, grafted, perturbed, read_from, states, tokens
 from tests.runtime.test_born import left_padded, prefill_and_decode
@@ -29,7 +30,7 @@ def halves(model: Any) -> torch.Tensor:
     flow = _flow(model)
     with torch.no_grad():
         model(ids, attention_mask=mask, position_ids=positions, surgery_flow=flow, use_cache=False)
-        scores = flow.gating.scores.masked_fill(mask == 0, float("-inf"))
+        scores = flow.gating.scores(domain_gate, flow.gating.evidence).masked_fill(mask == 0, float("-inf"))
         # Half of what scores rise to lies above it.
         rises = scores.cummax(1).values[mask.bool()].unique()
         domain_gate.threshold.fill_(float(rises[len(rises) // 2 - 1 : len(rises) // 2 + 1].mean()))
@@ -143,23 +144,95 @@ def test_a_cache_of_one_mode_is_refused_in_the_other() -> None:
 
 
 def scored(values: list[list[float]], spec: GateSpec, begins: list[list[int]] | None = None, past: Any = None) -> Any:
-    """Where a gate with threshold 1 is open for these scores."""
+    """Where a gate with threshold 1 is open for this evidence."""
     made = DomainGate(spec, 4)
     made.initialise()
     made.threshold.data.fill_(1.0)
     valid = torch.ones(len(values), len(values[0]), dtype=torch.bool)
     starts = None if begins is None else torch.tensor(begins).bool()
-    return Gating(valid, starts, past).held(made, torch.tensor(values)).int().tolist()
+    gating = Gating(valid, starts, past)
+    evidence = (torch.tensor(values).unsqueeze(-1) * 2**16).round().long()
+    return gating.held(*gating.judged(made, evidence)).int().tolist()
 
 
 def test_it_stays_open_to_the_end_of_a_document_unless_it_may_close() -> None:
-    scores = [[0.0, 2.0, 0.0, 0.9, 0.4, 2.0, 0.0]]
-    assert scored(scores, GateSpec(0)) == [[0, 1, 1, 1, 1, 1, 1]]
-    assert scored(scores, GateSpec(0, hysteresis=0.5)) == [[0, 1, 0, 0, 0, 1, 0]]
-    assert scored([[0.0, 2.0, 0.6, 0.9, 0.4]], GateSpec(0, hysteresis=0.5)) == [[0, 1, 1, 1, 0]]
+    scores, latched, closing = (
+        [[0.0, 2.0, 0.0, 0.9, 0.4, 2.0, 0.0]],
+        GateSpec(0, "token"),
+        GateSpec(0, "token", closes=0.5),
+    )
+    assert scored(scores, latched) == [[0, 1, 1, 1, 1, 1, 1]]
+    assert scored(scores, closing) == [[0, 1, 0, 0, 0, 1, 0]]
+    assert scored([[0.0, 2.0, 0.6, 0.9, 0.4]], closing) == [[0, 1, 1, 1, 0]]
     begins = [[1, 0, 0, 1, 0, 1, 0]]
-    assert scored(scores, GateSpec(0), begins) == [[0, 1, 1, 0, 0, 1, 1]]
-    assert scored(scores, GateSpec(0), [[0, 0, 0, 0, 1, 0, 0]]) == [[0, 1, 1, 1, 0, 1, 1]]
+    assert scored(scores, latched, begins) == [[0, 1, 1, 0, 0, 1, 1]]
+    assert scored(scores, latched, [[0, 0, 0, 0, 1, 0, 0]]) == [[0, 1, 1, 1, 0, 1, 1]]
+
+
+def sequentially(row: list[int], valid: list[bool], begins: list[bool], spec: GateSpec) -> tuple[list[bool], list[int]]:
+    """Page's test as its equations have it, token by token, of evidence in 2⁻¹⁶: where it is open, and its sum."""
+    up = down = 0
+    on = False
+    found: list[bool] = []
+    sums: list[int] = []
+    for evidence, real, begin in zip(row, valid, begins, strict=True):
+        if real:
+            if begin:
+                up, down, on = 0, 0, False
+            e = min(max(evidence, -4 * 2**16), 4 * 2**16)
+            up = min(max(up + e - 2**16, 0), 3 * 2**16 + 1)
+            if up > 3 * 2**16:
+                on = True
+            if spec.closes is not None:
+                down = min(max(down - e, 0), int(spec.closes * 2**16) + 1)
+                if down > spec.closes * 2**16:
+                    on = False
+        found.append(on)
+        sums.append(up)
+    return found, sums
+
+
+@pytest.mark.parametrize("closes", [2.0, None])
+def test_the_test_of_changes_is_that_of_its_equations(closes: float | None) -> None:
+    """To the last unit: packed rows, padding on both sides, in one forward, token by token and in pieces."""
+    spec = GateSpec(0, closes=closes)
+    gate = DomainGate(spec, 4)
+    gate.initialise()
+    gate.threshold.data.fill_(3.0)
+    drawn = torch.Generator().manual_seed(0)
+    rows, length = 24, 77
+    trend = torch.randn(rows, 1, generator=drawn).mul(2).expand(rows, length).clone()
+    trend[:, 30:55] *= -1
+    evidence = ((torch.randn(rows, length, generator=drawn) * 2 + trend) * 2**16).round().long()
+    valid = torch.ones(rows, length, dtype=torch.bool)
+    for row in range(8):
+        valid[row, : 3 * row] = False
+        valid[row + 8, length - 3 * row :] = False
+    begins = (torch.rand(rows, length, generator=drawn) < 0.04) & valid
+    begins[16:] = False
+    asked = [sequentially(*each, spec) for each in zip(evidence.tolist(), valid.tolist(), begins.tolist(), strict=True)]
+    switches = sum(a != b for on, _ in asked for a, b in itertools.pairwise(on))
+    assert switches > (60 if closes else 20)
+    for cuts in ([0, length], [0, 40, 41, length], list(range(length + 1))):
+        past: Any = None
+        on, sums = [], []
+        for begin, end in itertools.pairwise(cuts):
+            gating = Gating(valid[:, begin:end], begins[:, begin:end], past)
+            on.append(gating.held(*gating.judged(gate, evidence[:, begin:end].unsqueeze(-1))))
+            sums.append(gating.found["up"])
+            past = gating.found | {"on": on[-1].unsqueeze(-1)}
+        together, counted = torch.cat(on, dim=1), torch.cat(sums, dim=1).squeeze(-1)
+        for row, (opened, up) in enumerate(asked):
+            real = valid[row]
+            assert together[row][real].tolist() == torch.tensor(opened)[real].tolist(), (cuts[:3], row)
+            assert counted[row][real].tolist() == torch.tensor(up)[real].tolist(), (cuts[:3], row)
+
+
+def test_an_earlier_config_reads_as_it_did() -> None:
+    """What closes a gate had another name."""
+    earlier, now = ({"reads": "prefix_mean", name: 0.5} for name in ("hysteresis", "closes"))
+    found = [GateRules().read(gate(**said)).gate for said in (earlier, now)]
+    assert found[0] == found[1] and found[0].closes == 0.5
 
 
 def test_a_packed_document_is_decided_as_alone() -> None:
@@ -172,8 +245,7 @@ def test_a_packed_document_is_decided_as_alone() -> None:
     with torch.no_grad():
         model(row, position_ids=positions, surgery_flow=packed, use_cache=False)
         model(second, surgery_flow=alone, use_cache=False)
-    assert torch.equal(packed.gating.found["counts"][:, 9:], alone.gating.found["counts"])
-    assert torch.equal(packed.gating.found["sums"][:, 9:], alone.gating.found["sums"])
+    assert torch.equal(packed.gating.found["up"][:, 9:], alone.gating.found["up"])
     assert torch.equal(packed.on[:, 9:], alone.on)
 
 
@@ -181,7 +253,7 @@ def test_a_packed_document_is_decided_as_alone() -> None:
 def test_positions_of_transformers_own_padding_give_the_bases_bits(filled: int) -> None:
     """Generation counts tokens that are no padding, and gives the others a 0, older versions a 1."""
     base = tiny.model("llama")
-    model = perturbed(grafted("llama", gated(everything()), base=base))
+    model = perturbed(grafted("llama", gated(everything(), reads="prefix_mean"), base=base))
     ids, mask = left_padded()
     on = halves(model)
     positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, filled)
@@ -219,7 +291,7 @@ def test_a_mask_that_keeps_documents_apart_is_seen() -> None:
                     flow = _flow(model)
                     mask = shown[None, None, begin:end, :end]
                     model(row[:, begin:end], attention_mask=mask, past_key_values=cache, surgery_flow=flow)
-            assert torch.equal(flow.gating.found["sums"][:, -6:], alone.gating.found["sums"][:, -6:]), cut
+            assert torch.equal(flow.gating.found["up"][:, -6:], alone.gating.found["up"][:, -6:]), cut
             assert torch.equal(flow.on[:, -6:], alone.on[:, -6:]), cut
 
 
@@ -293,7 +365,7 @@ def test_grafts_are_switched_off_inside_and_on_again_behind() -> None:
         ({"gated": [{"layer": 3, "grafts": ["adapters"]}]}, "a graft that is not there"),
         ({"domain_gate": [{"layer": 1, "form": "tree"}]}, "must be one of mlp, linear"),
         ({"domain_gate": [{"layer": 1, "false_positives": 0}]}, "between 0 and 1"),
-        ({"domain_gate": [{"layer": 1, "hysteresis": -1.0}]}, "must be null or a number from 0 on"),
+        ({"domain_gate": [{"layer": 1, "closes": -1.0}]}, "must be null or a number from 0 on"),
         ({"domain_gate": [{"layer": 1, "units": 0}]}, "must be at least 1 and 0"),
     ],
 )
