@@ -6,6 +6,7 @@ import json
 import shutil
 import socket
 import stat
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+import transformers
 import yaml
 from safetensors.torch import load_file, save_file
 
@@ -26,6 +28,7 @@ from surgeon.models.load import find_processor, find_tokenizer, load_model
 from surgeon.models.view import view_of_model
 from surgeon.runtime.bundle import CODE_FILE
 from tests import tiny
+from tests.models.test_tokens import byte_tokenizer
 from tests.train.texts import add_tokenizer, corpus
 
 GROWN: list[dict[str, Any]] = [
@@ -595,3 +598,16 @@ def test_what_real_checkpoints_hold_is_no_obstacle(world: World) -> None:
     surgeon.apply(world.room / "copy.json", str(world.base), world.room / "new")
     found = surgeon.verify(world.base, world.room / "new", windows=1, window=16)
     assert found.holds and found.identical
+
+
+def test_a_tokenizer_beside_grafts_loads_without_their_code(tmp_path: Path) -> None:
+    """transformers reads the config first, and would ask; the tokenizer needs nothing of it."""
+    base = tiny.checkpoint(tmp_path / "base", "llama", vocab_size=300)
+    byte_tokenizer(base, eos=True)
+    (tmp_path / "plan.yaml").write_text("surgeon: 1\noperations: [{op: gated_adapters, size: 4}]\n")
+    surgeon.apply(tmp_path / "plan.yaml", base, tmp_path / "out")
+    before = set(sys.modules)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out", trust_remote_code=False)
+    assert not [name for name in sys.modules.keys() - before if "modeling_surgeon" in name]
+    own = transformers.AutoTokenizer.from_pretrained(base)
+    assert (type(tokenizer), tokenizer("some words").input_ids) == (type(own), own("some words").input_ids)
