@@ -56,8 +56,10 @@ ENTRIES: Mapping[str, Entry] = {
     "trim_vocabulary": {"tokens": ["the cat sat on the sea"], "pad_to_multiple_of": 4},
     "untie_embeddings": {},
     "extract_text": {},
+    "dequantise": {},
     "upcycle_experts": {"experts": 4},
     "drop_layers": {"layers": [3]},
+    "drop_experts": {"experts": [1]},
     "fold_adapters": {},
     "widen_ffn": {"by": 16},
     "widen_attention": {"groups": 2},
@@ -68,6 +70,7 @@ ENTRIES: Mapping[str, Entry] = {
 # What the second of two equal operations has otherwise: other layers, or other words.
 AGAIN: Mapping[str, Entry] = {
     "control_llm": {"layers": [1]},
+    "drop_experts": {"experts": [0]},
     "drop_layers": {"layers": [1]},
     "gated_adapters": {"layers": [1]},
     "widen_attention": {"groups": 4},

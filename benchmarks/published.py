@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.coverage import RESULTS, Row, in_a_process, keep, read_rows
@@ -60,6 +62,129 @@ and cached generation in bfloat16 and float32) and, where it promises to be the 
 """
 
 
+@dataclass(frozen=True)
+class Kind:
+    """A kind of refusal: words that each of its lines has, why it cannot be otherwise, and what serves instead."""
+
+    words: str
+    why: str
+    instead: str
+
+
+_OTHERS = "another init (`copy`, `average`)"
+_BESIDE = "`form: shared` (modules beside the MLP)"
+# A line that none of them has, or two, ends a run: somebody has to look at it.
+KINDS = (
+    Kind(
+        "share this tensor",
+        "one block computes at several depths and is stored once; recipes and plans give each tensor to one layer",
+        "a model whose layers share none",
+    ),
+    Kind(
+        "nobody has described how to align|which tensors of a .* layer are query",
+        "optimal transport pairs neurons by what matrices read and write; these modules (convolutions, state space,"
+        " fused or per-layer ones) have no such description",
+        "`unaligned: average`, or " + _OTHERS,
+    ),
+    Kind(
+        "are of different kinds, so there is nothing between them",
+        "the mean of two layers needs the same tensors in both",
+        "another gap, or init `copy`",
+    ),
+    Kind(
+        "a model of [0-9]+ layers cannot be described",
+        "config.json says each layer's kind by a period or an offset, not by a list, so layers at some places would"
+        " come out another kind",
+        "whole periods",
+    ),
+    Kind(
+        "holds a part for each layer, and surgeon cannot add one for a branch",
+        "a branch is a further layer to transformers, whose parts in tensors outside the layers would have to move",
+        "`expansion: stack`, or another graft",
+    ),
+    Kind(
+        "is a mixture of experts already|its FFN is a mixture of experts",
+        "the operation makes or widens one FFN; which experts a token gets would not follow",
+        "the dense original, or grafts",
+    ),
+    Kind(
+        "have no MLP of gate_proj",
+        "experts of the native classes are gated FFNs of three matrices, and this FFN has two",
+        _BESIDE,
+    ),
+    Kind(
+        "holds other tensors than layer 0, and the classes",
+        "native classes of experts have one kind of layer; this base has several",
+        _BESIDE,
+    ),
+    Kind(
+        "are called `.*`, and those of the classes|stand in a larger model;",
+        "no native class of experts has layers of this build (names, parts)",
+        _BESIDE,
+    ),
+    Kind(
+        "no class of transformers known here computes what",
+        "each native class was tried on a twin and computes something else: other norms, biases, rotation or windows",
+        _BESIDE,
+    ),
+    Kind(
+        "has no matrices that are known as its up and down",
+        "its experts are stacked in one matrix, of which no rows are one expert's input or output",
+        "grafts",
+    ),
+    Kind(
+        "whether it reads or writes the residual stream is not known",
+        "a wider stream needs to know of every tensor which side of it is the stream; this layer has others than norms,"
+        " attention and a plain FFN",
+        "`widen_ffn`",
+    ),
+    Kind(
+        "is not one number for all layers|modules are known as its",
+        "the width has no name or number that all layers share: projections in one matrix, latent attention, layers"
+        " without attention",
+        "another width, or new layers",
+    ),
+    Kind(
+        "normalised over all heads together",
+        "a norm over all heads mixes old and new ones, so old heads would compute something else",
+        "`widen_ffn`, or new layers",
+    ),
+    Kind(
+        "code wants other tensors at these widths|in a wider model, and the plan leaves|widths cannot be described",
+        "the class derives sizes from one another by a rule that the wider size breaks",
+        "another size, or new layers",
+    ),
+)
+
+
+def kind_of(words: str) -> Kind:
+    """The kind of a refusal. Raises ValueError where it is of none, or of several."""
+    found = [kind for kind in KINDS if re.search(kind.words, words)]
+    if len(found) != 1:
+        raise ValueError(f"of {len(found)} kinds of refusals, where one is needed: {words}")
+    return found[0]
+
+
+def kinds_table(rows: list[Row]) -> list[str]:
+    """The kinds of refusals in `rows`, the most frequent first, with the pairs that each stands for."""
+    refused: dict[Kind, list[str]] = {}
+    for row in rows:
+        by_kind: dict[Kind, list[str]] = {}
+        for name in PLANS:
+            if row.told[name] not in HELD:
+                by_kind.setdefault(kind_of(row.told[name]), []).append(name)
+        for kind, plans in by_kind.items():
+            named = "every plan" if len(plans) == len(PLANS) else ", ".join(plans)
+            refused.setdefault(kind, []).append(f"{row.model_type}: {named}")
+    lines = ["| pairs | why not | instead | which |", "|---|---|---|---|"]
+    counts = {
+        kind: sum(len(PLANS) if "every plan" in w else w.count(",") + 1 for w in refused[kind]) for kind in refused
+    }
+    for kind in sorted(refused, key=lambda kind: -counts[kind]):
+        lines.append(f"| {counts[kind]} | {kind.why} | {kind.instead} | {'; '.join(refused[kind])} |")
+    return lines
+
+
 def page(rows: list[Row]) -> str:
     """The whole page: counts, the table, and the reasons of what is refused."""
     versions = sorted({", ".join(f"{name} {said}" for name, said in row.versions.items()) for row in rows})
@@ -84,6 +209,14 @@ def page(rows: list[Row]) -> str:
             f"Of {len(rows)} configs and {len(PLANS)} plans, {len(told)} pairs: {summary}.",
             "",
             *lines,
+            "",
+            "## Why not",
+            "",
+            "Refused pairs by kind. A refusal of no kind here ends a run of this benchmark.",
+            "",
+            *kinds_table(rows),
+            "",
+            "## In their words",
             "",
             "| reason | words |",
             "|---|---|",

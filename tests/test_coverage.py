@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 
-from benchmarks import coverage
+import pytest
+
+from benchmarks import coverage, published
 
 
 def test_page_and_docs_are_written_from_the_rows() -> None:
@@ -16,6 +18,16 @@ def test_page_and_docs_are_written_from_the_rows() -> None:
     section = coverage.section(rows)
     assert docs == coverage.with_section(docs, section)
     assert all(row.model_type in section for row in rows)
+
+
+def test_every_refusal_of_a_published_config_is_of_one_kind_that_says_why() -> None:
+    rows = coverage.read_rows(published.ROWS)
+    refused = [row.told[name] for row in rows for name in published.PLANS if row.told[name] not in published.HELD]
+    assert {published.kind_of(words) for words in refused} == set(published.KINDS), "kinds that nothing is of"
+    assert published.ROWS.with_suffix(".md").read_text() == published.page(rows)
+    for words in ("something new", "layers 1 and 2 share this tensor, and its FFN is a mixture of experts"):
+        with pytest.raises(ValueError, match="kinds of refusals"):
+            published.kind_of(words)
 
 
 def test_a_row_is_kept_whole(tmp_path) -> None:

@@ -1,8 +1,9 @@
 """The docs are true: every plan, command and Python example in them runs, every link leads somewhere.
 
 A page runs from its top to its end in one folder, which holds what its text names: `base-model` (a tiny Llama of eight
-layers with a tokenizer), `base-encoder` (a tiny RoBERTa), LoRA adapters, texts. An HTML comment before a block says
-what is otherwise: `<!-- base: FOLDER -->` (of a plan), `<!-- exits 0 1 -->` (line by line), `<!-- not run: why -->`.
+layers with a tokenizer), `base-encoder` (a tiny RoBERTa), `mixture-model` (a tiny Qwen3-MoE), LoRA adapters, texts. An
+HTML comment before a block says what is otherwise: `<!-- base: FOLDER -->` (of a plan), `<!-- exits 0 1 -->` (line by
+line), `<!-- not run: why -->`.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from tests import quoted, reference_pages, tiny
 from tests.decoders import tiny_decoder
 from tests.house import PACKAGE
 from tests.models.test_tokens import byte_tokenizer
+from tests.quantised import tiny_quantised
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
@@ -90,6 +92,11 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "base-model" / "README.md").write_text("---\nlicense: apache-2.0\n---\n\n# A tiny Llama\n")
     tiny.checkpoint(folder / "tied-model", "qwen3", num_hidden_layers=2, vocab_size=300)
     byte_tokenizer(folder / "tied-model", eos=True)
+    tiny_quantised(folder / "quantised-model", "qwen3", "fp8", vocab_size=300)
+    byte_tokenizer(folder / "quantised-model", eos=True)
+    experts = {"num_experts": 8, "moe_intermediate_size": 16, "num_experts_per_tok": 2, "head_dim": 16}
+    tiny.checkpoint(folder / "mixture-model", "qwen3_moe", num_hidden_layers=2, vocab_size=300, **experts)
+    byte_tokenizer(folder / "mixture-model", eos=True)
     tiny_decoder(folder / "image-text-model", "llava", IMAGE_TEXT, vocab_size=300)
     byte_tokenizer(folder / "image-text-model", eos=True)
     tiny.checkpoint(folder / "base-encoder", "roberta", vocab_size=300)

@@ -27,7 +27,7 @@ So small a model shows the steps, not what a method is worth.
 
 surgeon needs Python 3.11 or later.
 The distribution is called `model-surgeon`, the import and the command `surgeon`.
-Install the wheel in a new environment; the extra `report` draws the figures of reports.
+Install the wheel in a new environment; the extra `report` writes the figures of reports as PNG files.
 
 <!-- not run: benchmarks/newcomer.py installs the wheel -->
 ```sh

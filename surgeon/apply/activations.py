@@ -12,7 +12,7 @@ from torch import Tensor
 from surgeon.blueprint.recipes import TextSupport
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput, printable
-from surgeon.families.dissect import dissect
+from surgeon.families.dissect import dissect_folder
 from surgeon.models.load import running
 from surgeon.models.stream import StreamedModel
 from surgeon.models.tokens import token_batches
@@ -33,7 +33,7 @@ def activations(
     read or gives too few tokens, and for a base without tokenizer.
     """
     windows = -(-support.samples // support.window)
-    vocabulary = dissect(base.config, base.tensors, base.own).sizes.vocabulary
+    vocabulary = dissect_folder(base).sizes.vocabulary
     tokens = token_batches(base.path, text=text, window=support.window, windows=windows, vocabulary=vocabulary)
     if tokens.ids.numel() < support.samples:
         raise BadInput(

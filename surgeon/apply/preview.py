@@ -18,12 +18,13 @@ from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import CARD_FILE, CheckpointFolder
 from surgeon.checkpoint.header import DTYPE_BITS
 from surgeon.checkpoint.hub import open_headers
+from surgeon.checkpoint.tokenizer_ids import disagreement
 from surgeon.common.formatting import listed
 from surgeon.common.listener import Listener, Quiet
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import without_a_place
 from surgeon.families.anatomy_cache import keep, recalled
-from surgeon.families.dissect import dissect
+from surgeon.families.dissect import dissect, dissect_folder
 from surgeon.families.format_depth import other_scale
 from surgeon.families.periods import broken_pattern
 from surgeon.manifest.lineage import Lineage
@@ -204,7 +205,7 @@ def opened_for(
     if folder.manifest is not None:
         # The output's lineage will hold the base's surgeries: what cannot be read is refused before any work.
         Lineage.of(manifest_of(folder), file=str(folder.path / MANIFEST_FILE))
-    anatomy = (recalled if recall else dissect)(folder.config, folder.tensors, folder.own)
+    anatomy = dissect_folder(folder, recalled if recall else dissect)
     return OpenedBase(folder, anatomy, Path(loaded.source).parent, listener or Quiet(), weights)
 
 
@@ -290,6 +291,8 @@ def _notes(blueprint: Blueprint, base: OpenedBase, texts: Mapping[str, Path]) ->
     """What is to be known of base and output beside what the preview shows of each operation."""
     folder, anatomy = base.folder, base.anatomy
     yield from folder.notes
+    if differing := disagreement(folder):
+        yield differing
     if anatomy.idle:
         yield without_a_place(anatomy.idle)
     yield anatomy.derivation.evidence
@@ -320,7 +323,7 @@ def proved(shown: Preview, folder: CheckpointFolder) -> Preview:
     """A preview whose promise is proven on a twin, where it was not yet. Raises BadInput where it does not hold."""
     if shown.proof.how != "promised":
         return shown
-    anatomy = dissect(folder.config, folder.tensors, folder.own)
+    anatomy = dissect_folder(folder)
     return replace(shown, proof=prove(shown.blueprint, anatomy, folder.config, folder.own))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput, printable
-from surgeon.families.dissect import dissect
+from surgeon.families.dissect import dissect_folder
 from surgeon.models.load import running
 from surgeon.models.stream import StreamedModel
 from surgeon.models.tokenizer import open_tokenizer
@@ -65,7 +65,7 @@ def _means(
     if empty is not None:
         whose = f"the prompts of expert {empty}" if empty < experts else "the negative prompts"
         raise BadInput(f"`router`: {whose} have one without a token; write at least a word")
-    anatomy = dissect(base.config, base.tensors)
+    anatomy = dissect_folder(base)
     check_ids([token for _, ids in texts for token in ids], tokenizer, rows=anatomy.sizes.vocabulary)
     length = max(len(ids) for _, ids in texts)
     # Padding stands on the right, where causal attention does not look back from.

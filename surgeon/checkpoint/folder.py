@@ -57,7 +57,7 @@ class CheckpointFolder:
     exactly what this version of surgeon ships for its config, or other code, which `scripts` names, `foreign` describes
     and the user trusts (of this folder alone). `classes` says whose classes the model is built of; where they are the
     folder's own, `own` is their code, whose files are side files too. Where code was left out, `config` is without it,
-    and so are those of the side files that `settings` holds.
+    and so are those of the side files that `settings` holds; `model_code` names what it said that the model is of.
     """
 
     path: Path
@@ -76,6 +76,7 @@ class CheckpointFolder:
     foreign: str = ""
     own: OwnCode | None = None
     settings: Mapping[str, bytes] = field(default_factory=dict)
+    model_code: str = ""
 
     @classmethod
     def open(cls, path: Path, *, trust_remote_code: bool = False) -> CheckpointFolder:
@@ -102,10 +103,12 @@ class CheckpointFolder:
         brought = brought_by(config, source)
         notes = list(weights.notes)
         settings: Mapping[str, bytes] = {}
+        model_code = ""
         if brought.code == "foreign" and not trust_remote_code and manifest is None:
             without = without_code(config, source, brought)
             config, settings, brought = without.config, without.settings, NO_CODE
             notes.append(without.note)
+            model_code = without.model_code
         # Surgeon puts no code but its own into an output: what lies in one is not simply left out.
         check_trusted(brought, source.shown, trust_remote_code=trust_remote_code)
         if brought.code != "foreign" and config.get("model_type") == "mistral" and "layer_types" in config:
@@ -120,7 +123,7 @@ class CheckpointFolder:
         if own is not None:
             side_files = tuple(sorted({*side_files, *own.files}))
         known = {CONFIG_FILE, MANIFEST_FILE, *weights.files, *side_files}
-        known.update(f"{folder}/" for folder, slash, _ in (name.partition("/") for name in side_files) if slash)
+        known.update(f"{name.partition('/')[0]}/" for name in (*side_files, *weights.files) if "/" in name)
         if SINGLE_FILE not in weights.files:
             known.add(INDEX_FILE)
         if brought.code == "shipped":  # the output gets the same files, from the package
@@ -142,6 +145,7 @@ class CheckpointFolder:
             foreign=brought.found,
             own=own,
             settings=settings,
+            model_code=model_code,
         )
 
     def read(self, name: str) -> bytearray:

@@ -44,6 +44,10 @@ def resolved(folder: Path, name: str) -> Path:
     """Where the regular file `name` in `folder` lies: there, or behind a link that may be followed. Raises BadInput."""
     path = named = folder / name
     try:
+        if "/" in name and not Path(os.path.realpath(path.parent)).is_relative_to(os.path.realpath(folder)):
+            raise BadInput(
+                f"{printable(str(named))}: behind a folder's link that leads out; put the folder itself here"
+            )
         found = os.lstat(path)
         if stat.S_ISLNK(found.st_mode):
             path = _behind_link(folder, named)

@@ -244,6 +244,11 @@ def _value_at(text: str, path: tuple[str, ...]) -> tuple[int, int]:
     return begin, end
 
 
+def value_in(text: str, *path: str) -> Any:
+    """The value at a path of keys, parsed alone. Raises ValueError, or StopIteration where there is none."""
+    return json.loads(text[slice(*_value_at(text, path))])
+
+
 def _members(text: str, at: int) -> Iterator[tuple[str, int, int]]:
     """The members of the object that begins at `at`: key, begin and end of the value."""
     at = _skip(text, at + 1)

@@ -195,11 +195,12 @@ def _foreign(shown: str, found: str) -> ForeignCode:
 @dataclass(frozen=True)
 class WithoutCode:
     """A folder without the code that it brings: its `config`, other `settings` that change, by file name, and a `note`
-    of what is left out."""
+    of what is left out. `model_code` names what config.json's `auto_map` said that the model is built of, if it did."""
 
     config: dict[str, Any]
     settings: Mapping[str, bytes]
     note: str
+    model_code: str
 
 
 def without_code(config: Mapping[str, Any], source: Source, brought: Brought) -> WithoutCode:
@@ -230,7 +231,10 @@ def without_code(config: Mapping[str, Any], source: Source, brought: Brought) ->
     if len(left) > _MOST_NAMED:
         left = [*left[: _MOST_NAMED - 1], f"{len(left) - _MOST_NAMED + 1} more"]
     words = f"{', '.join(left[:-1])} and {left[-1]} are" if left[1:] else f"{left[0]} is"
-    return WithoutCode(kept, settings, f"{words} left out: transformers has {config['model_type']} itself")
+    mapped = config.get("auto_map")
+    built = next((str(mapped[a]) for a in mapped if a.startswith("AutoModel")), "") if isinstance(mapped, dict) else ""
+    note = f"{words} left out: transformers has {config['model_type']} itself"
+    return WithoutCode(kept, settings, note, printable(built, 60))
 
 
 def _alone(name: str, content: Any) -> Any:
@@ -375,6 +379,8 @@ def beside_weights(listing: Mapping[str, int], shards: Iterable[str]) -> dict[st
             continue
         if _ADAPTER.fullmatch(name):
             found[name] = "part of a PEFT adapter, which transformers would add to the model"
+            if name == "adapter_config.json":
+                found[name] += "; `merge_adapter` merges it into the weights (`from:` this folder)"
         elif name.rstrip("/") == _GENERATE:
             found[name] = "transformers would look for code there that replaces `generate`"
         elif _RANK_SHARD.fullmatch(name):

@@ -19,7 +19,7 @@ from surgeon.checkpoint.hub_calls import TIMEOUT, bars_on_terminals_only, first_
 from surgeon.errors import BadInput, printable
 
 _T = TypeVar("_T")
-_AGAIN = "run the same command again, which continues a push"
+_AGAIN = "run the same command again: it goes on with a push that has begun"
 # Request timeout in seconds while a commit is made: the Hub checks every file of it.
 _SILENCE = 120.0
 

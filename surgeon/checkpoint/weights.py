@@ -26,9 +26,19 @@ QUANTISATION = "quantization_config"
 _PASSED = ("fp8", "mxfp4")
 
 _LONGEST_NAME = 500
+# How many parts the name of a shard has at most: folders below the checkpoint's, and the file.
+_DEEPEST = 4
 _AGAIN = "they are of two downloads: get both again"
 
 _SHARD = re.compile(r"model-.*\.safetensors", re.DOTALL)
+# Old checkpoints of transformers, and what writes their tensors as safetensors: no code that a pickle names is run.
+_TORCH = re.compile(r"pytorch_model(-[0-9]+-of-[0-9]+)?\.bin")
+_CONVERT = (
+    "in a copy of that folder run `python -c 'import glob, torch, safetensors.torch as s; s.save_file({k:"
+    " v.clone().contiguous()"
+    ' for f in glob.glob("pytorch_model*.bin") for k, v in torch.load(f, map_location="cpu", weights_only=True)'
+    '.items()}, "model.safetensors", {"format": "pt"})\'`, which runs no code of theirs'
+)
 _PICKLED = re.compile(r".*\.(bin|pt|pth|ckpt)", re.DOTALL)
 
 
@@ -66,6 +76,9 @@ def choose_weights(source: Source, *, shown: str | None = None) -> Weights:
         raise BadInput(f"{shown}: {_why_no_weights(names, tensors_files)}")
     weight_map = _weight_map(source.small(INDEX_FILE, max_bytes=MAX_INDEX_BYTES))
     files = tuple(sorted(set(weight_map.values())))
+    if any("/" in file for file in files):
+        # Some checkpoints have their shards in a folder below, as transformers reads them too.
+        names += [name for name in source.tree() if "/" in name]
     if missing := [file for file in files if file not in names]:
         raise BadInput(f"{shown}: {_some(missing)} missing, of {len(files)} shards in the index; download again")
     unlisted = [name for name in tensors_files if name not in files]
@@ -95,10 +108,10 @@ def _why_no_weights(names: list[str], tensors_files: list[str]) -> str:
     if tensors_files:
         return f"neither {SINGLE_FILE} nor {INDEX_FILE}; {_some(tensors_files)} is not the model's weights"
     if pickled := [name for name in names if _PICKLED.fullmatch(name)]:
+        usual = any(_TORCH.fullmatch(name) for name in pickled)
         return (
-            f"only pickled weights ({_some(pickled)}), which surgeon never opens because they can run code; convert"
-            " them where you trust them: `AutoModelForCausalLM.from_pretrained(BASE).save_pretrained(NEW)`"
-            " writes safetensors"
+            f"only pickled weights ({_some(pickled)}), which surgeon never opens because they can run code;"
+            f" {_CONVERT if usual else 'get the safetensors, or save the model with transformers once'}"
         )
     if gguf := [name for name in names if name.endswith(".gguf")]:
         return f"only GGUF weights ({_some(gguf)}); use the safetensors checkpoint that they were made from"
@@ -114,18 +127,19 @@ def _weight_map(content: bytes) -> dict[str, str]:
         if not isinstance(file, str) or not _is_plain(file):
             raise BadInput(
                 f"{INDEX_FILE}: places tensor {printable(tensor)} in {printable(str(file))!r}; expected the"
-                f" plain name of a .safetensors file in the same folder; download it again"
+                " name of a .safetensors file in the same folder, or in one below it; download it again"
             )
     return weight_map
 
 
 def _is_plain(file: str) -> bool:
+    parts = file.split("/")
     return (
         file.endswith(".safetensors")
         and file.isprintable()
-        and not file.startswith(".")
-        and not set(file) & set("/\\\0")
-        and len(file.encode()) <= 255
+        and len(parts) <= _DEEPEST
+        and all(part and not part.startswith(".") and len(part.encode()) <= 255 for part in parts)
+        and not set(file) & set("\\\0")
     )
 
 

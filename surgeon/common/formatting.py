@@ -62,3 +62,8 @@ def show(indices: list[int]) -> str:
 def show_layers(indices: list[int]) -> str:
     """Indices as text after their noun: `layer 3`, `layers 0-3, 7`."""
     return f"{'layer' if len(indices) == 1 else 'layers'} {show(indices)}"
+
+
+def layers_have(indices: list[int]) -> str:
+    """Layers and their verb: `layer 3 has`, `layers 0-3, 7 have`."""
+    return f"{show_layers(indices)} {'has' if len(indices) == 1 else 'have'}"

@@ -384,8 +384,13 @@ def with_vocabulary(config: Mapping[str, Any], anatomy: Anatomy, rows: int) -> d
         if part.get(VOCABULARY_KEY) == before:
             part[VOCABULARY_KEY] = rows
         part = part.setdefault(key, {})
-    part[VOCABULARY_KEY] = rows
+    part.update(dict.fromkeys(vocabulary_fields(part, before), rows))
     return made
+
+
+def vocabulary_fields(part: Mapping[str, Any], rows: int) -> list[str]:
+    """The fields of a text decoder's part of a config that say how many ids there are; Gemma 4 has two."""
+    return [VOCABULARY_KEY, *(key for key in part if key.startswith(f"{VOCABULARY_KEY}_") and part[key] == rows)]
 
 
 def with_sizes(config: Mapping[str, Any], anatomy: Anatomy, sizes: Mapping[str, int]) -> dict[str, Any]:

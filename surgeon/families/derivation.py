@@ -13,7 +13,7 @@ from typing import Any
 from surgeon.checkpoint.weights import QUANTISATION, quantisation
 from surgeon.common.devices import one_thread
 from surgeon.common.library import LOAD_FAILURES
-from surgeon.errors import BadInput, printable
+from surgeon.errors import BadInput
 from surgeon.families.activation import activation_in
 from surgeon.families.anatomy import Derivation, Packed
 from surgeon.families.composing import composition_of
@@ -23,6 +23,7 @@ from surgeon.families.family import Part
 from surgeon.families.grafted_config import config_with_grafts, head_with_grafts
 from surgeon.families.grafting import prove_grafts
 from surgeon.families.growth import grown
+from surgeon.families.misread import read_otherwise
 from surgeon.families.names import Names, stored_name, words_of
 from surgeon.families.own_classes import code_of, like, written
 from surgeon.families.proof import check_runs, layer_axis, prove, run_cached
@@ -32,12 +33,11 @@ from surgeon.families.skeleton import Skeleton, build, wordless_auto
 from surgeon.families.stream_blocks import told_class
 from surgeon.families.text_tower import text_model
 from surgeon.families.twin import twin_of
+from surgeon.families.vocabulary import rows_of_ids
 from surgeon.families.whole_heads import heads_move
 from surgeon.runtime.composition import FFN, Composition
 
 _TIED = "tie_word_embeddings"
-# Ids by which a model is built larger to see what grows with its vocabulary.
-_MORE_WORDS = 1024
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,10 @@ class Found(Derivation):
 
     @property
     def evidence(self) -> str:  # type: ignore[override]
-        """What was proven of the model type."""
-        return self.derived.evidence
+        """What was proven of the model type, and what config.json says otherwise than transformers reads it."""
+        skeleton = self.derived.skeleton
+        misread = read_otherwise(self.config, skeleton.model.config, skeleton.path)
+        return f"{self.derived.evidence}; {misread}" if misread else self.derived.evidence
 
     @property
     def stack(self) -> str:  # type: ignore[override]
@@ -205,46 +207,7 @@ class Found(Derivation):
 
     def vocabulary_tensors(self, rows: int) -> dict[str, bool]:
         """As `Derivation` says: the model is built once more, with more ids, and what grew is compared."""
-        before = self.derived.skeleton
-        _check_one_vocabulary(before)
-        more = copy.deepcopy(dict(self.config))
-        part = more
-        for key in self.path:
-            part = part.setdefault(key, {})
-        # As many as keep any padding inside the model as it was.
-        part["vocab_size"] = rows + _MORE_WORDS
-        after = build(more).model.state_dict(keep_vars=True)
-        held = before.model.state_dict(keep_vars=True)
-        wider = {
-            name for name, value in held.items() if name not in after or tuple(after[name].shape) != tuple(value.shape)
-        }
-        reads = before.model.get_input_embeddings()
-        writes = before.model.get_output_embeddings()
-        known = {
-            id(value): module is reads
-            for module in (writes, reads)
-            if module is not None
-            for value in module.parameters()
-        }
-        found: dict[str, bool] = {}
-        for name, target in self.names.outer.items():
-            if target not in wider:
-                continue
-            wider.discard(target)
-            grew = [other - one for one, other in zip(held[target].shape, after[target].shape, strict=False)]
-            if id(held[target]) not in known or grew != [_MORE_WORDS, *[0] * (held[target].ndim - 1)]:
-                raise BadInput(
-                    f"{printable(name)}: has a part for each id of the vocabulary and is neither the embedding nor the"
-                    " output head, so this model's vocabulary cannot change"
-                )
-            found[name] = known[id(held[target])]
-        # What is tied to the embedding is not stored.
-        if left := sorted(wider - set(before.model.all_tied_weights_keys)):
-            raise BadInput(
-                f"{printable(left[0])}: has a part for each id of the vocabulary and is not stored as surgeon expects;"
-                " this model's vocabulary cannot change"
-            )
-        return found
+        return rows_of_ids(self.config, self.derived.skeleton, self.names.outer, rows)
 
     def parameters(self) -> dict[str, tuple[str, str]]:
         """As `Derivation` says."""
@@ -404,21 +367,6 @@ def composition_for(kept: str) -> Composition:
     firsts = [found.kind_of.index(kind) for kind in range(len(found.titles))]
     compose = encoder_composition if found.skeleton.encoder else composition_of
     return compose(config, found.skeleton, twin_of(config, heads=found.heads), firsts)
-
-
-def _check_one_vocabulary(skeleton: Skeleton) -> None:
-    """Raise BadInput where the decoder reads tokens by a second embedding, which has a size of its own."""
-    from torch import nn
-
-    reads = skeleton.model.get_input_embeddings()
-    fields = {key: value for key, value in skeleton.text.to_dict().items() if "vocab_size" in key}
-    sizes = {value: key for key, value in fields.items() if key != "vocab_size"}
-    for name, module in skeleton.model.get_submodule(skeleton.stack.rpartition(".")[0]).named_modules():
-        if isinstance(module, nn.Embedding) and module is not reads and module.num_embeddings in sizes:
-            raise BadInput(
-                f"{printable(name)}: tokens are read by this embedding too, of `{sizes[module.num_embeddings]}` rows,"
-                " which surgeon does not change; this model's vocabulary cannot change"
-            )
 
 
 @lru_cache(maxsize=16)

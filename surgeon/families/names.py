@@ -80,7 +80,7 @@ def match(skeleton: Skeleton, kinds: Sequence[int], tensors: Mapping[str, Tensor
         {suffix: targets for suffix, targets in layer.items() if targets or not ignored(f"{stem}{index}.{suffix}")}
         for index, layer in enumerate(layers)
     ]
-    _check_alike(read, kinds, stem, tensors)
+    _check_alike(read, kinds, stem, tensors, skeleton)
     _check_loads(skeleton, kinds, stem, renamed, layers, outer, tensors, quantizer)
     return Names(
         stem=stem,
@@ -280,10 +280,15 @@ def _check_beyond(
 
 
 def _check_alike(
-    layers: Sequence[Mapping[str, Any]], kinds: Sequence[int], stem: str, tensors: Mapping[str, TensorInfo]
+    layers: Sequence[Mapping[str, Any]],
+    kinds: Sequence[int],
+    stem: str,
+    tensors: Mapping[str, TensorInfo],
+    skeleton: Skeleton,
 ) -> None:
-    """Layers of one kind must hold the same tensors."""
+    """Layers of one kind must hold the same tensors, each its own."""
     first: dict[int, int] = {}
+    tied = tuple(skeleton.model.all_tied_weights_keys)
     for index, kind in enumerate(kinds):
         like = first.setdefault(kind, index)
         if extra := min(layers[like].keys() ^ layers[index].keys(), default=None):
@@ -291,6 +296,11 @@ def _check_alike(
                 lacking = printable(f"{stem}{index}.{extra}")
                 raise BadInput(f"{lacking}: the config requires this tensor, no shard has it; {ANOTHER}")
             has, lacks = (index, like) if extra in layers[index] else (like, index)
+            if any(name.startswith(f"{skeleton.stack}.{lacks}.") for name in tied):
+                raise BadInput(
+                    f"{printable(f'{stem}{has}.{extra}')}: layers {has} and {lacks} share this tensor, which is stored"
+                    " once, and surgeon gives each tensor to one layer; use a model whose layers share none"
+                )
             raise BadInput(
                 f"{printable(f'{stem}{has}.{extra}')}: layer {lacks}, which is of the same kind, has no such tensor;"
                 f" {ANOTHER}"

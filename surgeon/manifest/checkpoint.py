@@ -16,7 +16,7 @@ from surgeon.checkpoint.labels import is_classifier, label_names
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy, within
-from surgeon.families.dissect import dissect
+from surgeon.families.dissect import dissect_folder
 from surgeon.families.grafted_config import is_encoder
 from surgeon.families.limits import context_of, vocabulary_of
 from surgeon.families.skeleton import wordless_auto
@@ -91,7 +91,7 @@ class Checkpoint:
     @cached_property
     def anatomy(self) -> Anatomy:
         """What its tensors are: layers, blocks, sizes. Raises BadInput where its type cannot be taken apart."""
-        return dissect(self.folder.config, self.folder.tensors, self.folder.own)
+        return dissect_folder(self.folder)
 
     @property
     def layers(self) -> int:

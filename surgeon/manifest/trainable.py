@@ -17,7 +17,7 @@ from surgeon.checkpoint.header import DTYPE_BITS
 from surgeon.common.formatting import show_layers
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
-from surgeon.families.dissect import dissect
+from surgeon.families.dissect import dissect_folder
 from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import Manifest
 from surgeon.manifest.moves import slices_of
@@ -96,7 +96,7 @@ def trainable_set(
             " could train alone; say `what: all`, `what: {layers: …}` or `lora: {…}`"
         )
     if isinstance(what, LayersSpec) or what in ("base", "all"):
-        return _whole(out, manifest, what, anatomy or dissect(out.config, out.tensors, out.own))
+        return _whole(out, manifest, what, anatomy or dissect_folder(out))
     assert manifest is not None
     return _added(out, manifest, what)
 

@@ -28,7 +28,7 @@ from surgeon.checkpoint.ranges import fill
 from surgeon.checkpoint.weights import quantisation
 from surgeon.common.library import first_line
 from surgeon.errors import BadInput, SurgeonError, printable
-from surgeon.families.dissect import dissect
+from surgeon.families.dissect import dissect_folder
 from surgeon.families.names import as_loaded, made_of
 from surgeon.models import lockstep
 from surgeon.models.load import (
@@ -119,7 +119,7 @@ class StreamedModel:
         """Map every tensor of the model to what it is stored as, as transformers would load it; ties are followed."""
         check_doubled(self.folder, self.module, self.failure)
         try:
-            anatomy = dissect(self.folder.config, self.folder.tensors, self.folder.own)
+            anatomy = dissect_folder(self.folder)
         except BadInput as error:
             raise self.failure(f"{self._shown}: {error}") from error
         self._stack = anatomy.derivation.stack

@@ -74,6 +74,7 @@ def view_of_model(folder: CheckpointFolder, config: Mapping[str, Any]) -> Iterat
             _write(view / CONFIG_FILE, config)
             for file in folder.shards:
                 os.close(folder.open_shard(file))
+                (view / file).parent.mkdir(parents=True, exist_ok=True)
                 (view / file).symlink_to(resolved(folder.path, file).absolute())
             if folder.shards != (SINGLE_FILE,):
                 places = {name: info.file for name, info in folder.tensors.items()}

@@ -16,7 +16,9 @@ from pydantic_core import CoreSchema
 from surgeon.common.plugins import Plugin, Registry, wrong_kind
 from surgeon.errors import printable
 from surgeon.operations.control_llm import ControlLLM
+from surgeon.operations.dequantise import Dequantise
 from surgeon.operations.domain_gate import DomainGate
+from surgeon.operations.drop_experts import DropExperts
 from surgeon.operations.drop_layers import DropLayers
 from surgeon.operations.extract_text import ExtractText
 from surgeon.operations.fold_adapters import FoldAdapters
@@ -51,8 +53,10 @@ _BUILT_IN: tuple[type[Operation], ...] = (
     TrimVocabulary,
     UntieEmbeddings,
     ExtractText,
+    Dequantise,
     UpcycleExperts,
     DropLayers,
+    DropExperts,
     FoldAdapters,
     WidenFFN,
     WidenAttention,

@@ -18,7 +18,7 @@ from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Constant, Recipe, Summed
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import DTYPE_BITS
-from surgeon.common.formatting import show_layers
+from surgeon.common.formatting import layers_have, show_layers
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
 from surgeon.models.layer_choice import By, LayersOut, Stack, collapsed, runs_above
@@ -325,7 +325,7 @@ def _check_grafts(draft: Draft, layers: Sequence[int]) -> None:
     """Raise BadInput where something beside the native layers would go with them."""
     carrying = [layer for layer in layers if draft.layers[layer].grafts]
     if carrying or draft.bank is not None:
-        what = f"{show_layers(carrying)} carry" if carrying else "the model's layers carry"
+        what = layers_have(carrying) if carrying else "the model's layers have"
         raise BadInput(f"{what} grafts, which cannot go with a layer: take layers out before grafting, or revert first")
 
 

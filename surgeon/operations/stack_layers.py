@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
-from surgeon.common.formatting import show
+from surgeon.common.formatting import layers_have, show
 from surgeon.errors import BadInput
 from surgeon.operations.insert_layers import InsertLayers
 from surgeon.operations.operation import Operation, Paper, TrainingDefaults
@@ -88,7 +88,7 @@ class StackLayers(Operation):
         carrying = [source for source in block if draft.layers[source].grafts]
         if carrying:
             raise BadInput(
-                f"layers {show(carrying)} have grafts, and a layer with grafts cannot be copied; stack layers before"
+                f"{layers_have(carrying)} grafts, and a layer with grafts cannot be copied; stack layers before"
                 " you add grafts"
             )
         times = self.times or 2

@@ -465,10 +465,12 @@ def _layer_shapes(draft: Draft) -> dict[str, tuple[int, ...]]:
         raise NoTarget(
             f"layers above the stack predict further tokens and have an MLP of their own; take these out, or {BESIDE}"
         )
-    if "text_config" in draft.config or not draft.anatomy.layer_name(0, "").startswith("model.layers."):
+    if "text_config" in draft.config:
+        raise NoTarget(f"the layers stand in a larger model; take the text out first (`extract_text`), or {BESIDE}")
+    if not (stem := draft.anatomy.layer_name(0, "")).startswith("model.layers."):
         raise NoTarget(
-            "the layers stand in a larger model, or without a head; take the text out first (`extract_text`), or"
-            f" {BESIDE}"
+            f"its layers are called `{printable(stem)}…`, and those of the classes known here `model.layers.0.…`: it"
+            f" has other parts, or no head; {BESIDE}"
         )
     first = {suffix: recipe.shape for suffix, recipe in draft.layers[0].tensors.items()}
     for index, layer in enumerate(draft.layers):

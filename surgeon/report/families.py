@@ -22,7 +22,7 @@ from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy, LayerKind
 from surgeon.families.decoders import USUAL_DECODERS, USUAL_ENCODERS
-from surgeon.families.dissect import dissect
+from surgeon.families.dissect import dissect_folder
 from surgeon.families.periods import period_of
 from surgeon.operations import OPERATIONS
 from surgeon.operations.expert_fusion import of_experts
@@ -123,7 +123,7 @@ def families(
             raise BadInput("`revision` is a base's: name the base too")
         return _overview() if after is None else recorded_followers(after)
     folder = open_headers(base, revision=revision, trust_remote_code=trust_remote_code)
-    anatomy = dissect(folder.config, folder.tensors, folder.own)
+    anatomy = dissect_folder(folder)
     if after is not None:
         return followers_of(after, str(base), anatomy, folder)
     return KnownBase(

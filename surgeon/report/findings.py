@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common import devices
 from surgeon.common.listener import Listener
-from surgeon.families.dissect import dissect
+from surgeon.families.dissect import dissect_folder
 from surgeon.manifest.manifest import Manifest
 from surgeon.manifest.reading import manifest_of
 from surgeon.report.curves import Curve, TrainingRun, read_curves, training_runs
@@ -135,7 +135,7 @@ def gather(out: Path, sources: Sources, *, device: str, trust_remote_code: bool,
     recorded = read_routing(sources.routing) if sources.routing is not None else None
     curves = read_curves(sources.log) if sources.log is not None else ()
     verification = None if sources.base is None else verify(sources.base, out, logits=sources.logits, **running)
-    anatomy = dissect(folder.config, folder.tensors, folder.own)
+    anatomy = dissect_folder(folder)
     heat_maps = _heat_maps(folder, sources.maps, device, listener)
     losses: tuple[TextLoss, ...] = ()
     if sources.texts:

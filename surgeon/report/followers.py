@@ -27,7 +27,7 @@ from surgeon.common.suggestions import did_you_mean
 from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
-from surgeon.families.dissect import dissect
+from surgeon.families.dissect import dissect_folder
 from surgeon.operations import OPERATIONS
 from surgeon.operations.operation import Operation
 from surgeon.report.trials import drawn, entry, options_text
@@ -128,7 +128,7 @@ def followers_of(after: str, base: str, anatomy: Anatomy, folder: CheckpointFold
     model_type = anatomy.family.model_type
     first, options, blueprint = _first_taken(after, base, anatomy, folder)
     output = _output_of(folder, blueprint)
-    grown = dissect(output.config, output.tensors, output.own)
+    grown = dissect_folder(output)
     return Followers(
         after,
         options,

@@ -18,6 +18,7 @@ from surgeon.common.tables import FittedTable
 from surgeon.errors import printable
 from surgeon.families.anatomy import Anatomy, without_a_place
 from surgeon.families.anatomy_cache import keep, recalled
+from surgeon.families.dissect import dissect_folder
 from surgeon.manifest.manifest import Manifest, TrainingEntry
 from surgeon.manifest.reading import manifest_of
 from surgeon.manifest.run_files import ADAPTER_FOLDER, KEPT_FOLDER
@@ -86,7 +87,7 @@ def inspect(checkpoint: str | Path, *, revision: str | None = None, trust_remote
     manifest = manifest_of(opened) if opened.manifest is not None else None
     anatomy = None
     if not a_look:
-        anatomy = recalled(opened.config, opened.tensors, opened.own)
+        anatomy = dissect_folder(opened, recalled)
         keep(anatomy, opened.config, opened.tensors, opened.own)
     return Inspection(
         path=Path(checkpoint),
@@ -167,7 +168,7 @@ def _add_training(facts: FittedTable, manifest: Manifest) -> None:
             f"{printable(name)} {before:.4f} → {after:.4f}" for name, (before, after) in run.losses.items()
         )
         losses = f"; held-out loss {losses}" if losses else ""
-        facts.add_row("trained", f"{len(run.tensors)} tensors, {run.steps:,} steps{_published(run)}{losses}")
+        facts.add_row("trained", f"{len(run.tensors)} tensors, {printable(run.blend) or _steps(run)}{losses}")
     if changed := len(manifest.changed_of_base):
         kept = f"; {len(manifest.kept)} kept in {KEPT_FOLDER}/, for `surgeon revert`" if manifest.kept else ""
         facts.add_row("base tensors", f"{changed} changed by training{kept}")
@@ -184,5 +185,6 @@ def _add_sizes(facts: FittedTable, anatomy: Anatomy) -> None:
     facts.add_row("vocabulary", f"{sizes.vocabulary}{', tied embeddings' if anatomy.tied else ''}")
 
 
-def _published(run: TrainingEntry) -> str:
-    return "" if run.published_step is None else f", of which step {run.published_step:,} was the best"
+def _steps(run: TrainingEntry) -> str:
+    best = "" if run.published_step is None else f", of which step {run.published_step:,} was the best"
+    return f"{run.steps:,} steps{best}"

@@ -24,7 +24,7 @@ from surgeon.common.names import check_new_name
 from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
-from surgeon.families.dissect import dissect
+from surgeon.families.dissect import dissect_folder
 from surgeon.families.grafted_config import is_grafted
 from surgeon.report.files import write_text
 from surgeon.report.routing_record import ExpertChoices, NothingChooses, RoutingReport, TextChoices, read_routing
@@ -63,7 +63,7 @@ def _opened(
         raise NothingChooses(
             f"{printable(str(out))}: no grafts here, so no routers or gates; give an output that has some"
         )
-    return folder, dissect(folder.config, folder.tensors, folder.own)
+    return folder, dissect_folder(folder)
 
 
 def routing_report(

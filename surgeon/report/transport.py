@@ -29,7 +29,7 @@ from surgeon.common.listener import Listener, Quiet, Stopwatch
 from surgeon.common.names import check_new_name
 from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
-from surgeon.families.dissect import dissect
+from surgeon.families.dissect import dissect_folder
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest
 from surgeon.manifest.reading import manifest_of
 from surgeon.operations.fusion import fuse_layers
@@ -255,7 +255,7 @@ def _draw(
     folder: CheckpointFolder, layer: int, neighbour: str, lower: int, upper: int, settings: Mapping[str, object]
 ) -> dict[str, Coupling] | None:
     """The maps between two layers, by name; None where these are of two kinds."""
-    draft = Draft(dissect(folder.config, folder.tensors, folder.own), folder.config, seed=0)
+    draft = Draft(dissect_folder(folder), folder.config, seed=0)
     draft.layers = [draft.layers[lower], draft.layers[upper]]
     if not draft.kind_of(0).is_like(draft.kind_of(1)):
         return None

@@ -29,7 +29,7 @@ from surgeon.common.json_results import plain_fields
 from surgeon.common.listener import Listener, Quiet, Stopwatch
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
-from surgeon.families.dissect import dissect
+from surgeon.families.dissect import dissect_folder
 from surgeon.families.grafted_config import is_grafted
 from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest
@@ -102,7 +102,7 @@ def export_slot(
     here = grafts_of(folder.config).values() if is_grafted(folder.config) else ()
     if not any(graft.kind == "expert_router" for grafts in here for graft in grafts):
         raise BadInput(f"{printable(str(folder.path))}: has no slots; give an output of pmoe_experts")
-    anatomy = dissect(folder.config, folder.tensors, folder.own)
+    anatomy = dissect_folder(folder)
     origin = origin_of(folder, manifest)
     pieces = pieces_of(folder, anatomy, origin, slot)
     config = peft_config(pieces, anatomy, origin, dropout=_dropout(folder, slot))

@@ -27,7 +27,7 @@ from surgeon.common.listener import Listener, Quiet
 from surgeon.common.tables import FittedTable
 from surgeon.common.work_folders import working_in, write_durably
 from surgeon.errors import BadInput, printable
-from surgeon.families.dissect import dissect
+from surgeon.families.dissect import dissect_folder
 from surgeon.manifest.card import HUB_ID, card
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest
 from surgeon.manifest.reading import manifest_of
@@ -210,7 +210,7 @@ class _Request:
         if found is None:
             checked = _Checked(_own_checks(folder, manifest, listener), None, no_base)
         else:
-            encoder = dissect(folder.config, folder.tensors, folder.own).family.encoder
+            encoder = dissect_folder(folder).family.encoder
             verification = verify(
                 found,
                 self.out,
@@ -350,7 +350,7 @@ def _message(manifest: Manifest, *, delta: bool) -> str:
 
 def _own_checks(folder: CheckpointFolder, manifest: Manifest, listener: Listener) -> tuple[Check, ...]:
     listener.begin("checking", sum(info.nbytes for info in folder.tensors.values()))
-    anatomy = dissect(folder.config, folder.tensors, folder.own)
+    anatomy = dissect_folder(folder)
     return (check_beside(folder), *check_own_manifest(manifest, folder, anatomy, advance=listener.advance))
 
 

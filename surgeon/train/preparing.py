@@ -21,7 +21,7 @@ from surgeon.common.schema import ORIGINAL
 from surgeon.data.sources import check_source
 from surgeon.errors import BadInput, Mistakes, bad_input, printable
 from surgeon.families.anatomy import Anatomy
-from surgeon.families.dissect import dissect
+from surgeon.families.dissect import dissect_folder
 from surgeon.families.grafted_config import native_config
 from surgeon.families.heads import head_of
 from surgeon.families.limits import context_of
@@ -88,7 +88,7 @@ def prepare(
     if wrong:
         # To take the model apart needs torch, which takes ten times as long to be imported.
         raise bad_input(wrong)
-    anatomy = dissect(out.config, out.tensors, out.own)
+    anatomy = dissect_folder(out)
     wanted = _tried(lambda: _wanted(out, manifest, loaded, anatomy), wrong)
     settled_for, settled, within, notes = None, None, None, []
     if wanted is not None:
@@ -117,7 +117,7 @@ def prepare(
 
 def check_base_trains(out: CheckpointFolder, manifest: Manifest | None, loaded: LoadedConfig) -> None:
     """Raise BadInput where `prepare` would refuse what the config has train, or its teacher, whatever the texts."""
-    anatomy = dissect(out.config, out.tensors, out.own)
+    anatomy = dissect_folder(out)
     wanted = _wanted(out, manifest, loaded, anatomy)
     _check_trainable(out, wanted, loaded.config.dtype)
     _teacher(out, manifest, loaded, wanted, anatomy)
@@ -193,7 +193,7 @@ def prepared_with_head(prepared: Prepared, out: CheckpointFolder, manifest: Mani
     Raises:
         BadInput: as `prepare`.
     """
-    anatomy = dissect(out.config, out.tensors, out.own)
+    anatomy = dissect_folder(out)
     wanted = with_head(prepared.wanted, out, manifest, loaded, anatomy)
     return dataclasses.replace(prepared, wanted=wanted, anatomy=anatomy, headless=False)
 

@@ -15,6 +15,7 @@ from surgeon._version import __version__
 from surgeon.blueprint.blueprint import Blueprint
 from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import (
+    CONFIG_FILE,
     MANIFEST_FILE,
     CheckpointFolder,
     digests_of,
@@ -92,7 +93,7 @@ def check_static(
     blueprint = drawn.blueprint
     described = [check_config(blueprint, out), _tensors(blueprint, out), *_code(blueprint, manifest, out)]
     if not all(check.holds for check in described):
-        return [*described, check_beside(out)]
+        return [*_another_base(manifest, base), *described, check_beside(out)]
     digests = digests_of(base, base.tensors, advance), digests_of(out, out.tensors, advance)
     found, lineage = base_found(manifest, base, digests[0]), surgeries_of(base)
     wrong = base_differences(manifest.base, found)
@@ -123,6 +124,15 @@ def base_found(manifest: Manifest, base: CheckpointFolder, digests: Mapping[str,
 def bytes_to_read(base: CheckpointFolder, out: CheckpointFolder) -> int:
     """Bytes `check_static` reads, for a progress bar."""
     return sum(info.nbytes for folder in (base, out) for info in folder.tensors.values())
+
+
+def _another_base(manifest: Manifest, base: CheckpointFolder) -> list[Check]:
+    """A failed check where config or headers show that this is not the base that was operated on, else nothing."""
+    claimed = {name: (of.dtype, [*of.shape]) for name, of in manifest.base.tensors.items()}
+    found = {name: (of.dtype, [*of.shape]) for name, of in base.tensors.items()}
+    wrong = [] if same_json(manifest.base.config, base.config) else [CONFIG_FILE]
+    wrong += sorted(name for name in {**claimed, **found} if claimed.get(name) != found.get(name))
+    return [Check.of("base", wrong, ANOTHER_BASE, "")] if wrong else []
 
 
 def check_config(blueprint: Blueprint, out: CheckpointFolder) -> Check:

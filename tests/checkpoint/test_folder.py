@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import pickle
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -150,9 +152,9 @@ REFUSED: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "index with NaN": (lambda f: (f / INDEX).write_text('{"weight_map": NaN}'), [INDEX, "NaN is not JSON"]),
     "config a FIFO": (lambda f: replaced(f / "config.json", os.mkfifo), ["config.json", "a FIFO"]),
     "config a directory": (lambda f: replaced(f / "config.json", Path.mkdir), ["config.json", "a directory"]),
-    "only .bin": (lambda f: without_weights(f, "pytorch_model-00001-of-00002.bin"), ["pickled", "save_pretrained"]),
-    "only .pt": (lambda f: without_weights(f, "model.pt"), ["pickled", "model.pt", "save_pretrained"]),
-    "only .pth": (lambda f: without_weights(f, "consolidated.00.pth"), ["pickled", "save_pretrained"]),
+    "only .bin": (lambda f: without_weights(f, "pytorch_model-00001-of-00002.bin"), ["pickled", "weights_only"]),
+    "only .pt": (lambda f: without_weights(f, "model.pt"), ["pickled", "model.pt", "save the model"]),
+    "only .pth": (lambda f: without_weights(f, "consolidated.00.pth"), ["pickled", "save the model"]),
     "only GGUF": (lambda f: without_weights(f, "model-q4.gguf"), ["GGUF", "model-q4.gguf"]),
     "GGUF and nothing else": (
         lambda f: (without_weights(f, "model-q4.gguf"), (f / "config.json").unlink()),
@@ -270,7 +272,10 @@ def test_refused(case: str, tmp_path: Path) -> None:
     [
         "../model.safetensors",
         "/etc/passwd.safetensors",
-        "sub/model.safetensors",
+        "sub/../model.safetensors",
+        ".sub/model.safetensors",
+        "sub//model.safetensors",
+        "a/b/c/d/model.safetensors",
         "sub\\model.safetensors",
         ".hidden.safetensors",
         "",
@@ -286,7 +291,50 @@ def test_refused(case: str, tmp_path: Path) -> None:
 )
 def test_index_entries_are_plain_names(file: object, tmp_path: Path) -> None:
     write_index(sharded(tmp_path), {"a.weight": file})
-    assert "plain name" in refused(tmp_path)
+    assert "expected the name of a .safetensors file" in refused(tmp_path)
+
+
+def test_the_line_that_converts_pickled_weights_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    base = sharded(tmp_path)
+    without_weights(base)
+    a = torch.arange(6.0).reshape(3, 2)
+    torch.save({"a.weight": a, "tied.weight": a}, base / "pytorch_model-00001-of-00002.bin")
+    torch.save({"b.weight": a.T[:1]}, base / "pytorch_model-00002-of-00002.bin")
+    command = re.search(r"`(python -c .*)`", refused(base))
+    assert command is not None
+    python, option, code = shlex.split(command[1])
+    monkeypatch.chdir(base)
+    exec(code, {})
+    folder = CheckpointFolder.open(base)
+    found = {name: torch.frombuffer(folder.read(name), dtype=torch.float32).tolist() for name in folder.tensors}
+    flat = a.flatten().tolist()
+    assert (python, option, found) == ("python", "-c", {"a.weight": flat, "tied.weight": flat, "b.weight": flat[::2]})
+    # What a pickle runs where it may: here it is refused.
+    torch.save({"a.weight": Path("x")}, base / "pytorch_model-00001-of-00002.bin")
+    with pytest.raises(pickle.UnpicklingError):
+        exec(code, {})
+
+
+def test_shards_may_lie_in_a_folder_below_that_is_no_way_out(tmp_path: Path) -> None:
+    base = sharded(tmp_path / "base")
+    flat = CheckpointFolder.open(base)
+    nested = {info.name: f"weights/{info.file}" for info in flat.tensors.values()}
+    (base / "weights").mkdir()
+    for file in flat.shards:
+        (base / file).rename(base / "weights" / file)
+    write_index(base, nested)
+    folder = CheckpointFolder.open(base)
+    assert {info.name: info.file for info in folder.tensors.values()} == nested
+    assert all(folder.read(name) == tensor_bytes(name, info.nbytes) for name, info in folder.tensors.items())
+    assert folder.left_behind == ()
+    (base / "weights").rename(tmp_path / "elsewhere")
+    (base / "weights").symlink_to(tmp_path / "elsewhere")
+    assert "missing, of 2 shards" in refused(base)
+    # Swapped after it was opened.
+    with pytest.raises(BadInput, match="behind a folder's link that leads out"):
+        folder.read("a.weight")
 
 
 def hub_cache(root: Path) -> tuple[Path, Path]:

@@ -6,6 +6,7 @@ import json
 import shutil
 import socket
 import stat
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+import transformers
 import yaml
 from safetensors.torch import load_file, save_file
 
@@ -26,6 +28,7 @@ from surgeon.models.load import find_processor, find_tokenizer, load_model
 from surgeon.models.view import view_of_model
 from surgeon.runtime.bundle import CODE_FILE
 from tests import tiny
+from tests.models.test_tokens import byte_tokenizer
 from tests.train.texts import add_tokenizer, corpus
 
 GROWN: list[dict[str, Any]] = [
@@ -373,6 +376,9 @@ def test_an_adapter_beside_the_base_is_set_aside_with_a_word(world: World) -> No
     assert any(told in note for note in evaluated.notes)
     notes = surgeon.preview(world.room / "copy.json", world.base).notes
     assert any(told in note for note in notes) and any("custom_generate" in note for note in notes)
+    assert any("`merge_adapter` merges it" in note for note in notes)
+    merged = surgeon.preview(plan_of(world.room / "merge.json", {"op": "merge_adapter", "from": "base"}), world.base)
+    assert len(merged.blueprint.changes) == 2
     surgeon.apply(world.room / "copy.json", str(world.base), world.room / "new", listener=listener)
     assert any(line.startswith(told) for line in listener.said)
     assert not list((world.room / "new").glob("*adapter*")) and not (world.room / "new" / "custom_generate").exists()
@@ -380,6 +386,19 @@ def test_an_adapter_beside_the_base_is_set_aside_with_a_word(world: World) -> No
     verified = surgeon.verify(world.base, world.room / "new", windows=1, window=16, listener=listener)
     assert verified.holds and any(told in line for line in listener.said)
     assert any(told in note for note in surgeon.inspect(world.base).to_json()["notes"])
+
+
+def test_weights_that_only_the_code_left_out_fits_are_refused_by_its_name(world: World) -> None:
+    own_code(world.base)
+    name = "model.layers.1.mlp.up_proj.weight"
+    for file in world.base.glob("model*.safetensors"):
+        tensors = load_file(file)
+        if name in tensors:
+            save_file(tensors | {name: tensors[name][:-8].contiguous()}, file, metadata={"format": "pt"})
+    with pytest.raises(BadInput, match=r"modeling_x\.M\) was left out, as transformers has llama") as refusal:
+        surgeon.preview(world.room / "copy.json", world.base)
+    assert name in str(refusal.value) and str(refusal.value).endswith("read it, then pass `--trust-remote-code`")
+    assert "\n" not in str(refusal.value)
 
 
 def rank_shard(folder: Path) -> None:
@@ -579,3 +598,16 @@ def test_what_real_checkpoints_hold_is_no_obstacle(world: World) -> None:
     surgeon.apply(world.room / "copy.json", str(world.base), world.room / "new")
     found = surgeon.verify(world.base, world.room / "new", windows=1, window=16)
     assert found.holds and found.identical
+
+
+def test_a_tokenizer_beside_grafts_loads_without_their_code(tmp_path: Path) -> None:
+    """transformers reads the config first, and would ask; the tokenizer needs nothing of it."""
+    base = tiny.checkpoint(tmp_path / "base", "llama", vocab_size=300)
+    byte_tokenizer(base, eos=True)
+    (tmp_path / "plan.yaml").write_text("surgeon: 1\noperations: [{op: gated_adapters, size: 4}]\n")
+    surgeon.apply(tmp_path / "plan.yaml", base, tmp_path / "out")
+    before = set(sys.modules)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out", trust_remote_code=False)
+    assert not [name for name in sys.modules.keys() - before if "modeling_surgeon" in name]
+    own = transformers.AutoTokenizer.from_pretrained(base)
+    assert (type(tokenizer), tokenizer("some words").input_ids) == (type(own), own("some words").input_ids)

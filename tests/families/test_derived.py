@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import surgeon
+from benchmarks.published_configs import PUBLISHED
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
 from surgeon.families.anatomy import vocabulary_tensors
@@ -22,7 +23,7 @@ from surgeon.families.silence import silences
 from surgeon.families.skeleton import IMAGE_TEXT, build
 from surgeon.families.twin import shrunk, twin_of
 from tests import tiny
-from tests.decoders import tiny_config, tiny_decoder
+from tests.decoders import checkpoint_of, tiny_config, tiny_decoder
 
 # What silences a layer, as whoever reads transformers' code finds it.
 _WRITES = {"self_attn.o_proj.weight": 0.0, "mlp.down_proj.weight": 0.0}
@@ -160,11 +161,33 @@ def test_a_hostile_config_is_refused_before_it_costs_anything(case: str) -> None
         derive(tiny_config("mixtral") | changes)
 
 
-def test_a_second_embedding_of_tokens_keeps_the_vocabulary_as_it_is(tmp_path: Path) -> None:
+def test_a_second_embedding_of_tokens_grows_with_the_first(tmp_path: Path) -> None:
     """Gemma 4 reads tokens once more for each layer: ids beyond those rows would be out of range."""
-    folder = CheckpointFolder.open(tiny_decoder(tmp_path / "base", "gemma4_text", hidden_size_per_layer_input=8))
-    with pytest.raises(BadInput, match=r"embed_tokens_per_layer: tokens are read .* `vocab_size_per_layer_input` rows"):
+    base, out, plan = tmp_path / "base", tmp_path / "out", tmp_path / "plan.yaml"
+    field, rows = "vocab_size_per_layer_input", tiny_config("gemma4_text")["vocab_size"]
+    folder = CheckpointFolder.open(
+        tiny_decoder(base, "gemma4_text", hidden_size_per_layer_input=8, vocab_size_per_layer_input=rows)
+    )
+    embeddings = {"model.embed_tokens.weight", "model.embed_tokens_per_layer.weight"}
+    assert vocabulary_tensors(dissect(folder.config, folder.tensors)) == dict.fromkeys(embeddings, True)
+    plan.write_text(f'{{"surgeon": 1, "operations": [{{"op": "pad_to", "vocabulary": {2 * rows - 1}}}]}}')
+    surgeon.apply(plan, str(base), out)
+    config = json.loads((out / "config.json").read_text())
+    assert config["vocab_size"] == config[field] == 2 * rows - 1
+    found = surgeon.verify(base, out, windows=1, window=16)
+    assert found.holds and found.identical
+    plan.write_text(plan.read_text()[:-2] + ', {"op": "insert_layers", "where": "all", "init": {"kind": "copy"}}]}')
+    with pytest.raises(BadInput, match=r"embed_tokens_per_layer\.weight holds a part for each layer and a row"):
+        surgeon.preview(plan, base)
+    folder = CheckpointFolder.open(checkpoint_of(PUBLISHED["gemma4_text"] | {field: 325}, tmp_path / "more"))
+    with pytest.raises(BadInput, match=rf"embed_tokens_per_layer: tokens are read .* 325 rows \(`{field}`\)"):
         vocabulary_tensors(dissect(folder.config, folder.tensors))
+
+
+def test_a_block_that_layers_share_is_refused_by_name(tmp_path: Path) -> None:
+    folder = CheckpointFolder.open(checkpoint_of(PUBLISHED["zamba2"], tmp_path / "base"))
+    with pytest.raises(BadInput, match=r"layers 2 and 5 share this tensor, which is stored once"):
+        dissect(folder.config, folder.tensors)
 
 
 def test_positions_that_a_model_counts_from_one_are_known_to_grafts(tmp_path: Path) -> None:

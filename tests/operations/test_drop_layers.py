@@ -315,7 +315,7 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], str]] = {
         [{"count": 2, "by": "laco", "range": [0, 9]} | MEASURED],
         "goes up to layer 9; there are 6",
     ),
-    "with grafts": ([{"op": "gated_adapters", "size": 4, "layers": [2]}, {"layers": [2]}], "layer 2 carry grafts"),
+    "with grafts": ([{"op": "gated_adapters", "size": 4, "layers": [2]}, {"layers": [2]}], "layer 2 has grafts"),
 }
 
 

@@ -219,3 +219,13 @@ def test_code_that_no_version_at_hand_shipped(made: Made, out: Path) -> None:
 def test_a_base_of_another_kind_is_one_check(made: Made, tmp_path: Path) -> None:
     other = tiny.checkpoint(tmp_path / "other", "qwen2")
     assert [check.name for check in checks(other, made.out) if not check.holds] == ["base"]
+
+
+def test_another_base_of_other_shapes_is_named_first(tmp_path: Path) -> None:
+    base = tiny.checkpoint(tmp_path / "base", "llama")
+    other = tiny.checkpoint(tmp_path / "other", "qwen3")
+    surgeon.apply("llama-pro", base, tmp_path / "out")
+    first = checks(other, tmp_path / "out")[0]
+    assert (first.name, first.holds) == ("base", False)
+    assert first.detail.startswith("not the base this was made from; differing: config.json, ")
+    assert [check.name for check in checks(base, tmp_path / "out")].count("base") == 1

@@ -1,0 +1,68 @@
+"""Whether the files of a tokenizer give a token one id: transformers goes by tokenizer.json, and says nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, value_in
+from surgeon.errors import BadInput, printable
+
+_SETTINGS, _VOCABULARY, _ADDED = "tokenizer_config.json", "vocab.json", "added_tokens.json"
+
+
+def disagreement(folder: CheckpointFolder) -> str:
+    """A line on the first token to which two files give different ids; nothing where they agree, or cannot be read.
+
+    What tokenizer.json lacks gets the next free ids in transformers, so files that give it these agree. Of a large
+    file no more is parsed than is compared.
+    """
+    if TOKENIZER_FILE not in folder.side_files or not folder.source.at_hand:
+        return ""
+    try:
+        return _first(folder)
+    except (BadInput, ValueError, TypeError, LookupError, AttributeError, StopIteration, RecursionError):
+        # What is wrong with them is said where the tokenizer is loaded.
+        return ""
+
+
+def _first(folder: CheckpointFolder) -> str:
+    text = folder.read_side_file(TOKENIZER_FILE).decode()
+    known = {str(each["content"]): int(each["id"]) for each in value_in(text, "added_tokens") or ()}
+    others = {file: given for file, given in _given(folder) if any(known.get(token) != given[token] for token in given)}
+    if not others:
+        return ""
+    known = _entries(value_in(text, "model", "vocab")) | known
+    free = max(known.values(), default=-1) + 1
+    for file, given in others.items():
+        new = sorted((number, token) for token, number in given.items() if token not in known)
+        wrong = [token for token, number in given.items() if known.get(token, number) != number]
+        wrong += [token for nth, (number, token) in enumerate(new) if number != free + nth]
+        if wrong:
+            token, more = wrong[0], f", and {len(wrong) - 1} more otherwise" if wrong[1:] else ""
+            here = f"gives it {known[token]}" if token in known else "lacks it, so that it gets the next free id"
+            return (
+                f"{file} gives {printable(repr(token), 40)} the id {given[token]}{more}; {TOKENIZER_FILE}, by which"
+                f" transformers goes, {here}: are they of two tokenizers?"
+            )
+    return ""
+
+
+def _given(folder: CheckpointFolder) -> Iterator[tuple[str, Mapping[str, int]]]:
+    """The ids that files beside tokenizer.json give, by content."""
+    for file in (_VOCABULARY, _ADDED, _SETTINGS):
+        if file in folder.side_files:
+            content = json.loads(folder.read_side_file(file))
+            if file == _SETTINGS:
+                listed = content.get("added_tokens_decoder") or {}
+                content = {str(each["content"]): int(number) for number, each in listed.items()}
+            yield file, content
+
+
+def _entries(vocabulary: Any) -> dict[str, int]:
+    """A model's vocabulary by content; that of a Unigram is a list of pieces."""
+    if isinstance(vocabulary, list):
+        return {str(piece): number for number, (piece, _) in enumerate(vocabulary)}
+    return dict(vocabulary)

@@ -1,0 +1,261 @@
+"""What each expert of a mixture is worth on a text: the base is run, and run again without some of them.
+
+REAP (Lasby et al. 2025): S_j = the mean, over the tokens that the router sends to expert j, of g_j(x) · ‖f_j(x)‖, with
+the weight g_j that the layer gives it and its output f_j. Frequency: how many tokens are sent to j. Loss: what the loss
+grows by where j alone is gone. Weights of one layer at a time are in memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.common import devices
+from surgeon.errors import BadInput, printable
+from surgeon.models.load import running
+from surgeon.models.stream import StreamedModel
+from surgeon.models.tokens import token_batches
+
+By = Literal["reap", "frequency", "loss"]
+# The experts that stay, by layer.
+Kept = Mapping[int, Sequence[int]]
+
+_MOST_LOGITS = 2**26
+_CONFIDENCE = 0.95
+
+
+class Estimate(NamedTuple):
+    """A mean over windows, and the ends of its 95 % interval (Student's t)."""
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass
+class _Block:
+    """The experts of one layer: their module, what has a row for each (owner, key, axis), and who counts them."""
+
+    layer: nn.Module
+    experts: nn.Module
+    count: int
+    held: list[tuple[nn.Module, str, int]]
+    counters: list[tuple[nn.Module, str]]
+    kept: Tensor | None = None
+    buffers: list[tuple[nn.Module, str, Tensor]] = field(default_factory=list)
+
+
+class Experts:
+    """A base and two parts of a text: on the first experts are judged, on the other it is measured what they cost."""
+
+    def __init__(self, folder: CheckpointFolder, layers: Sequence[int], judged: Tensor, measured: Tensor) -> None:
+        self.model = StreamedModel(folder, device=devices.resolve("auto"))
+        self._judged, self._measured = judged, measured
+        self.predictions = measured.numel() - len(measured)
+        self._blocks = {layer: _block(self.model.layers[layer], layer) for layer in layers}
+        counts = {layer: block.count for layer, block in self._blocks.items()}
+        self.reap = {layer: torch.zeros(count, dtype=torch.float64) for layer, count in counts.items()}
+        self.frequency = {layer: torch.zeros(count, dtype=torch.float64) for layer, count in counts.items()}
+        self._judge()
+        self._before = self._losses(measured)
+
+    @classmethod
+    def of(
+        cls,
+        base: CheckpointFolder,
+        layers: Sequence[int],
+        texts: tuple[Path, Path | None],
+        *,
+        vocabulary: int,
+        window: int,
+        windows: int,
+    ) -> Experts:
+        """Read the texts by the base's tokenizer: one, and another that is kept out of what experts are judged by.
+
+        Without another one, it is what follows in the first. Raises BadInput where one is too short, or the base
+        cannot be run.
+        """
+        first, other = texts
+        judged = _windows(base, first, window, windows if other else 2 * windows, vocabulary)
+        measured = judged[windows:] if other is None else _windows(base, other, window, windows, vocabulary)
+        return cls(base, layers, judged[:windows], measured)
+
+    @property
+    def before(self) -> Estimate:
+        """The base's loss on what is kept out, in nats a token."""
+        return _estimate(self._before)
+
+    def scores(self, by: By) -> dict[int, list[float]]:
+        """What each expert of each layer is worth."""
+        if by == "loss":
+            return self._costs()
+        found = self.reap if by == "reap" else self.frequency
+        return {layer: values.tolist() for layer, values in found.items()}
+
+    def cost(self, kept: Kept) -> Estimate:
+        """What the loss on what is kept out grows by where only these experts stay, window by window."""
+        with self._only(kept):
+            return _estimate(self._losses(self._measured) - self._before)
+
+    def _costs(self) -> dict[int, list[float]]:
+        """What the loss on the judged text grows by without each expert alone."""
+        before = float(self._losses(self._judged).mean())
+        found: dict[int, list[float]] = {}
+        for layer, block in self._blocks.items():
+            found[layer] = []
+            for number in range(block.count):
+                with self._only({layer: [each for each in range(block.count) if each != number]}):
+                    found[layer].append(float(self._losses(self._judged).mean()) - before)
+        return found
+
+    def _judge(self) -> None:
+        """Run the base on the judged text, and add up what each expert does."""
+        handles = [
+            block.experts.register_forward_pre_hook(
+                lambda module, given, named, layer=layer: self._add(layer, module, [*given, *named.values()]),
+                with_kwargs=True,
+            )
+            for layer, block in self._blocks.items()
+        ]
+        self._losses(self._judged)
+        for handle in handles:
+            handle.remove()
+        for layer, total in self.reap.items():
+            total.div_(self.frequency[layer].clamp_min(1))
+
+    def _add(self, layer: int, module: nn.Module, given: list[Any]) -> None:
+        """Each expert is run on its tokens alone, with a weight of one."""
+        states, index, weights = _given(given, layer)
+        for number in torch.unique(index).tolist():
+            at = (index == number).nonzero()
+            own = states[at[:, 0]]
+            alone = torch.full((len(own), 1), number, dtype=index.dtype, device=index.device)
+            made = module.forward(own, alone, torch.ones_like(alone, dtype=weights.dtype))
+            norms = made.double().norm(dim=-1) * weights[at[:, 0], at[:, 1]].double()
+            self.reap[layer][number] += float(norms.sum())
+            self.frequency[layer][number] += len(own)
+
+    def _losses(self, ids: Tensor) -> Tensor:
+        """Each window's mean loss. Raises BadInput where the model cannot be run, or a loss is not finite."""
+        found: list[Tensor] = []
+        vocabulary = int(self.model.module.get_input_embeddings().num_embeddings)
+        for batch in torch.split(ids, max(1, _MOST_LOGITS // (ids.shape[1] * vocabulary))):
+            placed = batch.to(self.model.device)
+            with torch.inference_mode(), running(self.model.module):
+                logits = self.model.module(input_ids=placed, use_cache=False).logits
+            self.model.take_digests()
+            losses = functional.cross_entropy(logits[:, :-1].transpose(1, 2).float(), placed[:, 1:], reduction="none")
+            found.append(losses.double().mean(1).cpu())
+        losses = torch.cat(found)
+        if not bool(losses.isfinite().all()):
+            raise BadInput("the loss on the text is not finite; is the base whole?")
+        return losses
+
+    @contextmanager
+    def _only(self, kept: Kept) -> Iterator[None]:
+        """Have the layers hold these experts alone, as a model of their number would."""
+        blocks = [(self._blocks[layer], torch.tensor(list(numbers))) for layer, numbers in kept.items()]
+        handles = []
+        for block, numbers in blocks:
+            block.kept = numbers
+            block.buffers = [(o, key, o._buffers[key]) for o, key, _ in block.held if key in o._buffers]  # type: ignore[misc]
+            handles.append(block.layer.register_forward_pre_hook(lambda _, __, block=block: _cut(block)))
+            for module, name in block.counters:
+                setattr(module, name, len(numbers))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for block, _ in blocks:
+                for owner, key, value in block.buffers:
+                    owner._buffers[key] = value
+                for module, name in block.counters:
+                    setattr(module, name, block.count)
+
+
+def _cut(block: _Block) -> None:
+    """Take the rows of experts that are gone out of weights that were just read, and of buffers."""
+    assert block.kept is not None
+    stored = {(id(owner), key): value for owner, key, value in block.buffers}
+    for owner, key, axis in block.held:
+        value = owner._parameters.get(key)
+        whole = stored[id(owner), key] if value is None else value.data
+        cut = whole.index_select(axis, block.kept.to(whole.device))
+        if value is None:
+            owner._buffers[key] = cut
+        else:
+            owner._parameters[key] = nn.Parameter(cut, requires_grad=False)
+
+
+def _block(layer: nn.Module, number: int) -> _Block:
+    """The experts of a layer in memory. Raises BadInput where they are not in one module."""
+    found = [
+        (path, module)
+        for path, module in layer.named_modules()
+        if (down := module._parameters.get("down_proj")) is not None and down.ndim == 3
+    ]
+    if len(found) != 1:
+        raise BadInput(f"layer {number}: transformers has its experts in {len(found)} modules, which are not measured")
+    path, experts = found[0]
+    around = layer.get_submodule(path.rpartition(".")[0])
+    down = experts._parameters["down_proj"]
+    assert down is not None
+    count = len(down)
+    inside = {id(module) for module in experts.modules()}
+    held: list[tuple[nn.Module, str, int]] = []
+    for module in around.modules():
+        for key, value in (*module._parameters.items(), *module._buffers.items()):
+            if value is None:
+                continue
+            if value.shape[:1] == (count,) and (id(module) in inside or value.is_floating_point()):
+                held.append((module, key, 0))
+            elif tuple(value.shape) == (1, count):
+                held.append((module, key, 1))
+    counters = [
+        (module, name)
+        for module in around.modules()
+        for name, value in vars(module).items()
+        if "expert" in name and type(value) is int and value == count
+    ]
+    return _Block(layer, experts, count, held, counters)
+
+
+def _given(given: list[Any], layer: int) -> tuple[Tensor, Tensor, Tensor]:
+    """States, experts and weights of each token, as the experts' module gets them."""
+    tensors = [each for each in given if isinstance(each, Tensor)]
+    if len(tensors) == 3:
+        states, index, weights = tensors
+        if not index.is_floating_point() and index.ndim == 2 and index.shape == weights.shape:
+            return states.reshape(-1, states.shape[-1]), index, weights
+    raise BadInput(
+        f"layer {layer}: its class hands tokens to experts in a way that surgeon does not know, so they are not"
+        " measured; list those that go (`experts`)"
+    )
+
+
+def _windows(base: CheckpointFolder, text: Path, window: int, windows: int, vocabulary: int) -> Tensor:
+    found = token_batches(base.path, text=text, window=window, windows=windows, vocabulary=vocabulary).ids
+    if len(found) < windows:
+        raise BadInput(
+            f"{printable(str(text))}: too short to measure experts on, {len(found)} of {windows} windows of {window}"
+            " tokens; give a longer text, or a smaller `windows`"
+        )
+    return found
+
+
+def _estimate(values: Tensor) -> Estimate:
+    from scipy.special import stdtrit
+
+    mean, count = float(values.mean()), len(values)
+    half = float(stdtrit(count - 1, (1 + _CONFIDENCE) / 2)) * float(values.std()) / math.sqrt(count)
+    return Estimate(mean, mean - half, mean + half)

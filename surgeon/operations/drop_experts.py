@@ -1,0 +1,379 @@
+"""`drop_experts`: experts out of a mixture, by list or by what a text shows that they add.
+
+REAP (Lasby et al., 2025): the experts of least S_j = E [g_j(x) · ‖f_j(x)‖] over the tokens that the router sends them
+go, with their rows of the router. What is left is the base's own class with fewer experts in each layer.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from surgeon.blueprint.blueprint import Claim, OperationRecord
+from surgeon.blueprint.draft import Draft, LayerDraft
+from surgeon.blueprint.recipes import Copy, Recipe, rows, side_by_side, sliced_columns, whole
+from surgeon.errors import BadInput, printable
+from surgeon.families.anatomy import Anatomy
+from surgeon.families.family import Part
+from surgeon.operations.operation import Operation, Paper, Spec, TrainingDefaults
+from surgeon.operations.prepare import Facts, OpenedBase, digest_of_file
+
+if TYPE_CHECKING:
+    from surgeon.models.expert_choice import Estimate, Experts
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+# Of keys of a config that count experts, those that count something else; and those that say how many a token takes.
+_OTHERS = ("per_tok", "shared", "top", "active", "selected", "group")
+_AT_ONCE = re.compile(r".*experts_per_tok(en)?|.*expert.*top_?k|top_k_experts|moe_.*top_?k|moe_k|num_selected_experts")
+_By = Literal["reap", "frequency", "loss"]
+_Expert = Annotated[int, Field(ge=0, le=65535)]
+_Layer = Annotated[str, Field(pattern=r"^[0-9]{1,4}$")]
+_WORDS = {
+    "reap": "least router weight times norm of output",
+    "frequency": "least often chosen",
+    "loss": "least loss alone",
+}
+
+
+class Loss(Spec):
+    """A mean over windows in nats a token, with the ends of its 95 % interval."""
+
+    mean: Annotated[float, Field(allow_inf_nan=False)]
+    low: Annotated[float, Field(allow_inf_nan=False)]
+    high: Annotated[float, Field(allow_inf_nan=False)]
+
+    @classmethod
+    def of(cls, found: Estimate) -> Loss:
+        """What was measured."""
+        return cls(mean=found.mean, low=found.low, high=found.high)
+
+    @property
+    def shown(self) -> str:
+        """A difference, in words."""
+        return f"{self.mean:+.4f} [{self.low:+.4f}, {self.high:+.4f}]"
+
+
+class ExpertCost(Spec):
+    """What it costs to lose the experts, on `tokens` predictions of a text that they were not judged by.
+
+    `before` is the base's loss; `grows` is by how much it grows without those that go, and, to compare, without as many
+    that are least often chosen, and without as many at random.
+    """
+
+    text: str
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    tokens: Annotated[int, Field(ge=1)]
+    before: Loss
+    grows: Loss
+    frequency: Loss
+    random: Loss
+
+
+class ExpertFacts(Facts):
+    """The experts that go, by layer, where a text chose them; and what that costs, where one was read."""
+
+    gone: dict[_Layer, list[_Expert]] = {}  # noqa: RUF012  # pydantic copies it
+    cost: ExpertCost | None = None
+
+
+class DropExperts(Operation):
+    """Take experts out of every layer of a mixture, those listed or those that matter least on a text."""
+
+    papers: ClassVar[tuple[Paper, ...]] = (
+        Paper(
+            "lasby2025reap",
+            "Lasby, Mike and Lazarevich, Ivan and Sinnadurai, Nish and Lie, Sean and Ioannou, Yani and Thangarasa,"
+            " Vithursan",
+            "REAP the Experts: Why Pruning Prevails for One-Shot MoE compression",
+            2025,
+            "2510.13999",
+        ),
+    )
+    training: ClassVar[TrainingDefaults] = TrainingDefaults("ours, no paper's: every weight of what is left", lr=5e-5)
+    examples: ClassVar[tuple[Mapping[str, object], ...]] = ({"experts": [1]},)
+    facts: ClassVar[type[Facts] | None] = ExpertFacts
+
+    op: Literal["drop_experts"]
+    experts: Annotated[
+        list[_Expert] | dict[_Layer, list[_Expert]] | None,
+        Field(
+            min_length=1,
+            description="the experts that go, of every layer the same, or by layer as many of each; instead of `count`",
+        ),
+    ] = None
+    count: Annotated[
+        int | None, Field(ge=1, le=65535, description="how many go of each layer, chosen `by` what `text` shows")
+    ] = None
+    by: Annotated[
+        _By | None,
+        Field(
+            description="reap (default): of least mean router weight times norm of the expert's output; frequency: to"
+            " which the fewest tokens go; loss: without which alone the loss is least"
+        ),
+    ] = None
+    text: Annotated[
+        str | None, Field(description="text to judge by, seen from the plan: .jsonl with a text a line, or plain")
+    ] = None
+    held_out: Annotated[
+        str | None, Field(description="text to measure the cost on; default: what follows in `text`")
+    ] = None
+    window: Annotated[int, Field(ge=2, le=2**20, description="tokens that are read at once")] = 128
+    windows: Annotated[int, Field(ge=2, le=2**20, description="how many windows are judged by, and measured on")] = 16
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if (self.experts is None) == (self.count is None):
+            raise ValueError("give either `experts` (which go) or `count` (how many, chosen on `text`)")
+        if self.count is not None and self.text is None:
+            raise ValueError("`count` needs `text`: which experts matter least is measured on it")
+        if self.experts is not None and self.by is not None:
+            raise ValueError("`by` chooses experts; with `experts` it has no meaning")
+        if self.held_out is not None and self.text is None:
+            raise ValueError("`held_out` needs `text`, which experts are judged by")
+        return self
+
+    def prepare(self, base: OpenedBase) -> ExpertFacts:
+        """Find the experts that go on a text, and what it costs to lose them.
+
+        Raises BadInput where the weights are not at hand, or another operation comes first.
+        """
+        if self.text is None:
+            return ExpertFacts()
+        base.need_weights("which experts matter on a text")
+        if base.number:
+            raise BadInput(
+                "experts are measured on a text with the base itself: make it the plan's first operation, or apply two"
+                " plans"
+            )
+        anatomy = base.anatomy
+        mixtures = mixtures_of(anatomy)
+        if self.experts is not None:
+            self._check(_listed(self.experts, mixtures), mixtures, anatomy)
+        # Imports torch and transformers.
+        from surgeon.models.expert_choice import Experts
+
+        path = base.text(self.text)
+        other = None if self.held_out is None else base.text(self.held_out)
+        measured = Experts.of(
+            base.folder,
+            [*mixtures],
+            (path, other),
+            vocabulary=anatomy.sizes.vocabulary,
+            window=self.window,
+            windows=self.windows,
+        )
+        count = self._count_in(mixtures)
+        groups = {layer: anatomy.kinds[anatomy.kind_of[layer]].expert_groups for layer in mixtures}
+        if self.experts is not None:
+            gone = _listed(self.experts, mixtures)
+        else:
+            gone = least(measured.scores(self.by or "reap"), count, groups)
+        self._check(gone, mixtures, anatomy)
+        return ExpertFacts(
+            gone={str(layer): numbers for layer, numbers in gone.items()} if self.experts is None else {},
+            cost=_cost(measured, gone, groups, (self.held_out or self.text, other or path)),
+        )
+
+    def edit(self, draft: Draft, facts: ExpertFacts | None) -> OperationRecord:
+        """Take the experts and their rows of the router out, and number the others anew."""
+        facts = facts or ExpertFacts()
+        mixtures = mixtures_of(draft.anatomy)
+        if self.experts is not None:
+            gone = _listed(self.experts, mixtures)
+        elif not facts.gone:
+            raise BadInput("which experts go is not known: it is measured on the base's own weights")
+        else:
+            gone = {int(layer): numbers for layer, numbers in facts.gone.items()}
+        self._check(gone, mixtures, draft.anatomy)
+        _check_plain(draft)
+        for home in draft.layers:
+            if home.base in gone:
+                _take_out(home, mixtures[home.base], gone[home.base], draft)
+        before = next(iter(mixtures.values()))[0]
+        count = before - len(next(iter(gone.values())))
+        draft.sizes |= _sizes(draft, before, count)
+        how = f", {_WORDS[self.by or 'reap']}" if self.experts is None else ""
+        found = f"{before - count} of {before} experts in each of {len(gone)} layers{how}"
+        return OperationRecord(self.op, found + _said(facts.cost), _claim(facts.cost), trains="all")
+
+    def _count_in(self, mixtures: Mapping[int, tuple[int, list[Part]]]) -> int:
+        if self.experts is None:
+            return self.count or 0
+        return len(next(iter(_listed(self.experts, mixtures).values())))
+
+    def _check(
+        self, gone: Mapping[int, Sequence[int]], mixtures: Mapping[int, tuple[int, list[Part]]], anatomy: Anatomy
+    ) -> None:
+        """Raise BadInput for experts that are not there, and for a number of them that the class cannot hold."""
+        if missing := sorted(mixtures.keys() ^ gone.keys()):
+            raise BadInput(
+                f"layer {missing[0]}: name experts of every layer that has some, and of no other: the config has one"
+                f" number of experts for all ({', '.join(map(str, mixtures))})"
+            )
+        sizes = {len(set(numbers)) for numbers in gone.values()}
+        for layer, numbers in gone.items():
+            count, _ = mixtures[layer]
+            if odd := [number for number in numbers if number >= count] or (len(set(numbers)) < len(numbers)):
+                what = "one is named twice" if odd is True else f"there is no expert {odd[0]}"
+                raise BadInput(f"layer {layer} has experts 0 to {count - 1}: {what}")
+            groups = anatomy.kinds[anatomy.kind_of[layer]].expert_groups
+            each = {sum(number * groups // count == group for number in numbers) for group in range(groups)}
+            if len(each) > 1:
+                raise BadInput(f"layer {layer}: its experts form {groups} groups; take as many out of each")
+        if len(sizes) > 1:
+            raise BadInput(f"layers would lose {min(sizes)} to {max(sizes)} experts; the config has one number for all")
+
+
+def mixtures_of(anatomy: Anatomy) -> dict[int, tuple[int, list[Part]]]:
+    """The layers that have experts: how many, and what belongs to them. Raises BadInput where there are none."""
+    found: dict[int, tuple[int, list[Part]]] = {}
+    for layer, number in enumerate(anatomy.kind_of):
+        kind = anatomy.kinds[number]
+        own = [
+            part for part in kind.parts if part.expert is not None or (part.blocks and part.blocks[0][0] == "router")
+        ]
+        if not own:
+            continue
+        if kind.packed:
+            raise BadInput(f"layer {layer}: its experts are quantised; take them out of the full-precision model")
+        found[layer] = next(part.blocks[0][1] for part in own if part.expert is None), own
+    if not found:
+        raise BadInput("no layer of this model has experts that surgeon understands; is it a mixture of experts?")
+    if any(".experts." in suffix for tensors in anatomy.beyond for suffix in tensors):
+        raise BadInput(
+            "layers that predict further tokens have experts of their own, which the config counts with these"
+        )
+    return found
+
+
+def _is_router(part: Part) -> bool:
+    return any(role == "router" for role, _ in part.blocks)
+
+
+def least(scores: Mapping[int, Sequence[float]], count: int, groups: Mapping[int, int]) -> dict[int, list[int]]:
+    """The experts of the lowest scores, of each layer as many, and of each group of a layer."""
+    found: dict[int, list[int]] = {}
+    for layer, values in scores.items():
+        size = len(values) // groups[layer]
+        each, rest = divmod(count, groups[layer])
+        if rest:
+            raise BadInput(f"`count: {count}`: the experts form {groups[layer]} groups, and as many of each must go")
+        inside = [range(begin, begin + size) for begin in range(0, len(values), size)]
+        ranked = [sorted(numbers, key=lambda number: (values[number], number)) for numbers in inside]
+        found[layer] = sorted(number for order in ranked for number in order[:each])
+    return found
+
+
+def _cost(
+    measured: Experts, gone: Mapping[int, Sequence[int]], groups: Mapping[int, int], text: tuple[str, Path]
+) -> ExpertCost:
+    """What the loss grows by without those that go, and without as many others; on a text, by its name and path."""
+    often = measured.scores("frequency")
+    drawn = random.Random(0)
+    by_chance = {layer: [drawn.random() for _ in values] for layer, values in often.items()}
+    count = len(next(iter(gone.values())))
+
+    def of(out: Mapping[int, Sequence[int]]) -> Loss:
+        kept = {layer: [n for n in range(len(often[layer])) if n not in numbers] for layer, numbers in out.items()}
+        return Loss.of(measured.cost(kept))
+
+    return ExpertCost(
+        text=text[0],
+        sha256=digest_of_file(text[1]),
+        tokens=measured.predictions,
+        before=Loss.of(measured.before),
+        grows=of(gone),
+        frequency=of(least(often, count, groups)),
+        random=of(least(by_chance, count, groups)),
+    )
+
+
+def _listed(
+    experts: Sequence[int] | Mapping[str, Sequence[int]], mixtures: Mapping[int, object]
+) -> dict[int, list[int]]:
+    if isinstance(experts, Mapping):
+        return {int(layer): [*numbers] for layer, numbers in experts.items()}
+    return {layer: [*experts] for layer in mixtures}
+
+
+def _sizes(draft: Draft, before: int, after: int) -> dict[str, int]:
+    """What the config calls the number of experts, with the new one. Raises BadInput where that cannot be."""
+    part: Mapping[str, object] = draft.config
+    for key in draft.anatomy.derivation.path:
+        inner = part.get(key)
+        part = inner if isinstance(inner, Mapping) else {}
+    numbers = {key: value for key, value in part.items() if type(value) is int}
+    found = [key for key, value in numbers.items() if "expert" in key and value == before]
+    found = [key for key in found if not any(word in key for word in _OTHERS)]
+    if not found:
+        raise BadInput("config.json: no field says how many experts there are, so their number cannot change")
+    for key, value in numbers.items():
+        if _AT_ONCE.fullmatch(key) and value > after:
+            raise BadInput(f"{after} experts would be left of {before}, and each token takes {value} (`{key}`)")
+    return dict.fromkeys(found, after)
+
+
+def _check_plain(draft: Draft) -> None:
+    """Raise BadInput where an earlier operation made layers, or others than the base's."""
+    if draft.bank is not None or any(layer.grafts for layer in draft.layers):
+        raise BadInput("the model carries grafts beside its layers; take experts out before grafting, or revert first")
+    if draft.records and (draft.dropped or any(home.base is None or home.rewritten for home in draft.layers)):
+        raise BadInput("an earlier operation of this plan changed layers; take experts out first, or apply two plans")
+
+
+def _take_out(home: LayerDraft, mixture: tuple[int, list[Part]], gone: Sequence[int], draft: Draft) -> None:
+    """Take experts out of one layer, and number the others anew."""
+    count, own = mixture
+    kept = [number for number in range(count) if number not in gone]
+    if not kept:
+        raise BadInput(f"all {count} experts would go; at least one must stay")
+    parts, made = {part.suffix: part for part in own}, dict[str, Recipe]()
+    for suffix, recipe in home.tensors.items():
+        part = parts.get(suffix)
+        if part is None:
+            made[suffix] = recipe
+            continue
+        assert isinstance(recipe, Copy), suffix
+        number = None if part.expert is None else part.expert.number
+        if number is None:
+            made[suffix] = _only(recipe, kept)
+            home.rewritten[suffix] = draft.number
+        elif number in kept:
+            place = kept.index(number)
+            name = _NUMBER.sub(str(place), suffix)
+            made[name] = recipe if place == number else whole(recipe)
+            if place != number:
+                home.rewritten[name] = draft.number
+    home.tensors = made
+
+
+def _only(of: Copy, kept: Sequence[int]) -> Recipe:
+    """The rows, slices or numbers of the experts that stay."""
+    if of.shape[0] == 1 and len(of.shape) == 2:
+        return side_by_side([sliced_columns(of, number, number + 1) for number in kept], 1)
+    ends = [number for number in kept if number + 1 not in kept]
+    begins = [number for number in kept if number - 1 not in kept]
+    runs = [(of, begin, end + 1) for begin, end in zip(begins, ends, strict=True)]
+    return rows(runs, (len(kept), *of.shape[1:]), still=True)
+
+
+def _said(cost: ExpertCost | None) -> str:
+    if cost is None:
+        return ""
+    return (
+        f"; loss on {printable(cost.text)} {cost.before.mean:.4f} nats, {cost.grows.shown} without them"
+        f" (without as many of the least often chosen {cost.frequency.shown}, at random {cost.random.shown})"
+    )
+
+
+def _claim(cost: ExpertCost | None) -> Claim:
+    what = "tokens go to other experts, and what those that are gone added is gone"
+    if cost is None:
+        return Claim("none", f"{what}; what that costs was not measured (`text`), and every layer is to be trained on")
+    on = f"{cost.grows.shown} nats a token on {printable(cost.text)} ({cost.tokens:,} tokens)"
+    return Claim("none", f"{what}: {on}; every layer is to be trained on")
