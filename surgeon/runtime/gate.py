@@ -183,7 +183,7 @@ class Gating(Reading):
 
 def _eager(tensor: Tensor) -> bool:
     """Whether a number of the tensor may decide what is computed: nothing records the computation."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
