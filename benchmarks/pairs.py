@@ -56,6 +56,7 @@ ENTRIES: Mapping[str, Entry] = {
     "trim_vocabulary": {"tokens": ["the cat sat on the sea"], "pad_to_multiple_of": 4},
     "untie_embeddings": {},
     "extract_text": {},
+    "dequantise": {},
     "upcycle_experts": {"experts": 4},
     "drop_layers": {"layers": [3]},
     "drop_experts": {"experts": [1]},

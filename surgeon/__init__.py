@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from surgeon.errors import Diverged as Diverged
     from surgeon.errors import PromiseBroken as PromiseBroken
     from surgeon.errors import SurgeonError as SurgeonError
+    from surgeon.evaluate.blend import blend as blend
     from surgeon.evaluate.evaluate import evaluate as evaluate
     from surgeon.evaluate.open_texts import open_texts as open_texts
     from surgeon.evaluate.results import Evaluation as Evaluation
@@ -90,6 +91,8 @@ if TYPE_CHECKING:
     from surgeon.share.export_slot import export_slot as export_slot
     from surgeon.share.gguf_pattern import gguf_pattern as gguf_pattern
     from surgeon.share.push import push as push
+    from surgeon.train.blend import Blend as Blend
+    from surgeon.train.blend import write_blend as write_blend
     from surgeon.train.config.loading import LoadedConfig as LoadedConfig
     from surgeon.train.config.loading import load_config as load_config
     from surgeon.train.config.schema import LoraSpec as LoraSpec
@@ -175,6 +178,9 @@ _HOMES = {
     "load_plan": "plan.plan",
     "make_delta": "rework.make_delta",
     "merge": "rework.merge",
+    "blend": "evaluate.blend",
+    "Blend": "train.blend",
+    "write_blend": "train.blend",
     "open_checkpoint": "manifest.checkpoint",
     "open_source": "data.sources",
     "open_texts": "evaluate.open_texts",

@@ -32,6 +32,7 @@ PICTURES = Path(__file__).resolve().parent.parent / "docs" / "pictures"
 # The shipped plan that shows each operation.
 PLANS = {
     "control_llm": "control-llm",
+    "dequantise": "dequantise",
     "domain_gate": "domain-gate",
     "drop_experts": "drop-experts",
     "drop_layers": "drop-layers",

@@ -38,6 +38,7 @@ from tests import quoted, reference_pages, tiny
 from tests.decoders import tiny_decoder
 from tests.house import PACKAGE
 from tests.models.test_tokens import byte_tokenizer
+from tests.quantised import tiny_quantised
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
@@ -91,6 +92,8 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "base-model" / "README.md").write_text("---\nlicense: apache-2.0\n---\n\n# A tiny Llama\n")
     tiny.checkpoint(folder / "tied-model", "qwen3", num_hidden_layers=2, vocab_size=300)
     byte_tokenizer(folder / "tied-model", eos=True)
+    tiny_quantised(folder / "quantised-model", "qwen3", "fp8", vocab_size=300)
+    byte_tokenizer(folder / "quantised-model", eos=True)
     experts = {"num_experts": 8, "moe_intermediate_size": 16, "num_experts_per_tok": 2, "head_dim": 16}
     tiny.checkpoint(folder / "mixture-model", "qwen3_moe", num_hidden_layers=2, vocab_size=300, **experts)
     byte_tokenizer(folder / "mixture-model", eos=True)

@@ -151,6 +151,10 @@ def base_for(plan: str, folder: Path) -> Path:
         from tests.decoders import tiny_decoder
 
         return tiny_decoder(folder / "base", "llava", "AutoModelForImageTextToText", dtype="bfloat16")
+    if plan == "dequantise":
+        from tests.quantised import tiny_quantised
+
+        return tiny_quantised(folder / "base", "qwen3", "fp8")
     if plan == "drop-experts":
         sizes = {"num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2, "head_dim": 16}
         return checkpoint(folder / "base", "qwen3_moe", num_hidden_layers=2, **sizes)

@@ -33,7 +33,7 @@ from surgeon.models.load import stored_dtype
 from surgeon.transport.maps import TransportMap
 
 # What torch calls quantised tensors.
-_PACKED = {"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu, "U8": torch.uint8}
+PACKED = {"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu, "U8": torch.uint8}
 
 # Lists of prompts, one an expert.
 _Prompts = Sequence[Sequence[str]]
@@ -122,7 +122,7 @@ class Evaluator:
 
     def dtype(self, name: str) -> torch.dtype:
         """The torch dtype of what a header calls `name`."""
-        return stored_dtype(name) if name in FLOAT_DTYPES else _PACKED[name]
+        return stored_dtype(name) if name in FLOAT_DTYPES else PACKED[name]
 
     def compute(self, recipe: Recipe) -> Tensor:
         """A recipe's result, rounded to its dtype. Raises ValueError where it is of another shape than planned."""

@@ -20,6 +20,7 @@ from surgeon.blueprint.blueprint import Blueprint, Layer, Output
 from surgeon.blueprint.recipes import Constant, Copy, Joined, Means
 from surgeon.checkpoint.own_code import OwnCode
 from surgeon.checkpoint.strict_json import parse_json_strict
+from surgeon.checkpoint.weights import quantisation
 from surgeon.common.cache import MAX_ENTRY_BYTES, cache_folder, read_entry, write_entry
 from surgeon.common.formatting import show_layers
 from surgeon.errors import BadInput, printable
@@ -128,6 +129,11 @@ def _prove(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any], ow
         return
     if blueprint.left_behind:
         _check_text(blueprint, anatomy)
+        return
+    if quantisation(config) is not None and quantisation(blueprint.config) is None:
+        from surgeon.apply.number_proof import prove_numbers
+
+        prove_numbers(blueprint, config)
         return
     from surgeon.apply.twin_proof import prove_blueprint, prove_rows
 

@@ -125,6 +125,8 @@ class Draft:
         self.dropped: dict[int, tuple[int, ...]] = {}
         # The tensors outside the layers, by name: the base's in their order, then those that operations added.
         self.outer = {name: Outer(Copy.of(info), None) for name, info in anatomy.outer.items()}
+        # Those of layers above the stack, by their suffixes.
+        self.beyond = [{s: Outer(Copy.of(info), None) for s, info in tensors.items()} for tensors in anatomy.beyond]
         # Of the trunk alone; `finish` writes back what grafts need.
         self.config = native_config(config)
         # What the config says that numbers are stored in, where an operation stores some in a wider dtype.
@@ -311,9 +313,9 @@ class Draft:
             for graft in layer.grafts:
                 for suffix, recipe in graft.tensors.items():
                     outputs.append(Output(f"{stem}{suffix}", recipe, graft.operation))
-        for nth, tensors in enumerate(self.anatomy.beyond):
-            number = len(self.layers) + nth
-            outputs += [Output(self.anatomy.layer_name(number, s), Copy.of(info), None) for s, info in tensors.items()]
+        for number, tensors in enumerate(self.beyond, start=len(self.layers)):
+            for suffix, each in tensors.items():
+                outputs.append(Output(self.anatomy.layer_name(number, suffix), each.recipe, each.operation))
         if self.bank is not None:
             for suffix, recipe in self.bank.tensors.items():
                 outputs.append(Output(self.anatomy.outer_name(suffix), recipe, self.bank.operation))

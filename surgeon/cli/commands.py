@@ -202,6 +202,12 @@ shown(
     always=True,
 )
 shown(
+    "blend",
+    "blended_view",
+    "Interpolate RUN with its base, without training (WiSE-FT): DEST knows more of the base and less of what is new.",
+    always=True,
+)
+shown(
     "merge",
     "merged_view",
     "Merge the control blocks of OUT into one layer each, and measure how much the function changes.",

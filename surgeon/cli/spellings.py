@@ -106,6 +106,9 @@ SPELLINGS = {
     "verify.logits": _S("bytes only, run no model", option="--static", off=True),
     "verify.streamed": _S("hold one layer of each model at a time"),
     "verify.dtypes": _S(f"run the models {_DTYPES}; may be given again", option="--dtype"),
+    "verify.adapters": _S(
+        "compare with BASE and this merged adapter, as PEFT runs them; may be given again", option="--adapter"
+    ),
     "train.out": _S("folder of the output, or of a base of any kind", "OUT"),
     "train.config": _S("training file: data, steps, optimizer", "TRAIN.YAML", kind=Path),
     "train.to": _S("folder of the trained output", "RUN"),
@@ -158,6 +161,12 @@ SPELLINGS = {
     "compare.jobs": _S("runs at a time; default: as cores, memory, GPUs allow"),
     "compare.keep": _S("keep every trained model, in RESULTS/runs"),
     "compare.device": _S("auto, cpu, cuda"),
+    "blend.run": _S("a run of `surgeon train`", "RUN"),
+    "blend.dest": _S("folder of the blend", "DEST"),
+    "blend.base": _S("the model that RUN's last surgery or training began with: a folder", option="--with"),
+    "blend.alpha": _S("share of RUN; 1: RUN, 0: the base", least=0, most=1),
+    "blend.alpha_top": _S("its share in the highest layer, linear between (LiNeS)", least=0, most=1),
+    "blend.data": _S("measure base, RUN and blend on this text: FILE or NAME=FILE; may be given again"),
     "merge.dest": _S("folder of the merged model", "DEST"),
     "merge.alpha": _S("share of the expanded branch; default: the one at inference", least=0, most=1),
     "revert.dest": _S("folder of the earlier state", "DEST"),

@@ -167,7 +167,9 @@ def _done(manifest: Manifest) -> str:
                 f"{_code(name)} {values[0]:.4f} → {values[-1]:.4f}" for name, values in run.losses.items() if values
             ]
             losses = f"; loss by source, first and last: {', '.join(by_source[:_MOST_NAMED])}" if by_source else ""
-            lines.append(f"- {run.steps:,} steps on {run.tokens:,} tokens{losses}")
+            lines.append(
+                f"- {_code(run.blend) if run.blend else f'{run.steps:,} steps on {run.tokens:,} tokens'}{losses}"
+            )
             lines += _gate(run.gate)
     for grown in manifest.vocabularies.values():
         head = f"{len(grown.made_of):,} tokens more, ids from {grown.rows}: {_code(grown.kind)}, {_code(grown.how)}."

@@ -171,6 +171,15 @@ class TrainingEntry(Entry):
     scores: dict[str, dict[str, float]] = {}
     curves: dict[str, dict[str, float]] = {}
 
+    @property
+    def blend(self) -> str:
+        """Which shares of the run a blend with the base has, in words; empty where the tensors were trained."""
+        shares = self.config.get("blend")
+        if not isinstance(shares, dict):
+            return ""
+        bottom, top = (json.dumps(shares.get(key)) for key in ("alpha", "alpha_top"))
+        return f"blended with the base: {bottom} of the run" + ("" if top == bottom else f" to {top} in the top layer")
+
 
 class ModelEntry(Entry):
     """Another model that the plan took tensors from: what it is called, and one digest of those tensors' digests."""

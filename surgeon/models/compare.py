@@ -15,8 +15,9 @@ from torch.nn import functional
 
 from surgeon.blueprint.recipes import HEAD_BLOCK
 from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.weights import quantisation
 from surgeon.errors import BadInput, PromiseBroken
-from surgeon.models.load import attention_of, load_model, running
+from surgeon.models.load import attention_of, load_model, opened, running, torch_dtype
 
 PREFILL = "prefill"
 CACHED_DECODE = "cached decode"
@@ -100,10 +101,15 @@ def load_pair(
 ) -> tuple[Any, Any]:
     """Load both models whole, in `dtype` (auto: the base's), and with the base's attention implementation.
 
-    Each folder is trusted as it was opened, a path with no code at all (`load_model`). Raises BadInput when the base
-    cannot be loaded, PromiseBroken when the output cannot.
+    Each folder is trusted as it was opened, a path with no code at all (`load_model`). A quantised base whose output is
+    not is dequantised in its own dtype first, as what the output stores was. Raises BadInput when the base cannot be
+    loaded, PromiseBroken when the output cannot.
     """
-    base_model = load_model(base, dtype=dtype, device=device)
+    base, out = opened(base), opened(out, PromiseBroken)
+    dequantised = quantisation(base.config) is not None and quantisation(out.config) is None
+    base_model = load_model(base, dtype="auto" if dequantised else dtype, device=device)
+    if dequantised and dtype != "auto":
+        base_model.to(torch_dtype(dtype))
     attention = attention_of(base_model)
     out_model = load_model(out, dtype=base_model.dtype, device=device, attention=attention, failure=PromiseBroken)
     return base_model, out_model

@@ -16,6 +16,7 @@ from pydantic_core import CoreSchema
 from surgeon.common.plugins import Plugin, Registry, wrong_kind
 from surgeon.errors import printable
 from surgeon.operations.control_llm import ControlLLM
+from surgeon.operations.dequantise import Dequantise
 from surgeon.operations.domain_gate import DomainGate
 from surgeon.operations.drop_experts import DropExperts
 from surgeon.operations.drop_layers import DropLayers
@@ -52,6 +53,7 @@ _BUILT_IN: tuple[type[Operation], ...] = (
     TrimVocabulary,
     UntieEmbeddings,
     ExtractText,
+    Dequantise,
     UpcycleExperts,
     DropLayers,
     DropExperts,

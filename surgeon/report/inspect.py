@@ -168,7 +168,7 @@ def _add_training(facts: FittedTable, manifest: Manifest) -> None:
             f"{printable(name)} {before:.4f} → {after:.4f}" for name, (before, after) in run.losses.items()
         )
         losses = f"; held-out loss {losses}" if losses else ""
-        facts.add_row("trained", f"{len(run.tensors)} tensors, {run.steps:,} steps{_published(run)}{losses}")
+        facts.add_row("trained", f"{len(run.tensors)} tensors, {printable(run.blend) or _steps(run)}{losses}")
     if changed := len(manifest.changed_of_base):
         kept = f"; {len(manifest.kept)} kept in {KEPT_FOLDER}/, for `surgeon revert`" if manifest.kept else ""
         facts.add_row("base tensors", f"{changed} changed by training{kept}")
@@ -185,5 +185,6 @@ def _add_sizes(facts: FittedTable, anatomy: Anatomy) -> None:
     facts.add_row("vocabulary", f"{sizes.vocabulary}{', tied embeddings' if anatomy.tied else ''}")
 
 
-def _published(run: TrainingEntry) -> str:
-    return "" if run.published_step is None else f", of which step {run.published_step:,} was the best"
+def _steps(run: TrainingEntry) -> str:
+    best = "" if run.published_step is None else f", of which step {run.published_step:,} was the best"
+    return f"{run.steps:,} steps{best}"

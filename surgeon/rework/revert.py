@@ -168,7 +168,7 @@ def _compare_state(
         )
     if base is not None:
         opened = CheckpointFolder.open(Path(base), trust_remote_code=trust_remote_code)
-        if (differs := _difference(state, opened, listener)) is not None:
+        if (differs := state_difference(state, opened, listener)) is not None:
             raise BadInput(
                 f"{out.source.shown}: its {MANIFEST_FILE} says of {printable(differs)} something else than"
                 f" {opened.source.shown} has; {instead_of(state.undone[0])}"
@@ -192,8 +192,8 @@ def _lost_files(job: Job, state: State, out: CheckpointFolder, listener: Listene
     return lost
 
 
-def _difference(state: State, base: CheckpointFolder, listener: Listener) -> str | None:
-    """The first thing of a state that the folder `base` has not, or has otherwise; None where it has all of it."""
+def state_difference(state: State, base: CheckpointFolder, listener: Listener) -> str | None:
+    """Return the first thing of a state that the folder `base` lacks or has otherwise; None where it has all."""
     then = state.base
     if not same_json(then.config, base.config):
         return CONFIG_FILE

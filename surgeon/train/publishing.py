@@ -37,7 +37,7 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.piece_bytes import places_of
 from surgeon.checkpoint.pieces import Pieces
-from surgeon.checkpoint.source import LocalSource
+from surgeon.checkpoint.source import LocalSource, Source
 from surgeon.common.json_results import plain_fields
 from surgeon.errors import BadInput, PromiseBroken, printable
 from surgeon.manifest.lineage import CODE_NAME
@@ -59,6 +59,8 @@ FINAL_FILE = "final.safetensors"
 ADAPTER_FILE = "adapter.safetensors"
 # The name of the work folder among the sources of the job, whose first is the output that was trained.
 _TRAINED = "trained"
+# That of a base whose values the output no longer has.
+_BEFORE = "before"
 
 
 class Change(NamedTuple):
@@ -228,23 +230,33 @@ def _with_fixed(name: str, value: Tensor, stored: Tensor, fixed: Fixed) -> Tenso
     return made
 
 
+class Before(NamedTuple):
+    """A checkpoint with values from before all training, by the names of the output's tensors."""
+
+    source: Source
+    tensors: Mapping[str, TensorInfo]
+
+
 def _kept_shards(
-    out: CheckpointFolder, manifest: Manifest, of_base: Collection[str]
+    out: CheckpointFolder, manifest: Manifest, of_base: Collection[str], lost: Mapping[str, TensorInfo]
 ) -> tuple[tuple[Shard, ...], dict[str, Pieces]]:
     """Lay out what the tensors `of_base` were before all training, in shards cut as the output's, and where that lies.
 
-    What an earlier run kept is taken from there; what an earlier run changed and did not keep is gone.
+    What an earlier run kept is taken from there; what an earlier run changed and did not keep is gone, unless `lost`
+    has it.
     """
     before = kept_tensors(out) if manifest.kept else None
     held = {} if before is None else before.tensors
     gone = manifest.changed_of_base.keys() - held.keys()
     infos = {name: held.get(name, out.tensors[name]) for name in {*of_base, *held} - gone}
+    found = {name: lost[name] for name in gone if name in lost}
     shards: list[Shard] = []
     for file, ordered in in_order(out).items():
-        if names := [info.name for info in ordered if info.name in infos]:
-            outputs = tuple(Output(kept_name(n), Copy.of(infos[n]), None) for n in names)
+        if names := [info.name for info in ordered if info.name in infos or info.name in found]:
+            outputs = tuple(Output(kept_name(n), Copy.of((infos | found)[n]), None) for n in names)
             shards.append(Shard(f"{KEPT_FOLDER}/{file}", outputs, None))
-    return tuple(shards), places_of({kept_name(name): info for name, info in infos.items()})
+    places = places_of({kept_name(name): info for name, info in infos.items()})
+    return tuple(shards), places | places_of({kept_name(name): info for name, info in found.items()}, _BEFORE)
 
 
 @dataclass(frozen=True)
@@ -261,7 +273,13 @@ class _Beside:
 
     @classmethod
     def of(
-        cls, out: CheckpointFolder, manifest: Manifest, made: LocalSource, final: Final, before: Collection[str] | None
+        cls,
+        out: CheckpointFolder,
+        manifest: Manifest,
+        made: LocalSource,
+        final: Final,
+        before: Collection[str] | None,
+        lost: Mapping[str, TensorInfo],
     ) -> _Beside:
         """Lay them out.
 
@@ -271,8 +289,9 @@ class _Beside:
             made: the work folder, with the adapter where a LoRA trained.
             final: what training made.
             before: the tensors of the base that trained, whose values of before are kept; None: none are.
+            lost: values from before all training that the output no longer has.
         """
-        shards, places = ((), {}) if before is None else _kept_shards(out, manifest, before)
+        shards, places = ((), {}) if before is None else _kept_shards(out, manifest, before, lost)
         kept = tuple(name for name in out.tensors if kept_name(name) in places)
         if final.adapter is None:
             return cls(shards, places, kept)
@@ -292,7 +311,7 @@ def publishing_job(
     entry: dict[str, Any],
     added: Mapping[str, bytes],
     of_base: Collection[str] = (),
-    keep: bool = False,
+    keep: bool | Before = False,
 ) -> Job:
     """The job that writes the run: every tensor in its shard of the output, trained ones from `work`'s FINAL_FILE.
 
@@ -305,14 +324,15 @@ def publishing_job(
         entry: what the manifest says of the run, but for its tensors.
         added: small files that `out` has not.
         of_base: tensors that trained and were the base's.
-        keep: write what those were before beside the weights.
+        keep: write what those were before beside the weights; `Before` has what the output no longer has of it.
     """
     made = LocalSource(work)
     trained = {info.name: info for info in made.headers([FINAL_FILE])[FINAL_FILE].tensors}
     shards = tuple(
         Shard(file, tuple(copied(info.name, info) for info in infos), file) for file, infos in in_order(out).items()
     )
-    beside = _Beside.of(out, manifest, made, final, of_base if keep or manifest.kept else None)
+    lost = keep.tensors if isinstance(keep, Before) else {}
+    beside = _Beside.of(out, manifest, made, final, of_base if keep or manifest.kept else None, lost)
     if final.adapter is not None:
         added = {**added, ADAPTER_CONFIG_FILE: final.adapter}
 
@@ -326,7 +346,7 @@ def publishing_job(
 
     return Job(
         shards=(*shards, *beside.shards),
-        sources={"": out.source, _TRAINED: made},
+        sources={"": out.source, _TRAINED: made, **({_BEFORE: keep.source} if isinstance(keep, Before) else {})},
         places=places_in(out.tensors, shards) | places_of(trained, _TRAINED) | beside.places,
         twins=twins_in(out, shards),
         files=model_files(out.config, shards, _code_of(out, manifest)) | dict(added),

@@ -47,7 +47,7 @@ REFUSED = {
 }
 NOT_WITHIN = {
     *("stack_layers", "merge_adapter", "merge_branches", "fold_adapters", "grow_vocabulary", "imported_lora"),
-    "trim_vocabulary",
+    *("trim_vocabulary", "dequantise"),
     # In tests of their own.
     *("untie_embeddings", "extract_text"),
 }

@@ -13,6 +13,7 @@ from surgeon.compare.compare import Compared
 from surgeon.compare.findings import Findings
 from surgeon.continual.continual import Continued
 from surgeon.data.recall import Recalled
+from surgeon.evaluate.blend import Blended
 from surgeon.evaluate.results import Evaluation
 from surgeon.report.families import Families, KnownBase
 from surgeon.report.followers import Followers
@@ -27,6 +28,7 @@ from surgeon.rework.revert import Reverted
 from surgeon.share.export_slot import Exported
 from surgeon.share.gguf_pattern import GgufPattern
 from surgeon.share.push import Pushed
+from surgeon.train.blend import Blend
 from surgeon.train.dry_run import Rehearsal
 from surgeon.train.publishing import Trained
 from surgeon.verify.diff import Difference
@@ -72,6 +74,8 @@ SECTIONS: dict[str, dict[str, tuple[type[Result], ...]]] = {
     "routing_report": {"Also the record that `--to` writes.": (RoutingReport,)},
     "revert": {"": (Reverted,)},
     "merge": {"": (Merged,)},
+    "blend": {"": (Blended,)},
+    "write_blend": {"": (Blend,)},
     "make_delta": {"`surgeon delta`.": (MadeDelta,)},
     "apply_delta": {"`surgeon apply --delta`.": (AppliedDelta,)},
     "export_slot": {"": (Exported,)},

@@ -71,7 +71,7 @@ _GROUPS = {
     "Grow and prove": "preview apply verify families",
     "Train and measure": "train rehearse recall evaluate compare continual",
     "Look": "inspect diff report transport_report routing_report",
-    "Undo, convert, share": "revert merge make_delta apply_delta export_slot gguf_pattern push",
+    "Undo, convert, share": "revert blend write_blend merge make_delta apply_delta export_slot gguf_pattern push",
     "Plans": (
         "parse_plan load_plan load_named LoadedPlan find_plan FoundPlan find_sweep shipped_plans shipped_studies"
         " overrides_of json_schema OPERATIONS RouterLoss"
@@ -86,7 +86,7 @@ _GROUPS = {
         " Ratio judge Judged encode_prompts EncodedPrompts answer Answer"
     ),
     "Results and what the terminal shows": (
-        "Applied preview_view Verification verification_view Trained Evaluation SourceScores LabelScores"
+        "Applied Blend preview_view Verification verification_view Trained Evaluation SourceScores LabelScores"
     ),
     "Errors and progress": "SurgeonError BadInput PromiseBroken Diverged ProgressListener __version__",
 }

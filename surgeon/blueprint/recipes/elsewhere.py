@@ -102,10 +102,15 @@ class Dequantised(Recipe):
 
         weight, scales = (bench.read(each, finite=False) for each in (self.weight, self.scales))
         if self.block is None:
-            codes = torch.stack([weight & 15, weight >> 4], dim=-1).flatten(-2).int()
-            numbers = torch.tensor(_FOUR_BITS)[codes]
-            numbers = torch.ldexp(numbers, (scales.int() - _EXPONENT_BIAS)[..., None])
-            return numbers.flatten(-2).transpose(-1, -2).contiguous()
+            made = torch.empty(self.shape)
+            # An expert at a time: codes take several times the memory of the numbers.
+            experts = [t.reshape(-1, *t.shape[t.ndim - of :]) for t, of in ((weight, 3), (scales, 2), (made, 2))]
+            for one, exponents, into in zip(*experts, strict=True):
+                codes = torch.stack([one & 15, one >> 4], dim=-1).flatten(-2).int()
+                numbers = torch.tensor(_FOUR_BITS)[codes]
+                numbers = torch.ldexp(numbers, (exponents.int() - _EXPONENT_BIAS)[..., None])
+                into.copy_(numbers.flatten(-2).transpose(-1, -2))
+            return made
         spread = torch.exp2(scales.float() - _EXPONENT_BIAS) if scales.dtype == torch.uint8 else scales.float()
         if spread.numel() > 1:
             height, width = weight.shape[-2:]

@@ -27,7 +27,7 @@ _MOST_STEPS, _MOST_EPOCHS, _MOST_SEQUENCES = 10**9, 10**6, 10**6
 
 # Terms of `preserve`; fisher has another size than the others.
 PreserveLoss = Literal["kl", "reverse_kl", "hidden_mse", "fisher"]
-_DEFAULT_WEIGHTS: dict[PreserveLoss, float] = {"kl": 1.0, "reverse_kl": 1.0, "hidden_mse": 1.0, "fisher": 1.0}
+_DEFAULT_WEIGHTS: dict[PreserveLoss, float] = {"kl": 1.0, "reverse_kl": 1.0, "hidden_mse": 1.0, "fisher": 100.0}
 _FISHER_SEQUENCES = 64
 
 
