@@ -43,7 +43,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "attn_config": {"clip_qkv": 8, "kv_n_heads": 2, "rope_theta": 500000, "model_type": ""},
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2, "model_type": ""},
     },
-    **{key: {"partial_rotary_factor": 0.5} for key in ("glm4v", "glm46v", "glm4v_moe", "glmga")},
+    **{key: {"partial_rotary_factor": 0.5} for key in ("glm4v", "glm46v", "glmga")},
     # Encoders first, which generate as decoders.
     **{
         key: {"is_decoder": True}
@@ -58,15 +58,59 @@ CHANGES: dict[str, dict[str, Any]] = {
             "rembert",
         )
     },
+    "big_bird": {"is_decoder": True, "attention_type": "original_full"},
+    "xmod": {"is_decoder": True, "default_language": "en_XX"},
     **{
         key: {"is_decoder": True}
-        for key in ("roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod")
+        for key in ("roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl")
     },
 }
 
 
 # The same of models of several parts, of which no model can be built without; by these parts.
-WHOLE: dict[str, dict[str, Any]] = {}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_COMPASS = {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}}
+_QWEN4 = {
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 256,
+    "indexer_budget": 64,
+    "indexer_compress_ratio": 4,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention"] * 3 + ["indexed_attention"],
+}
+_PICTURES = {f"<|visual token {number:06d}|>": 210 + number for number in range(8)}
+WHOLE: dict[str, dict[str, Any]] = {
+    "chameleon": {
+        "vocabulary_map": {"<image>": 200, **{f"IMGIMG{letter}Z": 201 + n for n, letter in enumerate("ABCD")}}
+    },
+    "cohere_compass_text": _COMPASS,
+    "cohere_compass": {"text_config": _COMPASS},
+    "deepseek_ocr2": {
+        "text_config": {
+            "mlp_layer_types": ["dense"] + ["sparse"] * 31,
+            "moe_intermediate_size": 64,
+            "n_group": 1,
+            "n_shared_experts": 1,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "topk_group": 1,
+            "topk_method": "greedy",
+        }
+    },
+    "emu3": {
+        "vocabulary_map": {"<image>": 200, "<|extra_200|>": 201, **_PICTURES},
+        "vq_config": {"base_channels": 32},
+    },
+    "glm4v_moe": {"text_config": {"num_attention_heads": 32, "head_dim": 128}},
+    "granite4_vision": {"downsample_rate": "4/8", "deepstack_layer_map": [[-1, 0]]},
+    "hunyuan_vl": {"text_config": {"head_dim": 128, "rope_parameters": _ROPE | {"mrope_section": [16, 16, 16, 16]}}},
+    "qwen4_exp_text": _QWEN4,
+    "qwen4_exp": {"text_config": _QWEN4},
+    "step3p7": {"text_config": {"sliding_window": 8}},
+}
+# With fewer heads than these a model of the type cannot run.
+HEADS = {"codegen": 4}
 
 
 def decoders() -> list[tuple[str, str]]:
@@ -97,6 +141,10 @@ def tiny_config(model_type: str, auto: str = CAUSAL, *, layers: int = 4, **chang
     config["architectures"] = [named if isinstance(named, str) else named[0]]
     config = seeing(_with_low_towers(shrunk(config)))
     skeleton = build(config)
+    if skeleton.model.config.model_type != model_type:
+        # A causal model of the text's part alone is stored with the part's config.
+        config = skeleton.model.config.to_dict() | {"architectures": config["architectures"]}
+        skeleton = build(config)
     if changes:
         _text_of(config, skeleton.path).update(changes)
         skeleton = build(config)
@@ -162,7 +210,7 @@ def _made(model_type: str, auto: str, seed: int, dtype: str, changes: str) -> Pa
     folder = Path(tempfile.mkdtemp(prefix=f"surgeon-tiny-{model_type}-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     config = tiny_config(model_type, auto, **json.loads(changes))
-    model = twin_of(config, seed=seed).model
+    model = twin_of(config, seed=seed, heads=HEADS.get(model_type, 2)).model
     for value in (*model.parameters(), *model.buffers()):
         if value.is_floating_point():
             value.data = value.data.to(getattr(torch, dtype))

@@ -16,8 +16,6 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_INDEX_BYTES = 64_000_000
 
-# A buffer of 0, 1, 2, … that old encoders saved; it is copied like any tensor.
-_POSITIONS = "embeddings.position_ids"
 # Causal masks that old versions of transformers stored with GPT-2, GPT-NeoX and others, as nothing reads them now.
 _MASKS = (".attn.bias", ".attention.bias", "attention.masked_bias", "attn.masked_bias")
 
@@ -198,7 +196,8 @@ def quantisation(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _check_float(info: TensorInfo, config: Mapping[str, Any]) -> None:
-    if info.dtype in FLOAT_DTYPES or (info.dtype == "I64" and info.name.endswith(_POSITIONS)):
+    # Indices, tables and positions: no weights, and no quantised ones. They are copied like any tensor.
+    if info.dtype in FLOAT_DTYPES or info.dtype == "I64":
         return
     if info.dtype in ("BOOL", "U8") and info.name.endswith(_MASKS):
         return

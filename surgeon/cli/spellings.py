@@ -106,6 +106,9 @@ SPELLINGS = {
     "verify.logits": _S("bytes only, run no model", option="--static", off=True),
     "verify.streamed": _S("hold one layer of each model at a time"),
     "verify.dtypes": _S(f"run the models {_DTYPES}; may be given again", option="--dtype"),
+    "verify.adapters": _S(
+        "compare with BASE and this merged adapter, as PEFT runs them; may be given again", option="--adapter"
+    ),
     "train.out": _S("folder of the output, or of a base of any kind", "OUT"),
     "train.config": _S("training file: data, steps, optimizer", "TRAIN.YAML", kind=Path),
     "train.to": _S("folder of the trained output", "RUN"),

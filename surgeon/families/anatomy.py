@@ -24,6 +24,9 @@ from surgeon.runtime.rules import BRANCH, Kind
 _TEXT_STEM = (
     r"(?:(?:model|language_model|text_model|transformer|decoder|backbone|gpt_neox\w*|biogpt|rwkv|llm|lm|thinker|base_model)\.)*"
     r"(?:layers?|h|blocks?)\."
+    # Of an encoder's name, or a model's own: CPM-Ant, GIT, ProphetNet; Qianfan-OCR as transformers saves it.
+    r"|(?:cpmant|git|language_model\.model)\.encoder\.layers?\."
+    r"|prophetnet\.decoder\.layers\."
 )
 
 

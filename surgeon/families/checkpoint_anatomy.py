@@ -52,6 +52,7 @@ def anatomy_of(
         )
     _check_stems(names, (*tensors, *(info.name for graft in grafts.values() for info in graft.values())))
     _check_numbers(names, tensors)
+    _check_floats(names, tensors, found.skeleton)
     count = len(found.kind_of)
     layers = tuple({s: tensors[f"{names.stem}{index}.{s}"] for s in names.layers[index]} for index in range(count))
     firsts = [found.kind_of.index(kind) for kind in range(len(found.titles))]
@@ -94,6 +95,24 @@ def _check_stems(names: Names, stored: Iterable[str]) -> None:
                 f"{printable(name)}: layers of this checkpoint are called `{printable(names.stem)}…`, a name that"
                 " surgeon does not know layers by; save the model with transformers once, and operate on that"
             )
+
+
+def _check_floats(names: Names, tensors: Mapping[str, TensorInfo], skeleton: Skeleton) -> None:
+    """Raise BadInput for whole numbers in a layer, or where the model has others: what is no index is a weight."""
+    held = skeleton.model.state_dict(keep_vars=True)
+    for index, layer in enumerate(names.layers):
+        for suffix, targets in layer.items():
+            _check_float(tensors[f"{names.stem}{index}.{suffix}"], whole=not targets)
+    for name, target in names.outer.items():
+        _check_float(tensors[name], whole=target not in held or not held[target].is_floating_point())
+
+
+def _check_float(info: TensorInfo, *, whole: bool) -> None:
+    if not whole and info.dtype not in (*FLOAT_DTYPES, *QUANTISED_DTYPES):
+        raise BadInput(
+            f"{printable(info.name)} ({info.file}): dtype {info.dtype}; surgery needs plain floating-point weights"
+            f" ({', '.join(sorted(FLOAT_DTYPES))})"
+        )
 
 
 def _check_numbers(names: Names, tensors: Mapping[str, TensorInfo]) -> None:
@@ -207,11 +226,6 @@ def _kind(
         info = tensors[suffix]
         if not targets:
             continue
-        if info.dtype not in (*FLOAT_DTYPES, *QUANTISED_DTYPES):
-            raise BadInput(
-                f"{printable(info.name)} ({info.file}): dtype {info.dtype}; surgery needs plain floating-point weights"
-                f" ({', '.join(sorted(FLOAT_DTYPES))})"
-            )
         parts.append(
             Part(suffix, info.shape, _part_kind(targets[0], info, silence), (), silence.identities.get(targets[0]))
         )

@@ -37,7 +37,7 @@ _NAMES = {
 }
 
 # Towers beside the text decoder, which surgery leaves alone; a decoder's own encoder is one too.
-_TOWER = re.compile(r"(^|[._])(vision|visual|vit|image|audio|speech|encoder|qformer|perceiver|mtp)")
+_TOWER = re.compile(r"(^|[._])(vision|visual|vit|vq|image|audio|speech|encoder|qformer|perceiver|mtp)")
 # Beside an encoder's layers.
 _BESIDE = re.compile(r"(^|[._])(vision|visual|vit|image|audio|speech|decoder|initial|final)")
 # Counts of modules: a config that asks for a billion of them would be built one by one.

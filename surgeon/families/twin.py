@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _WIDTHS = re.compile(
     r"hidden_size|d_model|n_embd|n_embed|embed_dim|emb_dim|embedding_(size|dim)|word_embed_proj_dim|lru_width"
-    r"|(out|text|mm|llm|encoder)_hidden_size|projection_dim|output_dim|hidden_dim|dim_model|text_(embed_)?dim"
+    r"|(out|text|mm|llm|encoder|moe|projector)_hidden_size|adapter_in(_dim|put_size)|projection_dim|output_dim|hidden_dim|dim_model|text_(embed_)?dim"
 )
 _INNER = re.compile(
     r".*intermediate_size.*|n_inner|.*ffn_dim|.*ffn_hidden_size|share_expert_dim|dff|d_ff|dim_ff|feed_forward_size"
@@ -100,6 +100,7 @@ def shrunk(config: Mapping[str, Any], *, heads_left: int = _HEADS_LEFT) -> dict[
             made[key] = [of(key, each) for each in value] if sizes else list(value)
         else:
             made[key] = copy.deepcopy(value)
+    _fit_towers(config, made)
     _fit_state_space(made, width)
     _fit_boxes(made, width)
     if head and width // heads != head:
@@ -143,6 +144,17 @@ def _fit_boxes(made: dict[str, Any], width: int) -> None:
     if type(made.get("coordinate_size")) is int and type(made.get("shape_size")) is int:
         made["shape_size"] = width // 8
         made["coordinate_size"] = (width - 2 * made["shape_size"]) // 4
+
+
+def _fit_towers(config: Mapping[str, Any], made: dict[str, Any]) -> None:
+    """Towers that say how wide the text's states are say it of the smaller text."""
+    before, after = (each.get("text_config") for each in (config, made))
+    if not isinstance(before, Mapping) or not isinstance(after, dict):
+        return
+    for key, part in made.items():
+        for name in ("text_hidden_size", "adapter_out_dim") if isinstance(part, dict) else ():
+            if name in part and config[key][name] == before.get("hidden_size"):
+                part[name] = after["hidden_size"]
 
 
 def _first(config: Mapping[str, Any], *keys: str) -> int:

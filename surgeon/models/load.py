@@ -7,6 +7,7 @@ judged. Code of the folder runs only where its model is built of its own classes
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import FLOAT_DTYPES, check_dtype
+from surgeon.checkpoint.peft_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from surgeon.checkpoint.weights import QUANTISATION, quantisation
 from surgeon.common.library import LOAD_FAILURES, config_of, described, first_line, quiet_transformers
 from surgeon.errors import BadInput, SurgeonError, printable
@@ -372,6 +374,23 @@ def find_tokenizer(folder: Path) -> tuple[Any, str]:
         return None, f"the tokenizer in the folder cannot be loaded ({type(found).__name__} is no tokenizer)"
     found.name_or_path = str(folder)
     return found, ""
+
+
+def with_adapter(model: Any, adapter: Path) -> Any:
+    """A model with the PEFT adapter of a folder that was opened, in eval mode. Raises BadInput where PEFT refuses it.
+
+    PEFT sees the two files that were checked, and no other.
+    """
+    from peft import PeftModel
+
+    with tempfile.TemporaryDirectory(prefix="surgeon-") as view:
+        for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+            (Path(view) / name).symlink_to((adapter / name).resolve())
+        try:
+            with quiet_transformers():
+                return PeftModel.from_pretrained(model, view, local_files_only=True).eval()
+        except LOAD_FAILURES as error:
+            raise BadInput(f"{printable(str(adapter))}: PEFT cannot load it ({first_line(error)})") from error
 
 
 def find_processor(folder: Path) -> tuple[Any, str]:

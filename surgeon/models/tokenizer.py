@@ -62,6 +62,7 @@ class Tokenizer:
         self._end = weakref.finalize(self, _end, os.getpid(), self._pid, self._requests, self._answers)
         facts, self.why_not = self._ask("facts")
         self.eos_token_id: int | None = facts["eos_token_id"]
+        self.unk_token_id: int | None = facts["unk_token_id"]
         self.bos_token_id: int | None = facts["bos_token_id"]
         self.all_special_ids: list[int] = facts["all_special_ids"]
         self.is_fast: bool = facts["is_fast"]
@@ -403,6 +404,7 @@ def _facts(tokenizer: Any) -> dict[str, Any]:
         template = template.get("default")
     return {
         "eos_token_id": getattr(tokenizer, "eos_token_id", None),
+        "unk_token_id": getattr(tokenizer, "unk_token_id", None),
         "bos_token_id": getattr(tokenizer, "bos_token_id", None),
         "all_special_ids": list(getattr(tokenizer, "all_special_ids", ())),
         "is_fast": bool(getattr(tokenizer, "is_fast", False)),

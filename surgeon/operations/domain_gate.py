@@ -78,8 +78,8 @@ class DomainGate(Operation):
         Field(
             gt=0,
             lt=1,
-            description="share of the held-out tokens of each original source on which it may be open: training sets"
-            " its threshold by it",
+            description="share of the held-out tokens of each original source that may lose the base's bits (cusum), or"
+            " on which it may be open: training sets its threshold by it",
         ),
     ] = 0.03
     closes: Annotated[

@@ -73,6 +73,8 @@ class GatedAdapter(nn.Module):
 class AdapterGraft(Graft, AdapterRules):
     """Gated adapters."""
 
+    remembers_nothing = True
+
     def blocks(self, surgery: Surgery, index: int) -> tuple[str, ...]:
         """The MLP."""
         return ("mlp",) if index in surgery.of[self.name].by_layer else ()

@@ -16,9 +16,9 @@ the gate stays open to the end of the document, as later tokens attend to keys a
 
 Where it is closed the output of everything that it switches is replaced by what the base has there (`torch.where`),
 so that what was added cannot reach it by any rounding. A token for which it is closed, as for all tokens before it
-in its document, has the base's logits, bit for bit. All that was added is computed for every token all the same:
-keys and values of branches and inserted layers are there when the gate opens, in one forward and in several over a
-cache.
+in its document, has the base's logits, bit for bit. Branches and inserted layers are computed for every token
+all the same: their keys and values are there when the gate opens, in one forward and in several over a cache. What
+leaves nothing for later tokens (adapters, routed experts) is skipped in a forward in which the gate is closed for all.
 
 Evidence is summed as whole numbers of 2⁻¹⁶, so that sums do not depend on the order: a prefix in one forward, token
 by token over a cache or in a packed row has the same.
@@ -106,12 +106,15 @@ class Gating(Reading):
     """The gate at work in one forward: what it reads, and what it found.
 
     `forced` (B T, bool; None: the gate decides) is what is known of the tokens. `evidence` (B T 1) is there once it has
-    read them.
+    read them. `shut`: it is closed for all tokens, so that what needs no earlier tokens is not computed; only where
+    `skips` allows it, and where no gradient or graph asks for all of it.
     """
 
     def __init__(self, valid: Tensor, begins: Tensor | None, past: Kept | None, forced: Tensor | None = None) -> None:
         super().__init__(valid, begins, past)
         self.forced = forced
+        self.skips = False
+        self.shut = False
         self.evidence: Tensor | None = None
         self.found: dict[str, Tensor] = {}
 
@@ -124,6 +127,7 @@ class Gating(Reading):
             self.evidence = gate.evidence(hidden_states) * valid
             on = self.held(*self.judged(gate, self.evidence))
             self.found["on"] = on.unsqueeze(-1)
+        self.shut = self.skips and _eager(on) and not bool(on.any())
         return on
 
     def scores(self, gate: DomainGate, evidence: Tensor) -> Tensor:
@@ -177,6 +181,13 @@ class Gating(Reading):
         return torch.where(untouched, before.squeeze(-1), on)
 
 
+def _eager(tensor: Tensor) -> bool:
+    """Whether a number of the tensor may decide what is computed: nothing records the computation."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+        return False
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 class GateGraft(Graft, GateRules):
     """The gate, and marks at what it switches."""
 
@@ -209,6 +220,8 @@ class GateGraft(Graft, GateRules):
         self.refuse_engine(model.config)
         if not model.training:
             flow.gating = Gating(*read_rows(flow, inputs, attention_mask, cache, owner=self.name, what=self.what))
+            # What is recorded is computed for every token.
+            flow.gating.skips = not flow.records_choices
             return
         if kept_in(cache, self.name, asked=False) is not None:
             raise ValueError(

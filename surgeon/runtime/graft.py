@@ -50,6 +50,10 @@ class Frame:
         """`grown`, what a graft made of `native` (B T · or one row a token, both); where it is gated off, `native`."""
         return only_where(self.on, grown, native) if graft in self.gated else grown
 
+    def skips(self, graft: Graft) -> bool:
+        """Whether nothing of what `graft` makes beside a block would be seen: it is gated off for every token."""
+        return graft.remembers_nothing and graft.name in self.gated and self.gating is not None and self.gating.shut
+
     def measured(self, name: str, like: Tensor) -> Tensor:
         """The losses kept for a field as one vector, empty where there are none."""
         found = self.losses.get(name)
@@ -96,6 +100,8 @@ class Graft:
 
     name: ClassVar[str]
     replaces: ClassVar[tuple[type[nn.Module], ...]] = ()
+    # Whether what it makes beside a block is made of the block's input alone, and leaves nothing for later tokens.
+    remembers_nothing: ClassVar[bool] = False
 
     def blocks(self, surgery: Surgery, index: int) -> tuple[str, ...]:
         """Which blocks of layer `index`, `self_attn` and `mlp`, it stands beside."""

@@ -72,6 +72,8 @@ def beside_block(block: Any, grafts: tuple[Graft, ...], x: Tensor, output: Tenso
     if frame is not None and frame.off:
         return output
     for graft in grafts:
+        if frame is not None and frame.skips(graft):
+            continue
         grown = graft.beside(block, x, output, frame)
         output = grown if frame is None else frame.kept(graft.name, grown, output)
     return output

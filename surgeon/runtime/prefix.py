@@ -29,7 +29,7 @@ _ROUNDS = 20
 
 def kept_in(cache: Any, owner: str, *, asked: bool = True) -> Kept | None:
     """What `owner` kept of earlier tokens in a cache; ValueError where it is `asked` for and those were not its own."""
-    layers = getattr(cache, "layers", ())
+    layers = _entries(cache)
     found: Kept | None = getattr(layers[0], "kept", {}).get(owner) if layers else None
     if found is None and asked and cache is not None and not torch.compiler.is_compiling():
         seen = int(cache.get_seq_length())
@@ -40,11 +40,16 @@ def kept_in(cache: Any, owner: str, *, asked: bool = True) -> Kept | None:
     return found
 
 
+def _entries(cache: Any) -> Any:
+    """A cache's entries; the text's, where it also has those of what the text attends to beside itself."""
+    return getattr(getattr(cache, "self_attention_cache", cache), "layers", ())
+
+
 def keep(cache: Any, owner: str, found: Mapping[Any, Tensor]) -> None:
     """Put what a forward found for its tokens behind what `owner` kept in the cache's first entry."""
     if not found or cache is None:
         return
-    entry = cache.layers[0]
+    entry, *others = _entries(cache)
     if not hasattr(entry, "kept"):
         entry.kept = {}
         for name in ("reset", *_CHANGES):
@@ -52,7 +57,7 @@ def keep(cache: Any, owner: str, found: Mapping[Any, Tensor]) -> None:
                 # Past the entry's class, which stays transformers' own; copied or pickled, it is the copy's.
                 setattr(entry, name, partial(_with_kept, entry, name))
     past = entry.kept.get(owner)
-    if any(isinstance(layer, StaticLayer) for layer in cache.layers):
+    if any(isinstance(layer, StaticLayer) for layer in (entry, *others)):
         # Of a fixed size as all there; it forgets no tokens again.
         last = {name: new[:, -1:].clone(memory_format=torch.contiguous_format) for name, new in found.items()}
         entry.kept[owner] = last

@@ -101,6 +101,8 @@ class RoutedExperts(Newborn):
 class RoutedGraft(Graft, RoutedRules):
     """Routed experts."""
 
+    remembers_nothing = True
+
     def blocks(self, surgery: Surgery, index: int) -> tuple[str, ...]:
         """The MLP."""
         return ("mlp",) if index in surgery.of[self.name].by_layer else ()

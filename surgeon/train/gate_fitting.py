@@ -6,7 +6,9 @@ What a token is evidence of is how likely it is in new text beside original text
 their normalised hidden states (`runtime.gate`), trained on as many of every source of a domain as of any other, comes
 to log p(h | new) / p(h | original). The sum over a prefix is then what a test of a whole document by its likelihoods
 needs (Wald 1945), so far as tokens are independent. The threshold is the lowest at which the gate, with all its
-memory, is open on no more than a given share of the held-out tokens of each original source.
+memory, is open on no more than a given share of the held-out tokens of each original source; by Page's test, which lets
+it close again, at which no more of them stand behind an opening in their document, as those keep the base's bits no
+longer. A sample of many kinds of text (`negatives`) is an original source too.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from torch.nn import functional as F
 from surgeon.common.work_folders import read_own, sync, write_durably
 from surgeon.data.packing import Mixture, PackedSequence, batch_of, one_pass
 from surgeon.errors import BadInput, printable
+from surgeon.train.negatives import NAME, Negatives, kinds_of_text
 from surgeon.train.saved.checkpoints import RunRecord
 
 # Files of a work folder: the fitted tensors, and what was measured of them. They count by their digest in its record.
@@ -73,6 +76,9 @@ class GateFigures:
     accuracy: float
     by_length: dict[str, list[float | None]]
     by_source: dict[str, float] = field(default_factory=dict)
+    # By original source the share of tokens with the base's bits: for which it is closed and was, from their document's
+    # beginning on.
+    kept: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
@@ -83,7 +89,6 @@ def fit_gate(
     model: Any,
     mixture: Mixture[PackedSequence],
     held: Mapping[str, Callable[[int, int], list[PackedSequence]]],
-    names: Sequence[str],
     *,
     work: Path,
     dtypes: dict[str, torch.dtype],
@@ -99,9 +104,8 @@ def fit_gate(
         mixture: the sources that the gate is fitted on.
         held: by source, what returns so many held-out sequences of such a length. The threshold is chosen by as many
             independent texts, as a gate that opens by mistake stays open to the end of its text.
-        names: the gate's tensors, by their names in the model.
         work: the folder in which the result is kept.
-        dtypes: in which the tensors are stored; values are rounded to them.
+        dtypes: the gate's tensors, by their names in the model, and in which they are stored; values are rounded to it.
         seed: of the config.
         device: where the gate is fitted.
         leads: whether this process writes the result.
@@ -110,8 +114,7 @@ def fit_gate(
     Raises:
         BadInput: the gate cannot separate the two domains.
     """
-    gate, layer = _gate_of(model)
-    tensors = {name: getattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names}
+    tensors = {name: getattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in dtypes}
     record = RunRecord.read(work)
     if record is not None and record.gate is not None and record.gate == _digest_of(work):
         _take(tensors, safetensors.torch.load_file(work / GATE_FILE))
@@ -119,21 +122,46 @@ def fit_gate(
     before = model.training
     model.to(device).eval()
     say("fitting the domain gate")
-    tokens = _TOKENS_THROUGH_LAYERS if gate.spec.layer else _TOKENS
-    fitted = _classifier(gate, _parts(model, layer, mixture, tokens), seed)
-    rounded = {name: fitted[name.rpartition(".")[2]].to(dtypes[name]) for name in names}
-    _take(tensors, rounded)
-    original, new = _scored_by_domain(model, layer, held, mixture.streams[0].packer.length)
-    threshold = next(name for name in names if name.endswith(".threshold"))
-    rounded[threshold] = _threshold(gate, list(original.values()), dtypes[threshold])
-    _take(tensors, rounded)
+    length = mixture.streams[0].packer.length
+    held_length = max(length, min(_HELD_LENGTH, _context(model)))
+    drawn = {name: draw(max(1, _HELD_TOKENS // held_length), held_length) for name, draw in held.items()}
+    negatives = Negatives.beside(mixture.streams, length, held_length)
+    _tell(negatives, say)
+    figures = _fitted(model, mixture, negatives, drawn, dtypes, tensors, seed)
+    if figures.new < _USELESS and NAME in figures.kept:
+        say(
+            f"  with these kinds it is open on {figures.new:.1%} of held-out new tokens, so it is fitted without them:"
+            " on kinds of text that no source has the base is not kept"
+        )
+        figures = _fitted(model, mixture, Negatives([], [], {}), drawn, dtypes, tensors, seed)
     _from_the_first(tensors)
-    figures = _figures(gate, original, new)
     model.train(before)
     _judge(figures, say)
     if leads:
         _keep(work, tensors, figures, record)
     return figures
+
+
+def _fitted(
+    model: Any,
+    mixture: Mixture[PackedSequence],
+    negatives: Negatives,
+    held: Mapping[str, Sequence[PackedSequence]],
+    dtypes: Mapping[str, torch.dtype],
+    tensors: dict[str, Tensor],
+    seed: int,
+) -> GateFigures:
+    """Fit the classifier on `mixture`, choose the threshold by `held`, with `negatives` on either side, and measure."""
+    gate, layer = _gate_of(model)
+    tokens = _TOKENS_THROUGH_LAYERS if gate.spec.layer else _TOKENS
+    fitted = _classifier(gate, _parts(model, layer, mixture, negatives.fitted, tokens), seed)
+    rounded = {name: fitted[name.rpartition(".")[2]].to(dtype) for name, dtype in dtypes.items()}
+    _take(tensors, rounded)
+    original, new = _scored_by_domain(model, layer, {**held, NAME: negatives.held})
+    threshold = next(name for name in dtypes if name.endswith(".threshold"))
+    rounded[threshold] = _threshold(gate, list(original.values()), dtypes[threshold])
+    _take(tensors, rounded)
+    return _figures(gate, original, new)
 
 
 def _keep(work: Path, tensors: Mapping[str, Tensor], figures: GateFigures, record: RunRecord | None) -> None:
@@ -172,23 +200,25 @@ def _from_the_first(tensors: dict[str, Tensor]) -> None:
             torch.distributed.broadcast(tensor, 0)
 
 
-def _scored_by_domain(
-    model: Any, layer: nn.Module, held: Mapping[str, Callable[[int, int], list[PackedSequence]]], length: int
-) -> list[dict[str, _Scored]]:
-    """Return, by source, the gate's scores on held-out text of the original domain, and those of new ones.
+def _context(model: Any) -> int:
+    """Tokens that the model takes, or as many as are wanted where it does not say."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or _HELD_LENGTH
 
-    Args:
-        model: the model.
-        layer: its layer that has the gate.
-        held: by source, what returns so many held-out sequences of such a length.
-        length: the tokens of a sequence at least; more where the model takes them.
-    """
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _HELD_LENGTH
-    length = max(length, min(_HELD_LENGTH, context))
-    drawn = {name: draw(max(1, _HELD_TOKENS // length), length) for name, draw in held.items()}
+
+def _tell(negatives: Negatives, say: Callable[[str], None]) -> None:
+    """Say which kinds of text are no negatives, and why."""
+    for why in dict.fromkeys(negatives.left_out.values()):
+        kinds = ", ".join(kind for kind, reason in negatives.left_out.items() if reason == why)
+        say(f"  of the {len(kinds_of_text())} kinds of text that it must stay closed for are left out, {why}: {kinds}")
+
+
+def _scored_by_domain(
+    model: Any, layer: nn.Module, held: Mapping[str, Sequence[PackedSequence]]
+) -> list[dict[str, _Scored]]:
+    """Return, by source, the gate's scores on held-out text of the original domain, and those of new ones."""
     return [
         {name: _Scored.of(model, layer, sequences) for name, sequences in of_domain.items()}
-        for of_domain in _by_domain(drawn)
+        for of_domain in _by_domain(held)
     ]
 
 
@@ -247,10 +277,13 @@ def _lengths(positions: Tensor) -> Tensor:
 _States = list[tuple[Tensor, bool]]
 
 
-def _parts(model: Any, layer: nn.Module, mixture: Mixture[PackedSequence], tokens: int) -> list[Callable[[], _States]]:
+def _parts(
+    model: Any, layer: nn.Module, mixture: Mixture[PackedSequence], negatives: list[PackedSequence], tokens: int
+) -> list[Callable[[], _States]]:
     """Training text of all sources, as many `tokens` of each domain, in as many parts as memory asks for.
 
-    Every part has some of each source: one that is shorter than others comes again.
+    `negatives` count as one more original source, where there are any. Every part has some of each source: one that is
+    shorter than others comes again.
     """
     before = mixture.state()
     read: list[tuple[list[PackedSequence], int, bool]] = []
@@ -260,6 +293,8 @@ def _parts(model: Any, layer: nn.Module, mixture: Mixture[PackedSequence], token
         length = streams[0].packer.length
         count, at_once = (max(1, each // length // len(streams)) for each in (tokens, min(most, tokens)))
         read += [(list(one_pass(stream, count)), at_once, new) for stream in streams]
+        if negatives and not new:
+            read.append((negatives, at_once, new))
     mixture.restore(before)
 
     def part(number: int) -> _States:
@@ -333,6 +368,16 @@ class _Scored:
             parts.append((at_work.evidence, at_work, _lengths(batch["position_ids"])))
         return cls(parts)
 
+    def lost(self, gate: Any) -> float:
+        """Return the share of tokens that need not have the base's bits: for which it is open or was, by Page's test.
+
+        By other readings that for which it is open, as they close where a single token says so.
+        """
+        if gate.spec.reads != "cusum":
+            return float(self.open(gate)[0].double().mean())
+        on = [at_work.held(at_work.judged(gate, evidence)[0], None).flatten() for evidence, at_work, _ in self.parts]
+        return float(torch.cat(on).double().mean())
+
     def scores(self, gate: Any) -> Tensor:
         """Return what the gate compares with its threshold for every token."""
         return torch.cat([at_work.scores(gate, evidence).flatten() for evidence, at_work, _ in self.parts])
@@ -350,7 +395,7 @@ def _threshold(gate: Any, original: Sequence[_Scored], dtype: torch.dtype) -> Te
     while low < high:
         at = (low + high) // 2
         gate.threshold.data.fill_(float(_above(every[at], dtype)))
-        if max(float(each.open(gate)[0].double().mean()) for each in original) <= gate.spec.false_positives:
+        if max(each.lost(gate) for each in original) <= gate.spec.false_positives:
             high = at
         else:
             low = at + 1
@@ -370,7 +415,9 @@ def _figures(gate: Any, original: Mapping[str, _Scored], new: Mapping[str, _Scor
     shares: list[float] = []
     by_length: dict[str, list[float | None]] = {}
     begins = (0, *LENGTHS)
-    for sources in (original, new):
+    # What a user wants to know is how it does on the given text.
+    given = {name: scored for name, scored in original.items() if name != NAME}
+    for sources in (given, new):
         found = [scored.open(gate) for scored in sources.values()]
         by_source |= {name: float(on.double().mean()) for name, (on, _) in zip(sources, found, strict=True)}
         on, lengths = (torch.cat(each) for each in zip(*found, strict=True))
@@ -390,6 +437,7 @@ def _figures(gate: Any, original: Mapping[str, _Scored], new: Mapping[str, _Scor
         accuracy=(1 - shares[0] + shares[1]) / 2,
         by_length=by_length,
         by_source=by_source,
+        kept={name: 1 - scored.lost(gate) for name, scored in original.items()},
     )
 
 
@@ -411,5 +459,7 @@ def _judge(figures: GateFigures, say: Callable[[str], None]) -> None:
     if len(figures.by_source) > 2:
         shares = ", ".join(f"{printable(name)} {share:.1%}" for name, share in figures.by_source.items())
         say(f"  by source: open on {shares}")
+    kept = ", ".join(f"{printable(name)} {share:.1%}" for name, share in figures.kept.items())
+    say(f"  from the beginning of each document the base's bits are kept on {kept}")
     if figures.new < _LITTLE:
         say(f"  the other {1 - figures.new:.1%} of new tokens keep the base's loss, however long this trains")

@@ -156,7 +156,6 @@ def fit(run: Run, model: Any) -> list[str]:
         model,
         run.data.mixture,
         run.data.held,
-        list(dtypes),
         work=run.work,
         dtypes=dtypes,
         seed=run.loaded.config.seed,

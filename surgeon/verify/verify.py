@@ -17,7 +17,7 @@ from surgeon.families.anatomy import Anatomy, without_a_place
 from surgeon.families.dissect import dissect_folder
 from surgeon.families.grafted_config import native_config
 from surgeon.families.skeleton import reads_images, wordless_auto
-from surgeon.manifest.manifest import MANIFEST_FILE
+from surgeon.manifest.manifest import MANIFEST_FILE, Manifest
 from surgeon.manifest.reading import manifest_of
 from surgeon.verify.check import Check
 from surgeon.verify.earlier import check_earlier, earlier_state
@@ -42,6 +42,7 @@ def verify(
     window: int = 128,
     windows: int = 8,
     dtypes: Sequence[str] = ("auto",),
+    adapters: Sequence[str] = (),
     device: str = "auto",
     trust_remote_code: bool = False,
     listener: Listener | None = None,
@@ -58,6 +59,8 @@ def verify(
         window: Tokens in each sequence.
         windows: How many sequences are taken; 0: all of the text.
         dtypes: In which dtypes the models run: auto (the checkpoint's), float32, bfloat16, float16.
+        adapters: Folders of the adapters that were merged, in the plan's order: PEFT runs the base with them, and the
+            output must compute the same, up to the rounding of its weights.
         device: auto, cpu, cuda or cuda:N.
         trust_remote_code: Whether the checkpoints' own code may run.
         listener: Receives progress and notes.
@@ -74,7 +77,9 @@ def verify(
     if streamed and pair.wordless:
         raise BadInput(f"{printable(str(base))}: {pair.kind}, which is compared whole; leave out --streamed")
     # What this is no output of is refused before any tensor is read, and before torch is loaded.
-    manifest_of(pair.out)
+    manifest = manifest_of(pair.out)
+    if adapters:
+        _check_adapters(adapters, manifest, pair, whole=logits and not streamed)
     pair.say_notes(listener)
     proof = _static(pair.base, pair.out, listener)
     found = Verification(
@@ -94,7 +99,8 @@ def verify(
         pair.base.path, text=text, window=window, windows=windows, vocabulary=vocabulary, kept=proof.kept
     )
     comparer = _Comparer(pair, proof, tokens, devices.resolve(device), listener)
-    return comparer.streamed(found, dtypes) if streamed else comparer.whole(found, dtypes)
+    found = comparer.streamed(found, dtypes) if streamed else comparer.whole(found, dtypes)
+    return comparer.with_peft(found, adapters) if adapters else found
 
 
 def _check_options(dtypes: Sequence[str], device: str, text: Path | None) -> None:
@@ -104,6 +110,15 @@ def _check_options(dtypes: Sequence[str], device: str, text: Path | None) -> Non
     devices.check(device)
     if text is not None:
         check_readable(text, what="text")
+
+
+def _check_adapters(adapters: Sequence[str], manifest: Manifest, pair: _Pair, *, whole: bool) -> None:
+    """Raise BadInput where the adapters are not those that were merged, or could not be run."""
+    from surgeon.verify.adapters import opened_adapters
+
+    if not whole or pair.wordless:
+        raise BadInput("`--adapter` compares logits of whole models; leave it out, or --static and --streamed")
+    opened_adapters(adapters, manifest, pair.out)
 
 
 @dataclass(frozen=True)
@@ -199,6 +214,15 @@ class _Comparer:
             else:
                 comparisons.extend(self._logits(dtype, image))
         return replace(found, tokens=self.tokens.source, checks=[*found.checks, *image.notes], comparisons=comparisons)
+
+    def with_peft(self, found: Verification, adapters: Sequence[str]) -> Verification:
+        """Return `found` with the comparison with base and adapters, as PEFT runs them."""
+        from surgeon.verify.adapters import compare_with_peft
+
+        self.listener.say(f"comparing logits with PEFT (float32) on {self.tokens.source}")
+        base, out = self.pair.base, self.pair.out
+        check, compared = compare_with_peft(base, out, adapters, self.tokens.ids, device=self.device)
+        return replace(found, checks=[*found.checks, check], comparisons=[*found.comparisons, compared])
 
     def _outputs(self, dtype: str) -> Comparison:
         """Compare what two models put out that write no words."""

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 import surgeon
 from surgeon.errors import BadInput
 from surgeon.families import grafted_config
+from surgeon.families.anatomy import layer_of
 from surgeon.families.skeleton import CAUSAL, IMAGE_TEXT
 from tests import tiny
 from tests.checkpoints import same_bytes, weights
@@ -172,3 +173,28 @@ def test_another_layout_of_the_text_s_settings_is_named(tmp_path: Path) -> None:
     plan.write_text(PLAN)
     with pytest.raises(BadInput, match=r"do not stand in `text_config`.* save the config with transformers once"):
         surgeon.preview(plan, base)
+
+
+def test_layers_go_by_names_of_the_text_alone() -> None:
+    """Decoders under an encoder's name are known by it; towers for images beside them are not taken for layers."""
+    known = ("git.encoder.layer.", "cpmant.encoder.layers.", "language_model.model.encoder.layers.")
+    assert [layer_of(f"{stem}3.norm.weight") for stem in known] == [(stem, 3, "norm.weight") for stem in known]
+    others = ("git.image_encoder.vision_model.encoder.layers.", "vision_model.encoder.layers.", "model.encoder.layers.")
+    assert not any(layer_of(f"{stem}3.norm.weight") for stem in others)
+
+
+def test_whole_numbers_outside_the_layers_are_copied(tmp_path: Path) -> None:
+    """A table of indices, as in Nemotron-H's tower for images; where the model has weights they stay refused."""
+    base = tiny.checkpoint(tmp_path / "base", "llama", shard="10MB")
+    (file,) = base.glob("*.safetensors")
+    held = load_file(file)
+    table = torch.arange(7)
+    save_file({**held, "model.table": table}, file, metadata={"format": "pt"})
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("surgeon: 1\noperations:\n  - {op: insert_layers, where: {every: 2}, init: {kind: copy}}\n")
+    surgeon.apply(plan, str(base), tmp_path / "out")
+    assert torch.equal(weights(tmp_path / "out")["model.table"], table)
+    for norm in ("model.layers.1.input_layernorm.weight", "model.norm.weight"):
+        save_file({**held, norm: held[norm].long()}, file, metadata={"format": "pt"})
+        with pytest.raises(BadInput, match=rf"{norm} .*dtype I64; surgery needs plain floating-point"):
+            surgeon.preview(surgeon.load_plan(plan), str(base))

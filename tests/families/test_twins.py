@@ -16,7 +16,7 @@ from surgeon.errors import BadInput
 from surgeon.families import grafting, proof
 from surgeon.families.derived import derive
 from surgeon.families.growth import grown
-from surgeon.families.twin import fill_buffers, stored_buffers, twin_of
+from surgeon.families.twin import fill_buffers, shrunk, stored_buffers, twin_of
 from tests import tiny
 from tests.checkpoints import weights
 from tests.decoders import tiny_config, tiny_decoder
@@ -59,6 +59,23 @@ def test_a_buffer_gets_random_values_in_its_valid_range() -> None:
     for name in ("scale", "variance", "decay", "fp8"):
         assert bool(((held[name] > 0.5 * before[name]) & (held[name] < before[name])).all()), name
     assert bool((held["empty"] > 0).all() and (held["shift"] >= 0).all()) and held["low"] < 0 < held["high"]
+
+
+def test_towers_say_how_wide_a_smaller_text_is() -> None:
+    """Dots3-Note and Inkling: another width is an error there; what is not the text's is the tower's own."""
+    towers = {"hidden_size": 640, "text_hidden_size": 4096, "adapter_out_dim": 4096, "adapter_in_dim": 640}
+    made = shrunk(
+        {"text_config": {"hidden_size": 4096}, "audio_config": towers, "other_config": {"adapter_out_dim": 7}}
+    )
+    width = made["text_config"]["hidden_size"]
+    assert width < 640 and made["other_config"] == {"adapter_out_dim": 7}
+    own = made["audio_config"]["hidden_size"]
+    assert made["audio_config"] == {
+        "hidden_size": own,
+        "text_hidden_size": width,
+        "adapter_out_dim": width,
+        "adapter_in_dim": own,
+    }
 
 
 @pytest.mark.parametrize("model_type", BUFFERED)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import surgeon
 from surgeon.apply.compute import Evaluator
-from surgeon.blueprint.recipes import Adapted, adapted
+from surgeon.blueprint.recipes import Adapted, Product, adapted
 from surgeon.blueprint.recipes.guided import guided, neighbours
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.peft_folder import Adapter, AdapterFolder
@@ -191,6 +191,41 @@ def test_an_output_is_verified_and_comes_back_by_a_delta(made: Base, tmp_path: P
     surgeon.make_delta(out, tmp_path / "delta")
     surgeon.apply_delta(tmp_path / "delta", str(base), tmp_path / "again")
     assert all(torch.equal(value, tensors(tmp_path / "again")[name]) for name, value in tensors(out).items())
+
+
+def test_verify_runs_base_and_adapter_by_peft_and_catches_a_broken_merge(
+    made: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = made("llama")
+    for name, seed in (("adapter", 1), ("other", 2)):
+        trained(base, tmp_path / name, seed=seed, target_modules=["q_proj", "down_proj"])
+    both = [str(tmp_path / "adapter"), str(tmp_path / "other")]
+    out = merged(base, tmp_path, **{"from": ["adapter", "other"]}).path
+    asked: dict[str, Any] = {"device": "cpu", "windows": 2, "window": 16}
+    found = surgeon.verify(base, out, adapters=both, **asked)
+    assert found.holds and found.checks[-1].name == "adapter"
+    compared = found.comparisons[-1]
+    assert compared.mode == "base + adapter, by PEFT" and compared.rounded
+    assert found.comparisons[0].max_abs_difference > 100 * compared.max_abs_difference
+    for given, options, said in (
+        (both[:1], {}, "2 adapters were merged, and 1 are given"),
+        (both[::-1], {}, r"not the adapter that was merged \(adapter\)"),
+        (both, {"logits": False}, "compares logits of whole models"),
+    ):
+        with pytest.raises(BadInput, match=said):
+            surgeon.verify(base, out, adapters=given, **asked | options)
+    # A merge that leaves the adapter out of one module in four says of itself that all is well.
+    taken = Product.taken
+    monkeypatch.setattr(
+        Product,
+        "taken",
+        lambda self, values, *of: values if "layers.1.mlp" in self.down.tensor else taken(self, values, *of),
+    )
+    shutil.rmtree(out)
+    merged(base, tmp_path, **{"from": ["adapter", "other"]})
+    assert surgeon.verify(base, out, **asked).holds
+    broken = surgeon.verify(base, out, adapters=both, **asked)
+    assert not broken.holds and [check.name for check in broken.checks if not check.holds] == ["adapter"]
 
 
 # Experts.

@@ -18,7 +18,18 @@ from surgeon.errors import BadInput
 from surgeon.runtime.gate import DomainGate, Gating
 from surgeon.runtime.gate_rules import GateRules, GateSpec
 from tests import tiny
-from tests.runtime.grafting import everything, gate, gated, grafted, perturbed, read_from, states, tokens
+from tests.runtime.grafting import (
+    adapters,
+    everything,
+    gate,
+    gated,
+    grafted,
+    perturbed,
+    read_from,
+    routed,
+    states,
+    tokens,
+)
 from tests.runtime.test_born import left_padded, prefill_and_decode
 
 
@@ -64,6 +75,36 @@ def test_tokens_before_it_opens_have_the_bases_logits(family: str, dtype: str) -
         with model.grafts(enabled=False):
             for logits, expected in zip(prefill_and_decode(model, ids, mask), native, strict=True):
                 assert torch.equal(logits, expected)
+
+
+def test_what_leaves_nothing_for_later_tokens_is_skipped_while_all_are_closed() -> None:
+    """Adapters and routed experts; never where a gradient is asked for, a row is open or all is recorded."""
+    base, ids = tiny.model("llama"), tokens()
+    model = perturbed(grafted("llama", gated(routed(layers=(0, 3)) | adapters(layers=(1, 4))), base=base))
+    domain_gate: Any = next(module for module in model.modules() if hasattr(module, "threshold"))
+    # Of the code that ships, not of ours.
+    added = [module for module in model.modules() if type(module).__name__ in ("GatedAdapter", "RoutedExperts")]
+    calls: list[Any] = []
+    for module in added:
+        module.register_forward_hook(lambda *given: calls.append(given[0]))
+
+    def called(threshold: float, **given: Any) -> int:
+        calls.clear()
+        domain_gate.threshold.fill_(threshold)
+        logits = model(ids, use_cache=False, **given).logits
+        assert (threshold < 100) != torch.equal(logits, base(ids).logits)
+        return len(calls)
+
+    with torch.no_grad():
+        assert len(added) == 4 and called(100.0) == 0 and called(0.0) == 4
+        whole = _flow(model)
+        whole.records_choices = True
+        assert called(100.0, surgery_flow=whole) == 4
+        flow = _flow(model)
+        model(ids, use_cache=False, surgery_flow=flow)
+        highest = flow.gating.scores(domain_gate, flow.gating.evidence).amax(1).sort().values
+        assert highest[0] < highest[1] and called(float(highest.mean())) == 4
+    assert called(100.0) == 4
 
 
 def test_no_number_of_what_is_closed_reaches_the_output() -> None:

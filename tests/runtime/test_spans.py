@@ -1,4 +1,7 @@
-"""Decoders some of whose blocks are no modules: bare matrices (OPT), and blocks that norm the stream's sum (BERT)."""
+"""Decoders some of whose blocks are no modules: bare matrices (OPT), and blocks that norm the stream's sum (RemBERT).
+
+RemBERT's cache has entries for two kinds of attention.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from tests.runtime.test_born import left_padded, prefill_and_decode
 # Where a layer's FFN is read and written, by model type, and where its attention is none of its own.
 SPANS = {
     "opt": {FFN: ("fc1", "fc2")},
-    "bert": {ATTENTION: ("attention.self", "attention.output.dropout"), FFN: ("intermediate", "output.dropout")},
+    "rembert": {ATTENTION: ("attention.self", "attention.output.dropout"), FFN: ("intermediate", "output.dropout")},
 }
 SURGERY: dict[str, Any] = {
     "trunk_layers": 4,
@@ -114,10 +117,10 @@ def test_an_adapter_joins_what_bare_matrices_add_to_the_stream() -> None:
 
 
 def test_an_adapter_stands_before_the_norm_of_the_sum() -> None:
-    """BERT: LayerNorm(FFN(x) + adapter(x) + x)."""
-    _, model = models("bert", "float32")
+    """RemBERT: LayerNorm(FFN(x) + adapter(x) + x)."""
+    _, model = models("rembert", "float32")
     held = {name: value.clone() for name, value in model.state_dict().items()}
-    layer = perturbed(model).bert.encoder.layer[3]
+    layer = perturbed(model).rembert.encoder.layer[3]
     ids = torch.randint(3, 100, (2, 7), generator=torch.Generator().manual_seed(0))
     names = {"middle": "intermediate", "dense": "output.dense", "layer": ""}
     seen = seen_in(layer, names, lambda: model(ids))

@@ -225,9 +225,18 @@ def test_a_lora_is_merged_and_loads_in_peft(plain: Path) -> None:
     stored = {name: value.clone() for name, value in under.state_dict().items()}
     merged = PeftModel.from_pretrained(under, plain / "second" / ADAPTER_FOLDER).merge_and_unload().state_dict()
     found = load_model(plain / "second").state_dict()
+    held = load_file(plain / "second" / ADAPTER_FOLDER / "adapter_model.safetensors")
     for name, value in merged.items():
-        assert torch.equal(found[name], value.to(torch.bfloat16)), name
-        assert torch.equal(stored[name], value) == (name not in moved)
+        change = value - stored[name]
+        assert bool(change.any()) == (name in moved)
+        if name not in moved:
+            assert torch.equal(found[name], value.to(torch.bfloat16)), name
+            continue
+        # Each number is one of the two next to PEFT's; on what the adapter reads they err less than the nearest ones.
+        read = held[f"base_model.model.{name.removesuffix('weight')}lora_A.weight"].float()
+        errors = [((made.float() - value) @ read.T).norm() for made in (found[name], value.to(torch.bfloat16))]
+        assert ((found[name].float() - value).abs() <= 2**-7 * value.abs()).all()
+        assert errors[0] < errors[1]
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")

@@ -1,8 +1,8 @@
 """A LoRA over a frozen model (Hu et al., 2022), by PEFT: h = W x + s · B A x, s = alpha / rank.
 
 The adapter's values have the model's dtype, with float32 masters in the optimizer, as everything that trains. PEFT's
-own modules compute it, so what is saved loads in PEFT as it was; RUN's weights are W + s · B A, computed in float32
-from the stored W and rounded once.
+own modules compute it, so what is saved loads in PEFT as it was; RUN's weights are W + s · B A, as `merge_adapter`
+computes and rounds it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from surgeon.apply.compute import Evaluator
+from surgeon.blueprint.blueprint import Blueprint
+from surgeon.blueprint.recipes import Adapted, Copy, Imported, Place, Product
 from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.errors import BadInput, printable
 from surgeon.models.load import stored_dtype
 from surgeon.train.config.schema import LoraSpec
@@ -140,8 +144,26 @@ class Merged:
     whole: tuple[str, ...] = ()
 
 
+class _Bench(Evaluator):
+    """What recipes compute with: an output's tensors, and trained values in the place of an adapter's."""
+
+    def __init__(self, out: CheckpointFolder, values: Mapping[str, Tensor]) -> None:
+        super().__init__(Blueprint(0, outputs=(), couplings={}, layers=(), operations=(), config={}), out)
+        self._values = values
+
+    def imported(self, place: Place, name: str, tensor: str) -> Tensor:
+        """A trained value."""
+        return self._values[tensor]
+
+
+def _trained(name: str, values: Mapping[str, Tensor]) -> Imported:
+    value = values[name]
+    dtype = next(key for key, of in FLOAT_DTYPES.items() if f"torch.{of.torch}" == str(value.dtype))
+    return Imported("adapter", "trained", name, dtype, tuple(value.shape))
+
+
 def merged(out: CheckpointFolder, trained: Path, spec: LoraSpec, model: Any) -> Merged:
-    """Return the stored weights plus s · B A in float32, rounded to their dtype.
+    """Return the stored weights with s · B A merged into them.
 
     Args:
         out: the output that was trained.
@@ -161,21 +183,19 @@ def merged(out: CheckpointFolder, trained: Path, spec: LoraSpec, model: Any) -> 
         tensors[on_disk[name]] = value.to(stored_dtype(out.tensors[on_disk[name]].dtype))
         adapter[f"{_PEFT}{name}"] = value
         whole.setdefault(name.removeprefix(f"{model.base_model_prefix}.").partition(".")[0])
+    bench = _Bench(out, values)
     for name, down in values.items():
         module, a, rest = name.partition(".lora_A.")
         matrix = "A" if a else "B"
         adapter[f"{_PEFT}{module if a else name.partition('.lora_B.')[0]}.lora_{matrix}{_WEIGHT}"] = down
         if not a:
             continue
-        up = values[f"{module}.lora_B.{rest}"]
         disk = on_disk[f"{module}{_WEIGHT}"]
-        info = out.tensors[disk]
-        dtype = stored_dtype(info.dtype)
-        before = torch.frombuffer(out.read(disk), dtype=dtype).reshape(info.shape).float()
-        product = up.float() @ down.float()
-        if isinstance(model.get_submodule(module), Conv1D):
-            product = product.T
-        tensors[disk] = (before + spec.scale * product).to(dtype)
+        up = _trained(f"{module}.lora_B.{rest}", values)
+        product, info = Product(_trained(name, values), up, spec.scale), out.tensors[disk]
+        turned = isinstance(model.get_submodule(module), Conv1D)
+        tensors[disk] = bench.compute(Adapted(Copy.of(info), (product,), disk, info.dtype, turned=turned))
+    bench.close()
     modules = {name.partition(".lora_")[0] for name in values}
     transposed = any(isinstance(model.get_submodule(module), Conv1D) for module in modules)
     return Merged(tensors, dict(sorted(adapter.items())), transposed, tuple(whole))
