@@ -88,6 +88,11 @@ def sources_of(corpora: Path, english: str) -> dict[str, list[dict[str, Any]]]:
     }
 
 
+def _pattern(asked: argparse.Namespace) -> str:
+    """The original sources, in names of files."""
+    return f"{asked.english.replace('*', 'all')}{'_recalled' if asked.recalled else ''}"
+
+
 def _source(file: Path) -> dict[str, Any]:
     return {"name": file.name.removesuffix(".train.jsonl"), "path": str(file)}
 
@@ -128,7 +133,7 @@ def train(
     """The run of one surgery, and what `surgery.json` says of it."""
     work, called = asked.work, f"{name.replace(' ', '-')}-{'gated' if gated else 'ungated'}"
     # Without a gate no English is read.
-    by = f"{asked.english.replace('*', 'all')}-" if gated else ""
+    by = f"{_pattern(asked)}-" if gated else ""
     out, to = work / f"{called}-out", work / f"{called}-run-{by}{asked.steps}"
     operations = [SURGERIES[name], *([{"op": "domain_gate"}] if gated else [])]
     plan, config = work / f"{called}.plan.yaml", work / f"{called}.train.yaml"
@@ -436,11 +441,13 @@ def write_shares(
     asked: argparse.Namespace, found: dict[str, dict[str, Any]], both: list[str], gate: dict[str, Any]
 ) -> None:
     """The page of what the gate alone does."""
-    name = f"gate_{asked.base.name}_{asked.english.replace('*', 'all')}_shares.md"
+    name = f"gate_{asked.base.name}_{_pattern(asked)}_shares.md"
     lines = [
-        f"# Where a domain gate is open: {asked.base.name}, French beside {asked.english}",
+        f"# Where a domain gate is open: {asked.base.name}, French beside {asked.english}"
+        f"{' and text that the base wrote' if asked.recalled else ''}",
         "",
-        f"`python -m benchmarks.gate --english '{asked.english}' --tokens {asked.tokens} --shares` ({machine()}, one"
+        f"`python -m benchmarks.gate --english '{asked.english}' --tokens {asked.tokens} --shares"
+        f"{' --recalled FILE' if asked.recalled else ''}` ({machine()}, one"
         " thread). The gate alone, with the operation's defaults, fitted on the training files that `--english` names"
         " and on all French ones, each a source; behind it adapters trained for one step. Tokens of val files, which"
         " neither training nor gate saw, documents from their beginning in windows of up to"
@@ -474,11 +481,15 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--tokens", type=int, default=40_000)
     parser.add_argument("--shares", action="store_true")
+    parser.add_argument("--recalled", type=Path, help="text that the base wrote (`surgeon recall`): one source more")
     parser.add_argument("--only", nargs="*", choices=list(SURGERIES), default=list(SURGERIES))
     asked = parser.parse_args()
     torch.set_num_threads(1)
     asked.work.mkdir(exist_ok=True)
     texts = sources_of(asked.corpora, asked.english)
+    if asked.recalled is not None:
+        own = {"name": "recalled", "path": str(asked.recalled.resolve())}
+        texts["english"].append({**own, "share": 0.0, "validation": 0.1, "role": "original"})
     base = surgeon.open_checkpoint(asked.base)
     asked.window = base.context
     of_files = windows_of(asked.corpora, asked.english, base.tokenizer(), asked.tokens, asked.window)

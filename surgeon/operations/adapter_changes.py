@@ -199,8 +199,6 @@ class Sorted:
             raise self._refused(which, f"the adapter's config {says}, and {has} is there; was a file cut or replaced?")
         if found is None:
             return None
-        if place.form == "embedding":
-            raise self._refused(found, "DoRA of embeddings is not merged; merge it with PEFT first")
         size = self.adapter.tensors[found].shape
         self._check_shape(found, (1, rows) if len(size) == 2 else (rows,))
         return self._of(found)

@@ -264,7 +264,7 @@ class UpcycleExperts(Operation):
         return OperationRecord(
             op=self.op,
             matched=f"{len(sparse)} layers, {mixture.count} experts each, {mixture.chosen} a token, as"
-            f" {target.architecture} (also in {target.engines}){self._amended(target, mixture)}"
+            f" {target.architecture}{target.elsewhere}{self._amended(target, mixture)}"
             + (f"; {show_layers(list(plain))} keep their MLP" if plain else "")
             + ("; attention is the mean of all models'" if self.attention == "average" else ""),
             claim=self._claim(target, dense),
@@ -364,6 +364,8 @@ class UpcycleExperts(Operation):
                 return self._router(made, key, dtype, layer)
             case "bias":
                 return Constant(0.0, "F32", made.shape)
+            case "idle":
+                return Constant(0.0, dtype, made.shape)
             case "down" if self.form == "shared":
                 return Constant(0.0, dtype, made.shape)
         cut = made.role == "down" and self.fine_grained > 1

@@ -110,7 +110,7 @@ ORACLE: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "embeddings": ("llama", {"target_modules": ["embed_tokens", "q_proj"], "modules_to_save": ["lm_head"]}),
-    "DoRA": ("llama", {"target_modules": ["q_proj", "down_proj"], "use_dora": True}),
+    "DoRA": ("llama", {"target_modules": ["q_proj", "down_proj", "embed_tokens"], "use_dora": True}),
     "biases": ("qwen2", {"target_modules": ["q_proj", "o_proj"], "bias": "all"}),
     "biases of a LoRA": ("qwen2", {"target_modules": ["q_proj"], "bias": "lora_only", "lora_bias": True}),
     "tied, by tokens": ("qwen3", {"target_modules": ATTENTION, "trainable_token_indices": [3, 5]}),

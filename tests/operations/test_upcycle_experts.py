@@ -18,10 +18,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import surgeon
+from benchmarks.published_configs import PUBLISHED
 from surgeon.errors import BadInput
 from tests import tiny
 from tests.checkpoints import weights
-from tests.decoders import tiny_decoder
+from tests.decoders import checkpoint_of, tiny_decoder
 from tests.operations.test_grow_vocabulary import assert_same
 from tests.train.texts import add_tokenizer, corpus
 
@@ -59,6 +60,29 @@ CASES = [
     ("granite", "copies", "GraniteMoe", MANY),
     ("olmo2", "copies", "FlexOlmo", {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True} | THETA),
 ]
+
+
+# Published bases, the class of their copies, and what of it a base has nothing for.
+OTHERS = {
+    "seed_oss": ("qwen2_moe", ["mlp.shared_expert.down_proj.weight", "mlp.shared_expert_gate.weight"]),
+    "ernie4_5": ("ernie4_5_moe", ["mlp.moe_statics.e_score_correction_bias"]),
+    "cohere2": ("cohere2_moe", []),
+}
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_copies_of_a_published_base_in_a_class_of_its_maker(family: str, tmp_path: Path) -> None:
+    model_type, idle = OTHERS[family]
+    base = checkpoint_of(PUBLISHED[family], tmp_path / "base", dtype="bfloat16")
+    out = upcycled(tmp_path, base, form="copies")
+    assert json.loads((out / "config.json").read_text())["model_type"] == model_type
+    found = surgeon.verify(base, out, windows=1, window=16, dtypes=("float32",))
+    assert found.holds and found.promise == "rounding"
+    held = weights(out)
+    assert not any(held[f"model.layers.1.{suffix}"].any() for suffix in idle)
+    loaded(out)
+    surgeon.revert(out, tmp_path / "back")
+    assert_same(base, tmp_path / "back")
 
 
 def base_of(folder: Path, family: str, dtype: str = "bfloat16", **overrides: Any) -> Path:
@@ -452,9 +476,17 @@ def test_some_layers_keep_their_mlp(
 
 
 def test_a_class_with_experts_in_every_layer_is_refused(tmp_path: Path) -> None:
-    base = base_of(tmp_path, "llama")
     with pytest.raises(BadInput, match="it has experts in every layer"):
-        upcycled(tmp_path, base, form="copies", layers=[1])
+        upcycled(tmp_path, base_of(tmp_path, "granite"), form="copies", layers=[1])
+
+
+def test_a_class_that_keeps_any_mlp_holds_a_llama_of_some_experts(tmp_path: Path) -> None:
+    base = base_of(tmp_path, "llama")
+    out = upcycled(tmp_path, base, form="copies", layers=[1])
+    config = json.loads((out / "config.json").read_text())
+    assert (config["model_type"], config["mlp_only_layers"], config["qkv_bias"]) == ("qwen2_moe", [0], False)
+    found = surgeon.verify(base, out, windows=1, window=16, dtypes=("float32",))
+    assert found.holds and found.promise == "rounding"
 
 
 @pytest.mark.parametrize(("form", "segments"), [("shared", 1), ("copies", 2)])
@@ -593,7 +625,9 @@ def test_a_mixture_is_not_upcycled_again_and_nothing_follows_in_the_plan(tmp_pat
         surgeon.preview(plan_of(tmp_path), out)
     with pytest.raises(BadInput, match="layer 0 of this qwen3_next is a mixture of experts already"):
         surgeon.preview(plan_of(tmp_path), tiny_decoder(tmp_path / "hybrid", "qwen3_next"))
-    with pytest.raises(BadInput, match=r"\(mixtral, qwen3_moe, granitemoe, flex_olmo: it has RMS norms; the base"):
+    with pytest.raises(
+        BadInput, match=r"\(mixtral, .*, ernie4_5_moe: it has RMS norms; the base.* cohere2_moe: it has layers with"
+    ):
         surgeon.preview(plan_of(tmp_path, form="copies"), tiny_decoder(tmp_path / "cohere", "cohere"))
     insert = {"op": "insert_layers", "where": {"after": [0]}, "init": {"kind": "copy"}}
     for operations, words in (

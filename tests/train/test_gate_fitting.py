@@ -139,6 +139,29 @@ def test_the_share_is_kept_on_every_original_source(made: Path) -> None:
     assert max(shares()) > 0.05
 
 
+def test_a_fitting_that_was_killed_ends_as_one_that_was_not(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between its two files, and behind them; byte for byte."""
+    # Enough for these texts.
+    monkeypatch.setattr(gate_fitting, "_STEPS", 200)
+    train(made, "out", "whole", steps=1)
+
+    def killed(*_given: Any) -> None:
+        raise KeyboardInterrupt
+
+    for name in ("write_durably", "_digest_of"):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(gate_fitting, name, killed)
+            train(made, "out", "cut", steps=1)
+    train(made, "out", "cut", steps=1)
+    whole, cut = (CheckpointFolder.open(made / name) for name in ("whole", "cut"))
+    assert whole.tensors.keys() == cut.tensors.keys()
+    assert all(whole.read(name) == cut.read(name) for name in whole.tensors)
+    figures = [
+        json.loads((made / name / "surgery.json").read_text())["training"][-1]["gate"] for name in ("whole", "cut")
+    ]
+    assert figures[0] == figures[1] and figures[0]["kept"]["en"] >= 0.95
+
+
 @pytest.mark.parametrize("form", ["mlp", "linear"])
 def test_evidence_is_a_likelihood_in_which_each_source_counts_alike(form: str) -> None:
     """Three kinds of token; one that is rare in original text as a whole, but all of one small source of it."""

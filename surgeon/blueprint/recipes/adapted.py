@@ -29,9 +29,9 @@ _NUMBERS_AT_ONCE = 1 << 24
 class Product:
     """`weight` times what a LoRA adds: `scale` · B A; with a `magnitude` (DoRA) rows get that length.
 
-    `turned`: the product's transpose (of embeddings, which have a row for each input). `expert` is (number, count)
-    where the pair holds those of `count` experts and the product is one's: of r rows each in A, and of every count-th
-    column of B. `rows` are those of the product that the tensor has; None: all.
+    `turned`: the product's transpose (of embeddings, which have a row for each input); columns get the length then.
+    `expert` is (number, count) where the pair holds those of `count` experts and the product is one's: of r rows each
+    in A, and of every count-th column of B. `rows` are those of the product that the tensor has; None: all.
     """
 
     down: Imported
@@ -85,11 +85,14 @@ class Product:
     def taken(self, values: Tensor, base: Tensor, rows: slice, given: Sequence[Tensor]) -> Tensor:
         """Some `rows` of the tensor with the product added; `base` are those before any step, `given` the factors.
 
-        As PEFT does, DoRA divides by the lengths of the base's rows with this product alone.
+        As PEFT does, DoRA divides by the lengths of the base's rows with this product alone. Of columns, `given` holds
+        the magnitude divided by these already.
         """
         left, right, *magnitude = (each.to(values.dtype) for each in given)
         added = values.addmm(left[rows], right, alpha=self.scale)
-        if magnitude:
+        if magnitude and self.turned:
+            added.mul_(magnitude[0].flatten())
+        elif magnitude:
             own = base.addmm(left[rows], right, alpha=self.scale).norm(dim=1)
             added.mul_((magnitude[0].flatten()[rows] / own)[:, None])
         return added if self.weight == 1.0 else values.lerp(added, self.weight)
@@ -212,7 +215,7 @@ class Adapted(Recipe):
         """The tensor's rows as they are used, some at a time, and the record of them all at the end."""
         record = _Record()
         dtype = bench.dtype(self.dtype)
-        given = [step.given(bench) for step in self.steps]
+        given = [self._given(step, bench) for step in self.steps]
         factors = [own[1] for step, own in zip(self.steps, given, strict=True) if isinstance(step, Product)]
         for rows, before in self._rows(bench):
             after = before
@@ -220,6 +223,19 @@ class Adapted(Recipe):
                 after = step.taken(after, before, rows, own)
             yield record.rounded(before, after, dtype, self.rounding, factors, own=self._has_own).to(dtype)
         bench.record(self.name, record.figures)
+
+    def _given(self, step: Step, bench: Bench) -> tuple[Tensor, ...]:
+        """What a step takes of an adapter; lengths of columns, which DoRA of embeddings divides by, take all rows."""
+        found = step.given(bench)
+        if not isinstance(step, Product) or step.magnitude is None or not step.turned:
+            return found
+        left, right, magnitude = found
+        parts = ((rows, before.double()) for rows, before in self._rows(bench))
+        squares = sum(
+            before.addmm(left[rows].double(), right.double(), alpha=step.scale).square().sum(0)
+            for rows, before in parts
+        )
+        return left, right, (magnitude.double().flatten() / squares**0.5).to(magnitude.dtype)
 
     @property
     def _has_own(self) -> bool:

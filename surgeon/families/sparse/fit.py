@@ -154,7 +154,8 @@ def _unlike(target: Target, config: Mapping[str, Any], plain: bool) -> str:
             kept = index in mixture.plain
             tensors |= {f"{stem}{index}.{s}": v for s, v in own.items() if s not in target.dropped(dense, plain=kept)}
             for made in target.plain_layer(dense) if kept else target.layer(dense, mixture):
-                if made.role != "bias":
+                # Elsewhere a buffer, which is there.
+                if made.role != "bias" or target.row:
                     tensors[f"{stem}{index}.{made.suffix}"] = _of_twin(made, own, target.form, draws)
         with torch.random.fork_rng(devices=[]):
             other = build(target.config(dense, mixture), buffers=True)
@@ -179,6 +180,6 @@ def _of_twin(made: Made, own: Mapping[str, Tensor], form: Form, draws: Any) -> T
 
     if made.role == "router":
         return torch.randn(made.shape, generator=draws)
-    if made.role == "down" and form == "shared":
+    if made.role in ("idle", "bias") or (made.role == "down" and form == "shared"):
         return torch.zeros(made.shape)
     return torch.cat([own[take.suffix][take.start : take.stop] for take in made.takes]).reshape(made.shape)

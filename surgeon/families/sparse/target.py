@@ -20,7 +20,7 @@ _COMMON = (
 _AS_WRITTEN = ("dtype", "torch_dtype", "transformers_version", "original_max_position_embeddings")
 _ROPE = ("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor")
 
-Role = Literal["kept", "inner", "copied", "down", "router", "bias"]
+Role = Literal["kept", "inner", "copied", "down", "router", "bias", "idle"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Made:
 
     `kept`: what the base computes with; `inner`: gate and up of experts, `copied` their biases; `down`: their
     output, which of the segment `number` takes columns, `segments` of equal width; `router`: a row an expert; `bias`: a
-    number an expert, zero.
+    number an expert, zero; `idle`: zeros of a part that the class has and the base needs nothing of.
     `expert` is the number of the one expert that it belongs to; None: it holds all of them.
     """
 
@@ -47,8 +47,9 @@ class Target:
     `settings` are the fields of its config.json that are not every class's, of a base and a mixture; it raises BadInput
     where no setting computes what the base does. `expert` and `shared` hold a place for the number and for the three
     `words` of gate, up and down; of a class with `fused` ones `words` are those of gate and up in one, and of down.
-    `balanced` says that it has a loss that spreads tokens, `engines` what else runs it, `plain` which of its layers may
-    have an MLP instead of experts.
+    `balanced` says that it has a loss that spreads tokens, `engines` what else runs it as far as was tried, `plain`
+    which of its layers may have an MLP instead of experts. The numbers of `bias` stand in a matrix of one row where it
+    is a `row`. `idle` are tensors beside the experts that add nothing, with the columns of each: -1 is the hidden size.
     """
 
     model_type: str
@@ -64,6 +65,13 @@ class Target:
     fused: bool = False
     balanced: bool = True
     plain: Literal["none", "lowest", "any"] = "none"
+    row: bool = False
+    idle: tuple[tuple[str, tuple[int, int]], ...] = ()
+
+    @property
+    def elsewhere(self) -> str:
+        """What else runs the class, in words; nothing where none was tried."""
+        return f" (also in {self.engines})" if self.engines else ""
 
     def refusal(self, mixture: Mixture) -> str:
         """Why the class cannot keep the MLP in these layers, in a few words; empty where it can."""
@@ -81,8 +89,7 @@ class Target:
         made: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
         made |= {key: written.get(key, full.get(key)) for key in _COMMON}
         made["hidden_act"] = made["hidden_act"] or full.get("hidden_activation")
-        if made["rms_norm_eps"] is None:
-            raise BadInput("it has RMS norms; the base's norms are others (no `rms_norm_eps` in its config.json)")
+        made["attention_dropout"] = made["attention_dropout"] or 0.0
         heads, kv_heads = dense.heads
         made |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": dense.head_dim}
         made |= {key: written[key] for key in _AS_WRITTEN if key in written}
@@ -92,6 +99,8 @@ class Target:
         made |= {"num_experts": mixture.count, "num_local_experts": mixture.count}
         made["num_experts_per_tok"] = mixture.chosen
         made |= self.settings(dense, mixture)
+        if made["rms_norm_eps"] is None and made.get("layer_norm_eps") is None:
+            raise BadInput("it has RMS norms; the base's norms are others (no `rms_norm_eps` in its config.json)")
         if self.balanced:
             # Not `output_router_logits`: with it transformers computes the loss at every forward, which ends where a
             # cache holds part of a padded batch. Training asks for it.
@@ -118,7 +127,10 @@ class Target:
                 made.append(_kept(self.shared.format(word), columns, take))
         made.append(Made(self.router, (mixture.count, dense.hidden), "router"))
         if self.bias:
-            made.append(Made(self.bias, (mixture.count,), "bias"))
+            made.append(Made(self.bias, (1, mixture.count) if self.row else (mixture.count,), "bias"))
+        for suffix, shape in self.idle:
+            rows, columns = (dense.hidden if size < 0 else size for size in shape)
+            made.append(Made(suffix, (rows, columns), "idle"))
         return [*made, *(self._stacked(dense, mixture) if self.fused else self._experts(dense, mixture))]
 
     def plain_layer(self, dense: Dense) -> list[Made]:

@@ -81,6 +81,46 @@ def _flex_olmo(dense: Dense, mixture: Mixture) -> dict[str, Any]:
     return {"intermediate_size": dense.width // mixture.segments, "norm_topk_prob": True}
 
 
+# Neurons of a shared expert that a class has in every layer and that computes nothing.
+_IDLE = 8
+
+
+def _qwen2_moe(dense: Dense, mixture: Mixture) -> dict[str, Any]:
+    biased = any(suffix.endswith("q_proj.bias") for suffix in dense.shapes)
+    return _qwen3_moe(dense, mixture) | {"shared_expert_intermediate_size": _IDLE, "qkv_bias": biased}
+
+
+def _ernie4_5_moe(dense: Dense, mixture: Mixture) -> dict[str, Any]:
+    _without_window(dense)
+    return {
+        "moe_intermediate_size": dense.width // mixture.segments,
+        "moe_num_experts": mixture.count,
+        "moe_k": mixture.chosen,
+        "moe_num_shared_experts": 0,
+        "moe_layer_start_index": 0,
+        "moe_layer_end_index": -1,
+        "moe_layer_interval": 1,
+        "use_bias": bool(dense.full.get("use_bias")),
+    }
+
+
+def _cohere2_moe(dense: Dense, mixture: Mixture) -> dict[str, Any]:
+    full = dense.full
+    if full.get("layer_norm_eps") is None or not full.get("layer_types"):
+        raise BadInput("it has layers with and without a window and norms with a mean; use another `target`")
+    return {
+        "intermediate_size": dense.width // mixture.segments,
+        "layer_norm_eps": full["layer_norm_eps"],
+        "layer_types": full["layer_types"],
+        "sliding_window": full.get("sliding_window"),
+        "logit_scale": full.get("logit_scale", 1.0),
+        "mlp_layer_types": ["sparse"] * full["num_hidden_layers"],
+        "num_shared_experts": 0,
+        "expert_selection_fn": "softmax",
+        "norm_topk_prob": True,
+    }
+
+
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _LINEAR = ("input_linear", "output_linear")
 _EXPERT = "mlp.experts.{}.{}.weight"
@@ -172,5 +212,44 @@ TARGETS: tuple[Target, ...] = (
         _EXPERT,
         _PROJECTIONS,
         _flex_olmo,
+    ),
+    Target(
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        "copies",
+        "",
+        "mlp.gate.weight",
+        _EXPERT,
+        _PROJECTIONS,
+        _qwen2_moe,
+        plain="any",
+        idle=(
+            ("mlp.shared_expert.gate_proj.weight", (_IDLE, -1)),
+            ("mlp.shared_expert.up_proj.weight", (_IDLE, -1)),
+            ("mlp.shared_expert.down_proj.weight", (-1, _IDLE)),
+            ("mlp.shared_expert_gate.weight", (1, -1)),
+        ),
+    ),
+    Target(
+        "ernie4_5_moe",
+        "Ernie4_5_MoeForCausalLM",
+        "copies",
+        "",
+        "mlp.gate.weight",
+        _EXPERT,
+        _PROJECTIONS,
+        _ernie4_5_moe,
+        bias="mlp.moe_statics.e_score_correction_bias",
+        row=True,
+    ),
+    Target(
+        "cohere2_moe",
+        "Cohere2MoeForCausalLM",
+        "copies",
+        "",
+        "mlp.gate.weight",
+        _EXPERT,
+        _PROJECTIONS,
+        _cohere2_moe,
     ),
 )
