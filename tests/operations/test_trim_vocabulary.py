@@ -223,7 +223,7 @@ def test_ids_that_transformers_gives_otherwise_are_refused(trimmed: tuple[Path, 
     old = Old(TokenizerJson.parse((trimmed[0] / "tokenizer.json").read_bytes()), "base", ROWS)
     old.ask(tokenizer)
     check_ids(old, range(381), tokenizer)
-    with pytest.raises(BadInput, match="would have the id 5 in place of 4: transformers makes this tokenizer"):
+    with pytest.raises(BadInput, match=r"would have the id \d+ in place of \d+: transformers makes this tokenizer"):
         check_ids(old, [*range(4), *range(5, 381)], tokenizer)
 
 
