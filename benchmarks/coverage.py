@@ -214,13 +214,13 @@ verified against its base (every byte; logits of prefill and cached generation, 
 `exact`, or the first line of the reason. "no tiny checkpoint":
 the type's default config cannot be built or run by itself here (it lacks a setting that real checkpoints have, wants
 a package that is not installed, or is no decoder), which says nothing of real checkpoints of that type.
-"not run": `insert` is that of an earlier run (in float32 alone, without the way back), grafts were not run.
+"not run": these grafts were not run yet.
 `coverage.jsonl` has each row's day, versions and seconds.
 
-Where a default config cannot run as it is, `CHANGES` in tests/decoders.py says what was changed. Two of these make a
-case easier than real checkpoints are: Jamba's layers were made all alike (of its real pattern single copies are
-refused, whole periods are exact: tests/end_to_end/test_any_decoder.py), and Gemma 4 is without embeddings for each
-layer (with them new layers are exact, branches refused: tests/families/test_parts_of_layers.py).
+Where a default config cannot run as it is, `CHANGES` and `WHOLE` in tests/decoders.py say what was changed.
+Two of these make a case easier than real checkpoints are: Jamba's layers were made all alike (of its real pattern
+single copies are refused, whole periods are exact: tests/end_to_end/test_any_decoder.py), and Gemma 4 is without
+embeddings for each layer (with them new layers are exact, branches refused: tests/families/test_parts_of_layers.py).
 """
 
 
@@ -263,7 +263,7 @@ _ALL = "new layers and every graft"
 _SOME = "new layers, and grafts but for those named"
 _NEW = "grafts, but no silent new layers after every layer"
 _REFUSED = "nothing"
-_EARLIER = "new layers, in an earlier run (in float32, without the way back); grafts are not run yet"
+_EARLIER = "new layers; grafts are not run yet"
 _UNBUILT = "not tried: the default config gives no tiny checkpoint"
 
 

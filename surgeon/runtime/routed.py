@@ -27,7 +27,7 @@ from .precision import at_least_fp32
 from .routed_rules import Routed, RoutedRules, RoutedSpec
 from .rules import Surgery
 
-Linear = tuple[Tensor, Tensor | None]
+Matrix = tuple[Tensor, Tensor | None]
 # Against a sum of zero, as the classes of transformers have it.
 _LEAST = 1e-20
 
@@ -80,7 +80,7 @@ class RoutedExperts(Newborn):
             weights = weights / (weights.sum(dim=-1, keepdim=True) + _LEAST)
         return scores, chosen, weights
 
-    def experts(self) -> Iterator[tuple[list[Linear], Tensor]]:
+    def experts(self) -> Iterator[tuple[list[Matrix], Tensor]]:
         """Of one expert after the other what reads, each a matrix and a bias or none, and what writes."""
         none = [None] * len(self.down_proj)
         reading = [
@@ -91,7 +91,7 @@ class RoutedExperts(Newborn):
         for *inner, down in zip(*reading, self.down_proj, strict=True):
             yield inner, down
 
-    def expert(self, tokens: Tensor, reading: list[Linear], down: Tensor) -> Tensor:
+    def expert(self, tokens: Tensor, reading: list[Matrix], down: Tensor) -> Tensor:
         """What one expert makes of tokens, N D both."""
         first, *more = (F.linear(tokens, matrix, bias) for matrix, bias in reading)
         inner = self.act_fn(first)

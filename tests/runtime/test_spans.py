@@ -29,9 +29,10 @@ SPANS = {
 }
 SURGERY: dict[str, Any] = {
     "trunk_layers": 4,
-    "adapters": [{"layer": layer, "size": 12, "gate": "relu"} for layer in (0, 3, 4)],
+    "adapters": [{"layer": layer, "size": 12, "gate": "sigmoid"} for layer in (0, 3, 4)],
     "control": [{"layer": 1, "branch": 4, "interpolator": {"kind": "dlerp"}, "divergence": {"kind": "mse"}}],
     "control_states": [{"layer": layer, "sites": ["attention", "ffn"]} for layer in (0, 2)],
+    "routed_experts": [{"layer": 2, "experts": 4, "size": 8, "top_k": 2}],
     "mixture": {"rank": 4, "alpha": 0.6, "top_k": 2},
 }
 
