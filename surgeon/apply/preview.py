@@ -24,7 +24,8 @@ from surgeon.common.listener import Listener, Quiet
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import without_a_place
 from surgeon.families.anatomy_cache import keep, recalled
-from surgeon.families.dissect import dissect, dissect_folder
+from surgeon.families.dissect import dissect
+from surgeon.families.dissect_folder import dissect_folder
 from surgeon.families.format_depth import other_scale
 from surgeon.families.periods import broken_pattern
 from surgeon.manifest.lineage import Lineage

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput, printable
-from surgeon.families.dissect import dissect_folder
+from surgeon.families.dissect_folder import dissect_folder
 from surgeon.models.load import running
 from surgeon.models.stream import StreamedModel
 from surgeon.models.tokenizer import open_tokenizer

@@ -5,17 +5,15 @@ What transformers builds of the config is taken apart and probed (checkpoint_ana
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.own_code import OwnCode
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
 from surgeon.families.decoders import USUAL_DECODERS, USUAL_ENCODERS
 from surgeon.families.grafted_config import is_grafted, native_config
-from surgeon.families.names import ANOTHER
 from surgeon.families.settings import check_settings, check_sizes
 
 
@@ -39,21 +37,3 @@ def dissect(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], own: O
     from surgeon.families.checkpoint_anatomy import anatomy_of
 
     return anatomy_of(native, tensors, own, carries_grafts=is_grafted(config))
-
-
-def dissect_folder(folder: CheckpointFolder, by: Callable[..., Anatomy] = dissect) -> Anatomy:
-    """`dissect` of an opened folder, or what `by` knows of it. Raises BadInput as that does.
-
-    Where the folder's own code was left out and tensors fit no class of transformers, the code may be what they are of.
-    """
-    try:
-        return by(folder.config, folder.tensors, folder.own)
-    except BadInput as error:
-        why = str(error)
-        if not folder.model_code or not why.endswith(ANOTHER):
-            raise
-        raise BadInput(
-            f"{why.removesuffix(ANOTHER)}this folder's own code ({folder.model_code}) was left out, as transformers has"
-            f" {printable(str(folder.config['model_type']))}, and these tensors may be of that code: read it, then pass"
-            " `--trust-remote-code`"
-        ) from error

@@ -27,7 +27,7 @@ from surgeon.common.suggestions import did_you_mean
 from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
-from surgeon.families.dissect import dissect_folder
+from surgeon.families.dissect_folder import dissect_folder
 from surgeon.operations import OPERATIONS
 from surgeon.operations.operation import Operation
 from surgeon.report.trials import drawn, entry, options_text

@@ -14,7 +14,7 @@ from surgeon.common.files import check_readable
 from surgeon.common.listener import Listener, Quiet
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy, without_a_place
-from surgeon.families.dissect import dissect_folder
+from surgeon.families.dissect_folder import dissect_folder
 from surgeon.families.grafted_config import native_config
 from surgeon.families.skeleton import reads_images, wordless_auto
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest
