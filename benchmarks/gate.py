@@ -23,8 +23,10 @@ import argparse
 import itertools
 import json
 import os
+import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,28 @@ SURGERIES: dict[str, dict[str, Any]] = {
     "PMoE slots": {"op": "pmoe_experts", "rank": 4, "slots": 1},
 }
 LANGUAGES = ("english", "french")
+# Little words of either language, by which alone a passage is taken for French.
+OF_FRENCH = {"le", "la", "les", "des", "de", "du", "et", "un", "une", "est", "en", "que", "qui", "pour", "dans", "par"}
+OF_FRENCH |= {"sur", "pas", "ce", "au", "aux", "avec", "sont", "ou", "l", "d"}
+OF_ENGLISH = {
+    "the",
+    "of",
+    "and",
+    "to",
+    "is",
+    "in",
+    "for",
+    "that",
+    "this",
+    "with",
+    "be",
+    "are",
+    "or",
+    "by",
+    "from",
+    "as",
+}
+OF_ENGLISH |= {"it", "you", "not"}
 # Prefixes up to these lengths are counted apart.
 LENGTHS = (8, 32, 128, 2**31)
 # The measurement that is asked for: English kept in bits and in nats, French learned beside the ungated twin.
@@ -379,12 +403,34 @@ def opened(model: Any, ids: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def mixed(model: Any, windows: dict[str, dict[str, list[Tensor]]]) -> list[str]:
+def in_french(tokenizer: Any, ids: Tensor) -> bool:
+    """Whether each 40 tokens have several of French's little words, and hardly any of English's.
+
+    Manual pages and handbooks have lists, commands and untranslated English among their French.
+    """
+    for part in ids.split(40):
+        words = Counter(re.findall(r"\w+", tokenizer.decode(part).lower()))
+        french, english = (sum(words[word] for word in of) for of in (OF_FRENCH, OF_ENGLISH))
+        if len(part) == 40 and (french < 3 or french <= 2 * english):
+            return False
+    return True
+
+
+def _passage(tokenizer: Any, ids: Tensor) -> Tensor | None:
+    """The first 200 tokens in a row, or 80 at the least, that are in French; None: there are none."""
+    begins = range(0, len(ids) - 80, 40)
+    found = (ids[begin : begin + length] for length in (200, 120, 80) for begin in begins)
+    return next((each for each in found if len(each) >= 80 and in_french(tokenizer, each)), None)
+
+
+def mixed(model: Any, windows: dict[str, dict[str, list[Tensor]]], tokenizer: Any) -> list[str]:
     """Both languages in one document: lines of a table, on as many documents of each file."""
-    english, french = (
-        [ids for pieces in windows[language].values() for ids in [p for p in pieces if len(p) >= least][:MIXED]]
-        for language, least in (("english", 320), ("french", 80))
-    )
+    english = [ids for pieces in windows["english"].values() for ids in [p for p in pieces if len(p) >= 320][:MIXED]]
+    passages = {
+        name: [part for ids in pieces if (part := _passage(tokenizer, ids)) is not None][:MIXED]
+        for name, pieces in windows["french"].items()
+    }
+    french = [ids for each in passages.values() for ids in each]
     lines = ["| text | measured | |", "|---|---|---:|"]
     for count in BEFORE:
         on = [
@@ -392,8 +438,10 @@ def mixed(model: Any, windows: dict[str, dict[str, list[Tensor]]]) -> list[str]:
             for nth, ids in enumerate(french)
         ]
         share = float(torch.cat(on).double().mean())
+        late = float(torch.cat([each[32:] for each in on]).double().mean())
         lines.append(
-            f"| {count} English tokens, then up to 200 French | French tokens for which it is open | {share:.1%} |"
+            f"| {count} English tokens, then up to 200 French | French tokens for which it is open; but the first 32 |"
+            f" {share:.1%}; {late:.1%} |"
         )
     for count in (32, 120):
         passage = [ids for ids in french if len(ids) >= count]
@@ -466,7 +514,15 @@ def write_shares(
             f"| {file} | {'yes' if file in gate['by_source'] else 'no'} | {tokens:,} | {' | '.join(parts)} |"
             f" {total / tokens:.1%} | {each['kept'] / tokens:.1%} |"
         )
-    lines += ["", f"Both languages in one document, {MIXED} documents of each file at most:", "", *both, ""]
+    lines += [
+        "",
+        f"Both languages in one document, passages of {MIXED} documents of each file at most. French ones have at"
+        " least three of the little words of French in each 40 tokens, and more than twice as many as of English's,"
+        " since these files hold commands, lists and untranslated English:",
+        "",
+        *both,
+        "",
+    ]
     (RESULTS / name).write_text("\n".join(lines), encoding="utf-8")
 
 
@@ -499,7 +555,7 @@ def main() -> None:
         model = surgeon.open_checkpoint(run).load(dtype="float32")
         every = windows_of(asked.corpora, "en_*", base.tokenizer(), asked.tokens, asked.window)
         native = surgeon.open_checkpoint(asked.base).load(dtype="float32")
-        both = [*mixed(model, every), "", *costs(native, model, every)]
+        both = [*mixed(model, every, base.tokenizer()), "", *costs(native, model, every)]
         write_shares(asked, shares(model, every), both, recorded["gate"])
         return
     windows = {language: [ids for each in files.values() for ids in each] for language, files in of_files.items()}

@@ -21,6 +21,9 @@ MOST_PROBLEMS = 20  # shown of one file
 NOTHING_GIVEN: Mapping[Place, str] = MappingProxyType({})
 NO_HABITS: Mapping[str, str] = MappingProxyType({})
 
+# How a bound is said, by pydantic's name for it.
+_BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+
 
 def check_yaml(
     model: type[ModelT],
@@ -154,6 +157,8 @@ class _Said:
         value, takes = problem["input"], self.forms.words(self.data, place)
         if isinstance(value, str) and (close := nearest(value, self.forms.values(self.data, place))) is not None:
             return f"`{key}` is {value_text(value)}; did you mean `{close}`?"
+        if not takes and (bound := next((_BOUNDS[name] for name in context if name in _BOUNDS), None)):
+            takes = f"a number {bound} {next(context[name] for name in context if name in _BOUNDS):g}"
         if not takes:
             return f"`{key}`: {problem['msg']}"
         return f"`{key}` is {value_text(value)}; it takes {takes}"

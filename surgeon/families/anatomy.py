@@ -364,9 +364,11 @@ def vocabulary_tensors(anatomy: Anatomy) -> dict[str, bool]:
     if odd is not None or True not in found.values():
         shape = list(anatomy.outer[odd].shape) if odd else []
         raise BadInput(
-            f"{printable(odd)}: {shape}, with other rows than the {rows} of the vocabulary, so these cannot change"
+            f"{printable(odd)}: {shape}, with other rows than the {rows} of the vocabulary, so these cannot change;"
+            " leave the vocabulary as it is"
             if odd
-            else "config.json: no embedding with a row for each id is found here, so the vocabulary cannot change"
+            else "config.json: no embedding with a row for each id is found here, so the vocabulary cannot change;"
+            " leave it as it is"
         )
     for tensors in anatomy.beyond:
         for info in tensors.values():

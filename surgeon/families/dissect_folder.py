@@ -24,6 +24,6 @@ def dissect_folder(folder: CheckpointFolder, by: Callable[..., Anatomy] = dissec
             raise
         raise BadInput(
             f"{why.removesuffix(ANOTHER)}this folder's own code ({folder.model_code}) was left out, as transformers has"
-            f" {printable(str(folder.config['model_type']))}, and these tensors may be of that code: read it, then pass"
+            f" {printable(str(folder.config['model_type']))}, and these tensors may be of that code; read it, then pass"
             " `--trust-remote-code`"
         ) from error

@@ -50,14 +50,14 @@ def rows_of_ids(config: Mapping[str, Any], skeleton: Skeleton, outer: Mapping[st
         if id(held[target]) not in known or grew != [_MORE_WORDS, *[0] * (held[target].ndim - 1)]:
             raise BadInput(
                 f"{printable(name)}: has a part for each id of the vocabulary and is neither the embedding nor the"
-                " output head, so this model's vocabulary cannot change"
+                " output head, so this model's vocabulary cannot change; leave it as it is"
             )
         found[name] = known[id(held[target])]
     # What is tied to the embedding is not stored.
     if left := sorted(wider - set(skeleton.model.all_tied_weights_keys)):
         raise BadInput(
             f"{printable(left[0])}: has a part for each id of the vocabulary and is not stored as surgeon expects;"
-            " this model's vocabulary cannot change"
+            " this model's vocabulary cannot change; leave it as it is"
         )
     return found
 
@@ -82,7 +82,7 @@ def _other_embeddings(skeleton: Skeleton, fields: Sequence[str]) -> list[Any]:
             raise BadInput(
                 f"{printable(name)}: tokens are read by this embedding too, of {module.num_embeddings} rows"
                 f" (`{field}`), and config.json does not say that it has one for each of the {told['vocab_size']} ids;"
-                " this model's vocabulary cannot change"
+                " this model's vocabulary cannot change; leave it as it is"
             )
         found.append(module)
     return found

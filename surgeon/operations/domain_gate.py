@@ -18,11 +18,11 @@ from surgeon.blueprint.grafts import Graft, recipes_of
 from surgeon.common.formatting import show_layers
 from surgeon.errors import BadInput, printable
 from surgeon.operations.operation import Legend, OneOf, Operation, Paper, TrainingDefaults
-from surgeon.runtime.gate_rules import FORMS, GATE, READS, GateSpec
+from surgeon.runtime.gate_rules import FORMS, GATE, OPENS, READS, GateSpec
 from surgeon.runtime.registry import GRAFTS
 
 # Evidence of original text, in nats, that closes a gate where nothing is said.
-_CLOSES = 8.0
+_CLOSES = 5.0
 
 
 class DomainGate(Operation):
@@ -82,11 +82,20 @@ class DomainGate(Operation):
             " on which it may be open: training sets its threshold by it",
         ),
     ] = 0.03
+    opens: Annotated[
+        float,
+        Field(
+            ge=0,
+            allow_inf_nan=False,
+            description="cusum: evidence of new text, in nats, that opens it at least; more where `false_positives`"
+            " asks for it",
+        ),
+    ] = OPENS
     closes: Annotated[
         Literal[False] | Annotated[float, Field(ge=0, allow_inf_nan=False)] | None,
         Field(
             description="evidence of original text, in nats, that closes an open gate; for prefix_mean and token how"
-            " far the score falls below the threshold; false: it stays open to the end of the document; default: 8 for"
+            " far the score falls below the threshold; false: it stays open to the end of the document; default: 5 for"
             " cusum, else false"
         ),
     ] = None
@@ -132,6 +141,7 @@ class DomainGate(Operation):
             "prior": self.prior,
             "closes": self._closes(),
             "false_positives": self.false_positives,
+            "opens": self.opens,
         }
 
     def _closes(self) -> float | None:

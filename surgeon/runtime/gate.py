@@ -9,16 +9,17 @@ begins closed.
 `cusum` is Page's test (Biometrika 1954) in both directions. With e_t within ±4,
     u ← min(max(u + e_t − 1, 0), threshold)    opens where it passes the threshold,
     d ← min(max(d − e_t, 0), closes)           closes where it passes `closes`,
-so that what a long text before has gathered does not delay the other decision. `prefix_mean`: the score of a prefix
-of n tokens is Σ e / (n + k), which begins at zero: k tokens of no evidence stand before every text. `token`: the score
-is e_t. Both open where the score is above the threshold and close where it falls that far below it. Without `closes`
-the gate stays open to the end of the document, as later tokens attend to keys and values that hold what was added.
+so that what a long text before has gathered does not delay the other decision. `prefix_mean`: the score of a
+prefix of n tokens is Σ e / (n + k), which begins at zero: k tokens of no evidence stand before every text. `token`:
+the score is e_t. Both open where the score is above the threshold and close where it falls that far below it. Without
+`closes` the gate stays open to the end of the document, as later tokens attend to keys and values that hold what was
+added.
 
 Where it is closed the output of everything that it switches is replaced by what the base has there (`torch.where`),
 so that what was added cannot reach it by any rounding. A token for which it is closed, as for all tokens before it
 in its document, has the base's logits, bit for bit. Branches and inserted layers are computed for every token
 all the same: their keys and values are there when the gate opens, in one forward and in several over a cache. What
-leaves nothing for later tokens (adapters, routed experts) is skipped in a forward in which the gate is closed for all.
+leaves nothing for later tokens (adapters, routed experts) is skipped where the gate is closed for a whole forward.
 
 Evidence is summed as whole numbers of 2⁻¹⁶, so that sums do not depend on the order: a prefix in one forward, token
 by token over a cache or in a packed row has the same.

@@ -1,7 +1,7 @@
 """A domain gate: what `config.surgery` says of it and of what it switches, and what it is born with.
 
-    "domain_gate": [{"layer": 2, "reads": "cusum", "form": "mlp", "units": 64, "prior": 8, "closes": 8.0,
-                     "false_positives": 0.03}],
+    "domain_gate": [{"layer": 2, "reads": "cusum", "form": "mlp", "units": 64, "prior": 8, "closes": 5.0,
+                     "false_positives": 0.03, "opens": 14.0}],
     "gated": [{"layer": 3, "inserted": true, "grafts": []}, {"layer": 4, "inserted": false, "grafts": ["adapters"]}]
 
 The gate reads what goes into its `layer`. `gated` names what takes part only where it is open: of each layer the
@@ -20,6 +20,8 @@ from .rules import GraftRules, Kind, Surgery, built, by_layer, check_layers, one
 GATE = "domain_gate."
 READS = ("cusum", "prefix_mean", "token")
 FORMS = ("mlp", "linear")
+# Evidence of new text, in nats, that opens a gate at least where nothing is said.
+OPENS = 14.0
 _WORDS = {"cusum": "the evidence gathered (CUSUM)", "prefix_mean": "the mean of the prefix", "token": "the token"}
 
 
@@ -30,7 +32,7 @@ class GateSpec:
     `prior`: how many tokens of no evidence a prefix's mean begins with. `closes`: how much evidence of original text
     closes an open gate (`cusum`), or how far below the threshold the score falls until it does; None: it stays open to
     the end of the sequence or document. `false_positives`: on what share of original tokens it may be open, for which
-    its threshold is chosen.
+    its threshold is chosen, and `opens`: what that is at least (`cusum`).
     """
 
     layer: int
@@ -40,6 +42,7 @@ class GateSpec:
     prior: int = 8
     closes: float | None = None
     false_positives: float = 0.03
+    opens: float = OPENS
     frozen: bool = False
 
     def check(self) -> None:
@@ -55,6 +58,8 @@ class GateSpec:
             raise ValueError(
                 f"config.surgery: domain_gate closes is {self.closes}; it must be null or a number from 0 on"
             )
+        if not 0.0 <= self.opens < float("inf"):
+            raise ValueError(f"config.surgery: domain_gate opens is {self.opens}; it must be a number from 0 on")
         if not 0.0 < self.false_positives < 1.0:
             raise ValueError(
                 f"config.surgery: domain_gate false_positives is {self.false_positives}; it must lie between 0 and 1"

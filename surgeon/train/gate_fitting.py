@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from surgeon.common.work_folders import read_own, sync, write_durably
 from surgeon.data.packing import Mixture, PackedSequence, batch_of, one_pass
 from surgeon.errors import BadInput, printable
-from surgeon.train.negatives import NAME, Negatives, kinds_of_text
+from surgeon.train.negatives import NAMES, Negatives, kinds_of_text
 from surgeon.train.saved.checkpoints import RunRecord
 
 # Files of a work folder: the fitted tensors, and what was measured of them. They count by their digest in its record.
@@ -128,12 +128,12 @@ def fit_gate(
     negatives = Negatives.beside(mixture.streams, length, held_length)
     _tell(negatives, say)
     figures = _fitted(model, mixture, negatives, drawn, dtypes, tensors, seed)
-    if figures.new < _USELESS and NAME in figures.kept:
+    if figures.new < _USELESS and figures.kept.keys() & {*NAMES}:
         say(
             f"  with these kinds it is open on {figures.new:.1%} of held-out new tokens, so it is fitted without them:"
             " on kinds of text that no source has the base is not kept"
         )
-        figures = _fitted(model, mixture, Negatives([], [], {}), drawn, dtypes, tensors, seed)
+        figures = _fitted(model, mixture, Negatives({}, {}, {}), drawn, dtypes, tensors, seed)
     _from_the_first(tensors)
     model.train(before)
     _judge(figures, say)
@@ -157,7 +157,7 @@ def _fitted(
     fitted = _classifier(gate, _parts(model, layer, mixture, negatives.fitted, tokens), seed)
     rounded = {name: fitted[name.rpartition(".")[2]].to(dtype) for name, dtype in dtypes.items()}
     _take(tensors, rounded)
-    original, new = _scored_by_domain(model, layer, {**held, NAME: negatives.held})
+    original, new = _scored_by_domain(model, layer, {**held, **negatives.held})
     threshold = next(name for name in dtypes if name.endswith(".threshold"))
     rounded[threshold] = _threshold(gate, list(original.values()), dtypes[threshold])
     _take(tensors, rounded)
@@ -278,11 +278,15 @@ _States = list[tuple[Tensor, bool]]
 
 
 def _parts(
-    model: Any, layer: nn.Module, mixture: Mixture[PackedSequence], negatives: list[PackedSequence], tokens: int
+    model: Any,
+    layer: nn.Module,
+    mixture: Mixture[PackedSequence],
+    negatives: Mapping[str, list[PackedSequence]],
+    tokens: int,
 ) -> list[Callable[[], _States]]:
     """Training text of all sources, as many `tokens` of each domain, in as many parts as memory asks for.
 
-    `negatives` count as one more original source, where there are any. Every part has some of each source: one that is
+    `negatives` are more original sources. Every part has some of each source: one that is
     shorter than others comes again.
     """
     before = mixture.state()
@@ -293,8 +297,8 @@ def _parts(
         length = streams[0].packer.length
         count, at_once = (max(1, each // length // len(streams)) for each in (tokens, min(most, tokens)))
         read += [(list(one_pass(stream, count)), at_once, new) for stream in streams]
-        if negatives and not new:
-            read.append((negatives, at_once, new))
+        if not new:
+            read += [(sequences, at_once, new) for sequences in negatives.values()]
     mixture.restore(before)
 
     def part(number: int) -> _States:
@@ -389,7 +393,10 @@ class _Scored:
 
 
 def _threshold(gate: Any, original: Sequence[_Scored], dtype: torch.dtype) -> Tensor:
-    """Return the lowest threshold, in the stored dtype, at which the gate exceeds no original source's limit."""
+    """Return the lowest threshold, in the stored dtype, at which the gate exceeds no original source's limit.
+
+    By Page's test it is at least `opens`: evidence of kinds of text that no source has is worth less than it says.
+    """
     every = torch.cat([each.scores(gate) for each in original]).float().sort().values
     low, high = 0, len(every) - 1
     while low < high:
@@ -399,7 +406,8 @@ def _threshold(gate: Any, original: Sequence[_Scored], dtype: torch.dtype) -> Te
             high = at
         else:
             low = at + 1
-    return _above(every[low], dtype).reshape(1).cpu()
+    lowest = gate.spec.opens if gate.spec.reads == "cusum" else -torch.inf
+    return _above(every[low].clamp(min=lowest), dtype).reshape(1).cpu()
 
 
 def _above(value: Tensor, dtype: torch.dtype) -> Tensor:
@@ -416,7 +424,7 @@ def _figures(gate: Any, original: Mapping[str, _Scored], new: Mapping[str, _Scor
     by_length: dict[str, list[float | None]] = {}
     begins = (0, *LENGTHS)
     # What a user wants to know is how it does on the given text.
-    given = {name: scored for name, scored in original.items() if name != NAME}
+    given = {name: scored for name, scored in original.items() if name not in NAMES}
     for sources in (given, new):
         found = [scored.open(gate) for scored in sources.values()]
         by_source |= {name: float(on.double().mean()) for name, (on, _) in zip(sources, found, strict=True)}
@@ -461,10 +469,11 @@ def _judge(figures: GateFigures, say: Callable[[str], None]) -> None:
         say(f"  by source: open on {shares}")
     kept = ", ".join(f"{printable(name)} {share:.1%}" for name, share in figures.kept.items())
     say(f"  from the beginning of each document the base's bits are kept on {kept}")
-    if len(figures.kept.keys() - {NAME}) == 1:
+    if len(figures.kept.keys() - {*NAMES}) == 1:
         say(
             "  one original source: other kinds of text keep the base less often (in a test three kinds of English kept"
-            " its bits on 42 to 81% of tokens); give each kind a source, or add text that the model writes (`generate`)"
+            " its bits on 59, 92 and 98% of tokens); give each kind a source, or add text that the model writes"
+            " (`generate`)"
         )
     if figures.new < _LITTLE:
         say(f"  the other {1 - figures.new:.1%} of new tokens keep the base's loss, however long this trains")

@@ -17,10 +17,15 @@ from typing import Self
 
 from surgeon.data.encoding import Encoder
 from surgeon.data.layouts import Document, Labelled
-from surgeon.data.packing import PackedSequence, Packer, SourceStream
+from surgeon.data.masking import Encoded
+from surgeon.data.packing import PackedSequence, Packer, Packing, SourceStream
 
-# Among the names of sources, of which none can have it.
-NAME = "(kinds)"
+# What the passages are called among sources, of which none can have such a name: kinds of text, and other languages.
+# Each counts as one source, for a gate may do well on one and not on the other.
+KINDS, LANGUAGES = "(kinds)", "(languages)"
+NAMES = (KINDS, LANGUAGES)
+# A language is called by its code alone.
+_CODE = 2
 # Characters of either domain that are read; the new text's last tenth is what kinds are measured by.
 _CHARACTERS = 2**18
 # A kind whose trigrams are by this share as telling of new text as its own are is left out.
@@ -31,10 +36,13 @@ _UNSEEN, _FOLLOWING = 0.1, 256
 
 @dataclass(frozen=True)
 class Negatives:
-    """Sequences to fit on and to choose the threshold by, each of other passages; the kinds `left_out`, and why."""
+    """Sequences to fit on and to choose the threshold by, each of other passages, by their name among sources.
 
-    fitted: list[PackedSequence]
-    held: list[PackedSequence]
+    `left_out` are the kinds that are not among them, and why.
+    """
+
+    fitted: dict[str, list[PackedSequence]]
+    held: dict[str, list[PackedSequence]]
     left_out: dict[str, str]
 
     @classmethod
@@ -52,8 +60,7 @@ class Negatives:
         ]
         passages = kinds_of_text()
         left_out = dict.fromkeys(_like_new(passages, *domains), "of the new text's own kind")
-        packers = Packer(length, "isolated", 0), Packer(held_length, "joined", 0)
-        found: tuple[list[PackedSequence], list[PackedSequence]] = [], []
+        packed = {name: (_Packed.of(length, "isolated"), _Packed.of(held_length, "joined")) for name in NAMES}
         for kind, texts in passages.items():
             if kind in left_out:
                 continue
@@ -62,16 +69,39 @@ class Negatives:
                 left_out[kind] = "not in the vocabulary"
                 continue
             for nth, each in enumerate(encoded):
-                packer, sequences = packers[nth % 2], found[nth % 2]
-                used = 0
-                while used < len(each[0]):
-                    used += packer.add(each, used)
-                    if not packer.room:
-                        sequences.append(packer.take())
-        for packer, sequences in zip(packers, found, strict=True):
-            if packer.room < packer.length:
-                sequences.append(packer.take())
-        return cls(*found, left_out)
+                packed[LANGUAGES if len(kind) == _CODE else KINDS][nth % 2].add(each)
+        fitted, held = (
+            {name: sequences for name, of_name in packed.items() if (sequences := of_name[nth].whole())}
+            for nth in range(2)
+        )
+        return cls(fitted, held, left_out)
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """Passages one after the other, in sequences of one length."""
+
+    packer: Packer
+    sequences: list[PackedSequence]
+
+    @classmethod
+    def of(cls, length: int, how: Packing) -> Self:
+        """Nothing yet."""
+        return cls(Packer(length, how, 0), [])
+
+    def add(self, encoded: Encoded) -> None:
+        """Take a passage."""
+        used = 0
+        while used < len(encoded[0]):
+            used += self.packer.add(encoded, used)
+            if not self.packer.room:
+                self.sequences.append(self.packer.take())
+
+    def whole(self) -> list[PackedSequence]:
+        """All sequences, the last one padded."""
+        if self.packer.room < self.packer.length:
+            self.sequences.append(self.packer.take())
+        return self.sequences
 
 
 def kinds_of_text() -> dict[str, list[str]]:

@@ -454,7 +454,10 @@ def test_nobody_answers(hub: Hub, tmp_path: Path) -> None:
         ({"modeling_x.py": b"", "config.json": b'{"model_type": "x"}'}, ["modeling_x.py", "--trust-remote-code"]),
         ({FIRST: b"\xff" * 100}, [FIRST, "at most 100,000,000"]),
         ({FIRST: b"version https://git-lfs.github.com/spec/v1\n"}, [FIRST, "git-lfs"]),
-        ({INDEX: json.dumps({"weight_map": {"a": "../x.safetensors"}}).encode()}, ["plain name"]),
+        (
+            {INDEX: json.dumps({"weight_map": {"a": "../x.safetensors"}}).encode()},
+            ["in the same folder, or in one"],
+        ),
     ],
 )
 def test_a_broken_repository_is_refused_before_the_download(

@@ -111,7 +111,7 @@ def test_only_what_a_surgery_needs_is_joined() -> None:
 
 
 # How many lines a file may have, for each graft alone: what a stranger has to read.
-LINES = {"control": 1850, "adapters": 1650, "experts": 2000, "routed": 1650, "states": 2150, "gate": 1950}
+LINES = {"control": 1850, "adapters": 1650, "experts": 2000, "routed": 1650, "states": 2150, "gate": 2050}
 
 
 def test_a_file_is_as_short_as_its_graft_allows() -> None:

@@ -231,7 +231,7 @@ def test_what_cannot_be_is_refused(made: Path, tmp_path: Path) -> None:
         ({"loss": ["fisher", "fisher"]}, "`loss` names fisher twice"),
         ({"loss": ["kl", "fisher"], "weight": 3.0}, "`weight` 3 is one number for two terms, whose sizes differ"),
         ({"loss": "kl", "weight": {"fisher": 2.0}}, "`weight` is given for fisher, which `loss` does not name"),
-        ({"loss": "fisher", "weight": {"fisher": 0}}, "`preserve.weight.fisher` is 0; it should be greater than 0"),
+        ({"loss": "fisher", "weight": {"fisher": 0}}, "`preserve.weight.fisher` is 0; it takes a number above 0"),
         ({"loss": "fisher", "on": "all"}, "`on` is for a teacher, and fisher has none"),
         ({"loss": "fisher", "teacher": "base"}, "`teacher` is for a teacher, and fisher has none"),
         ({"loss": "kl", "sequences": 3}, "`sequences` is for fisher, which `loss` does not name"),

@@ -52,11 +52,19 @@ def test_what_the_tokenizer_cannot_read_is_left_out_and_the_rest_is_parted(
         streams.append(
             SourceStream(str(domain), Documents(path, key=None, chat=False), np.arange(40), 0, encoder, packer)
         )
-    passages = {"read": ["w20 w21 w22", "w23 w24 w25", "w26 w27 w28"], "own": ["w60 w61"], "unread": ["Zürich Ω", "Ω"]}
+    passages = {
+        "read": ["w20 w21 w22", "w23 w24 w25", "w26 w27 w28"],
+        "de": ["w21 w22"],
+        "own": ["w60 w61"],
+        "unread": ["Zürich Ω", "Ω"],
+    }
     monkeypatch.setattr(negatives, "kinds_of_text", lambda: passages)
     found = Negatives.beside(streams, 8, 16)
     assert found.left_out == {"own": "of the new text's own kind", "unread": "not in the vocabulary"}
     first, second, third = (encoder.encode(text)[0] for text in passages["read"])
-    assert [token for sequence in found.fitted for token in sequence.ids] == first + third
-    assert found.fitted[0].positions[len(first)] == 0
-    assert [(each.ids, each.positions) for each in found.held] == [(second, list(range(len(second))))]
+    assert [token for sequence in found.fitted["(kinds)"] for token in sequence.ids] == first + third
+    assert found.fitted["(kinds)"][0].positions[len(first)] == 0
+    assert [(each.ids, each.positions) for each in found.held["(kinds)"]] == [(second, list(range(len(second))))]
+    # Other languages count by themselves; of one passage nothing is left to hold out.
+    assert [each.ids for each in found.fitted["(languages)"]] == [encoder.encode("w21 w22")[0]]
+    assert found.held.keys() == {"(kinds)"}

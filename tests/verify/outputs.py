@@ -17,6 +17,7 @@ from surgeon.families.skeleton import IMAGE_TEXT
 from tests import tiny
 from tests.adapters import lora
 from tests.decoders import tiny_decoder
+from tests.quantised import tiny_quantised
 from tests.train.texts import add_tokenizer, corpus, text
 from tests.vocabularies import ENGLISH, FRENCH, byte_level, write_text
 
@@ -122,6 +123,26 @@ def text_alone(folder: Path) -> Made:
     return Made(images, grow(folder, "text-alone", images, [{"op": "extract_text"}]))
 
 
+def trimmed(folder: Path) -> Made:
+    """A base whose tokenizer can be trimmed, and an output with fewer tokens."""
+    letters = byte_level(tiny.checkpoint(folder / "spelt", "llama", num_hidden_layers=1, vocab_size=304))
+    plan = [{"op": "trim_vocabulary", "tokens": ["the"], "pad_to_multiple_of": 1}]
+    return Made(letters, grow(folder, "trimmed", letters, plan))
+
+
+def in_bfloat16(folder: Path) -> Made:
+    """A base in FP8, and an output whose weights are numbers again."""
+    eight = tiny_quantised(folder / "fp8", "qwen3", "fp8")
+    return Made(eight, grow(folder, "dequantised", eight, [{"op": "dequantise"}]))
+
+
+def with_fewer_experts(folder: Path) -> Made:
+    """A mixture, and an output with fewer experts."""
+    experts = tiny_decoder(folder / "mixture", "qwen3_moe")
+    plan = [{"op": "drop_experts", "experts": [0]}]
+    return Made(experts, grow(folder, "fewer", experts, plan))
+
+
 @dataclass(frozen=True)
 class Made:
     """A base and an output of it, of its last surgery or of all."""
@@ -157,4 +178,7 @@ def make(folder: Path) -> dict[str, Made]:
         "padded": Made(first, grow(folder, "padded", first, PAD)),
         "untied": untied(folder),
         "text": text_alone(folder),
+        "trimmed": trimmed(folder),
+        "dequantised": in_bfloat16(folder),
+        "fewer experts": with_fewer_experts(folder),
     }
