@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -121,7 +124,8 @@ def load_study(
     text = read_text(path, what=_WHAT)
     data, lines = parse_yaml(text, str(path), what=_WHAT, needs=_NEEDS)
     _spell_out(data)
-    lines = _points_of_sweeps(data, lines, path.parent)
+    lines = _expanded(data, lines, "methods", partial(_points_of, folder=path.parent))
+    lines = _expanded(data, lines, "remedies", _swept)
     given: dict[Place, str] = {}
     for group, files in (("new", new), ("original", original), ("replayed", replayed)):
         if files:
@@ -153,27 +157,56 @@ def _spell_out(data: dict[str, Any]) -> None:
             data[key] = [entry_of(entry) if isinstance(entry, str) else entry for entry in data[key]]
 
 
-def _points_of_sweeps(data: dict[str, Any], lines: Mapping[Place, int], folder: Path) -> dict[Place, int]:
-    """Put methods of single points in the place of those whose plan is a sweep; return the lines of what is there now.
+def _expanded(
+    data: dict[str, Any], lines: Mapping[Place, int], key: str, several: Callable[[dict[str, Any]], list[Any]]
+) -> dict[Place, int]:
+    """Put what `several` makes of each mapping in the list at `key` in its place; return the new lines.
 
     Raises BadInput for a sweep with mistakes in it.
     """
-    if not isinstance(data.get("methods"), list):
+    if not isinstance(data.get(key), list):
         return dict(lines)
-    methods: list[Any] = []
-    moved = {place: line for place, line in lines.items() if place[:1] != ("methods",) or len(place) < 2}
-    for number, entry in enumerate(data["methods"]):
-        swept = isinstance(entry, dict) and isinstance(entry.get("plan"), str)
-        own = {place[2:]: line for place, line in lines.items() if place[:2] == ("methods", number)}
-        for method in _points_of(entry, folder) if swept else [entry]:
-            moved |= {("methods", len(methods), *place): line for place, line in own.items()}
-            methods.append(method)
-    data["methods"] = methods
+    entries: list[Any] = []
+    moved = {place: line for place, line in lines.items() if place[:1] != (key,) or len(place) < 2}
+    for number, entry in enumerate(data[key]):
+        own = {place[2:]: line for place, line in lines.items() if place[:2] == (key, number)}
+        for each in several(entry) if isinstance(entry, dict) else [entry]:
+            moved |= {(key, len(entries), *place): line for place, line in own.items()}
+            entries.append(each)
+    data[key] = entries
     return moved
+
+
+def _swept(remedy: dict[str, Any]) -> list[dict[str, Any]]:
+    """A remedy for each combination of the values in its `sweep`, named by them; else the remedy alone."""
+    sweep = remedy.get("sweep")
+    if not isinstance(sweep, dict) or not all(isinstance(values, list) and values for values in sweep.values()):
+        # The schema says what is wrong with it.
+        return [remedy]
+    found = []
+    for values in itertools.product(*sweep.values()):
+        made = copy.deepcopy({key: value for key, value in remedy.items() if key != "sweep"})
+        for key, value in zip(sweep, values, strict=True):
+            *outer, last = str(key).split(".")
+            place = made
+            for step in outer:
+                place = inner if isinstance(inner := place.get(step), dict) else place.setdefault(step, {})
+                if not isinstance(place, dict):
+                    return [remedy]
+            place[last] = value
+        found.append(made | {"name": "-".join([str(remedy.get("name")), *map(_word, values)])})
+    return found
+
+
+def _word(value: Any) -> str:
+    """A swept value in a name."""
+    return "_".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _points_of(method: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
     """The method of each point where a method's plan is a sweep; else the method alone."""
+    if not isinstance(method.get("plan"), str):
+        return [method]
     beside = folder / method["plan"]
     loaded = find_sweep(beside if beside.is_file() else method["plan"])
     if loaded is None:
