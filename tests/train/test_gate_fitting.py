@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +126,6 @@ def test_the_share_is_kept_on_every_original_source(made: Path) -> None:
         sequences = [gate_fitting.PackedSequence(row, row, list(range(20)), 0) for row in rows]
         return gate_fitting._Scored.of(model, layer, sequences)
 
-    gate.spec = replace(gate.spec, opens=0.0)
     large, small = scored(200, 10), scored(4, 60)
 
     def shares() -> list[float]:
@@ -140,8 +138,8 @@ def test_the_share_is_kept_on_every_original_source(made: Path) -> None:
     gate.threshold.data = min(chosen[:2])
     assert max(shares()) > 0.05
     # So much evidence opens it at least.
-    gate.spec = replace(gate.spec, opens=float(max(chosen)) + 1)
-    assert gate_fitting._threshold(gate, [large, small], torch.float32) == max(chosen) + 1
+    least = float(max(chosen)) + 1
+    assert gate_fitting._threshold(gate, [large, small], torch.float32, least) == least
 
 
 def test_a_fitting_that_was_killed_ends_as_one_that_was_not(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
