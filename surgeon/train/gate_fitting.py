@@ -128,21 +128,13 @@ def fit_gate(
     drawn = {name: draw(max(1, _HELD_TOKENS // held_length), held_length) for name, draw in held.items()}
     negatives = Negatives.beside(mixture.streams, length, held_length)
     _tell(negatives, say)
-    gate, _ = _gate_of(model)
-    least = gate.spec.opens if gate.spec.reads == "cusum" else -math.inf
-    figures = _fitted(model, mixture, negatives, drawn, dtypes, tensors, seed, least)
-    if figures.new < _USELESS and least > 0:
-        say(
-            f"  with {least:g} nats of evidence it opens on {figures.new:.1%} of held-out new tokens, so it opens with"
-            " as few as `false_positives` allows: these texts are short, or tokens show little of their domain"
-        )
-        figures = _fitted(model, mixture, negatives, drawn, dtypes, tensors, seed, -math.inf)
+    figures = _fitted(model, mixture, negatives, drawn, dtypes, tensors, seed, say)
     if figures.new < _USELESS and figures.kept.keys() & {*NAMES}:
         say(
             f"  with these kinds it is open on {figures.new:.1%} of held-out new tokens, so it is fitted without them:"
             " on kinds of text that no source has the base is not kept"
         )
-        figures = _fitted(model, mixture, Negatives({}, {}, {}), drawn, dtypes, tensors, seed, -math.inf)
+        figures = _fitted(model, mixture, Negatives({}, {}, {}), drawn, dtypes, tensors, seed, say)
     _from_the_first(tensors)
     model.train(before)
     _judge(figures, say)
@@ -159,7 +151,7 @@ def _fitted(
     dtypes: Mapping[str, torch.dtype],
     tensors: dict[str, Tensor],
     seed: int,
-    least: float,
+    say: Callable[[str], None],
 ) -> GateFigures:
     """Fit the classifier on `mixture`, choose the threshold by `held`, with `negatives` on either side, and measure.
 
@@ -171,7 +163,7 @@ def _fitted(
         dtypes: of the gate's tensors, by their names in the model.
         tensors: these, which get their values.
         seed: of the config.
-        least: what the threshold is at least.
+        say: takes a line for the user.
     """
     gate, layer = _gate_of(model)
     tokens = _TOKENS_THROUGH_LAYERS if gate.spec.layer else _TOKENS
@@ -180,7 +172,17 @@ def _fitted(
     _take(tensors, rounded)
     original, new = _scored_by_domain(model, layer, {**held, **negatives.held})
     threshold = next(name for name in dtypes if name.endswith(".threshold"))
+    least = gate.spec.opens if gate.spec.reads == "cusum" else -math.inf
     rounded[threshold] = _threshold(gate, list(original.values()), dtypes[threshold], least)
+    _take(tensors, rounded)
+    figures = _figures(gate, original, new)
+    if figures.new >= _USELESS or least <= 0:
+        return figures
+    say(
+        f"  with {least:g} nats of evidence it opens on {figures.new:.1%} of held-out new tokens, so it opens with as"
+        " little as `false_positives` allows: these texts are short, or tokens show little of their domain"
+    )
+    rounded[threshold] = _threshold(gate, list(original.values()), dtypes[threshold])
     _take(tensors, rounded)
     return _figures(gate, original, new)
 
