@@ -61,7 +61,7 @@ def blend(
         link: as `write_blend` takes it.
         trust_remote_code: run the code that the models bring.
         device: where they are measured.
-        listener: hears of the progress.
+        listener: receives progress.
 
     Raises:
         BadInput: as `write_blend`, and where a text cannot be opened.

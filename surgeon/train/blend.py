@@ -77,7 +77,7 @@ def write_blend(
         alpha_top: its share in the highest layer; None: `alpha`.
         link: hard-link shards of the run in which nothing changes (`apply`).
         trust_remote_code: run the code that the run brings.
-        listener: hears of the progress.
+        listener: receives progress.
 
     Raises:
         BadInput: the run is another base's, or what trained has no way back to it.

@@ -102,7 +102,7 @@ def write_blended(
         way: what is blended.
         shares: how much of the run is taken.
         work: the folder to write to.
-        listener: hears of the progress.
+        listener: receives progress.
 
     Raises:
         BadInput: a tensor is no floating-point one, or holds numbers that are not finite.

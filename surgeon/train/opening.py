@@ -97,7 +97,7 @@ def opened_run(
         loaded: the training config.
         target: where the run will be published.
         device: `auto`, or a device.
-        listener: hears of the progress.
+        listener: receives progress.
         prepared: what `prepare` returned; None: it is called here.
         imagined: by source, texts that the model has yet to write.
 

@@ -45,7 +45,7 @@ def write_sources(
         loaded: the training config.
         target: where the run will be published.
         device: where the model runs.
-        listener: hears of the progress.
+        listener: receives progress.
         take_over: take texts that came from elsewhere.
 
     Raises:

@@ -90,7 +90,7 @@ def run_training(
         loaded: the training config.
         target: where the run is published.
         device: `auto`, or a device.
-        listener: hears of the progress.
+        listener: receives progress.
         prepared: what `prepare` returned; None: it is called here.
         deliver: makes `target` of the run, which is published in the work folder then.
         link: link shards in which nothing trained to `out`'s.

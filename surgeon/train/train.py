@@ -69,7 +69,7 @@ def train(
         take_over: continue a run that this user did not begin in this place (a copy, an archive).
         device: `auto`, or a device.
         trust_remote_code: run the code that the model brings.
-        listener: hears of the progress.
+        listener: receives progress.
 
     Returns:
         The run; None on all processes but the first.

@@ -124,7 +124,7 @@ class CachedTeacher:
             micro_batch: sequences that run together.
             device: where the model runs.
             ranks: this process and the others.
-            listener: hears of the progress.
+            listener: receives progress.
 
         Raises:
             BadInput: a process does not see the folder.
