@@ -159,7 +159,7 @@ def train(
     # Without a gate no English is read.
     by = f"{_pattern(asked)}-" if gated else ""
     out, to = work / f"{called}-out", work / f"{called}-run-{by}{asked.steps}"
-    operations = [SURGERIES[name], *([{"op": "domain_gate"}] if gated else [])]
+    operations = [SURGERIES[name], *([{"op": "domain_gate", "reads": asked.reads}] if gated else [])]
     plan, config = work / f"{called}.plan.yaml", work / f"{called}.train.yaml"
     plan.write_text(json.dumps({"surgeon": 1, "operations": operations}), encoding="utf-8")
     if not out.exists():
@@ -537,6 +537,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--tokens", type=int, default=40_000)
     parser.add_argument("--shares", action="store_true")
+    parser.add_argument("--reads", default="cusum", help="prefix_mean: as the older pages, which had no kinds of text")
     parser.add_argument("--recalled", type=Path, help="text that the base wrote (`surgeon recall`): one source more")
     parser.add_argument("--only", nargs="*", choices=list(SURGERIES), default=list(SURGERIES))
     asked = parser.parse_args()
