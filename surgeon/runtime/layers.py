@@ -116,7 +116,8 @@ class Site(nn.Module):
 class GraftedLayer(nn.Module):
     """A native layer, built already, into which grafts put their modules; `grafts` are those that have a part in it."""
 
-    grafts: tuple[Graft, ...]
+    # None where transformers builds another layer of this class: for MTP it takes the class of the model's last one.
+    grafts: tuple[Graft, ...] = ()
     # Of each block that can carry grafts: its name, its native class, its usual name, and its class with grafts.
     sites: ClassVar[tuple[tuple[str, type[nn.Module], str, type[Site]], ...]]
     # The config field that names the backbone's activation.
@@ -158,11 +159,12 @@ class UpcycledLayer(GraftedLayer):
     # Names of the grafts here that take part only where the gate is open; whether the whole layer does so.
     gated: frozenset[str] = frozenset()
     layer_gated = False
+    # Whether a surgery inserted the layer whole.
+    inserted = False
 
     def compose(self, config: Any, index: int, surgery: Surgery) -> None:
         """Let grafts in."""
         super().compose(config, index, surgery)
-        # Whether a surgery inserted the layer whole.
         self.inserted = index in surgery.inserted
         self.loss_weights: dict[str, float] = {}
         for graft in surgery.rules:

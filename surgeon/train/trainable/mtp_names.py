@@ -1,0 +1,42 @@
+"""Names of MTP layers' tensors: on disk, and in transformers' `MtpModel`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from surgeon.train.trainable.stored import StoredNames
+
+# What transformers calls the decoder layer inside of an MTP layer.
+_BLOCK = re.compile(r"layers\.(\d+)\.mtp_block\.(.+)", re.DOTALL)
+
+
+def mtp_names(mtp: Any, model: Any, names: Iterable[str]) -> StoredNames:
+    """Names on disk of MTP layers and in `mtp`, which stands beside `model`; of `names` those that it reads."""
+    found = mtp.get_mtp_weights_regex(model)
+    transforms = mtp.get_weight_conversions(model)
+    ours = [name for name in names if found.search(name) is not None]
+    stored = StoredNames(mtp, ours, transforms, lambda tensors: _reverted(tensors, stored, model))
+    return stored
+
+
+def _reverted(tensors: Mapping[str, Tensor], stored: StoredNames, model: Any) -> dict[str, Tensor]:
+    """Tensors of MTP blocks as they are stored: converted as those of the main model's layers, which are of one class.
+
+    transformers' own way back gives wrong names: several of theirs on disk are one in memory.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    layers = model.get_decoder().layers
+    stack = next(name for name, module in model.named_modules() if module is layers)
+    made: dict[str, Tensor] = {}
+    for name, value in tensors.items():
+        found = _BLOCK.fullmatch(name)
+        assert found is not None, name
+        for other, each in revert_weight_conversion(model, {f"{stack}.0.{found[2]}": value}).items():
+            suffix = re.split(r"\blayers\.0\.", other, maxsplit=1)[-1]
+            made[next((s for s in stored.sources(name) if s.endswith(f".{suffix}")), other)] = each
+    return made
