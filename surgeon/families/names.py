@@ -103,18 +103,12 @@ class Made:
     operations: tuple[str, ...] = ()
 
 
-def made_of(
-    model: Any, names: Iterable[str], quantizer: Any = None, *, transforms: Sequence[Any] | None = None
-) -> dict[str, Made]:
-    """Every name on disk with what transformers makes of that tensor when it loads `model`.
-
-    By its conversions of this model, or by `transforms`.
-    """
+def made_of(model: Any, names: Iterable[str], quantizer: Any = None) -> dict[str, Made]:
+    """Every name on disk with what transformers makes of that tensor when it loads `model`."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-    if transforms is None:
-        transforms = get_model_conversion_mapping(model, hf_quantizer=quantizer)
+    transforms = get_model_conversion_mapping(model, hf_quantizer=quantizer)
     renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
     converters = [each for each in transforms if isinstance(each, WeightConverter)]
     of_pattern = {pattern: each for each in converters for pattern in each.source_patterns}

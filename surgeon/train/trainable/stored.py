@@ -6,7 +6,7 @@ all: transformers makes the one of the other when it loads, and the reverse when
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -24,11 +24,15 @@ class WrongSet(SurgeonError):
 class StoredNames:
     """Maps tensors on disk, called `names`, to those of a loaded `model`, and back.
 
-    `transforms` are transformers' conversions, and `revert` their way back, where they are not the model's own.
+    `read` says what becomes of names on disk, and `revert` is the way back, where these are not the model's own.
     """
 
     def __init__(
-        self, model: Any, names: Iterable[str], transforms: Sequence[Any] | None = None, revert: Revert | None = None
+        self,
+        model: Any,
+        names: Iterable[str],
+        read: Callable[[Any, list[str]], dict[str, Made]] = made_of,
+        revert: Revert | None = None,
     ) -> None:
         self.model, self._revert = model, revert
         held = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -37,7 +41,7 @@ class StoredNames:
         # Where names are the same, transformers is not asked.
         apart = [name for name in names if name not in held]
         self._made = {name: Made((name,), False) for name in names if name in held}
-        self._made |= made_of(model, apart, transforms=transforms) if apart else {}
+        self._made |= read(model, apart) if apart else {}
         self._sources: dict[str, list[str]] = {}
         for name, made in self._made.items():
             for target in made.names:
