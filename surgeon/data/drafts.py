@@ -50,6 +50,7 @@ def measure_drafts(model: Any, mtp: Any, windows: Windows) -> Drafts:
     where no document has two tokens.
     """
     from surgeon.data.generation import continued
+    from surgeon.models.load import already_read
 
     firsts: dict[int, list[int]] = {}
     for sequence, units in zip(windows.sequences, windows.units, strict=True):
@@ -60,7 +61,7 @@ def measure_drafts(model: Any, mtp: Any, windows: Windows) -> Drafts:
     if not prompts:
         raise BadInput("no document has two tokens, the first of which would be a prompt; give longer texts")
     written, forwards, same = np.zeros(len(prompts)), np.zeros(len(prompts)), 0
-    with _reading(mtp), _counted(model) as count:
+    with already_read(mtp), _counted(model) as count:
         for number, prompt in enumerate(prompts):
             (plain,) = continued(model, [prompt], set(), WRITTEN)
             count[0] = 0
@@ -68,18 +69,6 @@ def measure_drafts(model: Any, mtp: Any, windows: Windows) -> Drafts:
             written[number], forwards[number] = len(drafted.ids), count[0]
             same += drafted.ids == plain.ids
     return Drafts(ratio(written, forwards), len(prompts), same)
-
-
-@contextlib.contextmanager
-def _reading(mtp: Any) -> Iterator[None]:
-    """Inside, transformers takes these MTP layers, and does not read them again for each text."""
-    kind = type(mtp)
-    before = kind.__dict__["from_pretrained"]
-    kind.from_pretrained = classmethod(lambda cls, *_, **__: mtp)
-    try:
-        yield
-    finally:
-        kind.from_pretrained = before
 
 
 @contextlib.contextmanager

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.weights import quantisation
-from surgeon.common.library import LOAD_FAILURES, first_line, quiet_transformers
+from surgeon.common.library import LOAD_FAILURES, first_line
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import places_of
-from surgeon.models.view import view_of_model
+from surgeon.models.load import read_mtp
 
 
 def load_mtp(folder: CheckpointFolder, model: Any) -> Any:
@@ -29,15 +29,10 @@ def load_mtp(folder: CheckpointFolder, model: Any) -> Any:
     transformers reads none of this model.
     """
     kind = _checked(folder, model)
-    name = model.config.name_or_path
     try:
-        with view_of_model(folder, folder.config) as view, quiet_transformers():
-            model.config.name_or_path = str(view)
-            return kind.from_pretrained(model, device_map={"": model.device}).eval()
+        return read_mtp(folder, model, kind)
     except LOAD_FAILURES as error:
         raise _unread(folder, error) from error
-    finally:
-        model.config.name_or_path = name
 
 
 def build_mtp(folder: CheckpointFolder, model: Any) -> Any:
