@@ -219,7 +219,7 @@ class Course:
             "measure": str(config),
             "study": self.common,
             "names": [name for group in self.names for name in group],
-            "documents": study.documents,
+            "documents": study.documents + study.choosing,
             "length": study.length,
         }
 
@@ -320,6 +320,9 @@ class Course:
             "config": str(self._config(run)),
             "to": str(request.work / "runs" / run.key),
             "keep": request.kept is not None,
+            "blend": request.loaded.config.blend,
+            "base": str(request.base.path),
+            "new": self.names[0],
             "device": request.device,
             "trust_remote_code": request.trust_remote_code,
             **self._measuring(),
@@ -372,8 +375,10 @@ def _fingerprint(request: Request) -> str:
             if isinstance(text.validation, str):
                 files.append(_digest_of(loaded, text.validation))
             texts.append([group, text.called, text.share, text.kind, text.field, files])
+    more = {"choosing": study.choosing, "blend": study.blend}
     return digest(
         {
+            **{key: value for key, value in more.items() if value},
             "version": __version__,
             "base": held,
             "base_config": request.base.config,

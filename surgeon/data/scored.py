@@ -84,6 +84,23 @@ def score(
     )
 
 
+def divergence(model: Any, base: Any, windows: Windows, *, batch: int = 8) -> Scores:
+    """Return KL(base ‖ model) of every token that counts, in nats (as `nats` of the scores), and where both guess alike.
+
+    Both models are loaded and have the same tokens; of a vocabulary that grew, the base's tokens count alone.
+    """
+    from surgeon.data.scoring import score_sequences
+
+    return score_sequences(
+        model,
+        windows.sequences,
+        micro_batch=batch,
+        units=windows.units,
+        unit_count=windows.documents,
+        beside=base,
+    )
+
+
 def judge(
     model: Any,
     texts: Sequence[HeldOut],
