@@ -25,13 +25,17 @@ STUDY = HERE / "remedies.yaml"
 NEW, ORIGINAL = ("fr_man", "fr_office"), "en_man"
 # Characters of a held-out document.
 LONGEST = 300
+# What a base's rates are multiplied by.
+FACTORS = {"en-qwen3-4m": 3.0}
 
 
-def study_of(corpora: Path, work: Path, methods: int | None) -> Path:
-    """Write the study with its texts to `work`; return its file."""
+def study_of(corpora: Path, work: Path, base: str, methods: int | None) -> Path:
+    """Write the study with its texts, for a base, to `work`; return its file."""
     work.mkdir(parents=True, exist_ok=True)
     study: dict[str, Any] = yaml.safe_load(STUDY.read_text(encoding="utf-8"))
     study["methods"] = study["methods"][:methods]
+    for method in study["methods"]:
+        method["rates"] = [float(f"{rate * FACTORS.get(base, 1.0):.3g}") for rate in method["rates"]]
     for name in (*NEW, ORIGINAL):
         _cut(corpora / f"{name}.val.jsonl", work / f"{name}.jsonl")
     study["new"] = [
@@ -66,7 +70,7 @@ def main() -> None:
     work = asked.results.with_name(f"{asked.results.name}_texts")
     with surgeon.ProgressListener() as listener:
         surgeon.compare(
-            study_of(asked.corpora, work, asked.methods),
+            study_of(asked.corpora, work, asked.base.resolve().name, asked.methods),
             asked.base,
             asked.results,
             minutes=asked.minutes,

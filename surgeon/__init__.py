@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from surgeon.data.held_out import held_out_text as held_out_text
     from surgeon.data.recall import recall as recall
     from surgeon.data.scored import cut as cut
+    from surgeon.data.scored import divergence as divergence
     from surgeon.data.scored import judge as judge
     from surgeon.data.scored import pack as pack
-    from surgeon.data.scored import divergence as divergence
     from surgeon.data.scored import score as score
     from surgeon.data.scores import Judged as Judged
     from surgeon.data.scores import Ratio as Ratio

@@ -16,6 +16,7 @@ from typing import Any
 
 from surgeon import (
     HeldOut,
+    Windows,
     apply,
     cut,
     discard_run,
@@ -44,6 +45,7 @@ _BATCH = 8
 _held: dict[str, list[HeldOut]] = {}
 # The base in memory, by its folder, to which what runs say to new text is compared.
 _bases: dict[str, Any] = {}
+_cut_by_base: dict[tuple[str, str], dict[str, Windows]] = {}
 
 
 def carry_out(task: Task) -> Answer:
@@ -176,9 +178,18 @@ def _measured(task: Task, folder: Path, *, kl_on: Sequence[str] = ()) -> dict[st
             "bits_per_byte": scores.bits_per_byte(windows).value,
             "by_document": list(zip(nats, tokens, windows.nbytes.tolist(), strict=True)),
         }
-        if name in kl_on:
+        if name in kl_on and windows.same_tokens(_base_cut(task, held)[name]):
             found[name]["kl"] = divergence(model, _base_model(task), windows, batch=_BATCH).loss
     return found
+
+
+def _base_cut(task: Task, held: Sequence[HeldOut]) -> dict[str, Windows]:
+    """The study's texts as the base reads them."""
+    key = task["study"], task["base"]
+    if key not in _cut_by_base:
+        _cut_by_base.clear()
+        _cut_by_base[key] = cut(held, open_checkpoint(task["base"]), length=task["length"])
+    return _cut_by_base[key]
 
 
 def _base_model(task: Task) -> Any:

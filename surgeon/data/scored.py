@@ -85,7 +85,7 @@ def score(
 
 
 def divergence(model: Any, base: Any, windows: Windows, *, batch: int = 8) -> Scores:
-    """Return KL(base ‖ model) of every token that counts, in nats (as `nats` of the scores), and where both guess alike.
+    """Return KL(base ‖ model) in place of the loss, in nats a token, and where both guess the same token.
 
     Both models are loaded and have the same tokens; of a vocabulary that grew, the base's tokens count alone.
     """

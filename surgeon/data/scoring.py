@@ -94,7 +94,8 @@ def score_sequences(
     Only neighbours of equal length share a batch, so nothing is padded. `units` says to which of `unit_count` units
     each token of a sequence belongs, (length,) each; None: every sequence is a unit of its own. Cross-entropy is of the
     labels that count, in float32 over the model's logits, summed in float64, without auxiliary losses. With a model
-    `beside`, KL(beside ‖ model) takes its place, and a guess is right where both guess alike. With `processes`, each runs its share and all return the same scores. `advance` receives how many sequences are done.
+    `beside`, KL(beside ‖ model) takes its place, and a guess is right where both guess alike. With `processes`, each
+    runs its share and all return the same scores. `advance` receives how many sequences are done.
     """
     sums = np.zeros((3, len(sequences) if units is None else unit_count))
     training = model.training
@@ -155,7 +156,7 @@ def _by_token(
 
 
 def _apart(logits: Tensor, others: Tensor) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Return KL(others ‖ logits) of every token but a sequence's first, over the words of both, and where both agree."""
+    """Return KL(others ‖ logits) of every token but a sequence's first, over tokens of both; where both guess alike."""
     words = min(logits.shape[-1], others.shape[-1])
     apart: list[Tensor] = []
     same: list[Tensor] = []

@@ -404,10 +404,11 @@ def test_equal_bytes_are_other_steps_of_other_tokens(tmp_path: Path) -> None:
         f"surgeon: 1\noperations:\n  - {{op: grow_vocabulary, tokens: {words}}}\n", encoding="utf-8"
     )
     study = STUDY.partition("recall")[0].replace("steps: 3", "bytes: 500")
-    study += "remedies: [{name: bare}]\nmethods: [full, {name: words, plan: words.yaml, full: true}]\n"
+    study += "choosing: 2\nblend: [0.5]\nremedies: [{name: bare}]\n"
+    study += "methods: [full, {name: words, plan: words.yaml, full: true}]\n"
     (tmp_path / "study.yaml").write_text(study, encoding="utf-8")
-    told = carried_out(tmp_path, jobs=1)
-    plain, grown = told.findings.rows
+    told = carried_out(tmp_path, jobs=1, keep=True)
+    plain, blended, grown = told.findings.rows
     assert told.findings.unit == "bits a byte" and told.findings.budget["bytes"] == 500
     # Two sequences of 24 tokens a step; of the grown tokenizer's fewer have the same text.
     assert 1 < grown.steps < plain.steps
@@ -422,5 +423,24 @@ def test_equal_bytes_are_other_steps_of_other_tokens(tmp_path: Path) -> None:
         (measured[0]["documents"], measured[0]["nbytes"])
     }
     assert len({source["tokens"] for source in measured}) == 2
+    # A run's blend is `surgeon blend`'s, and of a model whose vocabulary grew there is none, nor a KL on other tokens.
+    assert blended.blended and len(blended.points) == 2 * len(plain.points) and blended.trained == plain.trained
+    assert [note for note in told.findings.notes if note.startswith("words: nothing lies between")]
+    assert all(point.kl and point.kl > 0 for point in plain.points) and {point.kl for point in grown.points} == {None}
+    key, half = "full+bare+0.01+0", tmp_path / "half"
+    surgeon.write_blend(told.path / "runs" / key, half, base=tmp_path / "base", alpha=0.5)
+    texts = told.path / "work" / "configs" / "measured.yaml"
+    found = surgeon.evaluate(half, texts, sources=["new", "known"], length=24, most=5, device="cpu").models[0]
+    record = Record.parse(parse_record((told.path / "work" / "records" / f"{key}.json").read_bytes())["record"])
+    # Of two documents, or five, one or two choose, and the others are reported.
+    parts = {2: ([0], [1]), 5: ([0, 2], [1, 3, 4])}
+    losses = []
+    for source in found.sources:
+        held = record.blended[0.5][source.source]
+        assert (held.loss, held.documents) == (source.loss.value, source.documents)
+        assert held.of(range(held.documents), by_byte=False) == pytest.approx(held.loss, abs=1e-4)
+        losses.append([held.of(each, by_byte=True) for each in parts[held.documents]])
+    point = next(point for point in blended.points if (point.rate, point.share) == (1e-2, 0.5))
+    assert list(zip(*losses, strict=True)) == [point.chosen, (point.new, point.original)]
     words_of_page = told.page.read_text(encoding="utf-8")
     assert f"{grown.steps} to {plain.steps} steps" in words_of_page and "500 bytes of new text" in words_of_page

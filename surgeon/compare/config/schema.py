@@ -339,8 +339,8 @@ class Study(Entry):
         list[Annotated[float, Field(gt=0, lt=1)]],
         Field(
             max_length=9,
-            description="shares α, such as [0.5, 0.75]: every run is also measured blended with what it began with (`surgeon"
-            " blend`), and each method and remedy has a second frontier, of run and blends",
+            description="shares α, such as [0.5, 0.75]: every run is also measured blended with what it began with"
+            " (`surgeon blend`), and each method and remedy has a second frontier, of runs and blends",
         ),
     ] = []  # noqa: RUF012
     peers: Annotated[bool, Field(description="add full fine-tuning, LoRA and partial tuning where missing")] = True
@@ -359,7 +359,8 @@ class Study(Entry):
             if doubled := first_doubled(names):
                 raise ValueError(f"two {what} are called {doubled!r}; give one of them another `name:`")
         if self.extend:
-            for rates in (self.rates, *(each.rates for each in (*self.methods, *self.remedies))):
+            of_methods = [method.rates for method in self.methods]
+            for rates in (self.rates, *of_methods, *(remedy.rates for remedy in self.remedies)):
                 _check_enough(rates)
         for group in (self.new, self.original, self.replayed):
             check_shares([text.share for text in group], of="the texts'")
