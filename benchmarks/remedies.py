@@ -1,11 +1,12 @@
 """What remedies against forgetting are worth beside `recalled`, on two small bases: the study of remedies.yaml.
 
-    python -m benchmarks.remedies study CORPORA BASE RESULTS [--methods N] [--minutes M]
+    python -m benchmarks.remedies study CORPORA BASE RESULTS [--methods N] [--remedies N] [--minutes M]
     python -m benchmarks.remedies page
 
 CORPORA has KIND.train.jsonl and KIND.val.jsonl for each of TEXTS. Losses are measured on the beginnings of held-out
 documents, `LONGEST` characters of each, which are written beside RESULTS. With `--methods N` the first N methods of the
-study run; the same command with more goes on. The page is benchmarks/results/remedies.md.
+study run, with `--remedies N` the first N remedies; the same command with more goes on. `page` writes
+benchmarks/results/remedies.md from the committed runs.
 """
 
 from __future__ import annotations
@@ -29,13 +30,18 @@ LONGEST = 300
 FACTORS = {"en-qwen3-4m": 3.0}
 
 
-def study_of(corpora: Path, work: Path, base: str, methods: int | None) -> Path:
-    """Write the study with its texts, for a base, to `work`; return its file."""
-    work.mkdir(parents=True, exist_ok=True)
+def study_data(base: str, methods: int | None = None, remedies: int | None = None) -> dict[str, Any]:
+    """The study without its texts, with the rates of a base; of its methods and remedies the first ones."""
     study: dict[str, Any] = yaml.safe_load(STUDY.read_text(encoding="utf-8"))
-    study["methods"] = study["methods"][:methods]
+    study |= {"methods": study["methods"][:methods], "remedies": study["remedies"][:remedies]}
     for method in study["methods"]:
         method["rates"] = [float(f"{rate * FACTORS.get(base, 1.0):.3g}") for rate in method["rates"]]
+    return study
+
+
+def study_of(corpora: Path, work: Path, study: dict[str, Any]) -> Path:
+    """Write the study with its texts to `work`; return its file."""
+    work.mkdir(parents=True, exist_ok=True)
     for name in (*NEW, ORIGINAL):
         _cut(corpora / f"{name}.val.jsonl", work / f"{name}.jsonl")
     study["new"] = [
@@ -65,12 +71,13 @@ def main() -> None:
     runs.add_argument("base", type=Path)
     runs.add_argument("results", type=Path)
     runs.add_argument("--methods", type=int)
+    runs.add_argument("--remedies", type=int)
     runs.add_argument("--minutes", type=float)
     asked = parser.parse_args()
     work = asked.results.with_name(f"{asked.results.name}_texts")
     with surgeon.ProgressListener() as listener:
         surgeon.compare(
-            study_of(asked.corpora, work, asked.base.resolve().name, asked.methods),
+            study_of(asked.corpora, work, study_data(asked.base.resolve().name, asked.methods, asked.remedies)),
             asked.base,
             asked.results,
             minutes=asked.minutes,

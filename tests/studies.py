@@ -6,10 +6,14 @@ Every figure and verdict of a study follows from runs.jsonl.gz beside it; a test
 from __future__ import annotations
 
 import json
+import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from benchmarks import remedies
 from surgeon.common.work_folders import parse_record
 from surgeon.compare.advice import first_sentence
 from surgeon.compare.analysis import find, judge, remedied
@@ -40,8 +44,18 @@ def _of_runs(found: dict[str, Any], packed: Packed) -> Findings:
     runs = {Run(*_run_of(name)): record for name, record in every.items()}
     # Which texts they were has no part in what is worked out of losses.
     given = {group: [f"{name}=dataset:not/here" for name in names] for group, names in found["texts"].items()}
-    loaded = load_study("frontier", **given)
+    with tempfile.TemporaryDirectory() as folder:
+        loaded = load_study(_study_of(found["base"], found, Path(folder)), **given)
     return find(loaded, found["base"], start, runs, (found["texts"]["new"], found["texts"]["original"]))
+
+
+def _study_of(base: str, found: dict[str, Any], folder: Path) -> str | Path:
+    """The study's file; the remedies' is written for its base."""
+    if "choosing" not in found["budget"]:
+        return "frontier"
+    path = folder / "study.yaml"
+    path.write_text(yaml.safe_dump(remedies.study_data(base)), encoding="utf-8")
+    return path
 
 
 def _run_of(name: str) -> tuple[str, str, float, int]:

@@ -150,7 +150,7 @@ def _methods(found: Findings) -> Markup:
             " fine-tuning with the same seed has a run with both losses lower. `area` lies between the"
             " frontier and the base's corner, over the new losses that every row reaches; smaller is better. A row"
             " that learns less than a tenth of what the best one does has none. `KL on new` is KL(base ‖ run) on new"
-            " text, in nats a token: it tells how much was forgotten before that is measured (arXiv 2509.04259).",
+            " text, in nats a token; arXiv 2509.04259 found that it predicts forgetting.",
             class_="soft",
         ),
         *(el("p", note, class_="warn") for note in found.notes),

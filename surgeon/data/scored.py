@@ -84,7 +84,14 @@ def score(
     )
 
 
-def divergence(model: Any, base: Any, windows: Windows, *, batch: int = 8) -> Scores:
+def divergence(
+    model: Any,
+    base: Any,
+    windows: Windows,
+    *,
+    batch: int = 8,
+    advance: Callable[[int], None] = lambda _sequences: None,
+) -> Scores:
     """Return KL(base ‖ model) in place of the loss, in nats a token, and where both guess the same token.
 
     Both models are loaded and have the same tokens; of a vocabulary that grew, the base's tokens count alone.
@@ -98,6 +105,7 @@ def divergence(model: Any, base: Any, windows: Windows, *, batch: int = 8) -> Sc
         units=windows.units,
         unit_count=windows.documents,
         beside=base,
+        advance=advance,
     )
 
 

@@ -112,9 +112,6 @@ class Remedy(Entry):
     replay: Annotated[ReplaySpec | None, Field(description="text mixed into training; default: none")] = None
     preserve: Annotated[PreserveSpec | None, Field(description="the base as teacher, as in a training config")] = None
     rates: Annotated[Rates | None, Field(description="rates instead of the method's")] = None
-    rate_factor: Annotated[
-        float, Field(gt=0, le=100, description="factor of the method's rates: what holds back bears higher ones")
-    ] = 1.0
     sweep: Annotated[
         dict[str, Annotated[list[Any], Field(min_length=1)]] | None,
         Field(
@@ -397,8 +394,7 @@ class Study(Entry):
 
     def rates_of(self, method: MethodSpec, remedy: Remedy) -> list[float]:
         """The rates that an entry begins with, ascending."""
-        rates = remedy.rates or method.rates or self.rates
-        return sorted(float(f"{remedy.rate_factor * rate:.3g}") for rate in rates)
+        return sorted(remedy.rates or method.rates or self.rates)
 
     def seeds_of(self, method: MethodSpec) -> int:
         """How many seeds a method runs with."""
@@ -422,7 +418,8 @@ class Study(Entry):
         text = {"bytes": self.bytes or 0}
         if self.run_steps is not None and self.run_tokens is not None:
             text = {"steps": self.run_steps, "tokens": self.run_tokens}
-        return {**text, "batch": self.batch, "length": self.length, "seeds": self.seeds}
+        more = {"choosing": self.choosing} if self.choosing else {}
+        return {**text, "batch": self.batch, "length": self.length, "seeds": self.seeds, **more}
 
     @property
     def budget_words(self) -> str:
