@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -53,7 +54,8 @@ def find(
         return Point(run.rate, run.seed, new, original, records[run].diverged, share, kl, chosen)
 
     made = [row for method, remedy in study.entries for row in _rows(study, method, remedy, records, losses, point)]
-    rows, claims = judge(made, study.claims, corner, _nat(start, names) if by_byte else 1.0)
+    nat = _nat(start, names) if by_byte else 1.0
+    rows, claims = judge(made, study.claims, corner, nat)
     notes = [*loaded.notes, *(f"{row.label}: {row.open_end}" for row in rows if row.open_end)]
     if not loaded.config.original:
         notes.append("no original text was given: `original` is held-out text that the base wrote itself")
@@ -73,7 +75,7 @@ def find(
         texts={"new": names[0], "original": names[1]},
         start=corner,
         rows=tuple(rows),
-        remedies=tuple(remedied(rows, corner)),
+        remedies=tuple(remedied(rows, corner, nat)),
         claims=tuple(claims),
         first=first_sentence(rows),
         advice=advice_of(study, rows, corner),
@@ -274,15 +276,19 @@ def _claimed(claims: Sequence[Claim], rows: Sequence[Row], limits: Pair) -> list
     return found
 
 
-def remedied(rows: Sequence[Row], corner: Pair) -> list[Remedied]:
-    """Every method with each remedy beside itself with the first one; blends also beside the runs themselves."""
-    found = []
+def remedied(rows: Sequence[Row], corner: Pair, nat: float = 1.0) -> list[Remedied]:
+    """Every method with each remedy beside itself with the first one; blends also beside the runs themselves.
+
+    `corner` are the base's losses, in a unit of which `nat` are one nat a token; verdicts are corrected together.
+    """
+    found, limits = [], _limits(rows, corner, nat)
     for method in dict.fromkeys(row.method for row in rows):
         own = [row for row in rows if row.method == method and row.best is not None]
         for row in own[1:]:
             runs = [each for each in own[1:] if row.blended and row.remedy == f"{each.remedy}{BLENDED}"]
             found += [_beside_itself(row, other, corner) for other in (own[0], *runs)]
-    return found
+    every = [Apart(each.apart, each.width, (each.width or 0.0) >= limits[0]) for each in found]
+    return [replace(each, verdict=said) for each, said in zip(found, verdicts(every), strict=True)]
 
 
 def _beside_itself(row: Row, other: Row, corner: Pair) -> Remedied:
@@ -306,6 +312,7 @@ def _beside_itself(row: Row, other: Row, corner: Pair) -> Remedied:
         apart=interval([mine - theirs for mine, theirs in forgets]),
         reach=interval(reach),
         width=math.fsum(widths) / len(widths) if widths else None,
+        verdict="no common range",
     )
 
 

@@ -140,7 +140,8 @@ class Remedied:
     `forgets` is what each forgets, original loss above the base's, in the mean over the new losses that both cover;
     `share` the first's part of the second's; `apart` their difference; `reach` the lowest new loss of the first minus
     the second's (negative: it learns more at its most). `width` is that of the new losses that both cover, seeds in the
-    mean. None where the frontiers have no new loss in common.
+    mean; `verdict` says whether the first forgets less, corrected for all remedies of the study. None where the
+    frontiers have no new loss in common.
     """
 
     method: str
@@ -152,6 +153,7 @@ class Remedied:
     apart: Interval | None
     reach: Interval | None
     width: float | None
+    verdict: Verdict
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,8 @@ class Findings:
                 beats on both axes
             `remedies`: each method with a second remedy: `method`, `with`, `beside`, `forgets` (both: original loss
                 above the base's at equal new loss), `share`, `apart` and `reach` (difference of the lowest new losses),
-                each as `against_full`; `width` of the new losses that both reach
+                each as `against_full`; `width` of the new losses that both reach; `verdict` (that the first forgets
+                less)
             `claims`: each with `says`, `better`, `worse`, `on`, `paper`, `remedy`, `difference` (as `against_full`),
                 `width` of what both reach of the other axis, `verdict`
             `first`, `advice`: what full fine-tuning beats (or empty); the sentence of advice
@@ -221,6 +224,7 @@ class Findings:
                     "forgets": [_interval(one) for one in each.forgets],
                     **{key: _interval(getattr(each, key)) for key in ("share", "apart", "reach")},
                     "width": each.width,
+                    "verdict": each.verdict,
                 }
                 for each in self.remedies
             ],

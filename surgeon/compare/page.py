@@ -12,7 +12,7 @@ from surgeon.compare.frontier import Interval
 from surgeon.compare.panels import panels_of
 from surgeon.compare.verdicts import NARROW, NARROW_SHARE
 
-# What verdicts on "forgets less than full fine-tuning" say of a row.
+# What verdicts on "forgets less" say of a row.
 _FORGETS = {
     "agrees": "less",
     "disagrees": "more",
@@ -171,6 +171,7 @@ def _remedies(found: Findings) -> Markup | None:
             _words(each.reach, signed=True),
             "" if each.width is None else f"{each.width:.3f}",
             "" if each.reach is None else str(each.reach.seeds),
+            _FORGETS.get(each.verdict, each.verdict),
         )
         for each in found.remedies
     ]
@@ -179,7 +180,19 @@ def _remedies(found: Findings) -> Markup | None:
         "Remedies",
         table(
             "Each method with one remedy beside itself with another",
-            ("method", "with", "beside", "forgets", "beside it", "part", "difference", "lowest new", "width", "seeds"),
+            (
+                "method",
+                "with",
+                "beside",
+                "forgets",
+                "beside it",
+                "part",
+                "difference",
+                "lowest new",
+                "width",
+                "seeds",
+                "so it forgets",
+            ),
             rows,
             numbers=range(3, 10),
         ),
