@@ -101,6 +101,24 @@ def least_of_surgeries(base: str) -> bool:
     return kept[0] == min(kept) and learned[0] == max(learned)
 
 
+def parts_of(with_: str) -> list[tuple[float, float]]:
+    """What part of what `recalled` forgets a remedy does, on each base: the mean, and the interval's upper end."""
+    rows = [row for base in remedies.BASES for row in remedies.found_in(base)["remedies"] if row["with"] == with_]
+    shares = [
+        row["share"]
+        for row in rows
+        if row["beside"] == "recalled" and row["share"] and row["share"]["half"] is not None
+    ]
+    return [(share["mean"], share["mean"] + share["half"]) for share in shares]
+
+
+def about_half() -> bool:
+    """Whether on every base `both` forgets about half of what `recalled` does, and its blends less."""
+    both, blended = parts_of("both"), parts_of("both, blended")
+    pairs = zip(both, blended, strict=True)
+    return len(both) == len(remedies.BASES) and all(0.4 < p < 0.6 and less < p for (p, _), (less, _) in pairs)
+
+
 def above(value: float, *, step: float = 0.1) -> str:
     """The next step above a value, for what a page says is `less than` it."""
     return f"{step * (int(value / step) + 1):.1f}"
@@ -163,6 +181,19 @@ SENTENCES = (
         EVIDENCE,
         "In the mean, no method pays for it with a higher lowest new loss",
         lambda: all(reach <= 0 for reach in remedies_of("reach")),
+    ),
+    Sentence(
+        EVIDENCE, r"in the mean, \*both\* forgets half of what \*recalled\* does, and blends take off more", about_half
+    ),
+    Sentence(
+        EVIDENCE,
+        "that the part is below a half, as intervals reach beyond",
+        lambda: all(end > 0.5 for _, end in [*parts_of("both"), *parts_of("both, blended")]),
+    ),
+    Sentence(
+        "docs/how-to/remembering.md",
+        r"both together forgot less than the teacher alone",
+        lambda: all(part < 1 for part, _ in parts_of("both")),
     ),
     Sentence(
         f"{OPERATIONS}/gated_adapters.md",

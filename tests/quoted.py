@@ -121,7 +121,7 @@ def remedies() -> str:
 def stronger() -> str:
     """What other remedies forget beside recalled text as `compare` has it by default."""
     rows = []
-    for base in BASES:
+    for base in stronger_remedies.BASES:
         found = stronger_remedies.found_in(base)
         for row in found["remedies"]:
             method, with_, beside, theirs, *figures = stronger_remedies.row_of(found, row)
@@ -130,13 +130,13 @@ def stronger() -> str:
     header = (
         "method (base)",
         "remedy",
-        "recalled",
-        "remedy",
-        "remedy / recalled",
+        "recalled forgets",
+        "remedy forgets",
+        "part",
         "difference",
         "over",
         "seeds",
-        "it forgets",
+        "so: forgets",
     )
     return _lines(header, rows, 2)
 

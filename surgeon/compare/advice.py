@@ -18,7 +18,7 @@ def first_sentence(rows: Sequence[Row]) -> str:
     others = [row for row in rows if row.against is not None and row.best is not None and not row.blended]
     runs, beaten = sum(len(row.points) for row in others), sum(row.beaten for row in others)
     more = [row for row in others if row.verdict == "disagrees"]
-    if not more and 2 * beaten < runs:
+    if not others or (not more and 2 * beaten < runs):
         return ""
     words = [f"Full fine-tuning with the same remedy beats {beaten} of {runs} runs of other methods on both losses."]
     if more:
