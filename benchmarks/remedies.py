@@ -80,6 +80,7 @@ HEADER = (
     "forgets",
     "part",
     "difference",
+    "over documents",
     "over",
     "seeds",
     "so: forgets",
@@ -96,7 +97,8 @@ def row_of(found: dict[str, Any], row: dict[str, Any]) -> tuple[str, ...]:
     """A method with one remedy beside itself with another: what both forget, the part, range, seeds and verdict."""
     labels = {each["method"]: each["label"].removesuffix(f", {each['remedy']}") for each in found["rows"]}
     mine, theirs = (interval(each) for each in row["forgets"])
-    figures = theirs, mine, interval(row["share"]), interval(row["apart"], signed=True)
+    documents = "" if row["documents"] is None else "{:+.3f} to {:+.3f}".format(*row["documents"])
+    figures = theirs, mine, interval(row["share"]), interval(row["apart"], signed=True), documents
     width = "" if row["width"] is None else f"{row['width']:.2f}"
     seeds = str(row["apart"]["seeds"]) if row["apart"] else ""
     names = labels[row["method"]], row["with"], row["beside"]
@@ -114,7 +116,8 @@ HEAD = """# Remedies against forgetting beside the default
 - *blended*: the run, and half and three quarters of it with the rest of the base, at no training cost.
 
 Forgotten is original loss above the base's, in nats a token, at equal new loss, in the mean over the range that both
-reach (`over`). Intervals are 95 %, over seeds, paired; verdicts by Holm's correction over a base's table, and none for
+reach (`over`). Intervals are 95 %, over seeds, paired; *over documents*: the difference's, with these seeds, over
+documents drawn with replacement; verdicts by Holm's correction over a base's table, and none for
 a range below 0.1 nats or 5 % of what full fine-tuning learns. Rates, and the runs of a frontier, are chosen on other
 documents than those reported. The baseline replays the base's own text already;
 [text of another kind](frontier_en-llama-8m.md) protects less. One recalled file serves all seeds of a base."""

@@ -134,6 +134,7 @@ def stronger() -> str:
         "remedy forgets",
         "part",
         "difference",
+        "over documents",
         "over",
         "seeds",
         "so: forgets",

@@ -28,6 +28,9 @@ from surgeon.compare.verdicts import NARROW, NARROW_SHARE, Apart, verdicts
 # By text, numbers of its held-out documents.
 Documents = Mapping[str, Sequence[int]]
 
+# How often documents are drawn for the interval over them.
+_DRAWS = 100
+
 # A row that learns less than this share of what the best one does has no area: the others' would be of hardly any loss.
 _LEARNED = 0.1
 
@@ -46,16 +49,23 @@ def find(
     losses = {run: losses_of(each, names, by_byte=by_byte, documents=choosing) for run, each in records.items()}
     corner = losses_of(start, names, by_byte=by_byte, documents=reported)
 
-    def point(run: Run, share: float) -> Point:
+    def point(reported: Documents | None, run: Run, share: float) -> Point:
         losses_on = partial(losses_of, records[run], names, by_byte=by_byte, share=share)
         new, original = losses_on(documents=reported)
         chosen = losses_on(documents=choosing) if choosing else None
         kl = _kl(records[run], names[0]) if share == 1.0 else None
         return Point(run.rate, run.seed, new, original, records[run].diverged, share, kl, chosen)
 
-    made = [row for method, remedy in study.entries for row in _rows(study, method, remedy, records, losses, point)]
+    def made_of(reported: Documents | None) -> list[Row]:
+        of = partial(point, reported)
+        return [row for method, remedy in study.entries for row in _rows(study, method, remedy, records, losses, of)]
+
+    made = made_of(reported)
     nat = _nat(start, names) if by_byte else 1.0
     rows, claims = judge(made, study.claims, corner, nat)
+    others = remedied(rows, corner, nat)
+    if others and all(loss.by_document for loss in (start.measured or {}).values()):
+        others = _over_documents(others, start, reported, lambda some: remedied(made_of(some), corner, nat))
     notes = [*loaded.notes, *(f"{row.label}: {row.open_end}" for row in rows if row.open_end)]
     if not loaded.config.original:
         notes.append("no original text was given: `original` is held-out text that the base wrote itself")
@@ -75,7 +85,7 @@ def find(
         texts={"new": names[0], "original": names[1]},
         start=corner,
         rows=tuple(rows),
-        remedies=tuple(remedied(rows, corner, nat)),
+        remedies=tuple(others),
         claims=tuple(claims),
         first=first_sentence(rows),
         advice=advice_of(study, rows, corner),
@@ -100,6 +110,29 @@ def parted(study: Study, start: Record) -> tuple[Documents | None, Documents | N
         some = {nth * count // many for nth in range(many)} if many else {0}
         choosing[name], reported[name] = sorted(some), sorted({*range(count)} - some) or [0]
     return choosing, reported
+
+
+def _over_documents(
+    found: Sequence[Remedied],
+    start: Record,
+    reported: Documents | None,
+    again: Callable[[Documents], list[Remedied]],
+) -> list[Remedied]:
+    """The remedies with the bootstrap's intervals over documents, seeds and the choice of runs as they are.
+
+    Documents of each text are drawn with replacement, and the difference is worked out by `again` (Efron 1979).
+    """
+    import numpy as np
+
+    every = reported or {name: range(loss.documents) for name, loss in (start.measured or {}).items()}
+    drawn: list[list[float]] = [[] for _ in found]
+    for number in range(_DRAWS):
+        draw = np.random.default_rng(number)
+        some = {name: draw.choice(list(each), len(each)).tolist() for name, each in every.items()}
+        for means, each in zip(drawn, again(some), strict=True):
+            means += [] if each.apart is None else [each.apart.mean]
+    middle = [np.quantile(means, [0.025, 0.975]).tolist() if means else None for means in drawn]
+    return [replace(each, documents=ends and (ends[0], ends[1])) for each, ends in zip(found, middle, strict=True)]
 
 
 def _kl(record: Record, new: Sequence[str]) -> float | None:
@@ -313,6 +346,7 @@ def _beside_itself(row: Row, other: Row, corner: Pair) -> Remedied:
         reach=interval(reach),
         width=math.fsum(widths) / len(widths) if widths else None,
         verdict="no common range",
+        documents=None,
     )
 
 

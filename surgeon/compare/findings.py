@@ -140,7 +140,8 @@ class Remedied:
     `forgets` is what each forgets, original loss above the base's, in the mean over the new losses that both cover;
     `share` the first's part of the second's; `apart` their difference; `reach` the lowest new loss of the first minus
     the second's (negative: it learns more at its most). `width` is that of the new losses that both cover, seeds in the
-    mean; `verdict` says whether the first forgets less, corrected for all remedies of the study. None where the
+    mean; `documents` the 95 % interval of the mean difference over documents, with these seeds (None: not kept document
+    by document); `verdict` says whether the first forgets less, corrected for all remedies of the study. None where the
     frontiers have no new loss in common.
     """
 
@@ -154,6 +155,7 @@ class Remedied:
     reach: Interval | None
     width: float | None
     verdict: Verdict
+    documents: Pair | None
 
 
 @dataclass(frozen=True)
@@ -191,7 +193,7 @@ class Findings:
             `remedies`: each method with a second remedy: `method`, `with`, `beside`, `forgets` (both: original loss
                 above the base's at equal new loss), `share`, `apart` and `reach` (difference of the lowest new losses),
                 each as `against_full`; `width` of the new losses that both reach; `verdict` (that the first forgets
-                less)
+                less); `documents`, the ends of the difference's 95 % interval over documents (null: not kept)
             `claims`: each with `says`, `better`, `worse`, `on`, `paper`, `remedy`, `difference` (as `against_full`),
                 `width` of what both reach of the other axis, `verdict`
             `first`, `advice`: what full fine-tuning beats (or empty); the sentence of advice
@@ -225,6 +227,7 @@ class Findings:
                     **{key: _interval(getattr(each, key)) for key in ("share", "apart", "reach")},
                     "width": each.width,
                     "verdict": each.verdict,
+                    "documents": None if each.documents is None else list(each.documents),
                 }
                 for each in self.remedies
             ],

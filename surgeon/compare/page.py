@@ -168,6 +168,7 @@ def _remedies(found: Findings) -> Markup | None:
             *(_words(one) for one in each.forgets),
             _words(each.share),
             _words(each.apart, signed=True),
+            "" if each.documents is None else "{:+.4f} to {:+.4f}".format(*each.documents),
             _words(each.reach, signed=True),
             "" if each.width is None else f"{each.width:.3f}",
             "" if each.reach is None else str(each.reach.seeds),
@@ -188,19 +189,21 @@ def _remedies(found: Findings) -> Markup | None:
                 "beside it",
                 "part",
                 "difference",
+                "over documents",
                 "lowest new",
                 "width",
                 "seeds",
                 "so it forgets",
             ),
             rows,
-            numbers=range(3, 10),
+            numbers=range(3, 11),
         ),
         el(
             "p",
             "`forgets` is original loss above the base's at equal new loss, in the mean over the new losses that both"
             " reach; `part` is the first's share of the second's. `lowest new` is the difference of the lowest new"
-            " losses: negative, it learns more at its most. `width` is the range of new losses that both reach.",
+            " losses: negative, it learns more at its most. `width` is the range of new losses that both reach."
+            " `over documents`: the difference's 95 % interval over documents (bootstrap), where they are kept.",
             class_="soft",
         ),
     )
