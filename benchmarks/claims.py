@@ -112,11 +112,11 @@ def parts_of(with_: str) -> list[tuple[float, float]]:
     return [(share["mean"], share["mean"] + share["half"]) for share in shares]
 
 
-def about_half() -> bool:
-    """Whether on every base `both` forgets about half of what `recalled` does, and its blends less."""
+def half_and_two_thirds() -> bool:
+    """Whether `both` forgets about so much of what `recalled` does on the two bases, and its blends less."""
     both, blended = parts_of("both"), parts_of("both, blended")
-    pairs = zip(both, blended, strict=True)
-    return len(both) == len(remedies.BASES) and all(0.4 < p < 0.6 and less < p for (p, _), (less, _) in pairs)
+    near = all(abs(part - due) < 0.05 for (part, _), due in zip(both, (1 / 2, 2 / 3), strict=True))
+    return near and all(less < part for (part, _), (less, _) in zip(both, blended, strict=True))
 
 
 def above(value: float, *, step: float = 0.1) -> str:
@@ -183,11 +183,13 @@ SENTENCES = (
         lambda: all(reach <= 0 for reach in remedies_of("reach")),
     ),
     Sentence(
-        EVIDENCE, r"in the mean, \*both\* forgets half of what \*recalled\* does, and blends take off more", about_half
+        EVIDENCE,
+        r"\*both\* forgets half of what \*recalled\* does on the first base, two thirds on the second, and blends take",
+        half_and_two_thirds,
     ),
     Sentence(
         EVIDENCE,
-        "that the part is below a half, as intervals reach beyond",
+        "that it is half or less, as intervals reach beyond",
         lambda: all(end > 0.5 for _, end in [*parts_of("both"), *parts_of("both, blended")]),
     ),
     Sentence(

@@ -23,7 +23,7 @@ from benchmarks.frontier import interval, table
 
 HERE = Path(__file__).resolve().parent
 STUDY, RESULTS = HERE / "remedies.yaml", HERE / "results"
-BASES = ("en-llama-8m",)
+BASES = ("en-llama-8m", "en-qwen3-4m")
 # What is learned, and what must not be forgotten.
 NEW, ORIGINAL = ("fr_man", "fr_office"), "en_man"
 # Characters of a held-out document.
