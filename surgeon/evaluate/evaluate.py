@@ -34,6 +34,7 @@ def evaluate(
     length: int | None = ...,
     batch: int = ...,
     most: int = ...,
+    kl: bool = ...,
     labels: Literal[False] = ...,
     mtp: bool = ...,
     dtype: str = ...,
@@ -68,6 +69,7 @@ def evaluate(
     length: int | None = None,
     batch: int = 8,
     most: int = 500,
+    kl: bool = False,
     labels: bool = False,
     mtp: bool = False,
     dtype: str = "auto",
@@ -92,6 +94,7 @@ def evaluate(
         length: Tokens in a window; None: the smallest context, at most 2048.
         batch: How many windows are run at a time.
         most: How many documents are taken of each source at most; 0: all.
+        kl: Whether KL(first ‖ model) is measured too, which takes two models in memory.
         labels: Whether the texts have labels.
         mtp: Whether to measure speculative decoding by the models' MTP layers too (`measure_drafts`).
         dtype: auto (the checkpoint's), float32, bfloat16 or float16.
@@ -113,6 +116,8 @@ def evaluate(
     if mtp and (labels or data is None):
         raise BadInput("--mtp has models write on from texts: give --data, and no --labels")
     rows = _rows(models, base)
+    if kl and (labels or data is None or len(rows) < 2):
+        raise BadInput("--kl compares the next tokens that two models expect: give text, and a base (--base)")
     devices.check(device)
     Checkpoint.check_dtype(dtype)
     for model in rows:
@@ -130,7 +135,8 @@ def evaluate(
     how: dict[str, Any] = {"length": length, "batch": batch, "dtype": dtype, "device": device, "listener": listener}
     if labels:
         return evaluate_labels(opened, texts, **how)
-    return evaluate_texts(opened, texts, prompts=prompts, answer_tokens=answer_tokens, mtp=mtp, **how)
+    how |= {"kl": kl, "mtp": mtp}
+    return evaluate_texts(opened, texts, prompts=prompts, answer_tokens=answer_tokens, **how)
 
 
 def _check_numbers(length: int | None, batch: int, most: int, answer_tokens: int) -> None:
@@ -216,6 +222,9 @@ def _scores(evaluation: Evaluation[Any], length: int) -> list[RenderableType]:
     table = FittedTable("source", "model", names=2)
     for column in cells[0].columns:
         table.add_column(column)
+    apart = [found.apart for row in evaluation.models for found in row.sources if found.apart is not None]
+    if apart:
+        table.add_column("KL")
     if compared:
         table.add_column(f"{cells[0].difference} to {printable(evaluation.models[0].model, 40)}")
     for number, first in enumerate(cells):
@@ -224,6 +233,7 @@ def _scores(evaluation: Evaluation[Any], length: int) -> list[RenderableType]:
         for row in evaluation.models:
             found: Cell = row.sources[number]
             names = [Text(found.source if found is first else "", style="bold"), Text(printable(row.model))]
-            table.add_row(*names, *found.figures(), *([found.difference_cell()] if compared else []))
+            kl = [Text("" if found.apart is None else f"{found.apart.value:.4f}")] * bool(apart)
+            table.add_row(*names, *found.figures(), *kl, *([found.difference_cell()] if compared else []))
     notes = f"{', '.join(cell.size for cell in cells)}; {cells[0].reading.format(length=length)}"
     return [table, Text(), Text(notes, style="dim")]
