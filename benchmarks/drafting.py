@@ -175,6 +175,15 @@ def main() -> None:
             lines.append(
                 f"| {name} | {cell.source} | {cell.loss.value:.3f} | {rate} | {drafts.same} of {drafts.documents} |"
             )
+    lines += [
+        "",
+        "Where intervals overlap, so few documents show no difference; held-out KL(model ‖ draft) of the runs:",
+        "",
+    ]
+    for name in ("base", "refitted"):
+        told = json.loads((asked.work / name / "surgery.json").read_text())["training"][-1]["losses"]
+        shown = ", ".join(f"{source} {before:.3f} → {after:.3f}" for source, (before, after) in told.items())
+        lines.append(f"- {name}: {shown}")
     asked.to.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))
 
