@@ -113,8 +113,8 @@ def parts_of(with_: str) -> list[tuple[float, float]]:
 
 
 def more_is_not_told_apart() -> bool:
-    """Whether on the first base more recalled text may forget as much as the default does."""
-    rows = remedies.found_in(remedies.BASES[0])["remedies"]
+    """Whether on both bases more recalled text may forget as much as the default does."""
+    rows = [row for base in remedies.BASES for row in remedies.found_in(base)["remedies"]]
     return all(row["verdict"] == "not told apart" for row in rows if row["with"] == "more")
 
 
@@ -195,7 +195,7 @@ SENTENCES = (
     ),
     Sentence(
         EVIDENCE,
-        r"\*More\* is not told apart from \*recalled\* on the first base, so the default stays",
+        r"\*More\* is not told apart from \*recalled\* on either base, so the default stays",
         more_is_not_told_apart,
     ),
     Sentence(
