@@ -20,19 +20,36 @@ from surgeon.families.names import ANOTHER
 from surgeon.operations.widths import divisor_of
 
 HIDDEN, INNER, HEADS, KEYS = "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"
+HEAD = "head_dim"
 
 
 def widened_sizes(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     """The sizes of the base's config that an output has otherwise, before and after."""
-    path = anatomy.derivation.path
-    before, after = part_of(native_config(config), path), part_of(blueprint.config, path)
-    known = {HIDDEN: anatomy.sizes.hidden, INNER: anatomy.sizes.intermediate}
+    known = {HIDDEN: anatomy.sizes.hidden, INNER: anatomy.sizes.intermediate, HEAD: anatomy.sizes.head_dim}
     known |= {HEADS: anatomy.sizes.heads, KEYS: anatomy.sizes.kv_heads}
-    return {
-        key: (before.get(key, size), after[key])
-        for key, size in known.items()
-        if type(after.get(key)) is int and before.get(key, size) != after[key]
-    }
+    part = part_of(native_config(config), anatomy.derivation.path)
+    found: dict[str, tuple[int, int]] = {}
+    for field, after in blueprint.resized.items():
+        before = field_in(part, field) or known.get(field) or _left_out(config, field)
+        if before != after:
+            found[field] = before, after
+    return found
+
+
+def field_in(part: Mapping[str, Any], field: str) -> int:
+    """The number that a field of a part of a config has, a dot leading into a part of that; 0 where it has none."""
+    *inside, key = field.split(".")
+    for step in inside:
+        part = part.get(step) or {}
+    value = part.get(key)
+    return value if type(value) is int else 0
+
+
+def _left_out(config: Mapping[str, Any], field: str) -> int:
+    """The number that a class of transformers has for a field that its config.json leaves out."""
+    from surgeon.families.derived import derive
+
+    return field_in(derive(native_config(config)).skeleton.text.to_dict(), field)
 
 
 def lost_divisors(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any]) -> Iterator[str]:

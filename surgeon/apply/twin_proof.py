@@ -237,7 +237,7 @@ def _fill_converted(result: Skeleton, base: Skeleton, blueprint: Blueprint, stor
     import torch
 
     draws = torch.Generator().manual_seed(SEEDS[1])
-    held, wanted = _saved(base), _saved(result)
+    held, wanted = saved(base), saved(result)
     made: dict[str, Tensor] = {}
     for output in blueprint.outputs:
         place = place_in(output.name, wanted, result)
@@ -249,6 +249,11 @@ def _fill_converted(result: Skeleton, base: Skeleton, blueprint: Blueprint, stor
             )
     if lacking := sorted(wanted.keys() - made):
         raise BadInput(f"{printable(lacking[0])}: transformers' class needs this tensor, the plan does not make it")
+    load(result, made)
+
+
+def load(result: Skeleton, made: Mapping[str, Tensor]) -> None:
+    """Give a twin these tensors, by their names on disk, as transformers loads them."""
     model, tied = result.model, set(result.model.all_tied_weights_keys)
     parameters = {name: value for name, value in model.named_parameters() if name not in tied}
     for name, value in as_loaded(model, made, parameters).items():
@@ -264,7 +269,7 @@ def _of_first_expert(name: str) -> str:
     return _EXPERT.sub(".experts.0.", name)
 
 
-def _saved(twin: Skeleton) -> dict[str, Tensor]:
+def saved(twin: Skeleton) -> dict[str, Tensor]:
     """A twin's tensors by their names on disk, as transformers writes them."""
     from safetensors.torch import load_file
 

@@ -25,10 +25,18 @@ from surgeon.operations.grow_vocabulary import bound_of_rows, claim_of_rows
 from surgeon.operations.operation import Operation, Paper, TrainingDefaults
 from surgeon.operations.widen_attention import check_norms
 from surgeon.operations.widen_ffn import COMPOSABLE
-from surgeon.operations.widths import ROUNDING, check_alone, check_free, parts_with, widen
+from surgeon.operations.widths import (
+    ROUNDING,
+    check_alone,
+    check_free,
+    inner_widths,
+    lengthen,
+    parts_with,
+    shown_growth,
+    wider_ffns,
+)
 
 _HEADS: tuple[Role, ...] = ("query", "key", "value", "output")
-_FFN: tuple[Role, ...] = ("gate", "up", "down")
 # Far more heads than a base has: padding would be most of the model.
 _MOST_TIMES = 4
 
@@ -147,25 +155,15 @@ class PadTo(Operation):
     def _neurons(self, draft: Draft) -> Iterator[str]:
         """Pad the FFN of every layer."""
         wanted = math.lcm(self.multiple_of or 1, self.tensor_parallel or 1)
-        kinds = [draft.kind_of(index) for index in range(len(draft.layers))]
-        widths = {rows for kind in kinds for part in kind.parts for role, rows in part.blocks if role == "up"}
-        if not any(width % wanted for width in widths):
+        if wanted == 1 or not any(width % wanted for width in inner_widths(draft)):
             return
-        check_alone(draft, "intermediate_size")
         check_free(draft)
-        before = draft.anatomy.sizes.intermediate
-        if not before:
-            raise BadInput("config.json: `intermediate_size` is not one number for all layers; pad a model where it is")
-        more = -before % wanted
-        hidden = draft.anatomy.sizes.hidden
-        for index, layer in enumerate(draft.layers):
-            parts_with(draft, index, _FFN)
-            rows: Recipe = Constant(0.0, draft.dtype_of(index), (more, hidden))
-            columns: Recipe = Constant(0.0, draft.dtype_of(index), (hidden, more))
-            pieces = {role: (columns if role == "down" else rows,) for role in _FFN}
-            layer.rewritten |= dict.fromkeys(widen(draft, index, ("gate", "up"), "down", pieces), draft.number)
-        draft.sizes["intermediate_size"] = before + more
-        yield f"FFNs of {before} become {before + more}"
+        fields, growths = wider_ffns(draft, multiple_of=wanted)
+        for field in fields:
+            check_alone(draft, field)
+        lengthen(draft, growths, lambda _, new: new.zeros)
+        draft.sizes |= fields
+        yield shown_growth(draft, growths)
 
     def _rows(self, draft: Draft) -> int:
         """Pad embeddings and head; return by how many rows."""

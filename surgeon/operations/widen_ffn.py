@@ -8,17 +8,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
-from surgeon.blueprint.recipes import Constant, Copy, Random, Recipe, sliced
+from surgeon.blueprint.recipes import Copy, Random, Recipe, sliced
 from surgeon.errors import BadInput
 from surgeon.families.family import LARGEST_SIZE, Part, Role
 from surgeon.operations.operation import OneOf, Operation, Paper, TrainingDefaults
-from surgeon.operations.widths import ROUNDING, check_alone, check_free, ffn_roles, parts_with, which_layers, widen
+from surgeon.operations.widths import (
+    ROUNDING,
+    Neurons,
+    check_alone,
+    check_free,
+    inner_widths,
+    lengthen,
+    shown_growth,
+    which_layers,
+    wider_ffns,
+)
 from surgeon.runtime.adapters_rules import VARIANCES
 
 NET2NET = Paper(
@@ -65,47 +76,40 @@ class WidenFFN(Operation):
 
     def edit(self, draft: Draft, facts: None) -> OperationRecord:
         """Widen the FFN of every layer."""
-        number = draft.number
-        check_alone(draft, "intermediate_size")
         check_free(draft, beside=("adapters",))
-        before = draft.anatomy.sizes.intermediate
-        if not before:
+        widths = inner_widths(draft)
+        if self.to is not None and len(widths) > 1:
             raise BadInput(
-                "config.json: `intermediate_size` is not one number for all layers; widen a model where it is"
+                f"`to` {self.to}: FFNs and experts of this model have widths of {', '.join(map(str, widths))}; say `by`"
+                " how many neurons each becomes wider"
             )
-        after = self.to if self.to is not None else before + (self.by or 0)
-        if after > LARGEST_SIZE:
-            raise BadInput(f"FFNs of {before} would have {after} neurons; beyond 2^31 is refused")
-        if after <= before:
-            raise BadInput(f"`to` {after}: the FFNs have {before} neurons already, and only become wider")
-        wider = {index: roles for index in range(len(draft.layers)) if (roles := ffn_roles(draft, index))}
-        if not wider:
-            raise BadInput("no layer has an FFN that could become wider; widen another model")
-        for index, roles in wider.items():
-            parts = parts_with(draft, index, roles)
-            more = {role: self._pieces(draft, number, index, parts, role, after - before) for role in roles}
-            draft.layers[index].rewritten |= dict.fromkeys(widen(draft, index, roles[:-1], "down", more), number)
-        draft.sizes["intermediate_size"] = after
+        by = self.by if self.to is None else self.to - widths[0]
+        assert by is not None
+        if widths[-1] + by > LARGEST_SIZE:
+            raise BadInput(f"FFNs of {widths[-1]} would have {widths[-1] + by} neurons; beyond 2^31 is refused")
+        if by <= 0:
+            raise BadInput(f"`to` {self.to}: the FFNs have {widths[0]} neurons already, and only become wider")
+        fields, growths = wider_ffns(draft, by=by)
+        for field in fields:
+            check_alone(draft, field)
+        wider = lengthen(draft, growths, partial(self._born, draft))
+        draft.sizes |= fields
         return OperationRecord(
             op=self.op,
-            matched=f"FFNs of {before} become {after} in {which_layers(wider, draft)}, {self.init}",
+            matched=f"{shown_growth(draft, growths)} in {which_layers(wider, draft)}, {self.init}",
             claim=Claim("rounding", f"new columns of the down projections are zero; {ROUNDING}"),
             trains="new",
         )
 
-    def _pieces(
-        self, draft: Draft, number: int, layer: int, parts: Mapping[str, Part], role: Role, count: int
-    ) -> tuple[Recipe, ...]:
-        hidden, dtype = draft.anatomy.sizes.hidden, draft.dtype_of(layer)
-        if role == "down":
-            return (Constant(0.0, dtype, (hidden, count)),)
-        if self.init != "copy":
-            std = math.sqrt(VARIANCES[self.init](hidden, len(draft.layers)))
-            return (Random(f"operations[{number}].layer[{layer}].{role}", std, dtype, (count, hidden)),)
-        suffix, begin = place_of(parts, role)
-        source = draft.layers[layer].tensors[suffix]
-        assert isinstance(source, Copy), suffix
-        return repeated(source, begin, draft.anatomy.sizes.intermediate, count)
+    def _born(self, draft: Draft, layer: int, new: Neurons) -> tuple[Recipe, ...]:
+        """The new neurons' rows of what reads the stream."""
+        if self.init == "copy":
+            return new.repeated
+        std = math.sqrt(VARIANCES[self.init](draft.anatomy.sizes.hidden, len(draft.layers)))
+        # Of experts each draws for itself.
+        of_experts = any(part.expert for part in draft.kind_of(layer).parts if part.suffix == new.suffix)
+        key = f"{new.suffix}.{new.role}" if of_experts else new.role
+        return (Random(f"operations[{draft.number}].layer[{layer}].{key}", std, new.of.dtype, new.shape),)
 
 
 def place_of(parts: Mapping[str, Part], role: Role) -> tuple[str, int]:
