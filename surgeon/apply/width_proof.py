@@ -76,7 +76,7 @@ def prove_widths(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, An
             same = agree(base, result)
         except LOAD_FAILURES as error:
             raise BadInput(
-                f"a twin of this model cannot be run as wide as the plan says ({first_line(error)}); choose other widths"
+                f"a twin of this model cannot be run as wide as planned ({first_line(error)}); choose other widths"
             ) from error
         if not same:
             told, grows = printable(anatomy.family.model_type), " and ".join(f"`{key}`" for key in sizes)
@@ -99,13 +99,18 @@ def _twins(
     own = _with_own_heads(config, anatomy, sizes) if HEADS in sizes else None
     if own is not None:
         small, base = own
-        part_at(small, path).update({key: after for key, (_, after) in sizes.items() if key in (HEADS, KEYS)})
-        _widen(small, path, {key: size for key, size in sizes.items() if key not in (HEADS, KEYS)}, most)
+        part_at(small, path).update({key: after for key, (_, after) in sizes.items() if _of_heads(key)})
+        _widen(small, path, {key: size for key, size in sizes.items() if not _of_heads(key)}, most)
     else:
         heads, base = running_twin(config)
         small = shrunk(native_config(config), heads_left=heads)
         _widen(small, path, sizes, most)
     return base, twin_of_small(small, seed=SEEDS[1])
+
+
+def _of_heads(field: str) -> bool:
+    """Whether a field of the config counts heads."""
+    return field in (HEADS, KEYS) or field.endswith("_heads")
 
 
 def _shapes(twin: Skeleton) -> dict[str, tuple[int, ...]]:
@@ -164,7 +169,8 @@ def _with_own_heads(
     divided = math.lcm(anatomy.sizes.heads, sizes[HEADS][1])
     for size in (_HEAD, anatomy.sizes.head_dim):
         small = shrunk(native_config(config), heads_left=anatomy.sizes.heads)
-        own = {HEADS: anatomy.sizes.heads, KEYS: anatomy.sizes.kv_heads, "head_dim": size}
+        own = {key: before for key, (before, _) in sizes.items() if _of_heads(key)}
+        own |= {HEADS: anatomy.sizes.heads, KEYS: anatomy.sizes.kv_heads, HEAD: size}
         own[HIDDEN] = divided * -(-_NEURONS // divided)
         part_at(small, anatomy.derivation.path).update(own)
         try:
@@ -217,7 +223,7 @@ def _widen(small: dict[str, Any], path: tuple[str, ...], sizes: Mapping[str, tup
     if HEADS in sizes:
         part[HEADS], part[KEYS] = heads + heads // keys, keys + 1
     for field, (old, new) in sizes.items():
-        if field not in (HEADS, KEYS, HEAD, HIDDEN):
+        if field not in (HEAD, HIDDEN) and not _of_heads(field):
             part.update(with_fields(part, (), {field: (field_in(part, field) or old) + min(new - old, most)}))
     if HIDDEN in sizes:
         old, new = sizes[HIDDEN]

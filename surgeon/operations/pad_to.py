@@ -22,6 +22,7 @@ from surgeon.errors import BadInput
 from surgeon.families.anatomy import VOCABULARY_KEY, vocabulary_tensors
 from surgeon.families.family import LARGEST_SIZE, Role
 from surgeon.operations.grow_vocabulary import bound_of_rows, claim_of_rows
+from surgeon.operations.growing import inner_widths, lengthen, norms_of_all_heads, shown_growth, wider_ffns, wider_heads
 from surgeon.operations.operation import Operation, Paper, TrainingDefaults
 from surgeon.operations.widen_attention import check_norms
 from surgeon.operations.widen_ffn import COMPOSABLE
@@ -29,11 +30,7 @@ from surgeon.operations.widths import (
     ROUNDING,
     check_alone,
     check_free,
-    inner_widths,
-    lengthen,
     parts_with,
-    shown_growth,
-    wider_ffns,
 )
 
 _HEADS: tuple[Role, ...] = ("query", "key", "value", "output")
@@ -103,9 +100,19 @@ class PadTo(Operation):
         check_alone(draft, "num_attention_heads")
         if draft.bank is not None or any(layer.grafts for layer in draft.layers):
             raise BadInput("the model carries grafts beside its heads; fold, merge or revert them first")
+        groups = f"groups of {sizes.heads // sizes.kv_heads} become {heads // kv_heads}"
+        shown = f"heads of {sizes.head_dim}: {sizes.heads} / {sizes.kv_heads} become {heads} / {kv_heads} ({groups})"
+        if heads * sizes.kv_heads == sizes.heads * kv_heads:
+            fields, growths = wider_heads(draft, kv_heads - sizes.kv_heads)
+            check_norms(draft, growths)
+            lengthen(draft, growths, lambda new: new.zeros)
+            draft.sizes |= fields
+            yield shown
+            return
+        norms = [norms_of_all_heads(kind, sizes.head_dim) for kind in draft.anatomy.kinds]
+        check_norms(draft, [{part.suffix for part in here} for here in norms])
         for index, layer in enumerate(draft.layers):
             parts = parts_with(draft, index, _HEADS)
-            check_norms(draft, index)
             # A number for each head, as what attention may lose in a sink.
             single = [p for p in draft.kind_of(index).parts if p.kind == "other" and p.shape == (sizes.heads,)]
             for part in single:
@@ -126,8 +133,7 @@ class PadTo(Operation):
                 layer.rewritten[suffix] = draft.number
         # Without `head_dim` a class would divide the hidden size by the heads.
         draft.sizes |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": sizes.head_dim}
-        groups = f"groups of {sizes.heads // sizes.kv_heads} become {heads // kv_heads}"
-        yield f"heads of {sizes.head_dim}: {sizes.heads} / {sizes.kv_heads} become {heads} / {kv_heads} ({groups})"
+        yield shown
 
     def _head_counts(self, draft: Draft) -> tuple[int, int]:
         """The fewest query and key-value heads that devices divide, each group as large as every other."""
@@ -161,7 +167,7 @@ class PadTo(Operation):
         fields, growths = wider_ffns(draft, multiple_of=wanted)
         for field in fields:
             check_alone(draft, field)
-        lengthen(draft, growths, lambda _, new: new.zeros)
+        lengthen(draft, growths, lambda new: new.zeros)
         draft.sizes |= fields
         yield shown_growth(draft, growths)
 

@@ -15,21 +15,12 @@ from pydantic import Field, model_validator
 
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
-from surgeon.blueprint.recipes import Copy, Random, Recipe, sliced
+from surgeon.blueprint.recipes import Random, Recipe
 from surgeon.errors import BadInput
-from surgeon.families.family import LARGEST_SIZE, Part, Role
+from surgeon.families.family import LARGEST_SIZE
+from surgeon.operations.growing import New, inner_widths, lengthen, shown_growth, wider_ffns
 from surgeon.operations.operation import OneOf, Operation, Paper, TrainingDefaults
-from surgeon.operations.widths import (
-    ROUNDING,
-    Neurons,
-    check_alone,
-    check_free,
-    inner_widths,
-    lengthen,
-    shown_growth,
-    which_layers,
-    wider_ffns,
-)
+from surgeon.operations.widths import ROUNDING, check_alone, check_free, which_layers
 from surgeon.runtime.adapters_rules import VARIANCES
 
 NET2NET = Paper(
@@ -101,29 +92,17 @@ class WidenFFN(Operation):
             trains="new",
         )
 
-    def _born(self, draft: Draft, layer: int, new: Neurons) -> tuple[Recipe, ...]:
-        """The new neurons' rows of what reads the stream."""
+    def _born(self, draft: Draft, new: New) -> tuple[Recipe, ...]:
         if self.init == "copy":
             return new.repeated
-        std = math.sqrt(VARIANCES[self.init](draft.anatomy.sizes.hidden, len(draft.layers)))
-        # Of experts each draws for itself.
-        of_experts = any(part.expert for part in draft.kind_of(layer).parts if part.suffix == new.suffix)
-        key = f"{new.suffix}.{new.role}" if of_experts else new.role
-        return (Random(f"operations[{draft.number}].layer[{layer}].{key}", std, new.of.dtype, new.shape),)
+        return (drawn(draft, new, self.init, draft.anatomy.sizes.hidden),)
 
 
-def place_of(parts: Mapping[str, Part], role: Role) -> tuple[str, int]:
-    """The weight that holds a module, and the first of its rows there."""
-    for suffix, part in parts.items():
-        begin = 0
-        for other, rows in part.blocks if part.kind == "weight" else ():
-            if other == role:
-                return suffix, begin
-            begin += rows
-    raise AssertionError(role)
+def drawn(draft: Draft, new: New, init: str, reads: int) -> Random:
+    """Normal values for what is new in a matrix that reads so many numbers, of the variance that `init` names.
 
-
-def repeated(source: Copy, begin: int, rows: int, count: int) -> tuple[Recipe, ...]:
-    """`count` rows: copies of the `rows` rows from `begin` on, from the first, over and over."""
-    turns = [min(rows, count - done) for done in range(0, count, rows)]
-    return tuple(sliced(source, begin, begin + taken, again=True) for taken in turns)
+    Of modules that are not known by a role alone each draws for itself.
+    """
+    std = math.sqrt(VARIANCES[init](reads, len(draft.layers)))
+    key = new.role if new.role and new.part.expert is None else f"{new.part.suffix}.{new.role}".removesuffix(".")
+    return Random(f"operations[{draft.number}].layer[{new.layer}].{key}", std, new.of.dtype, new.shape)
