@@ -16,7 +16,7 @@ from surgeon.families.family import OWN_CONFIG
 from surgeon.families.grafted_config import native_config
 from surgeon.families.growth import part_of
 from surgeon.families.names import ANOTHER
-from surgeon.operations.growing import groups_that_fit
+from surgeon.operations.growing import groups_that_fit, head_growths
 from surgeon.operations.widths import divisor_of
 
 HIDDEN, INNER, HEADS, KEYS = "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"
@@ -111,5 +111,6 @@ def _fitting_groups(blueprint: Blueprint, anatomy: Anatomy) -> str:
     sizes, after = anatomy.sizes, blueprint.resized
     each = sizes.heads // sizes.kv_heads if sizes.kv_heads else 0
     added = HEADS in after and after[HEADS] == each * after.get(KEYS, 0)
-    # Elsewhere groups became larger, of which there are as many as before.
-    return groups_that_fit(anatomy) if blueprint.native and added else ""
+    # Elsewhere groups became larger, of which there are as many as before, or something else does not fit.
+    wrong = added and head_growths(anatomy, {key: after[key] for key in (HEADS, KEYS)}) is None
+    return groups_that_fit(anatomy) if blueprint.native and wrong else ""

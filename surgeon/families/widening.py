@@ -6,6 +6,7 @@ is. A class that rounds a width gets the value of which it makes the width that 
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -89,25 +90,22 @@ def inner_fields(
     for field, value in _candidates(config, skeleton):
         if not lacking:
             break
-        try:
-            grown = growths(config, skeleton, layers, {field: value + (by or multiple_of)})
-        except BadInput:
-            continue
-        mine = {place: width for place, width in lacking.items() if place[1] in grown[place[0]]}
+        # A class that rounds may make nothing of a little more.
+        mine: dict[tuple[int, str], int] = {}
+        for more in (by or multiple_of, 3 * value):
+            with contextlib.suppress(BadInput):
+                grown = growths(config, skeleton, layers, {field: value + more})
+                mine = mine or {place: width for place, width in lacking.items() if place[1] in grown[place[0]]}
         if not mine:
             continue
         lacking = {place: width for place, width in lacking.items() if place not in mine}
-        # Where the field is the width of none, as of a class that rounds, the first FFN's is what is wanted.
-        plain = any(width == value for width in mine.values())
         (kind, suffix), width = next(iter(mine.items()))
-        old = value if plain else width
-        more = by or -old % multiple_of
+        # A shared expert is as wide as several.
+        times = width // value if width % value == 0 else 1
+        more = by or -(width // times) % multiple_of
         if more:
-            found[field] = (
-                value + more
-                if plain or width % value == 0
-                else _value_for(config, skeleton, layers, (field, value), (kind, suffix, width), width + more)
-            )
+            place, wanted = (kind, suffix, width), width + times * more
+            found[field] = _value_for(config, skeleton, layers, (field, value), place, wanted, value + more)
     if lacking:
         (kind, suffix), width = next(iter(lacking.items()))
         raise BadInput(
@@ -153,14 +151,17 @@ def _value_for(
     field: tuple[str, int],
     place: tuple[int, str, int],
     wanted: int,
+    first: int,
 ) -> int:
-    """The least value of a field of which the class makes the wanted width. Raises BadInput where none does."""
+    """The value of a field of which the class makes the wanted width: `first`, or the least. Raises BadInput."""
     (name, value), (kind, suffix, width) = field, place
 
     def made_of(number: int) -> int:
         grew = growths(config, skeleton, layers, {name: number})[kind].get(suffix)
         return width if grew is None else width * grew[2] // grew[1]
 
+    if made_of(first) == wanted:
+        return first
     low, high = value, 2 * value
     while made_of(high) < wanted:
         low, high = high, 2 * high

@@ -1,7 +1,7 @@
 """What grows in layers that become wider: the fields of a config.json, and the tensors with them.
 
-Where a layer has one FFN of plain matrices, or attention of four, that is known without building anything; elsewhere
-transformers' class is built wider, and its shapes say it.
+Of usual types whose layers have one FFN of plain matrices, and attention of four, that is known without building
+anything; elsewhere transformers' class is built wider, and its shapes say it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Constant, Copy, Joined, Recipe, side_by_side, sliced_along
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy, LayerKind
+from surgeon.families.decoders import USUAL_DECODERS
 from surgeon.families.family import Part, Role, Sizes, inner_width
 from surgeon.families.growth import part_of
 
@@ -74,7 +75,7 @@ def wider_ffns(draft: Draft, *, by: int = 0, multiple_of: int = 1) -> tuple[dict
     """
     before = draft.anatomy.sizes.intermediate
     plain = [_plain_neurons(kind, before) for kind in draft.anatomy.kinds]
-    if before and all(each is not None for each in plain):
+    if _is_usual(draft.anatomy) and before and all(each is not None for each in plain):
         after = before + (by or -before % multiple_of)
         grown = [{suffix: (axis, before, after) for suffix, axis in (each or {}).items()} for each in plain]
         return ({"intermediate_size": after} if after > before else {}), grown
@@ -90,6 +91,11 @@ def wider_ffns(draft: Draft, *, by: int = 0, multiple_of: int = 1) -> tuple[dict
             )
         _check_experts(draft, number, found)
     return fields, grown
+
+
+def _is_usual(anatomy: Anatomy) -> bool:
+    """Whether a type's fields are known to mean what their names say: other classes may round, or derive a width."""
+    return anatomy.family.encoder or anatomy.family.model_type in USUAL_DECODERS
 
 
 def _check_experts(draft: Draft, number: int, grown: Mapping[str, tuple[int, int, int]]) -> None:
@@ -182,7 +188,7 @@ def wider_heads(draft: Draft, groups: int) -> tuple[dict[str, int], Growths]:
     # Without `head_dim` a class would divide the hidden size by the heads.
     fields = {"num_attention_heads": after * each, "num_key_value_heads": after}
     plain = [_plain_heads(kind, sizes, after) for kind in draft.anatomy.kinds]
-    if any(plain) and all(each is not None for each in plain):
+    if _is_usual(draft.anatomy) and any(plain) and all(each is not None for each in plain):
         return fields | {_HEAD_DIM: sizes.head_dim}, [each or {} for each in plain]
     part = part_of(draft.config, draft.anatomy.derivation.path)
     # Some layers may have other numbers of them, each in fields of its own.
@@ -205,7 +211,7 @@ _MOST_GROUPS, _MOST_TRIALS = 4096, 3
 
 
 def head_growths(anatomy: Anatomy, fields: Mapping[str, int]) -> tuple[dict[str, int], Growths] | None:
-    """These fields, with the head size where the class needs it, and what grows with them; None where that is uneven."""
+    """These fields, with a head size where the class needs it, and what grows with them; None where that is uneven."""
     before, after = anatomy.sizes.kv_heads, fields["num_key_value_heads"]
     for more in ({}, {_HEAD_DIM: anatomy.sizes.head_dim}):
         with contextlib.suppress(BadInput):
