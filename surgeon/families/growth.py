@@ -86,8 +86,8 @@ def _advice(kinds: Sequence[Any], others: Sequence[Any]) -> str:
     period = period_of(numbered([*kinds]))
     if period is not None and period > 1:
         return (
-            f"its kinds of layers repeat every {period} layers, by a rule and not by a list: add, or take out, {period}"
-            " layers that follow each other, or several times as many"
+            f"its kinds of layers repeat every {period} layers, by a rule and not by a list: add whole periods"
+            f" (`every_period`), or take out {period} layers that follow each other"
         )
     return "choose other places"
 

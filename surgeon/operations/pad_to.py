@@ -163,6 +163,7 @@ class PadTo(Operation):
         wanted = math.lcm(self.multiple_of or 1, self.tensor_parallel or 1)
         if wanted == 1 or not any(width % wanted for width in inner_widths(draft)):
             return
+        check_alone(draft, "intermediate_size")
         check_free(draft)
         fields, growths = wider_ffns(draft, multiple_of=wanted)
         for field in fields:

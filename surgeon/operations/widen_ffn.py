@@ -1,7 +1,7 @@
 """`widen_ffn`: more neurons in every FFN, whose columns of the down projection are zero at birth.
 
-[W_g; G], [W_u; U], [W_d, 0] (Gesmundo and Maile, 2023, after Net2Net, Chen et al. 2016). The native class with a larger
-`intermediate_size`, and the same function.
+[W_g; G], [W_u; U], [W_d, 0] (Gesmundo and Maile, 2023, after Net2Net, Chen et al. 2016), in each expert of a mixture
+too. The native class with larger widths, and the same function.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class WidenFFN(Operation):
     examples: ClassVar[tuple[Mapping[str, object], ...]] = ({"by": 8},)
 
     op: Literal["widen_ffn"]
-    to: Annotated[int | None, Field(ge=1, le=LARGEST_SIZE, description="the new `intermediate_size`")] = None
+    to: Annotated[int | None, Field(ge=1, le=LARGEST_SIZE, description="the new width, where all FFNs have one")] = None
     by: Annotated[int | None, Field(ge=1, le=LARGEST_SIZE, description="how many neurons more, instead of `to`")] = None
     init: Annotated[
         str,
@@ -62,11 +62,12 @@ class WidenFFN(Operation):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if (self.to is None) == (self.by is None):
-            raise ValueError("give either `to` (the new intermediate_size) or `by` (how many neurons more)")
+            raise ValueError("give either `to` (the new width) or `by` (how many neurons more)")
         return self
 
     def edit(self, draft: Draft, facts: None) -> OperationRecord:
         """Widen the FFN of every layer."""
+        check_alone(draft, "intermediate_size")
         check_free(draft, beside=("adapters",))
         widths = inner_widths(draft)
         if self.to is not None and len(widths) > 1:
