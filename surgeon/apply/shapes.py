@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+<<<<<<< HEAD
+=======
+import contextlib
+import re
+>>>>>>> main
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,6 +24,8 @@ from surgeon.families.names import ANOTHER
 from surgeon.operations.growing import groups_that_fit, head_growths
 from surgeon.operations.widths import divisor_of
 
+# Keys that count experts, or how many of them a token takes.
+_COUNTS = re.compile(r".*experts(_per_tok(en)?)?$|moe_(topk|k|top_k)$|.*top_k_experts$")
 HIDDEN, INNER, HEADS, KEYS = "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"
 HEAD = "head_dim"
 
@@ -50,6 +57,17 @@ def _left_out(config: Mapping[str, Any], field: str) -> int:
     from surgeon.families.derived import derive
 
     return field_in(derive(native_config(config)).skeleton.text.to_dict(), field)
+
+
+def changed_counts(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """What the base's config counts of experts that an output has otherwise, before and after."""
+    path = anatomy.derivation.path
+    before, after = part_of(native_config(config), path), part_of(blueprint.config, path)
+    return {
+        key: (value, after[key])
+        for key, value in before.items()
+        if type(value) is int and type(after.get(key)) is int and value != after[key] and _COUNTS.match(key)
+    }
 
 
 def lost_divisors(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any]) -> Iterator[str]:
