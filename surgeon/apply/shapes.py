@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-=======
-import contextlib
 import re
->>>>>>> main
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -38,7 +34,7 @@ def widened_sizes(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, A
     found: dict[str, tuple[int, int]] = {}
     for field, after in blueprint.resized.items():
         before = field_in(part, field) or known.get(field) or _left_out(config, field)
-        if before != after:
+        if before != after and not _COUNTS.fullmatch(field):
             found[field] = before, after
     return found
 

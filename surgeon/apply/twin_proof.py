@@ -249,21 +249,12 @@ def _fill_converted(result: Skeleton, base: Skeleton, blueprint: Blueprint, stor
             )
     if lacking := sorted(wanted.keys() - made):
         raise BadInput(f"{printable(lacking[0])}: transformers' class needs this tensor, the plan does not make it")
-<<<<<<< HEAD
-    load(result, made)
-
-
-def load(result: Skeleton, made: Mapping[str, Tensor]) -> None:
-    """Give a twin these tensors, by their names on disk, as transformers loads them."""
-    model, tied = result.model, set(result.model.all_tied_weights_keys)
-=======
     load_into(result, made)
 
 
 def load_into(twin: Skeleton, stored: Mapping[str, Tensor]) -> None:
     """Give a twin all these tensors, by names on disk, as transformers loads them; ties are tied again."""
     model, tied = twin.model, set(twin.model.all_tied_weights_keys)
->>>>>>> main
     parameters = {name: value for name, value in model.named_parameters() if name not in tied}
     for name, value in as_loaded(model, stored, parameters).items():
         parameters[name].copy_(value)

@@ -17,7 +17,7 @@ from surgeon.apply.twin_proof import (
     SEEDS,
     agree,
     held_tensor,
-    load,
+    load_into,
     place_in,
     running_twin,
     saved,
@@ -142,7 +142,7 @@ def _fill(blueprint: Blueprint, anatomy: Anatomy, base: Skeleton, result: Skelet
             wanted[name].copy_(value)
         result.model.tie_weights()
     else:
-        load(result, made)
+        load_into(result, made)
 
 
 def _grows_groups(sizes: Mapping[str, tuple[int, int]], anatomy: Anatomy) -> bool:
