@@ -14,7 +14,7 @@ from typing import Any
 from surgeon.blueprint.recipes import Constant, Random, Recipe
 from surgeon.families.anatomy import in_branch, owner_of
 from surgeon.families.grafted_config import is_grafted
-from surgeon.runtime.births import Birth, Fill, Normal
+from surgeon.runtime.births import Birth, Fill, Normal, Values
 from surgeon.runtime.registry import GRAFTS, kinds
 from surgeon.runtime.rules import BRANCH, Kind
 from surgeon.runtime.spread import by_ranges, for_each_layer
@@ -27,8 +27,9 @@ def recipe_of(birth: Birth, key: str, dtype: str) -> Recipe:
             return Random(key, std, dtype, birth.shape)
         case Fill(value=value):
             return Constant(value, dtype, birth.shape)
-        case _:
-            return Constant(birth.values, dtype, birth.shape)
+        case Values(values=values):
+            return Constant(values, dtype, birth.shape)
+    raise AssertionError(birth)
 
 
 def recipes_of(births: Mapping[str, Birth], prefix: str, key: str, dtype: str) -> dict[str, Recipe]:

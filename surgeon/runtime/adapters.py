@@ -23,7 +23,7 @@ from .births import Birth
 from .graft import Frame, Graft
 from .losses import masked_mean
 from .newborn import Newborn, Projection
-from .precision import at_least_fp32
+from .present import GATES
 from .rules import Surgery
 
 # By the gate's kind: how open it is for its score.
@@ -73,7 +73,8 @@ class GatedAdapter(nn.Module):
 class AdapterGraft(Graft, AdapterRules):
     """Gated adapters."""
 
-    remembers_nothing = True
+    if GATES:
+        remembers_nothing = True
 
     def blocks(self, surgery: Surgery, index: int) -> tuple[str, ...]:
         """The MLP."""
@@ -84,7 +85,7 @@ class AdapterGraft(Graft, AdapterRules):
         found: Adapters = surgery.of[self.name]
         if index in found.by_layer:
             spec = found.by_layer[index]
-            activation = spec.activation or getattr(config, layer.mlp.activation_field)
+            activation = spec.activation or getattr(config, layer.activation_field)
             adapter = GatedAdapter(spec, config.hidden_size, surgery.trunk_layers, activation)
             layer.mlp.adapter, layer.mlp.local_loss = adapter, found.local_loss
         return index in found.by_layer
@@ -122,5 +123,5 @@ def measure(
         frame.measure("local_l1_loss", masked_mean(l1, valid & (domains == 0)))
     if spec.cross_entropy > 0 and score is not None:
         new = (domains > 0).to(precise)
-        crossed = F.binary_cross_entropy_with_logits(at_least_fp32(score).squeeze(-1), new, reduction="none")
+        crossed = F.binary_cross_entropy_with_logits(score.squeeze(-1).to(precise), new, reduction="none")
         frame.measure("local_cross_entropy_loss", masked_mean(crossed, valid))

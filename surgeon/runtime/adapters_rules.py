@@ -111,6 +111,7 @@ class AdapterRules(GraftRules):
     }
     part = "surgeon.runtime.adapters"
     module = "AdapterGraft"
+    roles = ("mlp",)
 
     def read(self, raw: Mapping[str, Any]) -> Adapters:
         """Adapters by layer, and the local losses."""

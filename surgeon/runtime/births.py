@@ -4,33 +4,61 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Fill:
+class Birth:
+    """What a tensor of this shape holds at birth."""
+
+    shape: tuple[int, ...]
+
+    def fill(self, tensor: Tensor) -> None:
+        """Give a tensor its values, where a checkpoint did not."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Fill(Birth):
     """One value everywhere."""
 
-    shape: tuple[int, ...]
     value: float = 0.0
 
+    def fill(self, tensor: Tensor) -> None:
+        """Give a tensor its values."""
+        import transformers.initialization as init
+
+        init.constant_(tensor, self.value)
+
 
 @dataclass(frozen=True)
-class Normal:
+class Normal(Birth):
     """Independent normal values around zero."""
 
-    shape: tuple[int, ...]
     std: float
+
+    def fill(self, tensor: Tensor) -> None:
+        """Give a tensor its values."""
+        import transformers.initialization as init
+
+        init.normal_(tensor, mean=0.0, std=self.std)
 
 
 @dataclass(frozen=True)
-class Values:
+class Values(Birth):
     """These values."""
 
-    shape: tuple[int, ...]
     values: tuple[float, ...]
 
+    def fill(self, tensor: Tensor) -> None:
+        """Give a tensor its values."""
+        import torch
+        import transformers.initialization as init
 
-Birth = Fill | Normal | Values
+        init.copy_(tensor, torch.tensor(self.values))
 
 
 def as_linear(rows: int, columns: int) -> Normal:

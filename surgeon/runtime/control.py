@@ -20,7 +20,7 @@ from .interpolators import Interpolation, InterpolatorSpec
 from .losses import masked_mean
 from .newborn import Newborn
 from .precision import at_least_fp32
-from .rules import Surgery, refuse_pipeline
+from .rules import Surgery
 from .twins import BranchLayer
 
 
@@ -66,10 +66,6 @@ class ControlGraft(Graft, ControlRules):
         rule = self.interpolators[block.interpolator.kind]
         layer.interpolator = Interpolator(rule, block.interpolator, config.hidden_size)
         return True
-
-    def complete(self, model: Any, surgery: Surgery) -> None:
-        """Nothing; but where an engine splits the layers, branches would be taken for some behind the last."""
-        refuse_pipeline(model.config, "an expanded twin stands beside its layer and is counted as one behind the last")
 
     def after(self, layer: Any, hidden_states: Tensor, output: Tensor, frame: Frame, run: Any) -> Tensor:
         """The two branches combined, B T D."""

@@ -90,6 +90,7 @@ class ControlRules(GraftRules):
     losses: ClassVar[Mapping[str, str]] = {"divergence_loss": "mean over control blocks"}
     part = "surgeon.runtime.control"
     module = "ControlGraft"
+    roles = ()
 
     def __init__(self, interpolators: Mapping[str, Interpolation]) -> None:
         self.interpolators = interpolators

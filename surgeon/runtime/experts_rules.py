@@ -232,6 +232,8 @@ class ExpertRules(GraftRules):
     losses: ClassVar[Mapping[str, str]] = {"router_loss": "the experts' router against the tasks"}
     part = "surgeon.runtime.experts"
     module = "ExpertGraft"
+    roles = ()
+    brings = ("ROUTES",)
 
     def read(self, raw: Mapping[str, Any]) -> Experts:
         """Slots by layer, entries of one layer joined; the router's columns joined."""

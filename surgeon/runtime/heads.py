@@ -5,22 +5,19 @@ A head's loss in training holds the auxiliary losses, and its output names them.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from functools import partial, wraps
+from dataclasses import make_dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
-from transformers import conversion_mapping
+from transformers import GenerationMixin, conversion_mapping
 
+from .graft import Flow
 from .layers import in_flow
-from .losses import Flow, accumulation_scale, close_flow, open_flow, tell_of_lost_losses, tell_of_mode, token_domains
-from .models import UpcycledModel, UpcycledPreTrained, given_inputs
+from .losses import accumulation_scale, open_flow, tell_of_lost_losses, tell_of_mode, token_domains, with_losses
+from .models import UpcycledModel, UpcycledPreTrained, given_inputs, grafted_forward
+from .present import GATES, LOSSES, PARTS
 from .rules import read_surgery
-
-# Arguments of heads that ask for a loss.
-_LABELS = ("labels", "start_positions")
 
 
 class UpcycledOuter(UpcycledPreTrained):
@@ -53,71 +50,64 @@ class UpcycledOuter(UpcycledPreTrained):
 class UpcycledHead(UpcycledOuter):
     """A native head over the upcycled decoder; its loss in training holds the auxiliary losses.
 
-    `freeze_base` freezes the head too where no surgery made it: let one that is new train by itself.
+    `freeze_base` freezes the head too where no surgery made it: let one that is new train by itself. `by_token`:
+    its loss is a mean over tokens, which trainers share out among micro-batches.
     """
 
     output_class: ClassVar[type[Any]]
-    # Whether its loss is a mean over tokens, which trainers share out among micro-batches.
-    by_token: ClassVar[bool]
+    by_token: ClassVar[bool] = False
 
-    def run_grafted(
-        self, run: Callable[..., Any], given: dict[str, Any], domain_ids: Tensor | None, flow: Flow | None
-    ) -> Any:
+    def run_grafted(self, run: Callable[..., Any], given: dict[str, Any], flow: Flow | None) -> Any:
         """`run`, the native forward; `domain_ids` (B or B T; 0: the original domain) switch the local losses on."""
-        labels = next((given[name] for name in _LABELS if given.get(name) is not None), None)
-        if not self.training or labels is None:
-            if self.training and domain_ids is not None and flow is None:
-                tell_of_lost_losses(self.surgery)
-                inputs = given_inputs(given.get("input_ids"), given.get("inputs_embeds"))
-                flow = Flow(domains=token_domains(domain_ids, torch.Size(inputs.shape[:2])))
+        domain_ids = given.pop("domain_ids", None)
+        if not LOSSES and not GATES:
             with in_flow(flow):
-                output = run(**given)
-            if not self.training:
-                tell_of_mode(self.surgery, getattr(output, "loss", None))
-            return self.with_losses(output)
-        inputs = given_inputs(given.get("input_ids"), given.get("inputs_embeds"))
-        flow = open_flow(self.surgery, inputs, given.get("attention_mask"), domain_ids)
+                return run(**given)
+        labels = next((given[name] for name in ("labels", "start_positions") if given.get(name) is not None), None)
+        if self.training and labels is not None:
+            return self._run_trained(run, given, domain_ids, labels)
+        if self.training and domain_ids is not None and flow is None:
+            tell_of_lost_losses(self.surgery)
+            flow = Flow(domains=token_domains(domain_ids, torch.Size(given_inputs(given).shape[:2])))
+        output: Any
+        with in_flow(flow):
+            output = run(**given)
+        if not self.training:
+            tell_of_mode(self.surgery, getattr(output, "loss", None))
+        # With fields for the auxiliary losses, all of them None; a tuple as it is.
+        return output if isinstance(output, tuple) else self.output_class(**output)
+
+    def _run_trained(self, run: Callable[..., Any], given: dict[str, Any], domain_ids: Any, labels: Any) -> Any:
+        """The output with the losses."""
+        flow = open_flow(self.surgery, given_inputs(given), given.get("attention_mask"), domain_ids)
         asked = given.pop("return_dict", None)
-        in_fields = self.config.return_dict if asked is None else asked
-        with in_flow(flow or Flow()):
+        with in_flow(flow):
             output = run(return_dict=True, **given)
-        if flow is None:
-            output = self.with_losses(output)
-        else:
-            scale: float | Tensor = 1.0
-            if self.by_token:
-                scale = accumulation_scale(labels, given.get("shift_labels"), given.get("num_items_in_batch"))
-            output = self.output_class(**close_flow(output, flow, scale))
-        return output if in_fields else output.to_tuple()
-
-    def with_losses(self, output: Any) -> Any:
-        """The native output with fields for the auxiliary losses, all of them None; a tuple as it is."""
-        is_native = type(output) is self.output_class.__bases__[0]
-        return self.output_class(**output) if is_native else output
+        scale: Any = 1.0
+        if self.by_token:
+            scale = accumulation_scale(labels, given.get("shift_labels"), given.get("num_items_in_batch"))
+        output = self.output_class(**with_losses(output, flow, scale))
+        return output if (self.config.return_dict if asked is None else asked) else output.to_tuple()
 
 
-def head_forward(native: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of an `UpcycledHead` over `native`, with its arguments and `domain_ids`."""
-    known = inspect.signature(native)
-    names = tuple(known.parameters)[1:]
-    added = inspect.Parameter("domain_ids", inspect.Parameter.KEYWORD_ONLY, default=None)
+def output_with_losses(native: type[Any], names: tuple[str, ...]) -> type[Any]:
+    """The native output, and in training the auxiliary losses before their weights (None where they are off)."""
+    fields: Any = [(name, torch.FloatTensor | None, None) for name in names]
+    return make_dataclass(f"Upcycled{native.__name__}", fields, bases=(native,), namespace={"__module__": __name__})
 
-    @wraps(native)
-    def forward(
-        self: UpcycledHead,
-        *args: Any,
-        domain_ids: Tensor | None = None,
-        surgery_flow: Flow | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        given = dict(zip(names, args, strict=False)) | kwargs
-        return self.run_grafted(partial(native, self), given, domain_ids, surgery_flow)
 
-    # What trainers and generation look at; a `**kwargs` stays the last.
-    held = list(known.parameters.values())
-    at = len(held) - (held[-1].kind is inspect.Parameter.VAR_KEYWORD)
-    forward.__signature__ = known.replace(parameters=[*held[:at], added, *held[at:]])  # type: ignore[attr-defined]
-    return forward
+def head_over(
+    decoder: type[UpcycledModel], config: type[Any], native: type[Any], output: type[Any], auto: str, **stated: Any
+) -> Any:
+    """The native head over an upcycled decoder, as a class of this file: what `AutoModelFor…` finds and saves."""
+    stated |= {"decoder_class": decoder, "config_class": config, "stack": decoder.stack, "output_class": output}
+    stated |= {"forward": grafted_forward(native.forward), "__module__": __name__}
+    # transformers looks for it among a class's own bases.
+    bases = (UpcycledHead, native, *(GenerationMixin,) * stated.get("by_token", False))
+    made: Any = type(f"Upcycled{native.__name__}", bases, stated)
+    made.register_for_auto_class(auto)
+    carry_conversions(made, native)
+    return made
 
 
 def attach_surgery(config: Any, surgery: dict[str, Any] | None, anatomy: dict[str, Any] | None) -> None:
@@ -131,13 +121,15 @@ def attach_surgery(config: Any, surgery: dict[str, Any] | None, anatomy: dict[st
     read_surgery(text, type(config).grafts)
 
 
-def without_surgery(fields: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    """A config's fields, its part at `path` without `surgery`, which stands above it."""
-    part = fields
-    for key in path:
-        part = part.get(key) or {}
-    part.pop("surgery", None)
-    return fields
+if PARTS:
+
+    def without_surgery(fields: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+        """A config's fields, its part at `path` without `surgery`, which stands above it."""
+        part = fields
+        for key in path:
+            part = part.get(key) or {}
+        part.pop("surgery", None)
+        return fields
 
 
 def carry_conversions(upcycled: type[Any], native: type[Any]) -> None:
@@ -145,10 +137,7 @@ def carry_conversions(upcycled: type[Any], native: type[Any]) -> None:
 
     It does so for its own classes, by name, and by model type; of other code it must be told.
     """
-    known = conversion_mapping.get_checkpoint_conversion_mapping
-    register = conversion_mapping.register_checkpoint_conversion_mapping
-    if (by_class := known(native.__name__)) is not None:
-        register(upcycled.__name__, by_class, overwrite=True)
-    native_type, own_type = native.config_class.model_type, upcycled.config_class.model_type
-    if (by_type := known(native_type)) is not None:
-        register(own_type, by_type, overwrite=True)
+    types = (upcycled.config_class.model_type, native.config_class.model_type)
+    for own, theirs in ((upcycled.__name__, native.__name__), types):
+        if (known := conversion_mapping.get_checkpoint_conversion_mapping(theirs)) is not None:
+            conversion_mapping.register_checkpoint_conversion_mapping(own, known, overwrite=True)

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import StaticLayer
 
-from .losses import Flow, full_mask, shown_by, valid_tokens
+from .graft import Flow
+from .losses import full_mask, shown_by, valid_tokens
 
 # What is kept of one owner: values at every token so far, each B T ·, by name.
 Kept = dict[Any, Tensor]

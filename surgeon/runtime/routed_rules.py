@@ -109,6 +109,7 @@ class RoutedRules(GraftRules):
     losses: ClassVar[Mapping[str, str]] = {"routed_balance_loss": "mean over layers with routed experts"}
     part = "surgeon.runtime.routed"
     module = "RoutedGraft"
+    roles = ("mlp",)
 
     def read(self, raw: Mapping[str, Any]) -> Routed:
         """Experts by layer, and their loss."""

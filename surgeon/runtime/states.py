@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .graft import Frame, Graft
-from .losses import Flow, balance_loss, selected, valid_tokens
-from .newborn import LowRank, Newborn, product
+from .graft import Flow, Frame, Graft
+from .losses import balance_loss, selected, valid_tokens
+from .newborn import LowRank, Newborn, product, without
 from .precision import at_least_fp32
 from .prefix import Kept, Reading, check_one_document, keep, kept_in, read_rows, several_in_a_row
 from .rules import Surgery
@@ -47,7 +47,8 @@ class MixtureGate(Newborn):
     def __init__(self, spec: MixtureSpec, count: int, width: int) -> None:
         super().__init__()
         self.temperature = spec.temperature
-        self.bear(spec.gate_births(count, width), absent=("projection",))
+        self.bear(spec.gate_births(count, width))
+        without(self, "projection")
 
     def forward(self, x: Tensor) -> Tensor:
         """B T D to B T L, in at least fp32."""

@@ -205,6 +205,7 @@ class StatesRules(GraftRules):
     losses: ClassVar[Mapping[str, str]] = {"balance_loss": "mean over control states"}
     part = "surgeon.runtime.states"
     module = "StatesGraft"
+    brings = ("MIXES",)
     on_encoders = True
 
     def read(self, raw: Mapping[str, Any]) -> States:

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from .graft import current_frame
+from .graft import Flow, here
 from .layers import GraftedLayer, UpcycledLayer, one_tensor
-from .losses import Flow
 from .models import UpcycledModel
 from .rules import Surgery
 
@@ -33,7 +32,7 @@ class BranchLayer(GraftedLayer):
     @property
     def gradient_checkpointing(self) -> bool:
         """What a model-wide switch set; while the trunk layer runs, off."""
-        return bool(self.__dict__.get("switched")) and current_frame() is None
+        return bool(self.__dict__.get("switched")) and here.frame is None
 
     @gradient_checkpointing.setter
     def gradient_checkpointing(self, value: bool) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from surgeon.errors import BadInput
-from surgeon.runtime.losses import Flow
+from surgeon.runtime.graft import Flow
 from surgeon.runtime.states import Mixing
 from tests import tiny
 from tests.runtime.grafting import classes, config, grafted_encoder, perturbed, read_from, states, tokens

@@ -75,7 +75,7 @@ def test_a_branch_of_another_attention_type_is_refused() -> None:
 def test_no_surgery_is_the_native_model() -> None:
     plain = classes("llama", "Config")(num_hidden_layers=3)
     assert read_surgery(plain).trunk_layers == 3
-    assert not read_surgery(plain).needs_domains
+    assert not read_surgery(plain).needs_domains()
 
 
 def test_config_survives_its_json(tmp_path: Path) -> None:
