@@ -2,15 +2,14 @@
 
 Shapes: B batch, T tokens, D hidden size, S adapter size.
 
-The adapter's output joins the FFN's output inside the MLP module. Where a family normalises what the FFN adds
-to the residual stream (Gemma 2 and 3, OLMo 2), it is normalised together with it: the adapter speaks in the
-FFN's units, an adapter that is silent leaves the layer exactly as it was, and the zero output matrix does not
-stand alone under a norm, which would blow its first gradients up.
+The adapter's output joins the FFN's inside the MLP module. Where a family normalises what the FFN adds to the residual
+stream (Gemma 2 and 3, OLMo 2), it is normalised together with it: a silent adapter leaves the layer exactly as it was,
+and the zero output matrix does not stand alone under a norm, which would blow its first gradients up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,16 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
-from .adapters_rules import AdapterRules, Adapters, AdapterSpec, LocalLossSpec
+from .adapters_rules import AdapterRules, Adapters, AdapterSpec
 from .births import Birth
-from .graft import Frame, Graft
+from .graft import Flow, Graft
 from .losses import masked_mean
 from .newborn import Newborn, Projection
-from .present import GATES
+from .present import GATES, LOCAL_CROSS_ENTROPY, LOCAL_L1, LOSSES
 from .rules import Surgery
-
-# By the gate's kind: how open it is for its score.
-OPENINGS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "sigmoid": torch.sigmoid}
 
 
 class BlockGate(Newborn):
@@ -66,8 +62,8 @@ class GatedAdapter(nn.Module):
         return self.opening(score) * output, score
 
     def opening(self, score: Tensor) -> Tensor:
-        """How open the gate is."""
-        return OPENINGS[self.gate_kind](score)
+        """How open the gate is for a score."""
+        return F.relu(score) if self.gate_kind == "relu" else torch.sigmoid(score)
 
 
 class AdapterGraft(Graft, AdapterRules):
@@ -81,47 +77,53 @@ class AdapterGraft(Graft, AdapterRules):
         return ("mlp",) if index in surgery.of[self.name].by_layer else ()
 
     def attach(self, layer: Any, config: Any, index: int, surgery: Surgery) -> bool:
-        """The adapter stands in the MLP. A trunk layer has a part in what its twin's adapter measures."""
-        found: Adapters = surgery.of[self.name]
-        if index in found.by_layer:
-            spec = found.by_layer[index]
+        """The adapter stands in the MLP."""
+        spec: AdapterSpec | None = surgery.of[self.name].by_layer.get(index)
+        if spec is not None:
             activation = spec.activation or getattr(config, layer.activation_field)
-            adapter = GatedAdapter(spec, config.hidden_size, surgery.trunk_layers, activation)
-            layer.mlp.adapter, layer.mlp.local_loss = adapter, found.local_loss
-        return index in found.by_layer
+            layer.mlp.adapter = GatedAdapter(spec, config.hidden_size, surgery.trunk_layers, activation)
+            layer.mlp.adapters = surgery.of[self.name]
+        return spec is not None
 
-    def beside(self, block: Any, x: Tensor, output: Tensor, frame: Frame | None) -> Tensor:
+    def beside(self, block: Any, x: Tensor, output: Tensor, frame: Flow | None) -> Tensor:
         """FFN(x) + adapter(x)."""
         adapted: Tensor
         adapted, score = block.adapter(x)
-        if frame is not None and frame.valid is not None and frame.domains is not None:
-            measure(block.local_loss, adapted, score, frame, frame.valid, frame.domains)
+        if LOSSES and frame is not None and frame.valid is not None and frame.domains is not None:
+            measure(block.adapters, adapted, score, frame, frame.valid, frame.domains)
         return output + adapted
 
-    def weights(self, surgery: Surgery, index: int) -> Mapping[str, float]:
-        """The local losses', of adapters in the layer or its twin."""
-        found: Adapters = surgery.of[self.name]
-        if not any(surgery.homes.get(layer, layer) == index for layer in found.by_layer):
-            return {}
-        return {"local_l1_loss": found.local_loss.l1, "local_cross_entropy_loss": found.local_loss.cross_entropy}
+    if LOSSES:
+
+        def weights(self, surgery: Surgery, index: int) -> Mapping[str, float]:
+            """The local losses', of adapters in the layer or its twin."""
+            found: Adapters = surgery.of[self.name]
+            if not any(surgery.homes.get(layer, layer) == index for layer in found.by_layer):
+                return {}
+            return {"local_l1_loss": found.l1, "local_cross_entropy_loss": found.cross_entropy}
 
     def counted(self, surgery: Surgery) -> Mapping[str, tuple[type[nn.Module], int]]:
         """Adapters."""
         return {"adapters": (GatedAdapter, len(surgery.of[self.name].by_layer))}
 
 
-def measure(
-    spec: LocalLossSpec, adapted: Tensor, score: Tensor | None, frame: Frame, valid: Tensor, domains: Tensor
-) -> None:
-    """One adapter's local losses: ‖output‖₁ / D on original-domain tokens, and its gate's domain cross-entropy on all.
+if LOSSES:
 
-    `adapted` is B T D, `score` the gate before its sigmoid, B T 1; `valid` and `domains` are B T.
-    """
-    precise = torch.promote_types(adapted.dtype, torch.float32)
-    if spec.l1 > 0:
-        l1 = adapted.abs().sum(dim=-1, dtype=precise) / adapted.shape[-1]
-        frame.measure("local_l1_loss", masked_mean(l1, valid & (domains == 0)))
-    if spec.cross_entropy > 0 and score is not None:
-        new = (domains > 0).to(precise)
-        crossed = F.binary_cross_entropy_with_logits(score.squeeze(-1).to(precise), new, reduction="none")
-        frame.measure("local_cross_entropy_loss", masked_mean(crossed, valid))
+    def measure(
+        spec: Adapters, adapted: Tensor, score: Tensor | None, frame: Flow, valid: Tensor, domains: Tensor
+    ) -> None:
+        """One adapter's local losses.
+
+        `adapted` is B T D, `score` the gate before its sigmoid, B T 1; `valid` and `domains` are B T.
+        """
+        valid, domains = valid.to(adapted.device), domains.to(adapted.device)
+        precise = torch.promote_types(adapted.dtype, torch.float32)
+        if LOCAL_L1 and spec.l1 > 0:
+            # ‖output‖₁ / D on tokens of the original domain.
+            l1 = adapted.abs().sum(dim=-1, dtype=precise) / adapted.shape[-1]
+            frame.measure("local_l1_loss", masked_mean(l1, valid & (domains == 0)))
+        if LOCAL_CROSS_ENTROPY and spec.cross_entropy > 0 and score is not None:
+            # The gate classifies domains, on all tokens.
+            new = (domains > 0).to(precise)
+            crossed = F.binary_cross_entropy_with_logits(score.squeeze(-1).to(precise), new, reduction="none")
+            frame.measure("local_cross_entropy_loss", masked_mean(crossed, valid))

@@ -1,20 +1,19 @@
-"""Gated adapters (Neutral Residues, arXiv:2410.02744): what `config.surgery` says of them, what they are born with.
+"""Gated adapters: what `config.surgery` says of them, and what they are born with.
 
-    "adapters": [{"layer": 0, "size": 64, "gate": "relu", "init": "low_variance"}],
-    "local_loss": {"l1": 0.01, "cross_entropy": 0.0}
-
-The `layer` of an adapter may be of the trunk or of the tail.
+"adapters": [{"layer": 0, "size": 64, "gate": "relu", "init": "low_variance"}],
+"local_loss": {"l1": 0.01, "cross_entropy": 0.0}
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from .births import Birth, Fill, Normal
-from .rules import ACTIVATIONS, BRANCH, GraftRules, Kind, Surgery, built, by_layer, check_layers, one_of, weight
+from .births import Birth
+from .present import LOSSES
+from .rules import ACTIVATIONS, BRANCH, GraftRules, Kind, Surgery, check_layers, loss_weight, one_of
 
 ADAPTER = "mlp.adapter."
 GATES = ("relu", "sigmoid", "none")
@@ -51,34 +50,19 @@ class AdapterSpec:
     def births(self, width: int, trunk_layers: int) -> dict[str, Birth]:
         """Its tensors at birth: W_g, W_i and the gate read, W_o writes and is zero."""
         std = math.sqrt(VARIANCES[self.init](width, trunk_layers))
-        tensors: dict[str, Birth] = {
-            "gate_proj.weight": Normal((self.size, width), std),
-            "up_proj.weight": Normal((self.size, width), std),
-        }
+        tensors = {f"{name}_proj.weight": Birth((self.size, width), std) for name in ("gate", "up")}
         if self.gate != "none":
-            tensors["gate.weight"] = Normal((1, width), std)
-        return tensors | {"down_proj.weight": Fill((width, self.size))}
-
-
-@dataclass(frozen=True)
-class LocalLossSpec:
-    """Weights of the adapters' local losses; 0 is off."""
-
-    l1: float = 0.0
-    cross_entropy: float = 0.0
-
-    def check(self) -> None:
-        """ValueError for what is no weight."""
-        weight("local_loss l1", self.l1)
-        weight("local_loss cross_entropy", self.cross_entropy)
+            tensors["gate.weight"] = Birth((1, width), std)
+        return tensors | {"down_proj.weight": Birth((width, self.size))}
 
 
 @dataclass(frozen=True)
 class Adapters:
-    """The adapters of a model, by layer of trunk or tail, and their losses."""
+    """The adapters of a model, by layer of trunk or tail, and the weights of their losses; 0 is off."""
 
-    by_layer: Mapping[int, AdapterSpec] = field(default_factory=dict)
-    local_loss: LocalLossSpec = field(default_factory=LocalLossSpec)
+    by_layer: Mapping[int, AdapterSpec]
+    l1: float = 0.0
+    cross_entropy: float = 0.0
 
 
 class AdapterKind(Kind):
@@ -87,6 +71,7 @@ class AdapterKind(Kind):
     key = "adapters"
     mark = "A"
     in_twin = "copied"
+    spec = AdapterSpec
 
     def text(self, entry: Mapping[str, Any], where: str = "") -> str:
         """`adapter of 512, relu gate`."""
@@ -115,18 +100,27 @@ class AdapterRules(GraftRules):
 
     def read(self, raw: Mapping[str, Any]) -> Adapters:
         """Adapters by layer, and the local losses."""
-        specs = [built(AdapterSpec, entry, "adapter") for entry in raw.get("adapters", ())]
-        return Adapters(by_layer(specs, "adapter"), built(LocalLossSpec, raw.get("local_loss") or {}, "local_loss"))
+        specs = [AdapterSpec(**entry) for entry in raw.get("adapters", ())]
+        return Adapters({spec.layer: spec for spec in specs}, **raw.get("local_loss") or {})
+
+    def stated_losses(self, raw: Mapping[str, Any]) -> Mapping[str, str]:
+        """The local losses that have a weight."""
+        weights = raw.get("local_loss")
+        weighed = (
+            [f"local_{name}_loss" for name, value in weights.items() if value] if isinstance(weights, Mapping) else []
+        )
+        return {name: what for name, what in self.losses.items() if name in weighed}
 
     def check(self, surgery: Surgery, config: Any) -> None:
         """Entries hold together, layers exist, and the domain cross-entropy has gates to classify by."""
         found: Adapters = surgery.of[self.name]
-        found.local_loss.check()
+        loss_weight("local_loss l1", found.l1)
+        loss_weight("local_loss cross_entropy", found.cross_entropy)
         for spec in found.by_layer.values():
             spec.check()
         check_layers(found.by_layer, surgery.layers, "adapter")
         ungated = [adapter.layer for adapter in found.by_layer.values() if adapter.gate != "sigmoid"]
-        if found.local_loss.cross_entropy > 0 and ungated:
+        if found.cross_entropy > 0 and ungated:
             raise ValueError(
                 "config.surgery: local_loss cross_entropy classifies domains by a sigmoid gate; adapters of "
                 f"layers {ungated} have none"
@@ -140,7 +134,9 @@ class AdapterRules(GraftRules):
             if not adapter.frozen
         ]
 
-    def needs_domains(self, surgery: Surgery) -> bool:
-        """Whether a local loss has a weight."""
-        found: Adapters = surgery.of[self.name]
-        return bool(found.by_layer) and (found.local_loss.l1 > 0 or found.local_loss.cross_entropy > 0)
+    if LOSSES:
+
+        def needs_domains(self, surgery: Surgery) -> bool:
+            """Whether a local loss has a weight."""
+            found: Adapters = surgery.of[self.name]
+            return found.l1 > 0 or found.cross_entropy > 0

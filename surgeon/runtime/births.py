@@ -12,49 +12,41 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Birth:
-    """What a tensor of this shape holds at birth."""
+    """What a tensor holds at birth: independent normal values around `value`, or that one where `std` is 0."""
 
     shape: tuple[int, ...]
-
-    def fill(self, tensor: Tensor) -> None:
-        """Give a tensor its values, where a checkpoint did not."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class Fill(Birth):
-    """One value everywhere."""
-
+    std: float = 0.0
     value: float = 0.0
 
     def fill(self, tensor: Tensor) -> None:
-        """Give a tensor its values."""
+        """Give a tensor its values, where no checkpoint did."""
         import transformers.initialization as init
 
-        init.constant_(tensor, self.value)
+        if self.std:
+            init.normal_(tensor, mean=self.value, std=self.std)
+        else:
+            init.constant_(tensor, self.value)
 
 
-@dataclass(frozen=True)
 class Normal(Birth):
     """Independent normal values around zero."""
 
-    std: float
 
-    def fill(self, tensor: Tensor) -> None:
-        """Give a tensor its values."""
-        import transformers.initialization as init
+class Fill(Birth):
+    """One value everywhere."""
 
-        init.normal_(tensor, mean=0.0, std=self.std)
+    def __init__(self, shape: tuple[int, ...], value: float = 0.0) -> None:
+        super().__init__(shape, 0.0, value)
 
 
 @dataclass(frozen=True)
 class Values(Birth):
     """These values."""
 
-    values: tuple[float, ...]
+    values: tuple[float, ...] = ()
 
     def fill(self, tensor: Tensor) -> None:
-        """Give a tensor its values."""
+        """Give a tensor its values, where no checkpoint did."""
         import torch
         import transformers.initialization as init
 

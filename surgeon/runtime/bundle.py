@@ -86,6 +86,7 @@ def roots_of(native: Composition, uses: tuple[Use, ...]) -> list[str]:
 def present_in(raw: Mapping[str, Any], native: Composition, uses: tuple[Use, ...]) -> frozenset[str]:
     """What of `present` a model has: what its grafts bring, and what their modules do (their hooks, by name)."""
     sites, spans = sites_of(native, uses), spans_of(native, uses)
+    losses = {name for use in uses for name, _ in use.losses}
     hooks = {name for use in uses for name in _members(use.rules.module, use.rules.part)}
     found = {
         "TWINS": any(use.twins for use in uses),
@@ -93,12 +94,17 @@ def present_in(raw: Mapping[str, Any], native: Composition, uses: tuple[Use, ...
         "BEFORE": "before" in hooks,
         "AFTER": "after" in hooks,
         "COMPLETES": "complete" in hooks,
-        "LOSSES": any(use.rules.losses for use in uses),
+        "LOSSES": bool(losses),
+        "MEASURES": bool(losses) and "measures" in hooks,
+        "DOMAINS": bool(losses) and "needs_domains" in hooks,
         "INSERTED": any(raw.get(key) for key in ("new_layers", "older_layers")),
         "REPLACES": "replaces" in hooks or bool(spans),
         "SITES": bool(sites or spans),
         "SEATS": bool(spans) or any(site.block != site.role for site in sites),
+        "SPANS": bool(spans),
         "PARTS": bool(native.path),
+        "LOCAL_L1": "local_l1_loss" in losses,
+        "LOCAL_CROSS_ENTROPY": "local_cross_entropy_loss" in losses,
     }
     return frozenset(
         {name for name, there in found.items() if there} | {each for use in uses for each in use.rules.brings}
@@ -106,8 +112,8 @@ def present_in(raw: Mapping[str, Any], native: Composition, uses: tuple[Use, ...
 
 
 def _members(name: str, module: str) -> Iterator[str]:
-    """What a class of a part and its bases in parts define; of `Graft` itself nothing."""
-    for part in () if name == "Graft" else ordered([module]):
+    """What a class of a part and its bases in parts define; of `Graft` and `GraftRules` nothing."""
+    for part in () if name in ("Graft", "GraftRules") else ordered([module]):
         for each in part.definitions:
             if each.name == name:
                 yield from (member.name for member in each.members)

@@ -77,9 +77,7 @@ _PLACES = """
 # {are}
 {name} = ({places})
 """
-_SITES_ARE = (
-    "Blocks that can carry grafts: their name in a layer, their class, what grafts call them, their class with grafts."
-)
+_SITES_ARE = "Blocks that can carry grafts."
 _SPANS_ARE = "Blocks that can carry grafts: path, class and class with grafts of beginning and end; their usual name."
 
 _OUTER = """
@@ -95,10 +93,11 @@ class {model}(UpcycledOuter, {native}):
 
 @dataclass(frozen=True)
 class Use:
-    """A graft in a joined file: its rules, and what it gets from other parts (key, module, class)."""
+    """A graft in a joined file: its rules, what it gets from other parts (key, module, class), its losses by name."""
 
     rules: GraftRules
     taken: tuple[tuple[str, str, str], ...] | None
+    losses: tuple[tuple[str, str], ...] = ()
 
     @property
     def twins(self) -> bool:
@@ -122,7 +121,7 @@ class Use:
 def uses_of(raw: Mapping[str, Any], native: Composition) -> tuple[Use, ...]:
     """The grafts that a `config.surgery` asks for, as far as such a model can carry them."""
     rules = [rules for rules in GRAFTS.values() if rules.present(raw) and (rules.on_encoders or not native.encoder)]
-    return tuple(Use(each, each.uses(raw)) for each in rules)
+    return tuple(Use(each, each.uses(raw), tuple(each.stated_losses(raw).items())) for each in rules)
 
 
 def classes_of(native: Composition, uses: tuple[Use, ...]) -> str:
@@ -136,7 +135,7 @@ def classes_of(native: Composition, uses: tuple[Use, ...]) -> str:
     for each in (*native.classes_beside(sites), *ends):
         module, _, name = each.rpartition(".")
         imports.setdefault(module if each in TORCH_CLASSES else f"transformers.{module}", set()).add(name)
-    layer_classes = "".join(f"\n        {short_name(each)}: {upcycled(each)}," for each in native.layers)
+    layer_classes = _listed([f"{short_name(each)}: {upcycled(each)}" for each in native.layers])
     twins = any(use.twins for use in uses)
     model_parts = [*(["TwinnedModel"] * twins), *(["CrossingModel"] * any(use.crosses for use in uses))]
     outer = native.model not in (native.text, native.head)
@@ -151,8 +150,9 @@ def classes_of(native: Composition, uses: tuple[Use, ...]) -> str:
         )
         if several
         else "",
+        text_surgery="\n        self.get_text_config(decoder=True).surgery = surgery" if native.path else "",
         model_type=PREFIX + native.model_type,
-        grafts=f"{uses[0].source}," if len(uses) == 1 else _listed(uses),
+        grafts=f"{uses[0].source}," if len(uses) == 1 else _listed([use.source for use in uses]),
         blocks=_blocks(sites, spans),
         layers="".join(_layer(native, each, twins, sites, spans) for each in native.layers),
         Text=text,
@@ -163,14 +163,13 @@ def classes_of(native: Composition, uses: tuple[Use, ...]) -> str:
         first_position=f"\n    first_position = {native.first_position}"
         if native.first_position and "CrossingModel" in model_parts
         else "",
-        layer_classes=f"{layer_classes}\n    ",
+        layer_classes=layer_classes,
         unsplit=", ".join(f'"{upcycled(each)}"' for each in native.layers),
         model=_OUTER.format(model=model, native=short_name(native.model), config=config, stack=native.stack, text=text)
         if outer
         else "",
         Model=model,
-        outputs=_outputs(native, uses),
-        heads=_heads(native, uses),
+        heads=_heads(native),
         conversions="\n".join(
             f"carry_conversions({upcycled(each)}, {short_name(each)})"
             for each in dict.fromkeys((native.text, native.model))
@@ -214,12 +213,11 @@ def _layer(
     stated += ["sites: ClassVar[Any] = GRAFT_SITES"] * bool(sites) + ["spans: ClassVar[Any] = GRAFT_SPANS"] * bool(
         spans
     )
-    spanned = ", SpannedLayer" if spans else ""
     return (_TWINNED_LAYER if twins else _LAYER).format(
         upcycled=upcycled(told),
         native=short_name(told),
-        mixed_in=("TwinnedLayer" if twins else "UpcycledLayer") + spanned,
-        branch_mixed_in=f"BranchLayer{spanned}",
+        mixed_in=", ".join([*["TwinnedLayer"] * twins, *["SpannedLayer"] * bool(spans)] or ["UpcycledLayer"]),
+        branch_mixed_in=", ".join(["BranchLayer", *["SpannedLayer"] * bool(spans)]),
         places="\n    ".join(stated),
     )
 
@@ -254,29 +252,15 @@ def _spans(spans: tuple[SpanClass, ...]) -> tuple[str, list[str]]:
     return classes, places
 
 
-def _outputs(native: Composition, uses: tuple[Use, ...]) -> str:
-    """The classes of what heads return: with fields for losses, where there are any."""
-    losses = {name: what for use in uses for name, what in use.rules.losses.items()}
-    if not losses:
-        return ""
-    told = "".join(f'\n    "{name}",  # {what}' for name, what in losses.items())
-    outputs = dict.fromkeys((native.output, *(head.output for head in native.heads)))
-    return f"\nLOSS_FIELDS = ({told}\n)\n" + "".join(
-        f"{upcycled(each)} = output_with_losses({short_name(each)}, LOSS_FIELDS)\n" for each in outputs
-    )
-
-
-def _heads(native: Composition, uses: tuple[Use, ...]) -> str:
+def _heads(native: Composition) -> str:
     """The classes of heads."""
-    losses = any(use.rules.losses for use in uses)
     first = HeadClass(native.autos[-1], native.head, native.output)
-    made = ""
+    made = f"\nhead = partial(head_over, {upcycled(native.config)}, {upcycled(native.text)})\n"
     for head in (first, *native.heads):
-        output = upcycled(head.output) if losses else short_name(head.output)
-        given = [upcycled(native.text), upcycled(native.config), short_name(head.native), output, f'"{head.auto}"']
+        given = [short_name(head.native), short_name(head.output), f'"{head.auto}"']
         given += ["by_token=True"] * (head is first and not native.encoder)
         given += [f'base_model_prefix="{head.prefix}"'] * bool(head.prefix)
-        made += _called(f"{upcycled(head.native)} = head_over", given)
+        made += _called(f"{upcycled(head.native)} = head", given)
     return made
 
 
@@ -289,6 +273,8 @@ def _called(function: str, given: list[str]) -> str:
     return f"{call}\n"
 
 
-def _listed(uses: tuple[Use, ...]) -> str:
-    """The grafts one a line, as a tuple that ends with a comma stays."""
-    return "".join(f"\n        {use.source}," for use in uses) + ("\n    " if uses else "")
+def _listed(entries: list[str]) -> str:
+    """Entries one a line, as what ends with a comma stays; a single one in its line."""
+    if len(entries) == 1:
+        return entries[0]
+    return "".join(f"\n        {entry}," for entry in entries) + ("\n    " if entries else "")

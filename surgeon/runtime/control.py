@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .control_rules import ControlRules, ControlSpec
-from .graft import Frame, Graft
+from .graft import Flow, Graft
 from .interpolators import Interpolation, InterpolatorSpec
 from .losses import masked_mean
 from .newborn import Newborn
@@ -67,7 +67,7 @@ class ControlGraft(Graft, ControlRules):
         layer.interpolator = Interpolator(rule, block.interpolator, config.hidden_size)
         return True
 
-    def after(self, layer: Any, hidden_states: Tensor, output: Tensor, frame: Frame, run: Any) -> Tensor:
+    def after(self, layer: Any, hidden_states: Tensor, output: Tensor, frame: Flow, run: Any) -> Tensor:
         """The two branches combined, B T D."""
         expanded = run(layer.expanded)
         combined: Tensor

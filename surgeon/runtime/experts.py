@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 from .births import Birth
 from .experts_rules import EXPERTS, ExpertRules, Experts, ExpertsSpec, RouterSpec, SlotSpec
-from .graft import Frame, Graft, here
+from .graft import Flow, Graft, here
 from .losses import masked_mean
 from .newborn import LowRank, Newborn, without
 from .precision import at_least_fp32
@@ -226,7 +226,7 @@ class ExpertGraft(Graft, ExpertRules):
                 " them; set tensor_parallel_size to 1"
             )
 
-    def before(self, layer: Any, hidden_states: Tensor, frame: Frame) -> None:
+    def before(self, layer: Any, hidden_states: Tensor, frame: Flow) -> None:
         """The router reads what goes into its layer; what holds slots must be there still."""
         for owner in (layer, layer._modules.get("expanded")):
             for block, name in getattr(owner, "slotted", ()):

@@ -25,7 +25,7 @@ from .rules import (
     Surgery,
     built,
     check_layers,
-    weight,
+    loss_weight,
     without_numbers,
 )
 
@@ -137,7 +137,7 @@ class RouterLossSpec:
 
     def check(self) -> None:
         """ValueError for what is no weight."""
-        weight("router_loss task_id", self.task_id)
+        loss_weight("router_loss task_id", self.task_id)
 
 
 @dataclass(frozen=True)

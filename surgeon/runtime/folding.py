@@ -135,7 +135,8 @@ def _shorten(test: ast.BoolOp, lines: _Lines) -> None:
     first, stays = test.values[0], test.values[len(_questions(test))]
     assert first.lineno == stays.lineno, f"a question over several lines: {ast.unparse(test)}"
     line = lines.lines[first.lineno - 1]
-    lines.lines[first.lineno - 1] = line[: first.col_offset] + line[stays.col_offset :]
+    begin = first.col_offset - line[: first.col_offset].endswith("(")
+    lines.lines[first.lineno - 1] = line[:begin] + line[stays.col_offset :]
 
 
 def _questions(test: ast.BoolOp) -> list[ast.expr]:

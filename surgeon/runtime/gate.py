@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .gate_rules import GateRules, Gates, GateSpec
-from .graft import Flow, Frame, Graft
+from .graft import Flow, Graft
 from .losses import logger
 from .newborn import Newborn, without
 from .precision import at_least_fp32
@@ -210,7 +210,7 @@ class GateGraft(Graft, GateRules):
         """Nothing; but an engine may hide what the gate reads."""
         self.refuse_engine(model.config)
 
-    def before(self, layer: Any, hidden_states: Tensor, frame: Frame) -> None:
+    def before(self, layer: Any, hidden_states: Tensor, frame: Flow) -> None:
         """The gate reads what goes into its layer."""
         if not layer.decides:
             return

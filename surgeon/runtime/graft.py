@@ -1,8 +1,7 @@
-"""What a graft does in a model, and what crosses a forward. One small class a graft (`class AdapterGraft(Graft, …)`).
+"""What crosses a forward, and what a graft does in one: a small class a graft (`class AdapterGraft(Graft, …)`).
 
 While a layer runs, its modules see its frame, in this thread alone: native code passes nothing of ours to its MLP or
-projections. It is built from the layer's arguments, so that gradient checkpointing, which runs the layer again, sees
-the same.
+projections. It is built from the layer's arguments, so that gradient checkpointing, which runs it again, sees the same.
 """
 
 from __future__ import annotations
@@ -21,17 +20,18 @@ from .rules import Surgery
 
 @dataclass
 class Flow:
-    """One forward of a model; new for each, so that threads do not meet. A caller may pass one, to look at afterwards.
+    """One forward of a model, or of one of its layers: its frame. New for each, so that threads do not meet.
 
     `valid` (B T, bool; None: no loss is asked for) are the tokens that count in losses, `domains` (B T) their domains;
-    all grafts are `off` where a caller said so. Layers leave `losses`, by the output's field: vectors and weights.
+    all grafts are `off` where a caller said so. A caller may pass a model one, to look at afterwards.
     """
 
     valid: Tensor | None = None
     domains: Tensor | None = None
     off: bool = False
     records_choices: bool = False
-    losses: dict[str, list[tuple[float, Tensor]]] = field(default_factory=dict)
+    # What was measured, by the output's field: numbers in a frame, else vectors of them, each after its weight.
+    losses: dict[str, list[Any]] = field(default_factory=dict)
     if ROUTES:
         # From a router's layer on: the weights of slots, B T slots.
         routing: Tensor | None = None
@@ -39,35 +39,17 @@ class Flow:
         # Control states at work.
         mixing: Any = None
     if GATES:
-        # The gate at work, and from its layer on where it is open: B T, bool.
+        # The gate at work, and from its layer on where it is open: B T, bool. Grafts named in `gated` go by it.
         gating: Any = None
         on: Tensor | None = None
+        gated: frozenset[str] = frozenset()
     if CROSSES:
         # The position ids that were given; whether a row holds several sequences, as in continuous batching.
         positions: Tensor | None = None
         packed: bool = False
 
-
-@dataclass
-class Frame:
-    """One layer's forward: `valid`, `domains` and `off` are the flow's, `losses` what was measured in the layer."""
-
-    valid: Tensor | None = None
-    domains: Tensor | None = None
-    off: bool = False
-    losses: dict[str, list[Tensor]] = field(default_factory=dict)
-    if ROUTES:
-        routing: Tensor | None = None
-    if MIXES:
-        mixing: Any = None
-    if GATES:
-        # Grafts named in `gated` take part where `on`.
-        gating: Any = None
-        on: Tensor | None = None
-        gated: frozenset[str] = frozenset()
-
     def measure(self, name: str, loss: Tensor) -> None:
-        """Keep a loss, one number, for the output's field `name`."""
+        """Keep a loss, one number, of a layer for the output's field `name`."""
         self.losses.setdefault(name, []).append(loss.reshape(1))
 
     if GATES:
@@ -80,6 +62,18 @@ class Frame:
             """Whether nothing of what `graft` makes beside a block would be seen: it is gated off for every token."""
             switched = graft.remembers_nothing and graft.name in self.gated
             return switched and self.gating is not None and self.gating.shut
+
+
+Frame = Flow
+
+
+if GATES:
+
+    def gated_beside(graft: Graft, block: Any, x: Tensor, output: Tensor, frame: Flow | None) -> Tensor:
+        """What a block puts out together with a graft that may be gated."""
+        if frame is None:
+            return graft.beside(block, x, output, frame)
+        return output if frame.skips(graft) else frame.kept(graft.name, graft.beside(block, x, output, frame), output)
 
 
 def only_where(on: Tensor | None, grown: Tensor, native: Tensor) -> Tensor:
@@ -95,7 +89,7 @@ class Here(threading.local):
     """What this thread runs: a model's flow, a layer's frame, what came with its states; models switched off."""
 
     flow: Flow | None = None
-    frame: Frame | None = None
+    frame: Flow | None = None
     rest: Any = None
     off: tuple[nn.Module, ...] = ()
 
@@ -128,16 +122,16 @@ class Graft:
 
     if BEFORE:
 
-        def before(self, layer: Any, hidden_states: Tensor, frame: Frame) -> None:
+        def before(self, layer: Any, hidden_states: Tensor, frame: Flow) -> None:
             """The layer is about to run on `hidden_states`, B T D."""
 
-    def beside(self, block: Any, x: Tensor, output: Tensor, frame: Frame | None) -> Tensor:
+    def beside(self, block: Any, x: Tensor, output: Tensor, frame: Flow | None) -> Tensor:
         """What a block puts out together with the graft, B T D; `x` is what the block read, `output` what it made."""
         return output
 
     if AFTER:
 
-        def after(self, layer: Any, hidden_states: Tensor, output: Tensor, frame: Frame, run: Any) -> Tensor:
+        def after(self, layer: Any, hidden_states: Tensor, output: Tensor, frame: Flow, run: Any) -> Tensor:
             """What the layer puts out together with the graft; `run(module)` runs another layer as this one was run."""
             return output
 

@@ -1,7 +1,4 @@
-"""Native models in which an upcycled one stands, as heads and models of several parts, and what their configs say.
-
-A head's loss in training holds the auxiliary losses, and its output names them.
-"""
+"""Native models in which an upcycled one stands, as heads and models of several parts."""
 
 from __future__ import annotations
 
@@ -10,14 +7,14 @@ from dataclasses import make_dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from transformers import GenerationMixin, conversion_mapping
 
 from .graft import Flow
 from .layers import in_flow
-from .losses import accumulation_scale, open_flow, tell_of_lost_losses, tell_of_mode, token_domains, with_losses
+from .losses import EVALUATING, LOST, accumulation_scale, open_flow, tell_of_lost, token_domains, with_losses
 from .models import UpcycledModel, UpcycledPreTrained, given_inputs, grafted_forward
 from .present import GATES, LOSSES, PARTS
-from .rules import read_surgery
 
 
 class UpcycledOuter(UpcycledPreTrained):
@@ -50,57 +47,58 @@ class UpcycledOuter(UpcycledPreTrained):
 class UpcycledHead(UpcycledOuter):
     """A native head over the upcycled decoder; its loss in training holds the auxiliary losses.
 
-    `freeze_base` freezes the head too where no surgery made it: let one that is new train by itself. `by_token`:
-    its loss is a mean over tokens, which trainers share out among micro-batches.
+    `freeze_base` freezes the head too where no surgery made it: let one that is new train by itself.
     """
 
     output_class: ClassVar[type[Any]]
-    by_token: ClassVar[bool] = False
+    # Whether its loss is a mean over tokens, which trainers share out among micro-batches.
+    by_token = False
 
     def run_grafted(self, run: Callable[..., Any], given: dict[str, Any], flow: Flow | None) -> Any:
         """`run`, the native forward; `domain_ids` (B or B T; 0: the original domain) switch the local losses on."""
         domain_ids = given.pop("domain_ids", None)
-        if not LOSSES and not GATES:
-            with in_flow(flow):
-                return run(**given)
-        labels = next((given[name] for name in ("labels", "start_positions") if given.get(name) is not None), None)
-        if self.training and labels is not None:
-            return self._run_trained(run, given, domain_ids, labels)
-        if self.training and domain_ids is not None and flow is None:
-            tell_of_lost_losses(self.surgery)
+        if LOSSES or GATES:
+            labels = next((given[name] for name in ("labels", "start_positions") if given.get(name) is not None), None)
+            if self.training and labels is not None:
+                return self._run_trained(run, given, labels, domain_ids)
+        if GATES and self.training and domain_ids is not None and flow is None:
+            tell_of_lost(self.surgery, LOST)
             flow = Flow(domains=token_domains(domain_ids, torch.Size(given_inputs(given).shape[:2])))
-        output: Any
         with in_flow(flow):
-            output = run(**given)
-        if not self.training:
-            tell_of_mode(self.surgery, getattr(output, "loss", None))
-        # With fields for the auxiliary losses, all of them None; a tuple as it is.
-        return output if isinstance(output, tuple) else self.output_class(**output)
+            output: Any = run(**given)
+        if LOSSES or GATES:
+            loss = getattr(output, "loss", None)
+            if not self.training and isinstance(loss, Tensor) and loss.requires_grad:
+                tell_of_lost(self.surgery, EVALUATING)
+        if LOSSES and not isinstance(output, tuple):
+            output = self.output_class(**output)
+        return output
 
-    def _run_trained(self, run: Callable[..., Any], given: dict[str, Any], domain_ids: Any, labels: Any) -> Any:
-        """The output with the losses."""
-        flow = open_flow(self.surgery, given_inputs(given), given.get("attention_mask"), domain_ids)
-        asked = given.pop("return_dict", None)
-        with in_flow(flow):
-            output = run(return_dict=True, **given)
-        scale: Any = 1.0
-        if self.by_token:
-            scale = accumulation_scale(labels, given.get("shift_labels"), given.get("num_items_in_batch"))
-        output = self.output_class(**with_losses(output, flow, scale))
-        return output if (self.config.return_dict if asked is None else asked) else output.to_tuple()
+    if LOSSES or GATES:
 
-
-def output_with_losses(native: type[Any], names: tuple[str, ...]) -> type[Any]:
-    """The native output, and in training the auxiliary losses before their weights (None where they are off)."""
-    fields: Any = [(name, torch.FloatTensor | None, None) for name in names]
-    return make_dataclass(f"Upcycled{native.__name__}", fields, bases=(native,), namespace={"__module__": __name__})
+        def _run_trained(self, run: Callable[..., Any], given: dict[str, Any], labels: Any, domain_ids: Any) -> Any:
+            flow = open_flow(self.surgery, given_inputs(given), given.get("attention_mask"), domain_ids)
+            asked = given.pop("return_dict", None)
+            with in_flow(flow):
+                output = run(return_dict=True, **given)
+            if LOSSES:
+                scale: Any = 1.0
+                if self.by_token:
+                    scale = accumulation_scale(labels, given.get("shift_labels"), given.get("num_items_in_batch"))
+                output = self.output_class(**with_losses(output, flow, scale))
+            return output if (self.config.return_dict if asked is None else asked) else output.to_tuple()
 
 
 def head_over(
-    decoder: type[UpcycledModel], config: type[Any], native: type[Any], output: type[Any], auto: str, **stated: Any
+    config: type[Any], decoder: type[UpcycledModel], native: type[Any], output: type[Any], auto: str, **stated: Any
 ) -> Any:
     """The native head over an upcycled decoder, as a class of this file: what `AutoModelFor…` finds and saves."""
-    stated |= {"decoder_class": decoder, "config_class": config, "stack": decoder.stack, "output_class": output}
+    if LOSSES:
+        # In training the auxiliary losses, before their weights (None where they are off); pickles find it here.
+        fields: Any = [(name, torch.FloatTensor | None, None) for graft in config.grafts for name in graft.losses]
+        name, here = f"Upcycled{output.__name__}", {"__module__": __name__}
+        output = globals().setdefault(name, make_dataclass(name, fields, bases=(output,), namespace=here))
+    stated |= {"config_class": config, "decoder_class": decoder, "stack": decoder.stack, "output_class": output}
     stated |= {"forward": grafted_forward(native.forward), "__module__": __name__}
     # transformers looks for it among a class's own bases.
     bases = (UpcycledHead, native, *(GenerationMixin,) * stated.get("by_token", False))
@@ -108,17 +106,6 @@ def head_over(
     made.register_for_auto_class(auto)
     carry_conversions(made, native)
     return made
-
-
-def attach_surgery(config: Any, surgery: dict[str, Any] | None, anatomy: dict[str, Any] | None) -> None:
-    """Give a config its `surgery`, checked, and the `anatomy` that its classes were composed by.
-
-    Where the text decoder's config is a part of it, the part knows the surgery too.
-    """
-    config.surgery, config.anatomy = surgery, anatomy
-    text = config.get_text_config(decoder=True)
-    text.surgery = surgery
-    read_surgery(text, type(config).grafts)
 
 
 if PARTS:

@@ -1,9 +1,8 @@
 """Layers and their blocks with grafts, mixed in before native ones; built as native ones, they change their class.
 
 A layer's `forward` is a pure function of tensors, so gradient checkpointing may run it again; `__call__` carries what
-crosses layers (a router's distribution, the auxiliary losses) in and out. Native code passes nothing of ours to its
-layers, so the flow reaches them through this thread. What carries gradient goes in by position and comes out as a
-result; a frame shows it to the layer's own modules.
+crosses layers (the auxiliary losses, a router's distribution) in and out. Native code passes nothing of ours to its
+layers: the flow reaches them through this thread.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from .graft import Flow, Frame, Graft, here, only_where
-from .present import AFTER, BEFORE, GATES, INSERTED, LOSSES, MIXES, ROUTES, SEATS, SITES
+from .graft import Flow, Graft, gated_beside, here, only_where
+from .present import AFTER, BEFORE, GATES, INSERTED, LOSSES, MIXES, ROUTES, SEATS, SITES, SPANS
 from .rules import Surgery
 
 
@@ -48,12 +47,10 @@ def beside_block(block: Any, grafts: tuple[Graft, ...], x: Tensor, output: Tenso
     if frame is not None and frame.off:
         return output
     for graft in grafts:
-        if GATES and frame is not None and frame.skips(graft):
-            continue
-        grown = graft.beside(block, x, output, frame)
-        if GATES and frame is not None:
-            grown = frame.kept(graft.name, grown, output)
-        output = grown
+        if GATES:
+            output = gated_beside(graft, block, x, output, frame)
+        else:
+            output = graft.beside(block, x, output, frame)
     return output
 
 
@@ -83,22 +80,37 @@ class Site(nn.Module):
         return with_rest(grown.reshape(output.shape), rest)
 
 
-class GraftedLayer(nn.Module):
+class UpcycledLayer(nn.Module):
     """A native layer, built already, into which grafts put their modules; `grafts` are those that have a part in it.
 
-    `sites` are blocks that can carry grafts: their name, their native class, their usual name (`self_attn` or `mlp`),
-    by which grafts know them, and their class with grafts. `activation_field` is the config's of the native activation.
+    `sites` are blocks that can carry grafts: their name, native class, usual name (`self_attn` or `mlp`, by which
+    grafts know them) and class with grafts. `activation_field` is the config's of the native activation.
     """
 
     grafts: tuple[Graft, ...]
     sites: ClassVar[tuple[tuple[str, type[nn.Module], str, type[Site]], ...]]
     activation_field: ClassVar[str]
+    if ROUTES:
+        # Whether the layer makes the routing that it and those above it read.
+        routes = False
+    if GATES:
+        # Whether it makes the gate's decision; the grafts here that take part only where that is open, by their names;
+        # whether the whole layer does so.
+        decides = False
+        gated: frozenset[str] = frozenset()
+        layer_gated = False
 
     def compose(self, config: Any, index: int, surgery: Surgery) -> None:
         """Let grafts in; `index` is the layer's, of trunk or tail."""
         if SITES:
             self.open_blocks(index, surgery)
         self.grafts = tuple(graft for graft in surgery.rules if graft.attach(self, config, index, surgery))
+        if INSERTED:
+            self.inserted = index in surgery.inserted
+        if LOSSES:
+            self.loss_weights: dict[str, float] = {}
+            for graft in surgery.rules:
+                self.loss_weights |= graft.weights(surgery, index)
 
     if SITES:
 
@@ -118,32 +130,8 @@ class GraftedLayer(nn.Module):
                         # Past nn.Module, which would take the seat for a part of the block.
                         vars(block)["seat"] = seat
 
-
-class UpcycledLayer(GraftedLayer):
-    """A trunk layer, with what the surgery put into it and beside it."""
-
-    if ROUTES:
-        # Whether the layer makes the routing that it and those above it read.
-        routes = False
-    if GATES:
-        # Whether it makes the gate's decision; the grafts here that take part only where that is open, by their names;
-        # whether the whole layer does so.
-        decides = False
-        gated: frozenset[str] = frozenset()
-        layer_gated = False
-
-    def compose(self, config: Any, index: int, surgery: Surgery) -> None:
-        """Let grafts in."""
-        super().compose(config, index, surgery)
-        if INSERTED:
-            self.inserted = index in surgery.inserted
-        self.loss_weights: dict[str, float] = {}
-        if LOSSES:
-            for graft in surgery.rules:
-                self.loss_weights |= graft.weights(surgery, index)
-
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer in this thread's flow, which takes the losses; what it returns is of the native form."""
+        """Run the layer in this thread's flow, which takes what it leaves; what it returns is of the native form."""
         flow = here.flow if here.flow is not None and (self.grafts or here.flow.off) else None
         if ROUTES:
             # What carries gradient goes in by position, for reentrant checkpointing.
@@ -151,7 +139,7 @@ class UpcycledLayer(GraftedLayer):
         if GATES and flow is not None:
             kwargs["on"] = flow.on
         output = super().__call__(hidden_states, *args, flow=flow, **kwargs)
-        if flow is not None and isinstance(output, tuple):
+        if (ROUTES or GATES or LOSSES) and flow is not None and isinstance(output, tuple):
             output, *made = output
             if ROUTES and self.routes:
                 flow.routing = made.pop(0)
@@ -165,11 +153,11 @@ class UpcycledLayer(GraftedLayer):
         return with_rest(output, rest)
 
     def forward(self, hidden_states: Tensor, *args: Any, flow: Flow | None = None, **kwargs: Any) -> Any:
-        """The layer's output, B T D, with what it leaves in the flow, if anything: flat, with losses as vectors.
+        """The layer's output, B T D, then what it leaves in the flow: losses as vectors, one for each weight.
 
-        What is nested gets no gradient from reentrant checkpointing. With grafts `off` the output is the base's.
+        It is flat: what is nested gets no gradient from reentrant checkpointing. With grafts `off` it is the base's.
         """
-        frame = Frame() if flow is None else Frame(flow.valid, flow.domains, flow.off)
+        frame = Flow() if flow is None else Flow(flow.valid, flow.domains, flow.off)
         if ROUTES:
             frame.routing, args = args[0], args[1:]
         if MIXES and flow is not None:
@@ -177,6 +165,8 @@ class UpcycledLayer(GraftedLayer):
         if GATES:
             frame.gated = self.gated
             frame.gating, frame.on = (None, None) if flow is None else (flow.gating, kwargs.pop("on"))
+        if SPANS:
+            vars(frame)["shape"] = hidden_states.shape
         if BEFORE and not frame.off:
             for graft in self.grafts:
                 graft.before(self, hidden_states, frame)
@@ -195,19 +185,21 @@ class UpcycledLayer(GraftedLayer):
         if INSERTED and frame.off and self.inserted:
             # An inserted layer was run all the same: its keys and values fill its place in a cache.
             return hidden_states
+        if GATES and self.layer_gated and not frame.off:
+            output = only_where(frame.on, output, hidden_states)
+        if not ROUTES and not GATES and not LOSSES:
+            return output
         if flow is None or frame.off:
             return output
-        made: list[Any] = []
+        made: list[Any] = [output]
         if ROUTES and self.routes:
             made.append(frame.routing)
         if GATES and self.decides:
             made.append(frame.on)
-        if GATES and self.layer_gated:
-            output = only_where(frame.on, output, hidden_states)
         if LOSSES and frame.valid is not None:
             none = [frame.valid.new_zeros(0, dtype=torch.float32)]
             made += [torch.cat(frame.losses.get(name, none)) for name in self.loss_weights]
-        return (output, *made) if made else output
+        return tuple(made) if len(made) > 1 else output
 
 
 if AFTER:

@@ -12,22 +12,22 @@ from torch import Tensor
 from transformers.utils import logging
 
 from .graft import Flow
+from .present import DOMAINS, MEASURES
 from .rules import Surgery
 
 logger = logging.get_logger(__name__)
-_NO_DOMAINS = (
+NO_DOMAINS = (
     "The losses that need domains (adapters' local loss, the router's loss) are off: this batch has no `domain_ids`"
     " (0 for the original domain, 1 and up for new ones; one for each sample or each token)."
 )
-_LOST = (
+LOST = (
     "The auxiliary losses have no part in this training: the model was asked for states or logits and not for its loss."
-    " Give it `labels` and take `output.loss`; TRL's SFTTrainer does so if its `compute_loss` is replaced by that of"
-    " transformers' Trainer."
+    " Give it `labels` and take `output.loss`; TRL's SFTTrainer does so with transformers' own `compute_loss`."
 )
-_EVALUATING = (
+EVALUATING = (
     "A loss with gradients was asked for outside of training mode, where the auxiliary losses are off and a domain gate"
-    " goes by the text, as in inference: what it closes gets gradients of zero. To train, call `model.train()`, as a"
-    " loaded model is in evaluation mode; to evaluate, use `torch.no_grad()`."
+    " goes by the text: what it closes gets gradients of zero. To train, call `model.train()`; to evaluate, use"
+    " `torch.no_grad()`."
 )
 
 
@@ -37,59 +37,53 @@ def tell(message: str) -> None:
         logger.warning_once(message)
 
 
+if MEASURES:
+
+    def measures(surgery: Surgery) -> bool:
+        """Whether a loss applies in training that needs no domains."""
+        return any(rules.measures(surgery) for rules in surgery.rules)
+
+
+if DOMAINS:
+
+    def needs_domains(surgery: Surgery) -> bool:
+        """Whether a loss applies in training that needs domains (a gate needs them for what it switches)."""
+        return any(rules.losses and rules.needs_domains(surgery) for rules in surgery.rules)
+
+
 def open_flow(surgery: Surgery, inputs: Tensor, attention_mask: Any, domain_ids: Tensor | None) -> Flow:
     """The flow of a training step, of inputs B T or B T D; without `valid` where no auxiliary loss applies."""
-    if domain_ids is None and loses_domains(surgery):
-        tell(_NO_DOMAINS)
     shape = torch.Size(inputs.shape[:2])
-    domains = token_domains(domain_ids, shape) if surgery.needs_domains() else None
-    if domains is None and not surgery.measures():
-        return Flow()
-    return Flow(valid_tokens(attention_mask, shape, inputs.device), domains)
+    flow = Flow(domains=token_domains(domain_ids, shape))
+    if DOMAINS and needs_domains(surgery):
+        if domain_ids is None:
+            tell(NO_DOMAINS)
+        else:
+            flow.valid = valid_tokens(attention_mask, shape, inputs.device)
+    if MEASURES and measures(surgery):
+        flow.valid = valid_tokens(attention_mask, shape, inputs.device)
+    return flow
+
+
+def tell_of_lost(surgery: Surgery, message: str) -> None:
+    """Say that a step trains without the auxiliary losses."""
+    if MEASURES and measures(surgery):
+        tell(message)
+    if DOMAINS and needs_domains(surgery):
+        tell(message)
 
 
 def token_domains(domain_ids: Tensor | None, shape: torch.Size) -> Tensor | None:
     """Domains of samples, B, or of tokens as those of tokens, B T; None where none are given."""
-    if domain_ids is None:
-        return None
-    return (domain_ids.unsqueeze(-1) if domain_ids.dim() == 1 else domain_ids).expand(shape)
-
-
-def loses_domains(surgery: Surgery) -> bool:
-    """Whether there is a loss that needs domains (a gate needs them for what it switches)."""
-    return any(rules.losses and rules.needs_domains(surgery) for rules in surgery.rules)
-
-
-def tell_of_lost_losses(surgery: Surgery) -> None:
-    """Say that a step trains without the auxiliary losses: its loss is made elsewhere than in the model's head."""
-    if surgery.measures() or loses_domains(surgery):
-        tell(_LOST)
-
-
-def tell_of_mode(surgery: Surgery, loss: Any) -> None:
-    """Say that a loss with gradients is asked of a model outside of training mode, in which it was loaded."""
-    if isinstance(loss, Tensor) and loss.requires_grad and (surgery.measures() or surgery.needs_domains()):
-        tell(_EVALUATING)
-
-
-def full_mask(attention_mask: Any) -> Any:
-    """Of masks by the kind of layer the one for layers that see everything, or the first; else what is given."""
-    if isinstance(attention_mask, dict):
-        return attention_mask.get("full_attention", next(iter(attention_mask.values())))
-    return attention_mask
-
-
-def shown_by(mask: Tensor) -> Tensor:
-    """What a 4-D mask shows each token, the same for all heads: B T W, bool."""
-    return mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] >= 0
+    return None if domain_ids is None else domain_ids.reshape(shape[0], -1).expand(shape)
 
 
 def valid_tokens(attention_mask: Any, shape: torch.Size, device: torch.device, seen: int | Tensor = 0) -> Tensor:
-    """Which of the tokens that go in are no padding: B T, bool. `seen` tokens are in the cache before them.
-
-    A 4-D mask is read at each token's own column; where a window has cut that off, a token that sees anything counts.
-    """
-    mask = full_mask(attention_mask)
+    """Which of the tokens that go in are no padding: B T, bool. `seen` tokens are in the cache before them."""
+    mask = attention_mask
+    if isinstance(mask, dict):
+        # By the kind of layer: what layers have that see everything, or the first.
+        mask = mask.get("full_attention", next(iter(mask.values())))
     if mask is None:
         return torch.ones(shape, dtype=torch.bool, device=device)
     if not isinstance(mask, Tensor) or mask.dim() not in (2, 4):
@@ -97,7 +91,8 @@ def valid_tokens(attention_mask: Any, shape: torch.Size, device: torch.device, s
         raise ValueError(f"attention_mask is {given}, which does not show padding; give the two-dimensional mask")
     if mask.dim() == 2:
         return mask[:, -shape[1] :].bool()
-    shown = shown_by(mask)
+    # Read at each token's own column; where a window has cut that off, a token that sees anything counts.
+    shown = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] >= 0
     length = shown.shape[-1]
     own = torch.arange(shape[1], device=shown.device) + (seen if shape[1] != length else 0)
     columns = own.clamp(max=length - 1).view(1, -1, 1).expand(shown.shape[0], -1, -1)
@@ -107,6 +102,7 @@ def valid_tokens(attention_mask: Any, shape: torch.Size, device: torch.device, s
 
 def masked_mean(values: Tensor, chosen: Tensor) -> Tensor:
     """Mean of `values` (B T) over `chosen` (B T, bool); 0 where nothing is chosen."""
+    chosen = chosen.to(values.device)
     return torch.where(chosen, values, torch.zeros_like(values)).sum() / chosen.sum().clamp(min=1)
 
 

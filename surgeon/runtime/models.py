@@ -1,8 +1,7 @@
 """Models of any type with grafts: the native model is built whole, then its layers become upcycled ones.
 
-transformers' own `__init__` knows what its layers want, so it builds trunk and tail; then the layers of the trunk,
-and the blocks beside which something stands, change their class to a named one composed of theirs, and the tail is
-cut off. Loading refuses half a graft, and grafts can train alone.
+transformers' own `__init__` knows what its layers want; then they, and blocks beside which something stands, change
+their class to a named one composed of theirs. Loading refuses half a graft, and grafts can train alone.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from transformers.utils import output_capturing
 
 from .graft import Flow, here
 from .layers import UpcycledLayer, in_flow
-from .losses import tell_of_lost_losses
+from .losses import LOST, tell_of_lost
 from .newborn import Newborn
 from .present import COMPLETES, LOSSES, REPLACES, TWINS
 from .rules import Surgery, engine_ranks, read_surgery
@@ -63,10 +62,7 @@ class UpcycledPreTrained(PreTrainedModel):
             return {name for name, module in held if isinstance(module, replaces) or hasattr(module, "spanning")}
 
     def grafted_models(self) -> dict[str, UpcycledModel]:
-        """The models in this one, or this one, whose layers hold grafts, by what the names of their tensors begin with.
-
-        The names end with a dot; this one's own is empty.
-        """
+        """The models in this one, or this one, whose layers hold grafts, by what names of their tensors begin with."""
         held = self.named_modules()
         return {f"{name}." if name else "": module for name, module in held if isinstance(module, UpcycledModel)}
 
@@ -91,8 +87,7 @@ class UpcycledPreTrained(PreTrainedModel):
     def grafts(self, *, enabled: bool) -> Iterator[None]:
         """With `enabled=False`, inside and in this thread, the model computes what its base does, bit for bit.
 
-        Grafts take no part, and inserted layers hand on what they get (they run, and fill their place in a cache, but
-        what they make is not used). So it is with and without a cache; one that was made inside is for inside.
+        Grafts take no part, and inserted layers hand on what they get. A cache that was made inside is for inside.
         `enabled=True` inside of it switches them on again.
         """
         before, own = here.off, tuple(self.grafted_models().values())
@@ -104,20 +99,15 @@ class UpcycledPreTrained(PreTrainedModel):
             here.off = before
 
     @classmethod
-    def native_class(cls) -> type[PreTrainedModel]:
+    def native_class(cls) -> Any:
         """The class of transformers that this one extends."""
         natives = (kind for kind in cls.__mro__ if issubclass(kind, PreTrainedModel))
         return next(kind for kind in natives if not issubclass(kind, UpcycledPreTrained))
 
     # For these two transformers reads the source of a class's module, which here is not the one where experts and
     # attention are: the model would run experts one by one, and so sum otherwise than the base does.
-    @classmethod
-    def _can_set_experts_implementation(cls) -> bool:
-        return bool(cls.native_class()._can_set_experts_implementation())
-
-    @classmethod
-    def _can_set_attn_implementation(cls) -> bool:
-        return bool(cls.native_class()._can_set_attn_implementation())
+    _can_set_experts_implementation = classmethod(lambda cls: cls.native_class()._can_set_experts_implementation())
+    _can_set_attn_implementation = classmethod(lambda cls: cls.native_class()._can_set_attn_implementation())
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -140,7 +130,7 @@ class UpcycledPreTrained(PreTrainedModel):
 
 
 class UpcycledModel(UpcycledPreTrained):
-    """The model whose config's surgery says which grafts stand in its layers: a text decoder, or an encoder."""
+    """The model whose config's surgery says which grafts stand in its layers, of the classes `layer_classes`."""
 
     layer_classes: ClassVar[Mapping[type[nn.Module], type[UpcycledLayer]]]
 
@@ -154,12 +144,10 @@ class UpcycledModel(UpcycledPreTrained):
     def graft(self) -> None:
         """Make the native layers upcycled ones; the tail goes, its twins stand beside the trunk."""
         surgery = self.surgery = read_surgery(self.config)
-        above, _, name = self.stack.rpartition(".")
-        parent = self.get_submodule(above)
-        layers: Any = getattr(parent, name)
+        layers: Any = self.get_submodule(self.stack)
         if TWINS:
             layers = layers[: surgery.trunk_layers]
-            setattr(parent, name, layers)
+            self.set_submodule(self.stack, layers)
         for index, layer in enumerate(layers):
             layer.__class__ = self.layer_classes[type(layer)]
             layer.compose(self.config, index, surgery)
@@ -181,7 +169,7 @@ class UpcycledModel(UpcycledPreTrained):
         """`run`, the native forward, in a flow; `given` are its arguments by name."""
         given.pop("domain_ids", None)
         if LOSSES and flow is None and self.training:
-            tell_of_lost_losses(self.surgery)
+            tell_of_lost(self.surgery, LOST)
         with in_flow(Flow(off=True) if self.grafts_off else flow):
             return run(**given)
 
@@ -228,9 +216,5 @@ def check_sites(model: Any) -> list[str]:
 
 def given_inputs(given: Mapping[str, Any]) -> Tensor:
     """Token ids or embeddings, whichever the caller gave."""
-    found: Tensor | None = given.get("input_ids")
-    if found is None:
-        found = given.get("inputs_embeds")
-    if found is None:
-        raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
-    return found
+    inputs: Tensor = given["inputs_embeds"] if given.get("input_ids") is None else given["input_ids"]
+    return inputs

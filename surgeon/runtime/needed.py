@@ -108,7 +108,7 @@ def _named(nodes: Iterable[ast.AST]) -> tuple[frozenset[str], frozenset[str], fr
     asked: set[str] = set()
     called: set[str] = set()
     for node in (inner for each in nodes for inner in ast.walk(each)):
-        if isinstance(node, ast.Name):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
             names.add(node.id)
         elif isinstance(node, ast.Attribute):
             asked.add(node.attr)

@@ -32,8 +32,7 @@ class Projection(Newborn, nn.Linear):
     """A linear module without bias whose matrix is born with stated values."""
 
     def __init__(self, birth: Birth) -> None:
-        rows, columns = birth.shape
-        nn.Linear.__init__(self, columns, rows, bias=False)
+        nn.Linear.__init__(self, birth.shape[1], birth.shape[0], bias=False)
         self.births = {"weight": birth}
 
 

@@ -19,8 +19,12 @@ GATES: bool = True
 BEFORE: bool = True
 AFTER: bool = True
 COMPLETES: bool = True
-# A graft has losses of its own, which apply in training; some only where tokens' domains are known.
+# A graft has losses of its own, which apply in training, whatever the batch or where tokens' domains are known.
 LOSSES: bool = True
+MEASURES: bool = True
+DOMAINS: bool = True
+LOCAL_L1: bool = True
+LOCAL_CROSS_ENTROPY: bool = True
 # Layers that the base does not have, which a surgery inserted whole.
 INSERTED: bool = True
 # Modules of grafts stand in the places of native ones.
@@ -29,5 +33,6 @@ REPLACES: bool = True
 SITES: bool = True
 # Blocks have other names than grafts know them by, or are no modules.
 SEATS: bool = True
+SPANS: bool = True
 # The text decoder's config is a part of the whole.
 PARTS: bool = True

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
-from .graft import Frame, Graft
+from .graft import Flow, Graft
 from .losses import balance_loss
 from .newborn import Newborn
 from .precision import at_least_fp32
@@ -119,7 +119,7 @@ class RoutedGraft(Graft, RoutedRules):
             layer.mlp.balanced = found.balanced(index)
         return index in found.by_layer
 
-    def beside(self, block: Any, x: Tensor, output: Tensor, frame: Frame | None) -> Tensor:
+    def beside(self, block: Any, x: Tensor, output: Tensor, frame: Flow | None) -> Tensor:
         """FFN(x) + experts(x)."""
         added: Tensor
         added, scores, *_ = block.routed(x)

@@ -1,7 +1,4 @@
-"""What planner and model agree on about a graft: its entries in `config.surgery`, its tensors' names, what trains.
-
-A graft is a module that the native architecture lacks; its modules (`Graft`) build on its rules (`GraftRules`).
-"""
+"""What planner and model agree on about a graft: its entries in `config.surgery`, its tensors' names, what trains."""
 
 from __future__ import annotations
 
@@ -9,9 +6,10 @@ import copy
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from types import SimpleNamespace
 from typing import Any, ClassVar, Literal, TypeVar
 
-from .present import TWINS
+from .present import DOMAINS, MEASURES, TWINS
 from .spread import for_each_layer
 
 # What the names of an expanded twin's tensors begin with, below its layer.
@@ -37,6 +35,8 @@ class Kind:
     in_twin: ClassVar[Literal["copied", "shared", "refused"]] = "shared"
     branching: ClassVar[bool] = False
     whole: ClassVar[bool] = False
+    # The dataclass whose fields an entry has, where its rules do not check that themselves.
+    spec: ClassVar[type[Any] | None] = None
 
     def text(self, entry: Mapping[str, Any], where: str = "") -> str:
         """What preview and manifest call it: `adapter of 512, relu gate`; `where` is " in the branch" in a twin."""
@@ -86,6 +86,10 @@ class GraftRules:
     roles: ClassVar[tuple[str, ...]] = ("self_attn", "mlp")
     brings: ClassVar[tuple[str, ...]] = ()
 
+    def stated_losses(self, raw: Mapping[str, Any]) -> Mapping[str, str]:
+        """Those of its losses that a `config.surgery` asks for."""
+        return self.losses
+
     @property
     def settings(self) -> tuple[str, ...]:
         """Its keys that are of no layer."""
@@ -112,13 +116,17 @@ class GraftRules:
         """What the names of its parameters that train begin with, below the base model."""
         raise NotImplementedError
 
-    def measures(self, surgery: Surgery) -> bool:
-        """Whether a loss of its own applies in training, whatever the batch."""
-        return False
+    if MEASURES:
 
-    def needs_domains(self, surgery: Surgery) -> bool:
-        """Whether it has a loss that needs `domain_ids`."""
-        return False
+        def measures(self, surgery: Surgery) -> bool:
+            """Whether a loss of its own applies in training, whatever the batch."""
+            return False
+
+    if DOMAINS:
+
+        def needs_domains(self, surgery: Surgery) -> bool:
+            """Whether it has a loss that needs `domain_ids`."""
+            return False
 
     def crosses(self, surgery: Surgery) -> int | None:
         """The first layer from which, in every forward, something of it crosses to others; None: nothing does."""
@@ -134,33 +142,25 @@ class Surgery:
     """All grafts of a model: `rules` are those present, `of` holds what each of them read, by its name.
 
     Layers 0 … trunk_layers - 1 are the trunk; `homes` says beside which of them each layer of the tail stands.
-    `new_layers` are trunk layers that the last surgery inserted whole, `older_layers` those of surgeries before it.
     """
 
     trunk_layers: int
     rules: tuple[Any, ...] = ()
     of: Mapping[str, Any] = field(default_factory=dict)
+    homes: Mapping[int, int] = field(default_factory=dict)
+    # Trunk layers that the last surgery inserted whole, and those of surgeries before it.
     new_layers: tuple[int, ...] = ()
     older_layers: tuple[int, ...] = ()
-    homes: Mapping[int, int] = field(default_factory=dict)
-
-    @property
-    def layers(self) -> int:
-        """How many layers trunk and tail have."""
-        return self.trunk_layers + len(self.homes)
 
     @property
     def inserted(self) -> tuple[int, ...]:
         """Trunk layers that the base does not have."""
         return (*self.older_layers, *self.new_layers)
 
-    def measures(self) -> bool:
-        """Whether a loss applies in training that needs no domains."""
-        return any(rules.measures(self) for rules in self.rules)
-
-    def needs_domains(self) -> bool:
-        """Whether a loss is asked for that needs `domain_ids` in training."""
-        return any(rules.needs_domains(self) for rules in self.rules)
+    @property
+    def layers(self) -> int:
+        """How many layers trunk and tail have."""
+        return self.trunk_layers + len(self.homes)
 
     def place(self, layer: int) -> str:
         """Where a layer of trunk or tail stands in names: `3` or `3.expanded`."""
@@ -172,40 +172,42 @@ class Surgery:
         return owners + [owner for rules in self.rules for owner in rules.trains(self)]
 
 
-def read_surgery(config: Any, grafts: Iterable[Any] | None = None) -> Surgery:
-    """The grafts described by `config.surgery` (None: no graft).
-
-    `grafts` are those that can be there; by default those that the config's class names. Raises ValueError for a key
-    that is unknown, which would be a graft without code.
-    """
+def read_surgery(config: Any) -> Surgery:
+    """The grafts that `config.surgery` describes (None: no graft), of those whose code is here: `config.grafts`."""
     if config.surgery is None:
         return Surgery(config.num_hidden_layers)
-    raw, known = for_each_layer(config.surgery), tuple(type(config).grafts if grafts is None else grafts)
-    keys = ["trunk_layers", "new_layers", "older_layers", *(key for rules in known for key in rules.keys)]
+    raw = for_each_layer(config.surgery)
+    known = {"trunk_layers", "new_layers", "older_layers", *(key for rules in config.grafts for key in rules.keys)}
     # A key that says nothing may be of a graft that is not there.
-    known_keys([key for key, value in raw.items() if value], keys, "surgery")
-    present = tuple(rules for rules in known if rules.present(raw))
-    found = {rules.name: rules.read(raw) for rules in present}
+    if unknown := sorted(key for key, value in raw.items() if value and key not in known):
+        raise ValueError(f"config.surgery: unknown keys {unknown}, grafts without code; known are {sorted(known)}")
+    present = tuple(rules for rules in config.grafts if rules.present(raw))
+    trunk, of = raw["trunk_layers"], {rules.name: rules.read(raw) for rules in present}
     homes: dict[int, int] = {}
     if TWINS:
-        branches = [pair for rules in present for pair in rules.branches(found[rules.name])]
-        trunk, tail = raw["trunk_layers"], range(raw["trunk_layers"], config.num_hidden_layers)
-        homes = dict(branches)
-        if sorted(branch for branch, _ in branches) != list(tail):
+        branches = [pair for rules in present for pair in rules.branches(of[rules.name])]
+        homes, tail = dict(branches), list(range(trunk, config.num_hidden_layers))
+        if sorted(branch for branch, _ in branches) != tail:
             raise ValueError(
-                f"config.surgery: branches {sorted(homes)} must be the tail layers {list(tail)}, each once"
+                f"config.surgery: branches {sorted(homes)} must be the tail layers {tail}, each once"
                 f" (num_hidden_layers {config.num_hidden_layers} = trunk_layers {trunk} + one for each control block)"
             )
-    new, older = tuple(raw.get("new_layers", ())), tuple(raw.get("older_layers", ()))
-    return Surgery(raw["trunk_layers"], present, found, new, older, homes)
+    return Surgery(trunk, present, of, homes, *(tuple(raw.get(key, ())) for key in ("new_layers", "older_layers")))
 
 
-def check_surgery(config: Any, grafts: Iterable[Any]) -> Surgery:
+def check_surgery(config: Any) -> Surgery:
     """What `read_surgery` reads, all of it checked: outputs ship without, as no plan makes another. Raises ValueError.
 
-    Beside `surgery` the config has the text decoder's `layer_types`, or None, and says whether it is an `encoder`'s.
+    Beside `surgery` and `grafts`, those that can be there, the config has the text decoder's `layer_types`, or None,
+    and says whether it is an `encoder`'s.
     """
-    surgery = read_surgery(config, grafts)
+    raw = for_each_layer(config.surgery)
+    for kind in (kind for rules in config.grafts for kind in rules.kinds if kind.spec is not None):
+        entries = raw.get(kind.key) or ()
+        for entry in entries:
+            known_keys(entry, [each.name for each in fields(kind.spec)], kind.key)
+        by_layer([SimpleNamespace(**entry) for entry in entries], kind.key)
+    surgery = read_surgery(config)
     check_layers(surgery.new_layers, surgery.trunk_layers, "new_layers")
     check_layers(surgery.older_layers, surgery.trunk_layers, "older_layers")
     for rules in surgery.rules:
@@ -245,15 +247,12 @@ def refuse_engine(config: Any, what: str, instead: str) -> None:
         )
 
 
-# Where engines say over how many processes they split a model, by the names of their attention.
-_ENGINES = {"vllm": "vllm.distributed.parallel_state", "sglang": "sglang.srt.distributed.parallel_state"}
-
-
 def engine_ranks(config: Any) -> tuple[int, int]:
     """Over how many processes vLLM or SGLang splits matrices, and over how many layers; 1 and 1 elsewhere."""
+    modules = {"vllm": "vllm.distributed.parallel_state", "sglang": "sglang.srt.distributed.parallel_state"}
     engine = str(getattr(config, "_attn_implementation", None))
     # Kernels from the Hub, by a repository's name, are no engine's.
-    asked = next((module for name, module in _ENGINES.items() if engine.startswith(name) and "/" not in engine), None)
+    asked = next((module for name, module in modules.items() if engine.startswith(name) and "/" not in engine), None)
     if asked is None:
         return 1, 1
     # As the engine has loaded it: an import would make every reader of this file need it.
@@ -275,7 +274,7 @@ def fraction(name: str, value: float) -> None:
         raise ValueError(f"config.surgery: {name} is {value}; it must lie between 0 and 1")
 
 
-def weight(name: str, value: float) -> None:
+def loss_weight(name: str, value: float) -> None:
     """ValueError where `value` is no weight of a loss."""
     if not 0.0 <= value < float("inf"):
         raise ValueError(f"config.surgery: {name} is {value}; it must be a finite number, at least 0")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .graft import Graft, here
-from .layers import GraftedLayer, Seat, beside_block, one_tensor, with_rest
+from .layers import Seat, UpcycledLayer, beside_block, one_tensor, with_rest
 from .present import MIXES
 from .rules import Surgery
 
@@ -82,7 +82,7 @@ if MIXES:
             mixing.valid = F.pad(mixing.valid, (0, missing))
 
 
-class SpannedLayer(GraftedLayer):
+class SpannedLayer(UpcycledLayer):
     """Mixed in before a native layer some of whose blocks are no modules: grafts may stand at their ends."""
 
     sites = ()
@@ -115,10 +115,3 @@ class SpannedLayer(GraftedLayer):
             first.open(role)
             last.carry(role, getattr(self, role), beside)
             self.carrying.add(role)
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The native forward, whose blocks learn how many rows and tokens there are."""
-        frame = here.frame
-        if frame is not None:
-            vars(frame)["shape"] = hidden_states.shape
-        return super().forward(hidden_states, *args, **kwargs)

@@ -1,7 +1,4 @@
-"""Entries of `config.surgery` that stand for several layers: {"layers": "0-3,6", …} for one each with its "layer".
-
-Numbers ascend, and "branches" go with them one by one. Entries of a single "layer" stay as they are.
-"""
+"""Entries of `config.surgery` that stand for several layers: {"layers": "0-3,6", …} for one each with its "layer"."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ def numbers_in(text: str, bound: int) -> list[int]:
 
 
 def for_each_layer(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A `config.surgery` with an entry for each layer, those of a key in the order of their layers."""
+    """A `config.surgery` with an entry for each layer, those of a key in order; those of a single "layer" stay."""
     bound = 2 * raw["trunk_layers"]
     spread = dict(raw)
     for key, value in raw.items():

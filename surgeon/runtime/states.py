@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .graft import Flow, Frame, Graft
+from .graft import Flow, Graft
 from .losses import balance_loss, selected, valid_tokens
 from .newborn import LowRank, Newborn, product, without
 from .precision import at_least_fp32
@@ -95,7 +95,7 @@ class Mixing(Reading):
         self.found: dict[int | str, Tensor] = {}
         self.choices: list[tuple[int, Tensor, Tensor]] | None = None
 
-    def control(self, site: int, x: Tensor, frame: Frame) -> Tensor:
+    def control(self, site: int, x: Tensor, frame: Flow) -> Tensor:
         """What site `site` adds to its block's output: B T D for x B T D."""
         spec, choice = self.bank.spec, self.bank.choice_of(site)
         own = self.bank.states[site]
@@ -191,7 +191,7 @@ class StatesGraft(Graft, StatesRules):
                 getattr(layer, block).site = sites[kind]
         return bool(sites)
 
-    def beside(self, block: Any, x: Tensor, output: Tensor, frame: Frame | None) -> Tensor:
+    def beside(self, block: Any, x: Tensor, output: Tensor, frame: Flow | None) -> Tensor:
         """The block's output and the site's control."""
         return output + site_control(block.site, x, frame)
 
@@ -248,7 +248,7 @@ def _rows(
     return valid, None, None
 
 
-def site_control(site: int, x: Tensor, frame: Frame | None) -> Tensor:
+def site_control(site: int, x: Tensor, frame: Flow | None) -> Tensor:
     """What a site adds, in the layer that runs; B T D."""
     if frame is None or frame.mixing is None:
         raise RuntimeError("a block with a control state was called outside its layer, which brings the bank")
