@@ -1,10 +1,8 @@
 """Gated adapters parallel to the FFN (Neutral Residues, arXiv:2410.02744, section 3, figure 2).
 
-Shapes: B batch, T tokens, D hidden size, S adapter size.
-
-The adapter's output joins the FFN's inside the MLP module. Where a family normalises what the FFN adds to the residual
-stream (Gemma 2 and 3, OLMo 2), it is normalised together with it: a silent adapter leaves the layer exactly as it was,
-and the zero output matrix does not stand alone under a norm, which would blow its first gradients up.
+Shapes: B batch, T tokens, D hidden size. The adapter's output joins the FFN's inside the MLP module. Where a family
+normalises what the FFN adds to the residual stream (Gemma 2 and 3, OLMo 2), it is normalised together with it: then a
+silent adapter leaves the layer exactly as it was, and the zero output matrix does not stand alone under a norm.
 """
 
 from __future__ import annotations
@@ -17,12 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
-from .adapters_rules import AdapterRules, Adapters, AdapterSpec
-from .births import Birth
+from .adapters_rules import AdapterRules, AdapterSpec
 from .graft import Flow, Graft
 from .losses import masked_mean
 from .newborn import Newborn, Projection
-from .present import GATES, LOCAL_CROSS_ENTROPY, LOCAL_L1, LOSSES
+from .present import DOMAINS, GATES, LOSSES
 from .rules import Surgery
 
 
@@ -30,10 +27,6 @@ class BlockGate(Newborn):
     """One scalar for each token and block, before its non-linearity: w · x."""
 
     weight: nn.Parameter
-
-    def __init__(self, birth: Birth) -> None:
-        super().__init__()
-        self.bear({"weight": birth})
 
     def forward(self, x: Tensor) -> Tensor:
         """B T D to B T 1."""
@@ -46,24 +39,24 @@ class GatedAdapter(nn.Module):
     def __init__(self, spec: AdapterSpec, width: int, trunk_layers: int, activation: str) -> None:
         super().__init__()
         births = spec.births(width, trunk_layers)
-        self.gate_kind = spec.gate
+        self.spec = spec
         self.gate_proj = Projection(births["gate_proj.weight"])
         self.up_proj = Projection(births["up_proj.weight"])
         self.down_proj = Projection(births["down_proj.weight"])
-        self.gate = BlockGate(births["gate.weight"]) if "gate.weight" in births else None
+        self.gate = BlockGate() if "gate.weight" in births else None
+        if self.gate is not None:
+            self.gate.bear({"weight": births["gate.weight"]})
         self.act_fn = ACT2FN[activation]
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """B T D to the adapter's output, B T D, and the gate before its non-linearity, B T 1."""
         output = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-        if self.gate is None:
-            return output, None
-        score = self.gate(x)
-        return self.opening(score) * output, score
+        score = None if self.gate is None else self.gate(x)
+        return output if score is None else self.opening(score) * output, score
 
     def opening(self, score: Tensor) -> Tensor:
         """How open the gate is for a score."""
-        return F.relu(score) if self.gate_kind == "relu" else torch.sigmoid(score)
+        return F.relu(score) if self.spec.gate == "relu" else torch.sigmoid(score)
 
 
 class AdapterGraft(Graft, AdapterRules):
@@ -74,55 +67,47 @@ class AdapterGraft(Graft, AdapterRules):
 
     def blocks(self, surgery: Surgery, index: int) -> tuple[str, ...]:
         """The MLP."""
-        return ("mlp",) if index in surgery.of[self.name].by_layer else ()
+        return ("mlp",) if index in surgery.of[self.name] else ()
 
     def attach(self, layer: Any, config: Any, index: int, surgery: Surgery) -> bool:
         """The adapter stands in the MLP."""
-        spec: AdapterSpec | None = surgery.of[self.name].by_layer.get(index)
+        spec: AdapterSpec | None = surgery.of[self.name].get(index)
         if spec is not None:
             activation = spec.activation or getattr(config, layer.activation_field)
             layer.mlp.adapter = GatedAdapter(spec, config.hidden_size, surgery.trunk_layers, activation)
-            layer.mlp.adapters = surgery.of[self.name]
         return spec is not None
 
     def beside(self, block: Any, x: Tensor, output: Tensor, frame: Flow | None) -> Tensor:
         """FFN(x) + adapter(x)."""
-        adapted: Tensor
-        adapted, score = block.adapter(x)
-        if LOSSES and frame is not None and frame.valid is not None and frame.domains is not None:
-            measure(block.adapters, adapted, score, frame, frame.valid, frame.domains)
-        return output + adapted
+        made: tuple[Tensor, Tensor | None] = block.adapter(x)
+        if DOMAINS and frame is not None and frame.valid is not None and frame.domains is not None:
+            measure(block.adapter.spec, made[0], made[1], frame, frame.valid, frame.domains)
+        return output + made[0]
 
     if LOSSES:
 
         def weights(self, surgery: Surgery, index: int) -> Mapping[str, float]:
             """The local losses', of adapters in the layer or its twin."""
-            found: Adapters = surgery.of[self.name]
-            if not any(surgery.homes.get(layer, layer) == index for layer in found.by_layer):
-                return {}
-            return {"local_l1_loss": found.l1, "local_cross_entropy_loss": found.cross_entropy}
+            found: dict[int, AdapterSpec] = surgery.of[self.name]
+            here = [spec for layer, spec in found.items() if surgery.homes.get(layer, layer) == index]
+            return {"local_l1_loss": here[0].l1, "local_cross_entropy_loss": here[0].cross_entropy} if here else {}
 
     def counted(self, surgery: Surgery) -> Mapping[str, tuple[type[nn.Module], int]]:
         """Adapters."""
-        return {"adapters": (GatedAdapter, len(surgery.of[self.name].by_layer))}
+        return {"adapters": (GatedAdapter, len(surgery.of[self.name]))}
 
 
-if LOSSES:
+if DOMAINS:
 
-    def measure(
-        spec: Adapters, adapted: Tensor, score: Tensor | None, frame: Flow, valid: Tensor, domains: Tensor
-    ) -> None:
-        """One adapter's local losses.
-
-        `adapted` is B T D, `score` the gate before its sigmoid, B T 1; `valid` and `domains` are B T.
-        """
+    def measure(spec: AdapterSpec, adapted: Tensor, score: Any, frame: Flow, valid: Tensor, domains: Tensor) -> None:
+        """The local losses of an adapter, of its output (B T D) and the gate before its sigmoid (B T 1)."""
         valid, domains = valid.to(adapted.device), domains.to(adapted.device)
         precise = torch.promote_types(adapted.dtype, torch.float32)
-        if LOCAL_L1 and spec.l1 > 0:
+        if spec.l1 > 0:
             # ‖output‖₁ / D on tokens of the original domain.
             l1 = adapted.abs().sum(dim=-1, dtype=precise) / adapted.shape[-1]
             frame.measure("local_l1_loss", masked_mean(l1, valid & (domains == 0)))
-        if LOCAL_CROSS_ENTROPY and spec.cross_entropy > 0 and score is not None:
+        if spec.cross_entropy > 0 and score is not None:
             # The gate classifies domains, on all tokens.
             new = (domains > 0).to(precise)
             crossed = F.binary_cross_entropy_with_logits(score.squeeze(-1).to(precise), new, reduction="none")

@@ -1,8 +1,4 @@
-"""Gated adapters: what `config.surgery` says of them, and what they are born with.
-
-"adapters": [{"layer": 0, "size": 64, "gate": "relu", "init": "low_variance"}],
-"local_loss": {"l1": 0.01, "cross_entropy": 0.0}
-"""
+"""Gated adapters, `adapters` and `local_loss` of `config.surgery`: what is said of them, what they are born with."""
 
 from __future__ import annotations
 
@@ -12,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from .births import Birth
-from .present import LOSSES
 from .rules import ACTIVATIONS, BRANCH, GraftRules, Kind, Surgery, check_layers, loss_weight, one_of
 
 ADAPTER = "mlp.adapter."
@@ -27,7 +22,10 @@ LOCAL_LOSSES = ("l1", "cross_entropy")
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """One gated adapter of hidden size `size` parallel to the FFN of `layer`; `activation` is empty for the FFN's."""
+    """One gated adapter of hidden size `size` parallel to the FFN of `layer`, of trunk or tail.
+
+    `activation` is empty for the FFN's; `l1` and `cross_entropy` weigh the local losses of all, 0 is off.
+    """
 
     layer: int
     size: int
@@ -35,6 +33,8 @@ class AdapterSpec:
     init: str = "low_variance"
     frozen: bool = False
     activation: str = ""
+    l1: float = 0.0
+    cross_entropy: float = 0.0
 
     def check(self) -> None:
         """ValueError for what no adapter has."""
@@ -42,6 +42,8 @@ class AdapterSpec:
         if self.activation:
             one_of("adapter activation", self.activation, ACTIVATIONS)
         one_of("adapter init", self.init, VARIANCES)
+        loss_weight("local_loss l1", self.l1)
+        loss_weight("local_loss cross_entropy", self.cross_entropy)
         if self.size < 1:
             raise ValueError(
                 f"config.surgery: adapter of layer {self.layer} has size {self.size}; at least 1 is needed"
@@ -54,15 +56,6 @@ class AdapterSpec:
         if self.gate != "none":
             tensors["gate.weight"] = Birth((1, width), std)
         return tensors | {"down_proj.weight": Birth((width, self.size))}
-
-
-@dataclass(frozen=True)
-class Adapters:
-    """The adapters of a model, by layer of trunk or tail, and the weights of their losses; 0 is off."""
-
-    by_layer: Mapping[int, AdapterSpec]
-    l1: float = 0.0
-    cross_entropy: float = 0.0
 
 
 class AdapterKind(Kind):
@@ -90,37 +83,26 @@ class AdapterRules(GraftRules):
     keys = ("adapters", "local_loss")
     tensors = ("*mlp.adapter.*",)
     kinds = (AdapterKind(),)
-    losses: ClassVar[Mapping[str, str]] = {
-        "local_l1_loss": "mean over adapters",
-        "local_cross_entropy_loss": "mean over adapters",
-    }
+    losses: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("local_l1_loss", "local_cross_entropy_loss"), "mean over adapters"
+    )
     part = "surgeon.runtime.adapters"
     module = "AdapterGraft"
     roles = ("mlp",)
 
-    def read(self, raw: Mapping[str, Any]) -> Adapters:
-        """Adapters by layer, and the local losses."""
-        specs = [AdapterSpec(**entry) for entry in raw.get("adapters", ())]
-        return Adapters({spec.layer: spec for spec in specs}, **raw.get("local_loss") or {})
-
-    def stated_losses(self, raw: Mapping[str, Any]) -> Mapping[str, str]:
-        """The local losses that have a weight."""
-        weights = raw.get("local_loss")
-        weighed = (
-            [f"local_{name}_loss" for name, value in weights.items() if value] if isinstance(weights, Mapping) else []
-        )
-        return {name: what for name, what in self.losses.items() if name in weighed}
+    def read(self, raw: Mapping[str, Any]) -> dict[int, AdapterSpec]:
+        """Adapters by layer."""
+        specs = (AdapterSpec(**entry, **raw.get("local_loss") or {}) for entry in raw.get("adapters", ()))
+        return {spec.layer: spec for spec in specs}
 
     def check(self, surgery: Surgery, config: Any) -> None:
         """Entries hold together, layers exist, and the domain cross-entropy has gates to classify by."""
-        found: Adapters = surgery.of[self.name]
-        loss_weight("local_loss l1", found.l1)
-        loss_weight("local_loss cross_entropy", found.cross_entropy)
-        for spec in found.by_layer.values():
+        found: dict[int, AdapterSpec] = surgery.of[self.name]
+        for spec in found.values():
             spec.check()
-        check_layers(found.by_layer, surgery.layers, "adapter")
-        ungated = [adapter.layer for adapter in found.by_layer.values() if adapter.gate != "sigmoid"]
-        if found.cross_entropy > 0 and ungated:
+        check_layers(found, surgery.layers, "adapter")
+        ungated = [spec.layer for spec in found.values() if spec.cross_entropy > 0 and spec.gate != "sigmoid"]
+        if ungated:
             raise ValueError(
                 "config.surgery: local_loss cross_entropy classifies domains by a sigmoid gate; adapters of "
                 f"layers {ungated} have none"
@@ -128,15 +110,9 @@ class AdapterRules(GraftRules):
 
     def trains(self, surgery: Surgery) -> list[str]:
         """Every adapter that is not frozen."""
-        return [
-            f"layers.{surgery.place(adapter.layer)}.{ADAPTER}"
-            for adapter in surgery.of[self.name].by_layer.values()
-            if not adapter.frozen
-        ]
+        specs = surgery.of[self.name].values()
+        return [f"layers.{surgery.place(spec.layer)}.{ADAPTER}" for spec in specs if not spec.frozen]
 
-    if LOSSES:
-
-        def needs_domains(self, surgery: Surgery) -> bool:
-            """Whether a local loss has a weight."""
-            found: Adapters = surgery.of[self.name]
-            return found.l1 > 0 or found.cross_entropy > 0
+    def needs_domains(self, surgery: Surgery) -> bool:
+        """Whether a local loss has a weight."""
+        return any(spec.l1 > 0 or spec.cross_entropy > 0 for spec in surgery.of[self.name].values())

@@ -24,6 +24,8 @@ from .classes import WIDTH, Use, classes_of, sites_of, spans_of, uses_of
 from .composition import Composition, composition_of
 from .folding import QUESTIONS, folded
 from .needed import Definition, definitions_of, needed, source_of
+from .rules import Surgery
+from .spread import for_each_layer
 
 CODE_FILE = "modeling_surgeon.py"
 _PACKAGE = "surgeon.runtime"
@@ -86,8 +88,8 @@ def roots_of(native: Composition, uses: tuple[Use, ...]) -> list[str]:
 def present_in(raw: Mapping[str, Any], native: Composition, uses: tuple[Use, ...]) -> frozenset[str]:
     """What of `present` a model has: what its grafts bring, and what their modules do (their hooks, by name)."""
     sites, spans = sites_of(native, uses), spans_of(native, uses)
-    losses = {name for use in uses for name, _ in use.losses}
     hooks = {name for use in uses for name in _members(use.rules.module, use.rules.part)}
+    losses = _losses(raw, uses)
     found = {
         "TWINS": any(use.twins for use in uses),
         "CROSSES": any(use.crosses for use in uses),
@@ -95,20 +97,31 @@ def present_in(raw: Mapping[str, Any], native: Composition, uses: tuple[Use, ...
         "AFTER": "after" in hooks,
         "COMPLETES": "complete" in hooks,
         "LOSSES": bool(losses),
-        "MEASURES": bool(losses) and "measures" in hooks,
-        "DOMAINS": bool(losses) and "needs_domains" in hooks,
         "INSERTED": any(raw.get(key) for key in ("new_layers", "older_layers")),
         "REPLACES": "replaces" in hooks or bool(spans),
         "SITES": bool(sites or spans),
         "SEATS": bool(spans) or any(site.block != site.role for site in sites),
         "SPANS": bool(spans),
         "PARTS": bool(native.path),
-        "LOCAL_L1": "local_l1_loss" in losses,
-        "LOCAL_CROSS_ENTROPY": "local_cross_entropy_loss" in losses,
     }
-    return frozenset(
-        {name for name, there in found.items() if there} | {each for use in uses for each in use.rules.brings}
-    )
+    brought = {each for use in uses for each in use.rules.brings}
+    return frozenset({name for name, there in found.items() if there} | brought | losses)
+
+
+def _losses(raw: Mapping[str, Any], uses: tuple[Use, ...]) -> set[str]:
+    """Whether a loss applies in training whatever the batch, or where domains are known; both where nobody can read."""
+    rules = tuple(use.rules for use in uses if use.rules.losses)
+    try:
+        said = for_each_layer(raw) if rules else {"trunk_layers": 0}
+        surgery = Surgery(said["trunk_layers"], rules, {each.name: each.read(said) for each in rules})
+        found = {
+            "MEASURES": any(each.measures(surgery) for each in rules),
+            "DOMAINS": any(each.needs_domains(surgery) for each in rules),
+        }
+    except (ValueError, TypeError, KeyError, AttributeError):
+        # What a config says is refused where it is read.
+        return {"MEASURES", "DOMAINS"}
+    return {name for name, there in found.items() if there}
 
 
 def _members(name: str, module: str) -> Iterator[str]:
@@ -142,14 +155,17 @@ def _joined(native: Composition, uses: tuple[Use, ...], present: frozenset[str])
     for part in parts:
         if not kept[part.module]:
             continue
-        name = part.module.rpartition(".")[2]
-        note = part.doc
-        told = textwrap.indent(note.strip(), "# ", lambda line: True).replace("# \n", "#\n")
-        rule = f"# --- {name} ".ljust(WIDTH, "-")
-        # ruff takes a comment right after imports for theirs, with one empty line between.
-        above = chr(10) if len(text) > 2 else ""
-        text.append(f"{above}\n{rule}\n{told}{chr(10) if told else ''}\n\n{source_of(kept[part.module])}\n")
+        text.append(f"\n\n{_heading(part)}{source_of(kept[part.module])}\n")
     return "".join(text).encode()
+
+
+def _heading(part: Part) -> str:
+    """What stands above a part that says of itself more than a line."""
+    told = part.doc.strip()
+    if "\n" not in told:
+        return ""
+    rule = f"# --- {part.module.rpartition('.')[2]} ".ljust(WIDTH, "-")
+    return f"{rule}\n{textwrap.indent(told, '# ', lambda line: True)}\n\n\n".replace("# \n", "#\n")
 
 
 def chosen(parts: Iterable[Part], classes: Part) -> dict[str, list[Definition]]:

@@ -27,7 +27,7 @@ _TEXT_CONFIG = """
 class {text}({native}):
     \"""The native config of the text decoder, with the `surgery` of the whole.\"""
 
-    grafts: ClassVar[tuple[Graft, ...]] = {config}.grafts
+    grafts: ClassVar[tuple[Any, ...]] = {config}.grafts
 """
 
 _SITE = """
@@ -93,11 +93,10 @@ class {model}(UpcycledOuter, {native}):
 
 @dataclass(frozen=True)
 class Use:
-    """A graft in a joined file: its rules, what it gets from other parts (key, module, class), its losses by name."""
+    """A graft in a joined file: its rules, and what it gets from other parts (key, module, class)."""
 
     rules: GraftRules
     taken: tuple[tuple[str, str, str], ...] | None
-    losses: tuple[tuple[str, str], ...] = ()
 
     @property
     def twins(self) -> bool:
@@ -121,7 +120,7 @@ class Use:
 def uses_of(raw: Mapping[str, Any], native: Composition) -> tuple[Use, ...]:
     """The grafts that a `config.surgery` asks for, as far as such a model can carry them."""
     rules = [rules for rules in GRAFTS.values() if rules.present(raw) and (rules.on_encoders or not native.encoder)]
-    return tuple(Use(each, each.uses(raw), tuple(each.stated_losses(raw).items())) for each in rules)
+    return tuple(Use(each, each.uses(raw)) for each in rules)
 
 
 def classes_of(native: Composition, uses: tuple[Use, ...]) -> str:

@@ -1,8 +1,4 @@
-"""What crosses a forward, and what a graft does in one: a small class a graft (`class AdapterGraft(Graft, …)`).
-
-While a layer runs, its modules see its frame, in this thread alone: native code passes nothing of ours to its MLP or
-projections. It is built from the layer's arguments, so that gradient checkpointing, which runs it again, sees the same.
-"""
+"""What crosses a forward, and what a graft does in one: a small class a graft (`class AdapterGraft(Graft, …)`)."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ from .rules import Surgery
 
 @dataclass
 class Flow:
-    """One forward of a model, or of one of its layers: its frame. New for each, so that threads do not meet.
+    """One forward of a model, or of one of its layers: the frame that its modules see, as native code passes them none.
 
     `valid` (B T, bool; None: no loss is asked for) are the tokens that count in losses, `domains` (B T) their domains;
     all grafts are `off` where a caller said so. A caller may pass a model one, to look at afterwards.

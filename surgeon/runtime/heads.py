@@ -12,7 +12,7 @@ from transformers import GenerationMixin, conversion_mapping
 
 from .graft import Flow
 from .layers import in_flow
-from .losses import EVALUATING, LOST, accumulation_scale, open_flow, tell_of_lost, token_domains, with_losses
+from .losses import EVALUATING, LOST, accumulation_scale, open_flow, tell, token_domains, with_losses
 from .models import UpcycledModel, UpcycledPreTrained, given_inputs, grafted_forward
 from .present import GATES, LOSSES, PARTS
 
@@ -56,20 +56,23 @@ class UpcycledHead(UpcycledOuter):
 
     def run_grafted(self, run: Callable[..., Any], given: dict[str, Any], flow: Flow | None) -> Any:
         """`run`, the native forward; `domain_ids` (B or B T; 0: the original domain) switch the local losses on."""
-        domain_ids = given.pop("domain_ids", None)
         if LOSSES or GATES:
+            domain_ids = given.pop("domain_ids", None)
             labels = next((given[name] for name in ("labels", "start_positions") if given.get(name) is not None), None)
             if self.training and labels is not None:
                 return self._run_trained(run, given, labels, domain_ids)
+        else:
+            given.pop("domain_ids", None)
         if GATES and self.training and domain_ids is not None and flow is None:
-            tell_of_lost(self.surgery, LOST)
+            if LOSSES:
+                tell(LOST)
             flow = Flow(domains=token_domains(domain_ids, torch.Size(given_inputs(given).shape[:2])))
         with in_flow(flow):
             output: Any = run(**given)
         if LOSSES or GATES:
             loss = getattr(output, "loss", None)
             if not self.training and isinstance(loss, Tensor) and loss.requires_grad:
-                tell_of_lost(self.surgery, EVALUATING)
+                tell(EVALUATING)
         if LOSSES and not isinstance(output, tuple):
             output = self.output_class(**output)
         return output
@@ -77,7 +80,7 @@ class UpcycledHead(UpcycledOuter):
     if LOSSES or GATES:
 
         def _run_trained(self, run: Callable[..., Any], given: dict[str, Any], labels: Any, domain_ids: Any) -> Any:
-            flow = open_flow(self.surgery, given_inputs(given), given.get("attention_mask"), domain_ids)
+            flow = open_flow(given_inputs(given), given.get("attention_mask"), domain_ids)
             asked = given.pop("return_dict", None)
             with in_flow(flow):
                 output = run(return_dict=True, **given)
@@ -95,9 +98,9 @@ def head_over(
     """The native head over an upcycled decoder, as a class of this file: what `AutoModelFor…` finds and saves."""
     if LOSSES:
         # In training the auxiliary losses, before their weights (None where they are off); pickles find it here.
-        fields: Any = [(name, torch.FloatTensor | None, None) for graft in config.grafts for name in graft.losses]
+        extra: Any = [(name, torch.FloatTensor | None, None) for graft in config.grafts for name in graft.losses]
         name, here = f"Upcycled{output.__name__}", {"__module__": __name__}
-        output = globals().setdefault(name, make_dataclass(name, fields, bases=(output,), namespace=here))
+        output = globals().setdefault(name, make_dataclass(name, extra, bases=(output,), namespace=here))
     stated |= {"config_class": config, "decoder_class": decoder, "stack": decoder.stack, "output_class": output}
     stated |= {"forward": grafted_forward(native.forward), "__module__": __name__}
     # transformers looks for it among a class's own bases.

@@ -41,7 +41,7 @@ def with_rest(output: Tensor, rest: Any) -> Any:
     return output if rest is None else type(rest)([output, *rest])
 
 
-def beside_block(block: Any, grafts: tuple[Graft, ...], x: Tensor, output: Tensor) -> Tensor:
+def beside_block(block: Any, grafts: tuple[Any, ...], x: Tensor, output: Tensor) -> Tensor:
     """What `grafts` that stand at `block` make of its output for x, as far as they take part; B T D both."""
     frame = here.frame
     if frame is not None and frame.off:
@@ -73,10 +73,10 @@ class Site(nn.Module):
         """The native output with what grafts make of it; experts may give it as one row a token."""
         output, rest = one_tensor(super().__call__(*args, **kwargs))
         x = args[0] if args else kwargs[self.reads]
-        block: nn.Module = self
         if SEATS:
-            block = self.seat
-        grown = beside_block(block, self.grafts, x, output.reshape(x.shape))
+            grown = beside_block(self.seat, self.grafts, x, output.reshape(x.shape))
+        else:
+            grown = beside_block(self, self.grafts, x, output.reshape(x.shape))
         return with_rest(grown.reshape(output.shape), rest)
 
 
@@ -146,9 +146,9 @@ class UpcycledLayer(nn.Module):
             if GATES and self.decides:
                 flow.on = made.pop(0)
             if LOSSES:
-                for name, loss in zip(self.loss_weights, made, strict=False):
-                    if loss.numel():
-                        flow.losses.setdefault(name, []).append((self.loss_weights[name], loss))
+                for (name, weight), loss in zip(self.loss_weights.items(), made, strict=False):
+                    if loss is not None:
+                        flow.losses.setdefault(name, []).append((weight, loss))
         rest, here.rest = here.rest, None
         return with_rest(output, rest)
 
@@ -197,8 +197,8 @@ class UpcycledLayer(nn.Module):
         if GATES and self.decides:
             made.append(frame.on)
         if LOSSES and frame.valid is not None:
-            none = [frame.valid.new_zeros(0, dtype=torch.float32)]
-            made += [torch.cat(frame.losses.get(name, none)) for name in self.loss_weights]
+            found = frame.losses
+            made += [torch.cat(found[name]) if name in found else None for name in self.loss_weights]
         return tuple(made) if len(made) > 1 else output
 
 

@@ -1,7 +1,4 @@
-"""Auxiliary losses: measured in a layer, carried through a forward, added to the task's loss.
-
-Shapes: B batch, T tokens, D hidden size. All measures are in at least fp32 and skip padding.
-"""
+"""Auxiliary losses: measured in a layer, in at least fp32 and without padding, added to the task's loss."""
 
 from __future__ import annotations
 
@@ -12,8 +9,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from .graft import Flow
-from .present import DOMAINS, MEASURES
-from .rules import Surgery
+from .present import CROSSES, DOMAINS, MEASURES
 
 logger = logging.get_logger(__name__)
 NO_DOMAINS = (
@@ -26,8 +22,7 @@ LOST = (
 )
 EVALUATING = (
     "A loss with gradients was asked for outside of training mode, where the auxiliary losses are off and a domain gate"
-    " goes by the text: what it closes gets gradients of zero. To train, call `model.train()`; to evaluate, use"
-    " `torch.no_grad()`."
+    " goes by the text. To train, call `model.train()`; to evaluate, use `torch.no_grad()`."
 )
 
 
@@ -37,40 +32,17 @@ def tell(message: str) -> None:
         logger.warning_once(message)
 
 
-if MEASURES:
-
-    def measures(surgery: Surgery) -> bool:
-        """Whether a loss applies in training that needs no domains."""
-        return any(rules.measures(surgery) for rules in surgery.rules)
-
-
-if DOMAINS:
-
-    def needs_domains(surgery: Surgery) -> bool:
-        """Whether a loss applies in training that needs domains (a gate needs them for what it switches)."""
-        return any(rules.losses and rules.needs_domains(surgery) for rules in surgery.rules)
-
-
-def open_flow(surgery: Surgery, inputs: Tensor, attention_mask: Any, domain_ids: Tensor | None) -> Flow:
+def open_flow(inputs: Tensor, attention_mask: Any, domain_ids: Tensor | None) -> Flow:
     """The flow of a training step, of inputs B T or B T D; without `valid` where no auxiliary loss applies."""
     shape = torch.Size(inputs.shape[:2])
     flow = Flow(domains=token_domains(domain_ids, shape))
-    if DOMAINS and needs_domains(surgery):
-        if domain_ids is None:
-            tell(NO_DOMAINS)
-        else:
-            flow.valid = valid_tokens(attention_mask, shape, inputs.device)
-    if MEASURES and measures(surgery):
+    if DOMAINS and domain_ids is None:
+        tell(NO_DOMAINS)
+    if MEASURES:
+        flow.valid = valid_tokens(attention_mask, shape, inputs.device)
+    if not MEASURES and domain_ids is not None:
         flow.valid = valid_tokens(attention_mask, shape, inputs.device)
     return flow
-
-
-def tell_of_lost(surgery: Surgery, message: str) -> None:
-    """Say that a step trains without the auxiliary losses."""
-    if MEASURES and measures(surgery):
-        tell(message)
-    if DOMAINS and needs_domains(surgery):
-        tell(message)
 
 
 def token_domains(domain_ids: Tensor | None, shape: torch.Size) -> Tensor | None:
@@ -87,12 +59,13 @@ def valid_tokens(attention_mask: Any, shape: torch.Size, device: torch.device, s
     if mask is None:
         return torch.ones(shape, dtype=torch.bool, device=device)
     if not isinstance(mask, Tensor) or mask.dim() not in (2, 4):
-        given = list(mask.shape) if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
-        raise ValueError(f"attention_mask is {given}, which does not show padding; give the two-dimensional mask")
+        raise ValueError("what is computed over a batch's tokens needs the two-dimensional attention_mask")
     if mask.dim() == 2:
         return mask[:, -shape[1] :].bool()
-    # Read at each token's own column; where a window has cut that off, a token that sees anything counts.
+    # At each token's own column; where a window has cut that off, a token that sees anything counts.
     shown = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] >= 0
+    if not CROSSES:
+        return shown.diagonal(shown.shape[-1] - shape[1], 1, 2).expand(shape)
     length = shown.shape[-1]
     own = torch.arange(shape[1], device=shown.device) + (seen if shape[1] != length else 0)
     columns = own.clamp(max=length - 1).view(1, -1, 1).expand(shown.shape[0], -1, -1)
@@ -126,13 +99,13 @@ def selected(probabilities: Tensor, top_k: int) -> Tensor:
 
 def with_losses(output: Any, flow: Flow, scale: float | Tensor) -> dict[str, Any]:
     """The output's fields with the losses, and `loss` raised by scale · Σ over kinds of the mean weighted loss."""
-    fields = dict(output.items())
+    made = dict(output.items())
     for name, parts in flow.losses.items():
         losses = [loss.to(output.loss.device) for _, loss in parts]
         weighted = [weight * loss.to(output.loss.device) for weight, loss in parts]
-        fields[name] = torch.cat(losses).mean().detach()
-        fields["loss"] = fields["loss"] + scale * torch.cat(weighted).mean()
-    return fields
+        made[name] = torch.cat(losses).mean().detach()
+        made["loss"] = made["loss"] + scale * torch.cat(weighted).mean()
+    return made
 
 
 def accumulation_scale(labels: Tensor, shift_labels: Tensor | None, num_items_in_batch: Any) -> float | Tensor:

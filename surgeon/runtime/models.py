@@ -1,8 +1,4 @@
-"""Models of any type with grafts: the native model is built whole, then its layers become upcycled ones.
-
-transformers' own `__init__` knows what its layers want; then they, and blocks beside which something stands, change
-their class to a named one composed of theirs. Loading refuses half a graft, and grafts can train alone.
-"""
+"""Models of any type with grafts: built whole as the native one, whose layers then change their class."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from transformers.utils import output_capturing
 
 from .graft import Flow, here
 from .layers import UpcycledLayer, in_flow
-from .losses import LOST, tell_of_lost
+from .losses import LOST, tell
 from .newborn import Newborn
 from .present import COMPLETES, LOSSES, REPLACES, TWINS
 from .rules import Surgery, engine_ranks, read_surgery
@@ -77,11 +73,10 @@ class UpcycledPreTrained(PreTrainedModel):
 
     def freeze_base(self) -> list[str]:
         """Let exactly the parameters of `graft_parameter_names()` train; returns their names."""
-        names = self.graft_parameter_names()
-        chosen = set(names)
+        names = dict.fromkeys(self.graft_parameter_names())
         for name, parameter in self.named_parameters():
-            parameter.requires_grad_(name in chosen)
-        return names
+            parameter.requires_grad_(name in names)
+        return list(names)
 
     @contextmanager
     def grafts(self, *, enabled: bool) -> Iterator[None]:
@@ -120,8 +115,7 @@ class UpcycledPreTrained(PreTrainedModel):
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
         """As transformers', but a checkpoint that lacks a graft's tensor is refused, not filled at random."""
         model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
-        missing = sorted(set(info["missing_keys"]) & set(check_sites(model)))
-        if missing:
+        if missing := sorted(set(info["missing_keys"]) & set(check_sites(model))):
             raise ValueError(
                 f"the checkpoint lacks {len(missing)} tensors of its config's surgery, first of them `{missing[0]}`;"
                 " download it again in full, or apply the surgery again"
@@ -155,9 +149,7 @@ class UpcycledModel(UpcycledPreTrained):
             for graft in surgery.rules:
                 graft.complete(self, surgery)
         if engine_ranks(self.config)[1] > 1:
-            raise ValueError(
-                "a model with grafts runs with all its layers in one process; set pipeline_parallel_size to 1"
-            )
+            raise ValueError("layers with grafts run in one process alone; set pipeline_parallel_size to 1")
         # Kept by class when a model is made, and this one was made as another; before 5.23 by the class's name.
         registry: Any = output_capturing._CAN_RECORD_REGISTRY
         registry[str(type(self)) if type(registry) is dict else self] = self._can_record_outputs
@@ -169,7 +161,7 @@ class UpcycledModel(UpcycledPreTrained):
         """`run`, the native forward, in a flow; `given` are its arguments by name."""
         given.pop("domain_ids", None)
         if LOSSES and flow is None and self.training:
-            tell_of_lost(self.surgery, LOST)
+            tell(LOST)
         with in_flow(Flow(off=True) if self.grafts_off else flow):
             return run(**given)
 
@@ -199,18 +191,16 @@ def grafted_forward(native: Callable[..., Any]) -> Callable[..., Any]:
 
 def check_sites(model: Any) -> list[str]:
     """Refuse a model whose grafts something (a quantiser, a kernel replacer) has replaced; names of grafts' tensors."""
-    kinds: list[type[nn.Module]] = []
-    for base in model.grafted_models().values():
-        for graft in base.surgery.rules:
-            for what, (kind, expected) in graft.counted(base.surgery).items():
-                kinds.append(kind)
-                found = sum(isinstance(module, kind) for module in base.modules())
-                if found != expected:
-                    raise ValueError(
-                        f"the model has {found} {what} after loading; the config describes {expected}: something"
-                        " replaced them; a quantiser leaves what its `modules_to_not_convert` names"
-                    )
-    owners = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, tuple(kinds)))
+    bases = model.grafted_models().values()
+    counted = [(b, *each) for b in bases for graft in b.surgery.rules for each in graft.counted(b.surgery).items()]
+    for base, what, (kind, expected) in counted:
+        if (found := sum(isinstance(module, kind) for module in base.modules())) != expected:
+            raise ValueError(
+                f"the model has {found} {what} after loading; the config describes {expected}: something replaced them;"
+                " a quantiser leaves what its `modules_to_not_convert` names: give it the modules that hold them"
+            )
+    kinds = tuple(kind for _, _, (kind, _) in counted)
+    owners = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, kinds))
     return [name for name in model.state_dict() if name.startswith(owners)]
 
 

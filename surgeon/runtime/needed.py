@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -153,11 +153,29 @@ def needed(definitions: Sequence[Definition], roots: Sequence[Member]) -> list[D
         if each.name in plain and _is_hidden(each, member, whole, by_name, called)
     }
     kept = _found(definitions, roots, plain, hidden)
-    return [
+    found = [
         Definition(each.head, each.bases, tuple(m for m in each.members if m.name in kept[each.name]))
         for each in definitions
         if each.name in kept
     ]
+    named = {name for each in found for member in each.members for name in member.names}
+    named |= {name for root in roots for name in root.names}
+    named |= {name for each in found for name in each.head.names - set(each.bases)}
+    empty = {each.name for each in found if each.name in plain and not each.members} - named
+    return [_without_bases(each, empty) for each in found if each.name not in empty]
+
+
+def _without_bases(definition: Definition, empty: set[str]) -> Definition:
+    """A class whose bases that have nothing are left out."""
+    if not empty & set(definition.bases):
+        return definition
+    bases = tuple(base for base in definition.bases if base not in empty)
+    opened = f"class {definition.name}({', '.join(definition.bases)}):"
+    lines = tuple(
+        line.replace(opened, f"class {definition.name}({', '.join(bases)}):" if bases else f"class {definition.name}:")
+        for line in definition.head.lines
+    )
+    return Definition(replace(definition.head, lines=lines), bases, definition.members)
 
 
 def _found(

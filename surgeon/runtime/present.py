@@ -23,8 +23,6 @@ COMPLETES: bool = True
 LOSSES: bool = True
 MEASURES: bool = True
 DOMAINS: bool = True
-LOCAL_L1: bool = True
-LOCAL_CROSS_ENTROPY: bool = True
 # Layers that the base does not have, which a surgery inserted whole.
 INSERTED: bool = True
 # Modules of grafts stand in the places of native ones.

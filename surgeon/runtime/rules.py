@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal, TypeVar
 
-from .present import DOMAINS, MEASURES, TWINS
+from .present import TWINS
 from .spread import for_each_layer
 
 # What the names of an expanded twin's tensors begin with, below its layer.
@@ -86,10 +86,6 @@ class GraftRules:
     roles: ClassVar[tuple[str, ...]] = ("self_attn", "mlp")
     brings: ClassVar[tuple[str, ...]] = ()
 
-    def stated_losses(self, raw: Mapping[str, Any]) -> Mapping[str, str]:
-        """Those of its losses that a `config.surgery` asks for."""
-        return self.losses
-
     @property
     def settings(self) -> tuple[str, ...]:
         """Its keys that are of no layer."""
@@ -116,17 +112,13 @@ class GraftRules:
         """What the names of its parameters that train begin with, below the base model."""
         raise NotImplementedError
 
-    if MEASURES:
+    def measures(self, surgery: Surgery) -> bool:
+        """Whether a loss of its own applies in training, whatever the batch."""
+        return False
 
-        def measures(self, surgery: Surgery) -> bool:
-            """Whether a loss of its own applies in training, whatever the batch."""
-            return False
-
-    if DOMAINS:
-
-        def needs_domains(self, surgery: Surgery) -> bool:
-            """Whether it has a loss that needs `domain_ids`."""
-            return False
+    def needs_domains(self, surgery: Surgery) -> bool:
+        """Whether it has a loss that needs `domain_ids`, or (a gate) something else that does."""
+        return False
 
     def crosses(self, surgery: Surgery) -> int | None:
         """The first layer from which, in every forward, something of it crosses to others; None: nothing does."""
@@ -141,14 +133,14 @@ class GraftRules:
 class Surgery:
     """All grafts of a model: `rules` are those present, `of` holds what each of them read, by its name.
 
-    Layers 0 … trunk_layers - 1 are the trunk; `homes` says beside which of them each layer of the tail stands.
+    `homes` says beside which of the `trunk_layers` each layer of the tail stands. The last surgery inserted
+    `new_layers` whole, and those before it `older_layers`.
     """
 
     trunk_layers: int
     rules: tuple[Any, ...] = ()
     of: Mapping[str, Any] = field(default_factory=dict)
     homes: Mapping[int, int] = field(default_factory=dict)
-    # Trunk layers that the last surgery inserted whole, and those of surgeries before it.
     new_layers: tuple[int, ...] = ()
     older_layers: tuple[int, ...] = ()
 
@@ -181,7 +173,7 @@ def read_surgery(config: Any) -> Surgery:
     # A key that says nothing may be of a graft that is not there.
     if unknown := sorted(key for key, value in raw.items() if value and key not in known):
         raise ValueError(f"config.surgery: unknown keys {unknown}, grafts without code; known are {sorted(known)}")
-    present = tuple(rules for rules in config.grafts if rules.present(raw))
+    present = tuple(rules for rules in config.grafts if any(raw.get(key) for key in rules.keys))
     trunk, of = raw["trunk_layers"], {rules.name: rules.read(raw) for rules in present}
     homes: dict[int, int] = {}
     if TWINS:
@@ -250,16 +242,15 @@ def refuse_engine(config: Any, what: str, instead: str) -> None:
 def engine_ranks(config: Any) -> tuple[int, int]:
     """Over how many processes vLLM or SGLang splits matrices, and over how many layers; 1 and 1 elsewhere."""
     modules = {"vllm": "vllm.distributed.parallel_state", "sglang": "sglang.srt.distributed.parallel_state"}
+    # As the attention is called, in which kernels from the Hub have a repository's name.
     engine = str(getattr(config, "_attn_implementation", None))
-    # Kernels from the Hub, by a repository's name, are no engine's.
     asked = next((module for name, module in modules.items() if engine.startswith(name) and "/" not in engine), None)
     if asked is None:
         return 1, 1
-    # As the engine has loaded it: an import would make every reader of this file need it.
-    groups = sys.modules.get(asked)
-    if groups is None:
+    if asked not in sys.modules:
         raise ValueError(f"`{asked}`, which says how `{engine}` splits a model, is not there; use another release")
-    return groups.get_tp_group().world_size, groups.get_pp_group().world_size
+    # Not imported: every reader of this file would need it.
+    return sys.modules[asked].get_tp_group().world_size, sys.modules[asked].get_pp_group().world_size
 
 
 def one_of(name: str, value: str, allowed: Iterable[str]) -> None:

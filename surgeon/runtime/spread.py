@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 from .present import CHECKED, TWINS
@@ -10,13 +11,10 @@ from .present import CHECKED, TWINS
 
 def numbers_in(text: str, bound: int) -> list[int]:
     """`0-3,6` as numbers, none above `bound`."""
-    found: list[int] = []
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        if CHECKED and found and int(first) <= found[-1]:
-            raise ValueError(f"config.surgery: the layers `{text}` do not ascend")
-        found += range(int(first), min(int(last or first), bound) + 1)
-    return found
+    parts = [part.partition("-") for part in text.split(",")]
+    if CHECKED and any(int(after) <= int(last or first) for (first, _, last), (after, *_) in pairwise(parts)):
+        raise ValueError(f"config.surgery: the layers `{text}` do not ascend")
+    return [n for first, _, last in parts for n in range(int(first), min(int(last or first), bound) + 1)]
 
 
 def for_each_layer(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -33,14 +31,11 @@ def for_each_layer(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _one_each(entry: Mapping[str, Any], bound: int) -> list[dict[str, Any]]:
-    rest = dict(entry)
-    if "layers" not in rest:
-        return [rest]
-    made = [{"layer": layer} for layer in numbers_in(rest.pop("layers"), bound)]
-    if TWINS and "branches" in rest:
-        for one, branch in zip(made, numbers_in(rest.pop("branches"), bound), strict=True):
+    made = [{"layer": layer} for layer in numbers_in(str(entry.get("layers", entry.get("layer"))), bound)]
+    if TWINS and "branches" in entry:
+        for one, branch in zip(made, numbers_in(entry["branches"], bound), strict=True):
             one["branch"] = branch
-    return [one | rest for one in made]
+    return [one | {key: entry[key] for key in entry if key not in ("layers", "branches")} for one in made]
 
 
 def by_ranges(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -61,10 +61,10 @@ def in_vllm(
     [
         (PREFIX, 1, 1, "inference_routing is `prefix_mean`.* set it to `token`"),
         (gate(), 1, 1, "a domain gate decides by the tokens before each .* or one without a gate"),
-        (control(), 1, 2, "with grafts.* set pipeline_parallel_size to 1"),
-        (experts(), 1, 2, "with grafts.* set pipeline_parallel_size to 1"),
-        (adapters(), 1, 2, "with grafts.* set pipeline_parallel_size to 1"),
-        (TOKEN, 1, 2, "with grafts.* set pipeline_parallel_size to 1"),
+        (control(), 1, 2, "layers with grafts.* set pipeline_parallel_size to 1"),
+        (experts(), 1, 2, "layers with grafts.* set pipeline_parallel_size to 1"),
+        (adapters(), 1, 2, "layers with grafts.* set pipeline_parallel_size to 1"),
+        (TOKEN, 1, 2, "layers with grafts.* set pipeline_parallel_size to 1"),
         (experts(), 2, 1, "slots.* set tensor_parallel_size to 1"),
     ],
 )
