@@ -22,10 +22,7 @@ LOCAL_LOSSES = ("l1", "cross_entropy")
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """One gated adapter of hidden size `size` parallel to the FFN of `layer`, of trunk or tail.
-
-    `activation` is empty for the FFN's; `l1` and `cross_entropy` weigh the local losses of all, 0 is off.
-    """
+    """One gated adapter; `activation` is empty for the FFN's, `l1` and `cross_entropy` weigh its local losses."""
 
     layer: int
     size: int
@@ -64,7 +61,7 @@ class AdapterKind(Kind):
     key = "adapters"
     mark = "A"
     in_twin = "copied"
-    spec = AdapterSpec
+    fields = ("layer", "size", "gate", "init", "frozen", "activation")
 
     def text(self, entry: Mapping[str, Any], where: str = "") -> str:
         """`adapter of 512, relu gate`."""

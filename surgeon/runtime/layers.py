@@ -1,9 +1,4 @@
-"""Layers and their blocks with grafts, mixed in before native ones; built as native ones, they change their class.
-
-A layer's `forward` is a pure function of tensors, so gradient checkpointing may run it again; `__call__` carries what
-crosses layers (the auxiliary losses, a router's distribution) in and out. Native code passes nothing of ours to its
-layers: the flow reaches them through this thread.
-"""
+"""Layers and their blocks with grafts, mixed in before native ones; built as native ones, they change their class."""
 
 from __future__ import annotations
 
@@ -81,10 +76,11 @@ class Site(nn.Module):
 
 
 class UpcycledLayer(nn.Module):
-    """A native layer, built already, into which grafts put their modules; `grafts` are those that have a part in it.
+    """A native layer into which grafts put their modules; `grafts` are those that have a part in it.
 
-    `sites` are blocks that can carry grafts: their name, native class, usual name (`self_attn` or `mlp`, by which
-    grafts know them) and class with grafts. `activation_field` is the config's of the native activation.
+    `forward` is a pure function of tensors, so that gradient checkpointing may run it again; `__call__` carries what
+    crosses layers in and out of this thread's flow, as native code passes nothing of ours. `sites` are blocks that can
+    carry grafts: name, native class, the name by which grafts know them, and class with grafts.
     """
 
     grafts: tuple[Graft, ...]

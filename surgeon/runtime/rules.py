@@ -35,8 +35,8 @@ class Kind:
     in_twin: ClassVar[Literal["copied", "shared", "refused"]] = "shared"
     branching: ClassVar[bool] = False
     whole: ClassVar[bool] = False
-    # The dataclass whose fields an entry has, where its rules do not check that themselves.
-    spec: ClassVar[type[Any] | None] = None
+    # What an entry can say, one for each layer, where its rules do not check that themselves.
+    fields: ClassVar[tuple[str, ...]] = ()
 
     def text(self, entry: Mapping[str, Any], where: str = "") -> str:
         """What preview and manifest call it: `adapter of 512, relu gate`; `where` is " in the branch" in a twin."""
@@ -131,9 +131,9 @@ class GraftRules:
 
 @dataclass(frozen=True)
 class Surgery:
-    """All grafts of a model: `rules` are those present, `of` holds what each of them read, by its name.
+    """All grafts of a model, those of `rules`, and `of` what each of them read, by its name.
 
-    `homes` says beside which of the `trunk_layers` each layer of the tail stands. The last surgery inserted
+    `homes` says beside which of the `trunk_layers` each layer of the tail stands; the last surgery inserted
     `new_layers` whole, and those before it `older_layers`.
     """
 
@@ -194,10 +194,10 @@ def check_surgery(config: Any) -> Surgery:
     and says whether it is an `encoder`'s.
     """
     raw = for_each_layer(config.surgery)
-    for kind in (kind for rules in config.grafts for kind in rules.kinds if kind.spec is not None):
+    for kind in (kind for rules in config.grafts for kind in rules.kinds if kind.fields):
         entries = raw.get(kind.key) or ()
         for entry in entries:
-            known_keys(entry, [each.name for each in fields(kind.spec)], kind.key)
+            known_keys(entry, kind.fields, kind.key)
         by_layer([SimpleNamespace(**entry) for entry in entries], kind.key)
     surgery = read_surgery(config)
     check_layers(surgery.new_layers, surgery.trunk_layers, "new_layers")

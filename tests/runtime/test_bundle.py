@@ -19,7 +19,7 @@ from surgeon.runtime.folding import folded
 from surgeon.runtime.graft import Graft
 from surgeon.runtime.registry import GRAFTS
 from tests import tiny
-from tests.runtime.grafting import alone, composition, everything, joining, states
+from tests.runtime.grafting import adapters, alone, composition, everything, joining, states
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNTIME = Path(surgeon.runtime.__file__).parent
@@ -121,6 +121,7 @@ def test_a_file_is_as_short_as_its_graft_allows() -> None:
     for name, surgery in alone().items():
         lines = len(bundle(joining("llama", surgery)).splitlines())
         assert lines <= LINES[name], f"{name}: {lines} lines"
+    assert len(bundle(joining("llama", adapters(l1=0.01))).splitlines()) <= 850, "adapters with a local loss"
 
 
 BRANCHES = """
