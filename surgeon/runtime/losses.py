@@ -59,7 +59,8 @@ def valid_tokens(attention_mask: Any, shape: torch.Size, device: torch.device, s
     if mask is None:
         return torch.ones(shape, dtype=torch.bool, device=device)
     if not isinstance(mask, Tensor) or mask.dim() not in (2, 4):
-        raise ValueError("what is computed over a batch's tokens needs the two-dimensional attention_mask")
+        given = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(f"attention_mask is {given}; losses and controls need the two-dimensional one")
     if mask.dim() == 2:
         return mask[:, -shape[1] :].bool()
     # At each token's own column; where a window has cut that off, a token that sees anything counts.

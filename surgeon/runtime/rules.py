@@ -248,7 +248,7 @@ def engine_ranks(config: Any) -> tuple[int, int]:
     if asked is None:
         return 1, 1
     if asked not in sys.modules:
-        raise ValueError(f"`{asked}`, which says how `{engine}` splits a model, is not there; use another release")
+        raise ValueError(f"`{asked}`, which says how `{engine}` splits a model, is missing; use a release that has it")
     # Not imported: every reader of this file would need it.
     return sys.modules[asked].get_tp_group().world_size, sys.modules[asked].get_pp_group().world_size
 

@@ -31,7 +31,8 @@ def for_each_layer(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _one_each(entry: Mapping[str, Any], bound: int) -> list[dict[str, Any]]:
-    made = [{"layer": layer} for layer in numbers_in(str(entry.get("layers", entry.get("layer"))), bound)]
+    layers = entry["layers"] if "layers" in entry else str(entry["layer"])
+    made = [{"layer": layer} for layer in numbers_in(layers, bound)]
     if TWINS and "branches" in entry:
         for one, branch in zip(made, numbers_in(entry["branches"], bound), strict=True):
             one["branch"] = branch

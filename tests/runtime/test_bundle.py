@@ -108,7 +108,7 @@ def test_only_what_a_surgery_needs_is_joined() -> None:
     """No graft's modules or rules stand in a file of another; empty entries ask for nothing."""
     own = {name: rules.module for name, rules in GRAFTS.items()}
     for name, surgery in alone().items():
-        text = bundle(joining("llama", surgery | {"new_layers": []})).decode()
+        text = bundle(joining("llama", surgery | {"older_layers": []})).decode()
         assert [graft for graft, mark in own.items() if f"\nclass {mark}(" in text] == [name]
         empty = {key: [] for other in GRAFTS.values() for key in other.keys if key not in surgery}
         assert bundle(joining("llama", surgery | empty)).decode() == text

@@ -230,5 +230,5 @@ def test_a_config_that_comes_with_a_copy_of_its_code_is_the_models_own() -> None
     assert type(model.config) is own
     model.load_state_dict(native.model.state_dict())
     assert torch.equal(model(ids()).last_hidden_state, native.model(ids()).last_hidden_state)
-    held = pickle.loads(pickle.dumps({"local": code._active}))["local"]
+    held = pickle.loads(pickle.dumps({"local": code.here}))["local"]
     assert held.frame is None
