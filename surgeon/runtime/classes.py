@@ -126,6 +126,11 @@ class Use:
         return any(kind.branching for kind in self.rules.kinds)
 
     @property
+    def gates(self) -> bool:
+        """Whether it closes others."""
+        return "gated" in self.rules.keys
+
+    @property
     def crosses(self) -> bool:
         """Whether something of it may cross layers."""
         return type(self.rules).crosses is not GraftRules.crosses
@@ -160,7 +165,7 @@ def classes_of(native: Composition, uses: tuple[Use, ...]) -> str:
     if not native.encoder:
         imports["transformers"] = {"GenerationMixin"}
     layer_classes = "".join(f"\n        {short_name(each)}: {upcycled(each)}," for each in native.layers)
-    twins = any(use.twins for use in uses)
+    twins, gated = any(use.twins for use in uses), any(use.gates for use in uses)
     model_parts = [*(["TwinnedModel"] * twins), *(["CrossingModel"] * any(use.crosses for use in uses))]
     found_by = {**dict.fromkeys(native.autos, native.head), **{head.auto: head.native for head in native.heads}}
     template = (files(__package__) / "classes.template").read_text(encoding="utf-8")
@@ -177,7 +182,7 @@ def classes_of(native: Composition, uses: tuple[Use, ...]) -> str:
         model_type=PREFIX + native.model_type,
         grafts=f"{uses[0].source}," if len(uses) == 1 else _listed(uses),
         blocks=_blocks(native),
-        layers="".join(_layer(native, each, twins) for each in native.layers),
+        layers="".join(_layer(native, each, twins, gated) for each in native.layers),
         Text=text,
         NativeText=short_name(native.text),
         text_is="The model without a head" if native.encoder else "The text decoder",
@@ -211,17 +216,18 @@ def _blocks(native: Composition) -> str:
     )
 
 
-def _layer(native: Composition, told: str, twins: bool) -> str:
-    """The class of a layer with grafts, and with `twins` that of its twin."""
+def _layer(native: Composition, told: str, twins: bool, gated: bool) -> str:
+    """The class of a layer with grafts, and with `twins` that of its twin; `gated`: a domain gate closes grafts."""
     held = {"sites": "GRAFT_SITES"} if native.sites or not native.spans else {}
     held |= {"spans": "GRAFT_SPANS"} if native.spans else {}
     stated = [f'activation_field = "{native.activation}"']
     stated += [f"{key}: ClassVar[Any] = {name}" for key, name in held.items()]
     spanned = ", SpannedLayer" if native.spans else ""
+    own = [*(["GatedLayer"] * gated), *(["TwinnedLayer"] if twins else [] if gated else ["UpcycledLayer"])]
     return (_TWINNED_LAYER if twins else _LAYER).format(
         upcycled=upcycled(told),
         native=short_name(told),
-        mixed_in=("TwinnedLayer" if twins else "UpcycledLayer") + spanned,
+        mixed_in=", ".join(own) + spanned,
         branch_mixed_in=f"BranchLayer{spanned}",
         places="\n    ".join(stated),
     )
