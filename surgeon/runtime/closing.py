@@ -45,27 +45,30 @@ class GatedLayer(UpcycledLayer):
     then do not run and have entries there, by their place: the layer itself, where it was inserted (None), its twin.
     """
 
+    # Where `decides`.
+    domain_gate: Any
+
     def compose(self, config: Any, index: int, surgery: Surgery) -> None:
         """Let grafts in."""
         super().compose(config, index, surgery)
         twin = self._modules.get("expanded")
-        places = {None: index} if self.layer_gated else {}
+        self.owing: dict[int, nn.Module | None] = {index: None} if self.layer_gated else {}
         if twin is not None:
-            places |= {twin: next(branch for branch, home in surgery.homes.items() if home == index)}
-        self.owing = {place: owner for owner, place in places.items()}
+            self.owing |= {branch: twin for branch, home in surgery.homes.items() if home == index}
         # A router is needed only where slots run.
         slots = "experts" if "slotted" not in vars(self) else ""
-        own = all(graft.name in {*self.gated, slots} or "gated" in graft.keys for graft in self.grafts)
+        own = all(graft.name in {*self.gated, slots} or graft.name == "gate" for graft in self.grafts)
         forgetful = all(_keeps_nothing(graft, surgery) for graft in self.grafts)
         plain = twin is None or not getattr(twin, "grafts", ())
         self.spared = (own or self.layer_gated) and forgetful and plain and self._numbered()
 
     def _numbered(self) -> bool:
         """Whether what may owe knows its place in a cache by itself."""
-        parts = {None: [m for name, m in self.named_modules() if not name.startswith("expanded")]}
-        parts |= {owner: list(owner.modules()) for owner in self.owing.values() if owner is not None}
+        own = [module for name, module in self.named_modules() if not name.startswith("expanded")]
         return all(
-            {vars(module).get(name) for module in parts[owner] for name in LAYER_NUMBERS} - {None} == {place}
+            {vars(module).get(name) for module in (own if owner is None else owner.modules()) for name in LAYER_NUMBERS}
+            - {None}
+            == {place}
             for place, owner in self.owing.items()
         )
 
