@@ -17,9 +17,8 @@ added.
 
 Where it is closed the output of everything that it switches is replaced by what the base has there (`torch.where`),
 so that what was added cannot reach it by any rounding. A token for which it is closed, as for all tokens before it
-in its document, has the base's logits, bit for bit. Branches and inserted layers are computed for every token
-all the same: their keys and values are there when the gate opens, in one forward and in several over a cache. What
-leaves nothing for later tokens (adapters, routed experts) is skipped where the gate is closed for a whole forward.
+in its document, has the base's logits, bit for bit. Where it is closed for a whole forward, what it switches does not
+run (`closing`).
 
 Evidence is summed as whole numbers of 2⁻¹⁶, so that sums do not depend on the order: a prefix in one forward, token
 by token over a cache or in a packed row has the same.
