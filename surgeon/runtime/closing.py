@@ -25,9 +25,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import output_capturing
 
-from .graft import Frame, Graft, enter_frame
-from .layers import GraftedLayer, UpcycledLayer, current_flow, in_flow
-from .losses import Flow
+from .graft import Flow, Graft, here
+from .layers import UpcycledLayer, in_flow
 from .rules import Surgery
 from .twins import LAYER_NUMBERS
 
@@ -74,7 +73,7 @@ class GatedLayer(UpcycledLayer):
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As a layer's, or without what the gate closes for all."""
-        flow = current_flow()
+        flow = here.flow
         gating = None if flow is None or flow.off else flow.gating
         if flow is None or gating is None:
             return super().__call__(hidden_states, *args, **kwargs)
@@ -90,16 +89,18 @@ class GatedLayer(UpcycledLayer):
         gating.bare = isinstance(output, Tensor)
         return output
 
-    def _as_the_bases(self, *args: Any, **kwargs: Any) -> Any:
+    def _as_the_bases(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """What the native layer returns; without calling all that would only find out that it does nothing."""
         if self._forward_hooks or self._forward_pre_hooks or "forward" in vars(self):
             with in_flow(_OFF):
-                return super().__call__(*args, **kwargs)
-        previous = enter_frame(Frame(off=True))
+                return super().__call__(hidden_states, *args, **kwargs)
+        frame = Flow(off=True)
+        vars(frame)["shape"] = hidden_states.shape
+        previous, here.frame = here.frame, frame
         try:
-            return super(GraftedLayer, self).forward(*args, **kwargs)
+            return super(UpcycledLayer, self).forward(hidden_states, *args, **kwargs)
         finally:
-            enter_frame(previous)
+            here.frame = previous
 
     def _owes(self, hidden_states: Tensor, args: Sequence[Any], kwargs: dict[str, Any], *, bare: bool) -> bool:
         """Keep what went in for those that need not run; whether that is so. `bare`: layers return nothing beside."""

@@ -39,9 +39,9 @@ from torch.nn import functional as F
 
 from .closing import GatedLayer, spare_routers
 from .gate_rules import GateRules, Gates, GateSpec
-from .graft import Frame, Graft
-from .losses import Flow, logger
-from .newborn import Newborn
+from .graft import Flow, Graft
+from .losses import logger
+from .newborn import Newborn, without
 from .precision import at_least_fp32
 from .prefix import NO_BOUND, Kept, Reading, keep, kept_in, latest, read_rows
 from .rules import Surgery
@@ -71,7 +71,11 @@ class DomainGate(Newborn):
     def __init__(self, spec: GateSpec, width: int) -> None:
         super().__init__()
         self.spec = spec
-        self.bear(spec.births(width), absent=("bias", "out"), trains=False)
+        # Nothing that unfreezes a model or waits for gradients asks for buffers.
+        self.births = spec.births(width)
+        for name, birth in self.births.items():
+            self.register_buffer(name, torch.zeros(birth.shape))
+        without(self, "bias", "out")
         self.looked = False
 
     def tell_if_born(self) -> None:
@@ -240,7 +244,7 @@ class GateGraft(Graft, GateRules):
         self.refuse_engine(model.config)
         spare_routers([layer for layer in model.modules() if isinstance(layer, GatedLayer)])
 
-    def before(self, layer: Any, hidden_states: Tensor, frame: Frame) -> None:
+    def before(self, layer: Any, hidden_states: Tensor, frame: Flow) -> None:
         """The gate reads what goes into its layer."""
         if not layer.decides:
             return
