@@ -27,6 +27,7 @@ from transformers.utils import output_capturing
 
 from .graft import Flow, Graft, here
 from .layers import UpcycledLayer, in_flow
+from .present import ROUTES
 from .rules import Surgery
 from .twins import LAYER_NUMBERS
 
@@ -134,10 +135,10 @@ class GatedLayer(UpcycledLayer):
 
 def spare_routers(layers: Sequence[GatedLayer]) -> None:
     """Let routers run while the gate is closed where slots do."""
-    for layer in layers:
-        layer.spared = layer.spared and not (
-            layer.routes and any("slotted" in vars(each) and not each.spared for each in layers)
-        )
+    if ROUTES:
+        slots = all(layer.spared for layer in layers if "slotted" in vars(layer))
+        for layer in layers:
+            layer.spared = layer.spared and (slots or not layer.routes)
 
 
 def _keeps_nothing(graft: Graft, surgery: Surgery) -> bool:
