@@ -60,6 +60,7 @@ ENTRIES: Mapping[str, Entry] = {
     "upcycle_experts": {"experts": 4},
     "drop_layers": {"layers": [3]},
     "drop_experts": {"experts": [1]},
+    "add_experts": {"times": 2},
     "fold_adapters": {},
     "widen_ffn": {"by": 16},
     "widen_attention": {"groups": 2},

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from surgeon.data.held_out import held_out_text as held_out_text
     from surgeon.data.recall import recall as recall
     from surgeon.data.scored import cut as cut
+    from surgeon.data.scored import divergence as divergence
     from surgeon.data.scored import judge as judge
     from surgeon.data.scored import pack as pack
     from surgeon.data.scored import score as score
@@ -162,6 +163,7 @@ _HOMES = {
     "cut": "data.scored",
     "diff": "verify.diff",
     "discard_run": "train.train",
+    "divergence": "data.scored",
     "encode_prompts": "data.answers",
     "evaluate": "evaluate.evaluate",
     "export_slot": "share.export_slot",

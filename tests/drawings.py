@@ -35,6 +35,7 @@ PLANS = {
     "dequantise": "dequantise",
     "domain_gate": "domain-gate",
     "drop_experts": "drop-experts",
+    "add_experts": "add-experts",
     "drop_layers": "drop-layers",
     "extract_text": "extract-text",
     "fold_adapters": "fold-adapters",

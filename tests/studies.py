@@ -6,10 +6,14 @@ Every figure and verdict of a study follows from runs.jsonl.gz beside it; a test
 from __future__ import annotations
 
 import json
+import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from benchmarks import remedies
 from surgeon.common.work_folders import parse_record
 from surgeon.compare.advice import first_sentence
 from surgeon.compare.analysis import find, judge, remedied
@@ -30,18 +34,29 @@ def findings_of(study: str) -> Findings:
     """What a committed study found, worked out anew."""
     found = json.loads((RESULTS / study / "results.json").read_text(encoding="utf-8"))
     packed = read_packed(RESULTS / study / RUNS_FILE)
-    return _of_points(found) if packed is None else _of_runs(found, packed)
+    return _of_points(found) if packed is None else _of_runs(study, found, packed)
 
 
-def _of_runs(found: dict[str, Any], packed: Packed) -> Findings:
+def _of_runs(study: str, found: dict[str, Any], packed: Packed) -> Findings:
     """From the losses of every run by text; results.json says which texts they are."""
     every = {name: Record.parse(parse_record(content)["record"]) for name, content in packed.records.items()}
     start = every.pop(BASE)
     runs = {Run(*_run_of(name)): record for name, record in every.items()}
     # Which texts they were has no part in what is worked out of losses.
     given = {group: [f"{name}=dataset:not/here" for name in names] for group, names in found["texts"].items()}
-    loaded = load_study("frontier", **given)
+    with tempfile.TemporaryDirectory() as folder:
+        loaded = load_study(_file_of(study, Path(folder)), **given)
     return find(loaded, found["base"], start, runs, (found["texts"]["new"], found["texts"]["original"]))
+
+
+def _file_of(study: str, folder: Path) -> str | Path:
+    """The study's file; that of remedies is written for its base."""
+    kind, _, base = study.partition("_")
+    if kind != "remedies":
+        return kind
+    path = folder / "study.yaml"
+    path.write_text(yaml.safe_dump(remedies.study_data(base)), encoding="utf-8")
+    return path
 
 
 def _run_of(name: str) -> tuple[str, str, float, int]:

@@ -178,6 +178,7 @@ BENCHMARKS = sorted((PACKAGE.parent / "benchmarks").glob("*.py"))
 # `surgeon` offers.
 INSTRUMENTS = {
     "beside_trl": {"train"},
+    "claims": {"compare"},
     "grown_tokenizer": {"models"},
     "moving": {"apply", "rework"},
     "packed_isolation": {"data", "train"},

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from surgeon.apply.shapes import changed_counts
 from surgeon.blueprint.blueprint import Blueprint, Layer, Output
 from surgeon.blueprint.recipes import Constant, Copy, Joined, Means
 from surgeon.checkpoint.own_code import OwnCode
@@ -115,6 +116,13 @@ def prove(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any], own
 
 
 def _prove(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any], own: OwnCode | None) -> None:
+    counts = changed_counts(blueprint, anatomy, config)
+    if counts and (blueprint.promise != "none" or any(each.claim.in_float32 for each in blueprint.operations)):
+        from surgeon.apply.expert_proof import prove_experts
+
+        prove_experts(blueprint, anatomy, config, counts)
+        if len(blueprint.operations) == 1:
+            return
     if blueprint.promise != "exact":
         _check_runs(blueprint, anatomy)
         if blueprint.kept_tokens is not None:

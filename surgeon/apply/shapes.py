@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,6 +20,8 @@ from surgeon.families.growth import part_of
 from surgeon.families.names import ANOTHER
 from surgeon.operations.widths import divisor_of
 
+# Keys that count experts, or how many of them a token takes.
+_COUNTS = re.compile(r".*experts(_per_tok(en)?)?$|moe_(topk|k|top_k)$|.*top_k_experts$")
 HIDDEN, INNER, HEADS, KEYS = "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"
 
 
@@ -32,6 +35,17 @@ def widened_sizes(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, A
         key: (before.get(key, size), after[key])
         for key, size in known.items()
         if type(after.get(key)) is int and before.get(key, size) != after[key]
+    }
+
+
+def changed_counts(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """What the base's config counts of experts that an output has otherwise, before and after."""
+    path = anatomy.derivation.path
+    before, after = part_of(native_config(config), path), part_of(blueprint.config, path)
+    return {
+        key: (value, after[key])
+        for key, value in before.items()
+        if type(value) is int and type(after.get(key)) is int and value != after[key] and _COUNTS.match(key)
     }
 
 

@@ -27,7 +27,7 @@ from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import OLD_NORMS, Anatomy, with_vocabulary
 from surgeon.families.grafted_config import is_grafted, native_config
 from surgeon.families.grafting import check_grafts, with_grafts
-from surgeon.families.names import as_loaded, under_base
+from surgeon.families.names import as_loaded, made_of, under_base
 from surgeon.families.own_classes import trusted
 from surgeon.families.proof import check_same, run_cached, run_prefill
 from surgeon.families.silence import some_tokens
@@ -237,7 +237,7 @@ def _fill_converted(result: Skeleton, base: Skeleton, blueprint: Blueprint, stor
     import torch
 
     draws = torch.Generator().manual_seed(SEEDS[1])
-    held, wanted = _saved(base), _saved(result)
+    held, wanted = saved(base), saved(result)
     made: dict[str, Tensor] = {}
     for output in blueprint.outputs:
         place = place_in(output.name, wanted, result)
@@ -249,13 +249,19 @@ def _fill_converted(result: Skeleton, base: Skeleton, blueprint: Blueprint, stor
             )
     if lacking := sorted(wanted.keys() - made):
         raise BadInput(f"{printable(lacking[0])}: transformers' class needs this tensor, the plan does not make it")
-    model, tied = result.model, set(result.model.all_tied_weights_keys)
+    load_into(result, made)
+
+
+def load_into(twin: Skeleton, stored: Mapping[str, Tensor]) -> None:
+    """Give a twin all these tensors, by names on disk, as transformers loads them; ties are tied again."""
+    model, tied = twin.model, set(twin.model.all_tied_weights_keys)
     parameters = {name: value for name, value in model.named_parameters() if name not in tied}
-    for name, value in as_loaded(model, made, parameters).items():
+    for name, value in as_loaded(model, stored, parameters).items():
         parameters[name].copy_(value)
-    for name, value in model.named_buffers():
-        if name in made:
-            value.copy_(made[name])
+    buffers = dict(model.named_buffers())
+    for name, found in made_of(model, stored).items():
+        if not found.converted and found.names[0] in buffers:
+            buffers[found.names[0]].copy_(stored[name])
     model.tie_weights()
 
 
@@ -264,7 +270,7 @@ def _of_first_expert(name: str) -> str:
     return _EXPERT.sub(".experts.0.", name)
 
 
-def _saved(twin: Skeleton) -> dict[str, Tensor]:
+def saved(twin: Skeleton) -> dict[str, Tensor]:
     """A twin's tensors by their names on disk, as transformers writes them."""
     from safetensors.torch import load_file
 

@@ -38,12 +38,14 @@ class Claim:
     `exact`: every logit is bit-identical at birth, in the checkpoint's dtype and with the same attention
     implementation. `rounding`: the same function, computed in another order, so logits differ by rounding. `none`: the
     function changes. `reason` says why, in one sentence. `tail_alone`: what is rounded otherwise are the logits of the
-    base's last V mod `HEAD_BLOCK` tokens; all others are bit-identical.
+    base's last V mod `HEAD_BLOCK` tokens; all others are bit-identical. `in_float32`: of `none`, a twin in float32
+    shows that the function is the same, to rounding.
     """
 
     promise: Promise
     reason: str
     tail_alone: bool = False
+    in_float32: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,6 +146,7 @@ SPELLINGS = {
     "evaluate.length": _S("tokens in a window; default: the smallest context, at most 2048", least=2),
     "evaluate.batch": _S("windows at a time", least=1),
     "evaluate.most": _S("documents of each source; 0 takes all", least=0),
+    "evaluate.kl": _S("measure KL(first ‖ model) too: how far each is from the first, with both in memory"),
     "evaluate.dtype": _S(f"run the models {_DTYPES}"),
     "evaluate.labels": _S("the texts have labels, and the models a classification head"),
     "continual.tasks": _S("the tasks, in order, and their training", "TASKS.YAML"),

@@ -15,10 +15,10 @@ def first_sentence(rows: Sequence[Row]) -> str:
 
     How many runs it beats on both axes says something also where frontiers have no range in common.
     """
-    others = [row for row in rows if row.against is not None and row.best is not None]
+    others = [row for row in rows if row.against is not None and row.best is not None and not row.blended]
     runs, beaten = sum(len(row.points) for row in others), sum(row.beaten for row in others)
     more = [row for row in others if row.verdict == "disagrees"]
-    if not more and 2 * beaten < runs:
+    if not others or (not more and 2 * beaten < runs):
         return ""
     words = [f"Full fine-tuning with the same remedy beats {beaten} of {runs} runs of other methods on both losses."]
     if more:
@@ -47,20 +47,20 @@ def advice_of(study: Study, rows: Sequence[Row], corner: Pair) -> str:
         return "Every run diverged: try lower rates."
     row, point = ranked[0], ranked[0].best
     assert point is not None
-    if _sum(point) >= corner[0] + corner[1]:
+    if point.new + point.original >= corner[0] + corner[1]:
         return (
             f"At {study.budget_words} a run nothing is worth it here: every run forgets more than it learns"
-            f" (nearest: {row.label}, rate {point.rate:g}). More text, or a gentler remedy, may help."
+            f" (nearest: {row.label}, rate {point.shown_rate}). More text, or a gentler remedy, may help."
         )
     words = (
-        f"For this data at this budget ({study.budget_words} a run): {row.label}, rate {point.rate:g}: new loss"
+        f"For this data at this budget ({study.budget_words} a run): {row.label}, rate {point.shown_rate}: new loss"
         f" {corner[0]:.3f} → {point.new:.3f}, original {corner[1]:.3f} → {point.original:.3f}"
     )
     return f"{words}; {_beside(row, point, ranked)}{_sureness(row)}."
 
 
 def _sum(point: Point | None) -> float:
-    return math.inf if point is None else point.new + point.original
+    return math.inf if point is None else point.sum
 
 
 def _beside(row: Row, point: Point, ranked: Sequence[Row]) -> str:
@@ -71,7 +71,7 @@ def _beside(row: Row, point: Point, ranked: Sequence[Row]) -> str:
         if other is None or other.best is None:
             return "nothing else was tried with this remedy"
         best = other.best
-        return f"the best other is {other.label}, rate {best.rate:g}: {best.new:.3f}, {best.original:.3f}"
+        return f"the best other is {other.label}, rate {best.shown_rate}: {best.new:.3f}, {best.original:.3f}"
     full = next((each for each in peers if each.kind == "full"), None)
     if full is None:
         return "full fine-tuning with the same remedy has no run to compare with"

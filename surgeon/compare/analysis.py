@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from surgeon.compare.advice import advice_of, first_sentence
 from surgeon.compare.config.loading import LoadedStudy
 from surgeon.compare.config.schema import Claim, MethodSpec, Remedy, Study
-from surgeon.compare.findings import Findings, Judged, Point, Remedied, Row
+from surgeon.compare.findings import BLENDED, Findings, Judged, Point, Remedied, Row
 from surgeon.compare.frontier import (
     Pair,
     area,
@@ -22,6 +24,12 @@ from surgeon.compare.frontier import (
 from surgeon.compare.records import Record, losses_of
 from surgeon.compare.schedule import Run, rates_of, runs_left
 from surgeon.compare.verdicts import NARROW, NARROW_SHARE, Apart, verdicts
+
+# By text, numbers of its held-out documents.
+Documents = Mapping[str, Sequence[int]]
+
+# How often documents are drawn for the interval over them.
+_DRAWS = 100
 
 # A row that learns less than this share of what the best one does has no area: the others' would be of hardly any loss.
 _LEARNED = 0.1
@@ -37,15 +45,37 @@ def find(
     """What the records say. `start` is the base's own, `names` those of the new and the original texts."""
     study = loaded.config
     by_byte = _other_tokens(start, records)
-    losses = {run: losses_of(record, names, by_byte=by_byte) for run, record in records.items()}
-    corner = losses_of(start, names, by_byte=by_byte)
-    made = [_row(study, method, remedy, records, losses) for method, remedy in study.entries]
-    rows, claims = judge(made, study.claims, corner, _nat(start, names) if by_byte else 1.0)
+    choosing, reported = parted(study, start)
+    losses = {run: losses_of(each, names, by_byte=by_byte, documents=choosing) for run, each in records.items()}
+    corner = losses_of(start, names, by_byte=by_byte, documents=reported)
+
+    def point(reported: Documents | None, run: Run, share: float) -> Point:
+        losses_on = partial(losses_of, records[run], names, by_byte=by_byte, share=share)
+        new, original = losses_on(documents=reported)
+        chosen = losses_on(documents=choosing) if choosing else None
+        kl = _kl(records[run], names[0]) if share == 1.0 else None
+        return Point(run.rate, run.seed, new, original, records[run].diverged, share, kl, chosen)
+
+    def made_of(reported: Documents | None) -> list[Row]:
+        of = partial(point, reported)
+        return [row for method, remedy in study.entries for row in _rows(study, method, remedy, records, losses, of)]
+
+    made = made_of(reported)
+    nat = _nat(start, names) if by_byte else 1.0
+    rows, claims = judge(made, study.claims, corner, nat)
+    others = remedied(rows, corner, nat)
+    if others and all(loss.by_document for loss in (start.measured or {}).values()):
+        others = _over_documents(others, start, reported, lambda some: remedied(made_of(some), corner, nat))
     notes = [*loaded.notes, *(f"{row.label}: {row.open_end}" for row in rows if row.open_end)]
     if not loaded.config.original:
         notes.append("no original text was given: `original` is held-out text that the base wrote itself")
     if by_byte:
         notes.append("a method has tokens of its own, so losses are in bits a byte")
+    if study.blend:
+        unblended = {row.method for row in rows if row.runs} - {row.method for row in rows if row.blended}
+        notes += [
+            f"{method}: nothing lies between its runs and the base, so none is blended" for method in sorted(unblended)
+        ]
     if not any(row.kind == "full" for row in rows):
         notes.append("full fine-tuning is left out (`peers: false`): nothing says whether any of these is worth it")
     return Findings(
@@ -55,13 +85,60 @@ def find(
         texts={"new": names[0], "original": names[1]},
         start=corner,
         rows=tuple(rows),
-        remedies=tuple(remedied(rows, corner)),
+        remedies=tuple(others),
         claims=tuple(claims),
         first=first_sentence(rows),
         advice=advice_of(study, rows, corner),
         missing=tuple(_missing(study, losses)),
         notes=tuple(notes),
     )
+
+
+def parted(study: Study, start: Record) -> tuple[Documents | None, Documents | None]:
+    """By text, the documents by which runs are chosen, and those that are reported; None: all for both.
+
+    Those that choose lie evenly among all, which are in the order of their file.
+    """
+    assert start.measured is not None
+    if not study.choosing:
+        return None, None
+    part = study.choosing / (study.choosing + study.documents)
+    choosing, reported = {}, {}
+    for name, loss in start.measured.items():
+        count, many = loss.documents, round(loss.documents * part)
+        # Of one document there are no parts.
+        some = {nth * count // many for nth in range(many)} if many else {0}
+        choosing[name], reported[name] = sorted(some), sorted({*range(count)} - some) or [0]
+    return choosing, reported
+
+
+def _over_documents(
+    found: Sequence[Remedied],
+    start: Record,
+    reported: Documents | None,
+    again: Callable[[Documents], list[Remedied]],
+) -> list[Remedied]:
+    """The remedies with the bootstrap's intervals over documents, seeds and the choice of runs as they are.
+
+    Documents of each text are drawn with replacement, and the difference is worked out by `again` (Efron 1979).
+    """
+    import numpy as np
+
+    every = reported or {name: range(loss.documents) for name, loss in (start.measured or {}).items()}
+    drawn: list[list[float]] = [[] for _ in found]
+    for number in range(_DRAWS):
+        draw = np.random.default_rng(number)
+        some = {name: draw.choice(list(each), len(each)).tolist() for name, each in every.items()}
+        for means, each in zip(drawn, again(some), strict=True):
+            means += [] if each.apart is None else [each.apart.mean]
+    middle = [np.quantile(means, [0.025, 0.975]).tolist() if means else None for means in drawn]
+    return [replace(each, documents=ends and (ends[0], ends[1])) for each, ends in zip(found, middle, strict=True)]
+
+
+def _kl(record: Record, new: Sequence[str]) -> float | None:
+    """KL(base ‖ run) in nats a token, in the mean over the new texts; None where it was not measured on each."""
+    found = [each.kl for name in new if record.measured is not None and (each := record.measured[name]).kl is not None]
+    return math.fsum(found) / len(found) if found and len(found) == len(new) else None
 
 
 def _other_tokens(start: Record, records: Mapping[Run, Record]) -> bool:
@@ -158,37 +235,47 @@ def _changed(row: Row, **changes: Any) -> Row:
     return Row(**(vars(row) | changes))
 
 
-def _row(
+def _rows(
     study: Study,
     method: MethodSpec,
     remedy: Remedy,
     records: Mapping[Run, Record],
     losses: Mapping[Run, Pair],
-) -> Row:
+    point: Callable[[Run, float], Point],
+) -> list[Row]:
+    """The row of an entry; and where its runs were blended with what they began with, another of runs and blends."""
     of_row = sorted(
         (run for run in records if (run.method, run.remedy) == (method.called, remedy.name)),
         key=lambda run: (run.rate, run.seed),
     )
-    points = tuple(Point(run.rate, run.seed, *losses[run], records[run].diverged) for run in of_row)
-    several = len({each.name for _, each in study.entries}) > 1
-    row = Row(
-        method=method.called,
-        remedy=remedy.name,
-        label=f"{method.words}, {remedy.name}" if several else method.words,
-        kind=method.kind,
-        trained=max((records[run].trained for run in of_row), default=0),
-        steps=study.run_steps or max((records[run].steps for run in of_row), default=0),
-        points=points,
-        best=None,
-        against=None,
-        verdict=None,
-        beaten=0,
-        shared=None,
-        area=None,
-        open_end=rates_of(study, method, remedy, losses).open_end,
-    )
-    best = min(row.means(), key=lambda point: (point.new + point.original, point.rate), default=None)
-    return _changed(row, best=best)
+    several = len({each.name for _, each in study.entries}) > 1 or bool(study.blend)
+    found = []
+    for shares in ([1.0], *([[1.0, *study.blend]] if study.blend else ())):
+        # Of a run that diverged there is no blend.
+        points = tuple(point(run, s) for s in shares for run in of_row if s == 1.0 or records[run].at(s) is not None)
+        blended = len(shares) > 1
+        if blended and all(each.share == 1.0 for each in points):
+            continue
+        called = f"{remedy.name}{BLENDED}" if blended else remedy.name
+        row = Row(
+            method=method.called,
+            remedy=called,
+            label=f"{method.words}, {called}" if several else method.words,
+            kind=method.kind,
+            trained=max((records[run].trained for run in of_row), default=0),
+            steps=study.run_steps or max((records[run].steps for run in of_row), default=0),
+            points=points,
+            best=None,
+            against=None,
+            verdict=None,
+            beaten=0,
+            shared=None,
+            area=None,
+            open_end="" if blended else rates_of(study, method, remedy, losses).open_end,
+            blended=blended,
+        )
+        found.append(_changed(row, best=min(row.means(), key=lambda each: (each.sum, each.rate), default=None)))
+    return found
 
 
 def between(one: Row, other: Row, limits: Pair, *, on: str = "forgets") -> Apart:
@@ -222,24 +309,30 @@ def _claimed(claims: Sequence[Claim], rows: Sequence[Row], limits: Pair) -> list
     return found
 
 
-def remedied(rows: Sequence[Row], corner: Pair) -> list[Remedied]:
-    """Every method with each remedy beside itself with those named before it."""
-    found = []
+def remedied(rows: Sequence[Row], corner: Pair, nat: float = 1.0) -> list[Remedied]:
+    """Every method with each remedy beside itself with the first one; blends also beside the runs themselves.
+
+    `corner` are the base's losses, in a unit of which `nat` are one nat a token; verdicts are corrected together.
+    """
+    found, limits = [], _limits(rows, corner, nat)
     for method in dict.fromkeys(row.method for row in rows):
         own = [row for row in rows if row.method == method and row.best is not None]
-        for nth, row in enumerate(own):
-            found += [_beside_itself(row, other, corner) for other in own[:nth]]
-    return found
+        for row in own[1:]:
+            runs = [each for each in own[1:] if row.blended and row.remedy == f"{each.remedy}{BLENDED}"]
+            found += [_beside_itself(row, other, corner) for other in (own[0], *runs)]
+    every = [Apart(each.apart, each.width, (each.width or 0.0) >= limits[0]) for each in found]
+    return [replace(each, verdict=said) for each, said in zip(found, verdicts(every), strict=True)]
 
 
 def _beside_itself(row: Row, other: Row, corner: Pair) -> Remedied:
     forgets: list[tuple[float, float]] = []
-    reach = []
+    reach, widths = [], []
     for seed in sorted(set(row.seeds()) & set(other.seeds())):
         pair = row.frontier(seed), other.frontier(seed)
         reach.append(pair[0][0][0] - pair[1][0][0])
         if (shared := common_range(*pair)) is not None:
             forgets.append((mean_height(pair[0], shared) - corner[1], mean_height(pair[1], shared) - corner[1]))
+            widths.append(shared[1] - shared[0])
     # Where the other forgets nothing there is no part of it.
     shares = [mine / theirs for mine, theirs in forgets] if all(theirs > 0 for _, theirs in forgets) else []
     return Remedied(
@@ -251,11 +344,14 @@ def _beside_itself(row: Row, other: Row, corner: Pair) -> Remedied:
         share=interval(shares),
         apart=interval([mine - theirs for mine, theirs in forgets]),
         reach=interval(reach),
+        width=math.fsum(widths) / len(widths) if widths else None,
+        verdict="no common range",
+        documents=None,
     )
 
 
 def _named(rows: Sequence[Row], name: str) -> list[Row]:
-    return [row for row in rows if name in (row.method, f"{row.method}/{row.remedy}")]
+    return [row for row in rows if name == f"{row.method}/{row.remedy}" or (name == row.method and not row.blended)]
 
 
 def _missing(study: Study, losses: Mapping[Run, Pair]) -> list[str]:

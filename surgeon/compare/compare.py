@@ -53,7 +53,7 @@ class Compared:
     seconds: float | None
 
     def __repr__(self) -> str:
-        runs = sum(len(row.points) for row in self.findings.rows)
+        runs = sum(row.runs for row in self.findings.rows)
         return f"Compared({str(self.path)!r}, {runs} runs, {len(self.findings.missing)} rows with runs still to make)"
 
     @property
@@ -280,29 +280,33 @@ def _jobs(base: Checkpoint, gpus: int) -> int:
     return max(1, min(cores, free // each))
 
 
+_CAPTION = "held-out loss, {unit}; each row's run with the smallest sum of both; KL of base and run, nats a token"
+
+
 def compared_view(compared: Compared) -> RenderableType:
     """What full fine-tuning beats, a row for each frontier, claims, the advice, and what is still to be made."""
     found = compared.findings
     new, original = found.start
     table = FittedTable("method")
-    for column in ("trained", "rate", "new", "original", "forgets beside full", "area"):
+    for column in ("trained", "rate", "new", "original", "KL on new", "forgets beside full", "area"):
         table.add_column(column)
-    table.add_row(Text("(the base)", style="dim"), "", "", f"{new:.3f}", f"{original:.3f}", "", "")
+    table.add_row(Text("(the base)", style="dim"), "", "", f"{new:.3f}", f"{original:.3f}", "", "", "")
     for row in found.rows:
         best = row.best
         table.add_row(
             printable(row.label),
             count(row.trained) if row.trained else "",
-            "" if best is None else f"{best.rate:g}",
+            "" if best is None else best.shown_rate,
             "no run yet" if best is None else f"{best.new:.3f}",
             "" if best is None else f"{best.original:.3f}",
+            "" if best is None or best.kl is None else f"{best.kl:.3f}",
             _interval_cell(row.against and row.against.difference),
             _interval_cell(row.area, signed=False),
         )
     parts: list[RenderableType] = []
     if found.first:
         parts += [Text(printable(found.first, 2000), style="bold yellow"), Text()]
-    parts += [table, Text(f"held-out loss, {found.unit}; each row's run with the smallest sum of both", style="dim")]
+    parts += [table, Text(_CAPTION.format(unit=found.unit), style="dim")]
     for each in found.remedies:
         parts.append(_remedied(each))
     for judged in found.claims:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from surgeon.common.json_results import plain_fields
@@ -11,16 +12,49 @@ from surgeon.compare.config.schema import Claim
 from surgeon.compare.frontier import Interval, Pair, envelope
 from surgeon.compare.verdicts import Apart, Verdict
 
+# How the frontier of runs and their blends is named, after the remedy.
+BLENDED = ", blended"
+
 
 @dataclass(frozen=True)
 class Point:
-    """A finished run: its losses on new and original text, in the result's unit; infinite where it diverged."""
+    """A finished run: its losses on new and original text, in the result's unit; infinite where it diverged.
+
+    `share` is the run's in its blend with what it began with, `kl` KL(base ‖ run) on new text in nats a token (None: it
+    was not measured), `chosen` the losses on the documents by which runs are chosen (None: by the same ones).
+    """
 
     rate: float
     seed: int
     new: float
     original: float
     diverged: str = ""
+    share: float = 1.0
+    kl: float | None = None
+    chosen: Pair | None = None
+
+    @property
+    def sum(self) -> float:
+        """Both losses together, by which the best run is chosen."""
+        return math.fsum(self.chosen or (self.new, self.original))
+
+    @property
+    def shown_rate(self) -> str:
+        """Its rate, and the run's share in a blend."""
+        return f"{self.rate:g}" + (f", α {self.share:g}" if self.share != 1.0 else "")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data; `share`, `kl` and `chosen` where they differ from a run of a study without them."""
+        more = {"share": (self.share, 1.0), "kl": (self.kl, None), "chosen": (self.chosen, None)}
+        found = plain_fields(self, without=tuple(more))
+        found |= {key: value for key, (value, usual) in more.items() if value != usual}
+        return found | ({"chosen": list(self.chosen)} if self.chosen else {})
+
+
+def frontier_of(points: Sequence[Point]) -> list[Pair]:
+    """The losses of the points that none beats on both axes, on the documents by which runs are chosen; x ascending."""
+    kept = {*envelope([point.chosen or (point.new, point.original) for point in points])}
+    return sorted({(p.new, p.original) for p in points if (p.chosen or (p.new, p.original)) in kept})
 
 
 @dataclass(frozen=True)
@@ -31,7 +65,7 @@ class Row:
     fine-tuning itself, and `verdict` what it says of a claim that this one forgets less. `beaten` are the runs that a
     run of full fine-tuning with the same seed beats on both axes. `area` is that between frontier and the base's
     corner, over the new losses that all rows reach but those that hardly learn, which have none. `best` has the
-    smallest sum of both losses, seeds in the mean.
+    smallest sum of both losses, seeds in the mean. A `blended` row has the runs of another one and their blends.
     `steps` are those of a finished run; where runs have equal bytes they differ from row to row.
     """
 
@@ -49,6 +83,12 @@ class Row:
     shared: Pair | None
     area: Interval | None
     open_end: str
+    blended: bool = False
+
+    @property
+    def runs(self) -> int:
+        """How many runs were made for it."""
+        return 0 if self.blended else len(self.points)
 
     def seeds(self) -> list[int]:
         """Seeds with a point that is finite."""
@@ -56,20 +96,31 @@ class Row:
 
     def frontier(self, seed: int) -> list[Pair]:
         """Return the frontier of one seed."""
-        return envelope([(point.new, point.original) for point in self.points if point.seed == seed])
+        return frontier_of([point for point in self.points if point.seed == seed])
 
     def means(self) -> list[Point]:
-        """A point a rate, seeds in the mean; rates that some seed still lacks are of those that are there."""
+        """A point a rate and share, seeds in the mean; rates that some seed still lacks are of those that are there."""
         found = []
-        for rate in sorted({point.rate for point in self.points}):
-            there = [point for point in self.points if point.rate == rate]
-            new, original = (math.fsum(getattr(p, axis) for p in there) / len(there) for axis in ("new", "original"))
-            found.append(Point(rate, -1, new, original))
+        for rate, share in sorted({(point.rate, point.share) for point in self.points}):
+            there = [point for point in self.points if (point.rate, point.share) == (rate, share)]
+            new, original = (_mean([getattr(each, axis) for each in there]) for axis in ("new", "original"))
+            chosen = [each.chosen for each in there if each.chosen is not None]
+            kl = [each.kl for each in there if each.kl is not None]
+            point = Point(rate, -1, new, original, share=share, kl=_mean(kl) if kl else None)
+            if chosen:
+                point = replace(
+                    point, chosen=(_mean([each[0] for each in chosen]), _mean([each[1] for each in chosen]))
+                )
+            found.append(point)
         return [point for point in found if math.isfinite(point.new) and math.isfinite(point.original)]
 
     def mean_frontier(self) -> list[Pair]:
         """The envelope of the means."""
-        return envelope([(point.new, point.original) for point in self.means()])
+        return frontier_of(self.means())
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
 
 
 @dataclass(frozen=True)
@@ -88,7 +139,10 @@ class Remedied:
 
     `forgets` is what each forgets, original loss above the base's, in the mean over the new losses that both cover;
     `share` the first's part of the second's; `apart` their difference; `reach` the lowest new loss of the first minus
-    the second's (negative: it learns more at its most). None where the frontiers have no new loss in common.
+    the second's (negative: it learns more at its most). `width` is that of the new losses that both cover, seeds in the
+    mean; `documents` the 95 % interval of the mean difference over documents, with these seeds (None: not kept document
+    by document); `verdict` says whether the first forgets less, corrected for all remedies of the study. None where the
+    frontiers have no new loss in common.
     """
 
     method: str
@@ -99,6 +153,9 @@ class Remedied:
     share: Interval | None
     apart: Interval | None
     reach: Interval | None
+    width: float | None
+    verdict: Verdict
+    documents: Pair | None
 
 
 @dataclass(frozen=True)
@@ -125,15 +182,18 @@ class Findings:
             `surgeon_study`, `base`, `budget`, `unit`: version of the format; the model; `steps`, `batch`, `length`,
                 `tokens`, `seeds`; nats a token or bits a byte
             `texts`, `start`: names of the texts, and the base's mean losses, each `new` and `original`
-            `rows`: each method with each remedy: `method`, `remedy`, `label`, `kind`, `trained`, `open_end`; `points`
-                (`rate`, `seed`, `new`, `original`, `diverged`); `frontiers` by seed; `best` (`rate`, `new`, `original`:
+            `rows`: each method with each remedy: `method`, `remedy`, `label`, `kind`, `trained`, `open_end`, `blended`
+                (runs of another row and their blends); `points` (`rate`, `seed`, `new`, `original`, `diverged`; where
+                measured, `share` of the run in a blend, `kl` of base and run on new text, losses `chosen` by);
+                `frontiers` by seed; `best` (`rate`, `share`, `new`, `original`, `kl`:
                 the smallest sum); `against_full` and `area`, each `mean`, `half` (null: fewer than three seeds),
                 `seeds`; `shared`, the new losses that it and full fine-tuning reach; `width` of these, seeds in the
                 mean; `verdict` (that it forgets less than full fine-tuning); `beaten`, the runs that full fine-tuning
                 beats on both axes
             `remedies`: each method with a second remedy: `method`, `with`, `beside`, `forgets` (both: original loss
                 above the base's at equal new loss), `share`, `apart` and `reach` (difference of the lowest new losses),
-                each as `against_full`
+                each as `against_full`; `width` of the new losses that both reach; `verdict` (that the first forgets
+                less); `documents`, the ends of the difference's 95 % interval over documents (null: not kept)
             `claims`: each with `says`, `better`, `worse`, `on`, `paper`, `remedy`, `difference` (as `against_full`),
                 `width` of what both reach of the other axis, `verdict`
             `first`, `advice`: what full fine-tuning beats (or empty); the sentence of advice
@@ -145,11 +205,12 @@ class Findings:
             "start": {"new": self.start[0], "original": self.start[1]},
             "rows": [
                 {
-                    **plain_fields(row, without=("against", "area", "best", "shared")),
+                    **plain_fields(row, without=("points", "against", "area", "best", "shared")),
+                    "points": [point.to_json() for point in row.points],
                     "frontiers": {str(seed): [list(pair) for pair in row.frontier(seed)] for seed in row.seeds()},
                     "best": None
                     if row.best is None
-                    else {k: getattr(row.best, k) for k in ("rate", "new", "original")},
+                    else {k: getattr(row.best, k) for k in ("rate", "share", "new", "original", "kl")},
                     "against_full": _interval(row.against and row.against.difference),
                     "width": row.against and row.against.width,
                     "shared": None if row.shared is None else list(row.shared),
@@ -164,6 +225,9 @@ class Findings:
                     "beside": each.beside,
                     "forgets": [_interval(one) for one in each.forgets],
                     **{key: _interval(getattr(each, key)) for key in ("share", "apart", "reach")},
+                    "width": each.width,
+                    "verdict": each.verdict,
+                    "documents": None if each.documents is None else list(each.documents),
                 }
                 for each in self.remedies
             ],

@@ -30,7 +30,7 @@ def envelope(points: Sequence[Pair]) -> list[Pair]:
 
 def turned(frontier: Sequence[Pair]) -> list[Pair]:
     """The same frontier with its axes exchanged, x ascending."""
-    return [(y, x) for x, y in reversed(frontier)]
+    return sorted((y, x) for x, y in frontier)
 
 
 def height(frontier: Sequence[Pair], x: float) -> float:

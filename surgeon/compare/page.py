@@ -12,7 +12,7 @@ from surgeon.compare.frontier import Interval
 from surgeon.compare.panels import panels_of
 from surgeon.compare.verdicts import NARROW, NARROW_SHARE
 
-# What verdicts on "forgets less than full fine-tuning" say of a row.
+# What verdicts on "forgets less" say of a row.
 _FORGETS = {
     "agrees": "less",
     "disagrees": "more",
@@ -21,11 +21,19 @@ _FORGETS = {
 }
 
 
+_BLENDS = " `blended`: runs, and each blended with what it began with, which costs no training."
+# Where runs are chosen by other documents than those that are reported.
+_CHOSEN = (
+    " Rates, and the runs that a frontier joins, were chosen by losses on other held-out documents than those that are"
+    " reported."
+)
+
+
 def render(found: Findings) -> str:
     """The page as HTML."""
     new, original = found.start
     budget = found.budget
-    runs = sum(len(row.points) for row in found.rows)
+    runs = sum(row.runs for row in found.rows)
     state = f"incomplete: {len(found.missing)} rows lack runs" if found.missing else "complete"
     top: list[Child] = [
         el("h1", f"Learning without forgetting on {found.base}"),
@@ -89,7 +97,7 @@ def _frontiers(found: Findings) -> Markup | None:
             " right is better. Each point is a finished run at one rate, seeds in the mean. Lines join the points that"
             " no other run of the method beats on both axes; faint points are beaten. Grey is full fine-tuning. Thin"
             " crosses are 95 % intervals over at least three seeds. A triangle at the rim points to a value beyond it."
-            " Methods with the smallest area come first.",
+            " Methods with the smallest area come first." + (_BLENDS if any(row.blended for row in found.rows) else ""),
         ),
         el("div", *charts, class_="panels"),
     )
@@ -100,9 +108,10 @@ def _methods(found: Findings) -> Markup:
         (
             row.label,
             count(row.trained) if row.trained else "",
-            "" if row.best is None else f"{row.best.rate:g}",
+            "" if row.best is None else row.best.shown_rate,
             "no run yet" if row.best is None else f"{row.best.new:.4f}",
             "" if row.best is None else f"{row.best.original:.4f}",
+            "" if row.best is None or row.best.kl is None else f"{row.best.kl:.4f}",
             _words(row.against and row.against.difference, signed=True),
             "" if row.shared is None else f"{row.shared[0]:.3f} to {row.shared[1]:.3f}",
             "" if row.verdict is None else _FORGETS.get(row.verdict, row.verdict),
@@ -123,6 +132,7 @@ def _methods(found: Findings) -> Markup:
                 "rate",
                 "new",
                 "original",
+                "KL on new",
                 "forgets beside full",
                 "at new loss",
                 "so it forgets",
@@ -131,7 +141,7 @@ def _methods(found: Findings) -> Markup:
                 "seeds",
             ),
             rows,
-            numbers=(1, 2, 3, 4, 5, 6, 8, 9, 10),
+            numbers=(1, 2, 3, 4, 5, 6, 7, 9, 10, 11),
         ),
         el(
             "p",
@@ -139,7 +149,8 @@ def _methods(found: Findings) -> Markup:
             " the same remedy, over the new losses that both reach; negative: it forgets less. `runs beaten`: full"
             " fine-tuning with the same seed has a run with both losses lower. `area` lies between the"
             " frontier and the base's corner, over the new losses that every row reaches; smaller is better. A row"
-            " that learns less than a tenth of what the best one does has none.",
+            " that learns less than a tenth of what the best one does has none. `KL on new` is KL(base ‖ run) on new"
+            " text, in nats a token; arXiv 2509.04259 found that it predicts forgetting.",
             class_="soft",
         ),
         *(el("p", note, class_="warn") for note in found.notes),
@@ -157,8 +168,11 @@ def _remedies(found: Findings) -> Markup | None:
             *(_words(one) for one in each.forgets),
             _words(each.share),
             _words(each.apart, signed=True),
+            "" if each.documents is None else "{:+.4f} to {:+.4f}".format(*each.documents),
             _words(each.reach, signed=True),
+            "" if each.width is None else f"{each.width:.3f}",
             "" if each.reach is None else str(each.reach.seeds),
+            _FORGETS.get(each.verdict, each.verdict),
         )
         for each in found.remedies
     ]
@@ -167,15 +181,29 @@ def _remedies(found: Findings) -> Markup | None:
         "Remedies",
         table(
             "Each method with one remedy beside itself with another",
-            ("method", "with", "beside", "forgets", "beside it", "part", "difference", "lowest new", "seeds"),
+            (
+                "method",
+                "with",
+                "beside",
+                "forgets",
+                "beside it",
+                "part",
+                "difference",
+                "over documents",
+                "lowest new",
+                "width",
+                "seeds",
+                "so it forgets",
+            ),
             rows,
-            numbers=range(3, 9),
+            numbers=range(3, 11),
         ),
         el(
             "p",
             "`forgets` is original loss above the base's at equal new loss, in the mean over the new losses that both"
             " reach; `part` is the first's share of the second's. `lowest new` is the difference of the lowest new"
-            " losses: negative, it learns more at its most.",
+            " losses: negative, it learns more at its most. `width` is the range of new losses that both reach."
+            " `over documents`: the difference's 95 % interval over documents (bootstrap), where they are kept.",
             class_="soft",
         ),
     )
@@ -222,18 +250,19 @@ def _runs(found: Findings) -> Markup | None:
     rows = [
         (
             row.label,
-            f"{point.rate:g}",
+            point.shown_rate,
             str(point.seed),
             "diverged" if point.diverged else f"{point.new:.4f}",
             "" if point.diverged else f"{point.original:.4f}",
         )
         for row in found.rows
         for point in row.points
+        if not row.blended or point.share != 1.0
     ]
     if not rows:
         return None
     every = table("Every finished run", ("method", "rate", "seed", "new", "original"), rows, numbers=(1, 2, 3, 4))
-    return section("runs", "Runs", folded(f"All {len(rows)} runs", every))
+    return section("runs", "Runs", folded(f"All {sum(row.runs for row in found.rows)} runs", every))
 
 
 def _missing(found: Findings) -> Markup | None:
@@ -259,7 +288,8 @@ def _how(found: Findings) -> Markup:
         el(
             "p",
             f"New text: {', '.join(texts['new'])}. Original text: {', '.join(texts['original'])}. A loss is the mean"
-            " over these texts of the mean loss a token on documents that no run trained on.",
+            " over these texts of the mean loss a token on documents that no run trained on."
+            + (_CHOSEN if any(point.chosen for row in found.rows for point in row.points) else ""),
         ),
     )
 

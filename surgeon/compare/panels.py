@@ -114,7 +114,7 @@ def _moved(found: Findings, points: Iterable[Point]) -> list[Pair]:
 
 def _half(row: Row, at: Point) -> Pair | None:
     """Half of a point's intervals over its seeds; None where there are too few."""
-    seeds = [point for point in row.points if point.rate == at.rate]
+    seeds = [point for point in row.points if (point.rate, point.share) == (at.rate, at.share)]
     halves = [
         found.half for axis in ("new", "original") if (found := interval([getattr(p, axis) for p in seeds])) is not None
     ]

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,37 @@ BASE = "base"
 
 @dataclass(frozen=True)
 class SourceLoss:
-    """One held-out text: documents, tokens and UTF-8 bytes that were predicted, loss in nats a token, bits a byte."""
+    """One held-out text: documents, tokens and UTF-8 bytes that were predicted, loss in nats a token, bits a byte.
+
+    `by_document` has for each document its nats, tokens and bytes; empty in records of earlier versions. `kl` is
+    KL(base ‖ model) in nats a token, where it was measured.
+    """
 
     documents: int
     tokens: int
     nbytes: int
     loss: float
     bits_per_byte: float
+    by_document: tuple[tuple[float, int, int], ...] = ()
+    kl: float | None = None
+
+    @classmethod
+    def parse(cls, data: dict[str, Any]) -> SourceLoss:
+        """From plain data. Raises TypeError, ValueError."""
+        each = [(float(nats), int(tokens), int(nbytes)) for nats, tokens, nbytes in data.get("by_document", ())]
+        return cls(**data | {"by_document": tuple(each)})
+
+    def of(self, documents: Sequence[int] | None, *, by_byte: bool) -> float:
+        """The loss, in bits a byte or in nats a token, of some of its documents; None: of all."""
+        if documents is None or not self.by_document:
+            return self.bits_per_byte if by_byte else self.loss
+        some = [self.by_document[number] for number in documents]
+        nats = math.fsum(each[0] for each in some)
+        return nats / math.log(2) / sum(each[2] for each in some) if by_byte else nats / sum(each[1] for each in some)
+
+
+# Losses of a model, by text.
+Measured = dict[str, SourceLoss]
 
 
 @dataclass(frozen=True)
@@ -39,27 +64,41 @@ class Record:
     """What a finished run ended with: its losses by text (None: its loss was no number any more), and its size.
 
     `steps` are those that it made; 0 of the base, of a run that diverged, and in records of earlier versions.
+    `blended` are the losses of the run on its way back to the base, by the run's share.
     """
 
-    measured: dict[str, SourceLoss] | None
+    measured: Measured | None
     trained: int = 0
     diverged: str = ""
     steps: int = 0
+    blended: dict[float, Measured] = field(default_factory=dict)
+
+    def at(self, share: float) -> Measured | None:
+        """The losses of the run (share 1), or of a blend; None where they were not measured."""
+        return self.measured if share == 1.0 else self.blended.get(share)
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
-        measured = None
-        if self.measured is not None:
-            measured = {name: vars(source) for name, source in self.measured.items()}
-        return {"measured": measured, "trained": self.trained, "diverged": self.diverged, "steps": self.steps}
+        plain = {"trained": self.trained, "diverged": self.diverged, "steps": self.steps}
+        blended = {f"{share:g}": _plain(measured) for share, measured in self.blended.items()}
+        measured = None if self.measured is None else _plain(self.measured)
+        return {"measured": measured, **plain, **({"blended": blended} if blended else {})}
 
     @classmethod
     def parse(cls, data: dict[str, Any]) -> Record:
-        """From plain data. Raises KeyError, TypeError."""
-        measured = data["measured"]
-        if measured is not None:
-            measured = {name: SourceLoss(**source) for name, source in measured.items()}
-        return cls(measured, data["trained"], data["diverged"], data.get("steps", 0))
+        """From plain data. Raises KeyError, TypeError, ValueError."""
+        measured = None if data["measured"] is None else _parse(data["measured"])
+        blended = {float(share): _parse(each) for share, each in data.get("blended", {}).items()}
+        return cls(measured, data["trained"], data["diverged"], data.get("steps", 0), blended)
+
+
+def _plain(measured: Measured) -> dict[str, Any]:
+    """As plain data; what was not measured is left out."""
+    return {name: {k: v for k, v in vars(loss).items() if v not in ((), None)} for name, loss in measured.items()}
+
+
+def _parse(measured: dict[str, Any]) -> Measured:
+    return {name: SourceLoss.parse(source) for name, source in measured.items()}
 
 
 @dataclass
@@ -146,7 +185,7 @@ class Records:
             )
         try:
             record = Record.parse(data["record"])
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise _damaged(file, str(error)) from None
         if self.written.get(key) != hashlib.sha256(content).hexdigest():
             check_own(UNSIGNED, file, "losses", take_over=self.take_over, say=self.say, again="measure them again")
@@ -213,10 +252,28 @@ def digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def losses_of(record: Record, names: tuple[list[str], list[str]], *, by_byte: bool) -> tuple[float, float]:
-    """Mean loss over the new texts and over the original ones; infinite of a run that diverged."""
-    if record.measured is None:
-        return float("inf"), float("inf")
-    key = "bits_per_byte" if by_byte else "loss"
-    new, original = (sum(getattr(record.measured[name], key) for name in group) / len(group) for group in names)
+def losses_of(
+    record: Record,
+    names: tuple[list[str], list[str]],
+    *,
+    by_byte: bool,
+    documents: Mapping[str, Sequence[int]] | None = None,
+    share: float = 1.0,
+) -> tuple[float, float]:
+    """Mean loss over the new texts and over the original ones; infinite of a run that diverged.
+
+    Args:
+        record: What a run ended with.
+        names: The names of the new texts and of the original ones.
+        by_byte: Whether in bits a byte, not in nats a token.
+        documents: By text, which of its documents count; None: all.
+        share: The run's share in its blend with the base.
+    """
+    measured = record.at(share)
+    if measured is None:
+        return math.inf, math.inf
+    kept = documents or {}
+    new, original = (
+        sum(measured[name].of(kept.get(name), by_byte=by_byte) for name in group) / len(group) for group in names
+    )
     return new, original

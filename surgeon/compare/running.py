@@ -1,6 +1,7 @@
 """What a worker does: have the base write text, grow a model by a plan, train and measure a run, measure the base.
 
-A run is `surgeon.train` by a config, and its losses are `surgeon.evaluate`'s on the text that the config holds out.
+A run is `surgeon.train` by a config, and its losses are `surgeon.evaluate`'s on the text that the config holds out,
+as are those of its blends with what it began with.
 Tasks and answers are plain data, so that it makes no difference in which process they are carried out.
 """
 
@@ -9,27 +10,31 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from surgeon import (
     HeldOut,
+    Windows,
     apply,
+    cut,
     discard_run,
-    evaluate,
+    divergence,
     load_config,
     open_checkpoint,
     open_source,
     open_texts,
     recall,
+    score,
     train,
+    write_blend,
 )
 from surgeon.common.devices import one_thread
 from surgeon.common.listener import Quiet
 from surgeon.common.plugins import blamed
 from surgeon.compare.config.settings import RECALLED, seeded_plan
-from surgeon.errors import Diverged, Mistakes, SurgeonError
+from surgeon.errors import BadInput, Diverged, Mistakes, SurgeonError
 
 Task = dict[str, Any]
 Answer = dict[str, Any]
@@ -38,6 +43,9 @@ Answer = dict[str, Any]
 _BATCH = 8
 # Texts that are held out, opened once for all runs of a study, by its fingerprint.
 _held: dict[str, list[HeldOut]] = {}
+# The base in memory, by its folder, to which what runs say to new text is compared.
+_bases: dict[str, Any] = {}
+_cut_by_base: dict[tuple[str, str], dict[str, Windows]] = {}
 
 
 def carry_out(task: Task) -> Answer:
@@ -102,13 +110,33 @@ def _run(task: Task) -> Answer:
         discard_run(target)
         return {"measured": None, "diverged": str(error)}
     assert trained is not None
-    found = _measured(task, target)
+    found = _measured(task, target, kl_on=task["new"])
+    blended = {} if _odd(found) else _blended(task, target)
     if not task["keep"]:
         shutil.rmtree(target)
-    odd = next((name for name, source in found.items() if not math.isfinite(source["loss"])), None)
-    if odd is not None:
+    if (odd := _odd(found)) is not None:
         return {"measured": None, "diverged": f"the held-out loss on {odd} is {found[odd]['loss']} after the last step"}
-    return {"measured": found, "trained": trained.parameters, "steps": trained.settings["steps"]}
+    return {"measured": found, "trained": trained.parameters, "steps": trained.settings["steps"], "blended": blended}
+
+
+def _odd(found: dict[str, Any]) -> str | None:
+    """The first text on which the loss is no finite number."""
+    return next((name for name, source in found.items() if not math.isfinite(source["loss"])), None)
+
+
+def _blended(task: Task, run: Path) -> dict[str, Any]:
+    """Losses of the run blended with what it began with, by the run's share; none where nothing lies between them."""
+    target, found = run.with_name(f"{run.name}+blend"), {}
+    for share in task["blend"]:
+        shutil.rmtree(target, ignore_errors=True)
+        try:
+            write_blend(run, target, base=task["out"], alpha=share, trust_remote_code=task["trust_remote_code"])
+        except BadInput:
+            # What grew was neither silent nor a copy at birth; the study says of which method.
+            return {}
+        found[f"{share:g}"] = _measured(task, target)
+        shutil.rmtree(target)
+    return found
 
 
 def _texts(task: Task) -> Answer:
@@ -130,31 +158,47 @@ def _base(task: Task) -> Answer:
     return {"measured": _measured(task, Path(task["base"]))}
 
 
-def _measured(task: Task, folder: Path) -> dict[str, Any]:
-    """Losses of a checkpoint on the held-out text of the study."""
+def _measured(task: Task, folder: Path, *, kl_on: Sequence[str] = ()) -> dict[str, Any]:
+    """Losses of a checkpoint on the held-out text of the study, and how far it is from the base on some of it."""
     held = _held.get(task["study"])
     if held is None:
         _held.clear()
         held = open_texts(task["measure"], only=task["names"], most=task["documents"])
         _held[task["study"]] = held
-    evaluation = evaluate(
-        open_checkpoint(folder, trust_remote_code=task["trust_remote_code"]),
-        held,
-        length=task["length"],
-        batch=_BATCH,
-        most=0,
-        device=task["device"],
-    )
-    return {
-        source.source: {
-            "documents": source.documents,
-            "tokens": source.tokens,
-            "nbytes": source.nbytes,
-            "loss": source.loss.value,
-            "bits_per_byte": source.bits_per_byte.value,
+    checkpoint = open_checkpoint(folder, trust_remote_code=task["trust_remote_code"])
+    model, found = checkpoint.load(device=task["device"]), {}
+    for name, windows in cut(held, checkpoint, length=task["length"]).items():
+        scores = score(model, windows, batch=_BATCH)
+        nats, tokens = scores.nats.round(4).tolist(), scores.tokens.tolist()
+        found[name] = {
+            "documents": windows.documents,
+            "tokens": int(scores.tokens.sum()),
+            "nbytes": int(windows.nbytes.sum()),
+            "loss": scores.loss,
+            "bits_per_byte": scores.bits_per_byte(windows).value,
+            "by_document": list(zip(nats, tokens, windows.nbytes.tolist(), strict=True)),
         }
-        for source in evaluation.models[0].sources
-    }
+        if name in kl_on and windows.same_tokens(_base_cut(task, held)[name]):
+            found[name]["kl"] = divergence(model, _base_model(task), windows, batch=_BATCH).loss
+    return found
+
+
+def _base_cut(task: Task, held: Sequence[HeldOut]) -> dict[str, Windows]:
+    """The study's texts as the base reads them."""
+    key = task["study"], task["base"]
+    if key not in _cut_by_base:
+        _cut_by_base.clear()
+        _cut_by_base[key] = cut(held, open_checkpoint(task["base"]), length=task["length"])
+    return _cut_by_base[key]
+
+
+def _base_model(task: Task) -> Any:
+    """The base that the study began with, loaded once for all runs."""
+    if _bases.keys() != {task["base"]}:
+        _bases.clear()
+        opened = open_checkpoint(task["base"], trust_remote_code=task["trust_remote_code"])
+        _bases[task["base"]] = opened.load(device=task["device"])
+    return _bases[task["base"]]
 
 
 _TASKS: dict[str, Callable[[Task], Answer]] = {

@@ -62,6 +62,8 @@ def rates_of(study: Study, method: MethodSpec, remedy: Remedy, losses: Losses) -
         points = [point for point in found if point is not None]
         if len(points) < len(rates):
             return Rates(tuple(rates), False)
+        if not study.extend:
+            return Rates(tuple(rates), True)
         more, why = _next(rates, points, study.most_rates)
         if more is None:
             return Rates(tuple(rates), True, why)

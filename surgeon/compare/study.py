@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import shutil
 import time
@@ -143,9 +144,9 @@ class Course:
 
     def carry_out(self, workers: Workers) -> None:
         """Make every run that is left, or as many as there is time for. Raises BadInput, and what `train` raises."""
-        begun = time.monotonic()
+        begun, expected, request = time.monotonic(), "", self.request
         self._begin(workers)
-        say = self.request.listener.say
+        say = request.listener.say
         if self.found:
             say(f"continuing after {len(self.found)} finished runs")
         self.request.listener.begin("runs", len(self.found) + len(self._runs_left()), "runs")
@@ -155,7 +156,10 @@ class Course:
                 workers.begin(task)
             if not self.busy and not self.growing:
                 break
+            at_once = len(self.busy)
             self._done(*workers.wait())
+            if request.minutes is not None and len(self.seconds) == 1 and not expected:
+                expected = self._expect(time.monotonic() - begun, at_once)
         if self.out_of_time:
             say(f"--minutes {self.request.minutes:g}: no run began after that; the same command without it goes on")
 
@@ -219,7 +223,7 @@ class Course:
             "measure": str(config),
             "study": self.common,
             "names": [name for group in self.names for name in group],
-            "documents": study.documents,
+            "documents": study.documents + study.choosing,
             "length": study.length,
         }
 
@@ -241,6 +245,18 @@ class Course:
                 self.growing.add(grown)
                 return self._grow_task(run)
         return None
+
+    def _expect(self, spent: float, at_once: int) -> str:
+        """After the first run, say what there is time for; and what would do, where a row is left without a run."""
+        minutes, each = self.request.minutes or 0.0, self.seconds[0] / at_once
+        left = self._runs_left()
+        can = min(len(left), int(max(0.0, 60 * minutes - spent) / each))
+        line = f"a run took {self.seconds[0]:.0f} s: --minutes {minutes:g} is enough for {can} of {len(left)} more runs"
+        waiting = {(run.method, run.remedy) for run in left} - {(run.method, run.remedy) for run in self.found}
+        if can < len(waiting):
+            line += f"; for one of each row give --minutes {math.ceil((spent + len(waiting) * each) / 60)}"
+        self.request.listener.say(line)
+        return line
 
     def _late(self, begun: float) -> bool:
         """Whether a run that began now would end after the budget, as far as runs so far say."""
@@ -320,6 +336,9 @@ class Course:
             "config": str(self._config(run)),
             "to": str(request.work / "runs" / run.key),
             "keep": request.kept is not None,
+            "blend": request.loaded.config.blend,
+            "base": str(request.base.path),
+            "new": self.names[0],
             "device": request.device,
             "trust_remote_code": request.trust_remote_code,
             **self._measuring(),
@@ -372,8 +391,10 @@ def _fingerprint(request: Request) -> str:
             if isinstance(text.validation, str):
                 files.append(_digest_of(loaded, text.validation))
             texts.append([group, text.called, text.share, text.kind, text.field, files])
+    more = {"choosing": study.choosing, "blend": study.blend}
     return digest(
         {
+            **{key: value for key, value in more.items() if value},
             "version": __version__,
             "base": held,
             "base_config": request.base.config,

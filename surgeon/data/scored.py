@@ -84,6 +84,31 @@ def score(
     )
 
 
+def divergence(
+    model: Any,
+    base: Any,
+    windows: Windows,
+    *,
+    batch: int = 8,
+    advance: Callable[[int], None] = lambda _sequences: None,
+) -> Scores:
+    """Return KL(base ‖ model) in place of the loss, in nats a token, and where both guess the same token.
+
+    Both models are loaded and have the same tokens; of a vocabulary that grew, the base's tokens count alone.
+    """
+    from surgeon.data.scoring import score_sequences
+
+    return score_sequences(
+        model,
+        windows.sequences,
+        micro_batch=batch,
+        units=windows.units,
+        unit_count=windows.documents,
+        beside=base,
+        advance=advance,
+    )
+
+
 def judge(
     model: Any,
     texts: Sequence[HeldOut],

@@ -82,6 +82,7 @@ def score_sequences(
     micro_batch: int,
     units: Sequence[NDArray[np.int64]] | None = None,
     unit_count: int = 0,
+    beside: nn.Module | None = None,
     process: int = 0,
     processes: int = 1,
     advance: Callable[[int], None] = lambda _sequences: None,
@@ -92,8 +93,9 @@ def score_sequences(
 
     Only neighbours of equal length share a batch, so nothing is padded. `units` says to which of `unit_count` units
     each token of a sequence belongs, (length,) each; None: every sequence is a unit of its own. Cross-entropy is of the
-    labels that count, in float32 over the model's logits, summed in float64, without auxiliary losses. With
-    `processes`, each runs its share and all return the same scores. `advance` receives how many sequences are done.
+    labels that count, in float32 over the model's logits, summed in float64, without auxiliary losses. With a model
+    `beside`, KL(beside ‖ model) takes its place, and a guess is right where both guess alike. With `processes`, each
+    runs its share and all return the same scores. `advance` receives how many sequences are done.
     """
     sums = np.zeros((3, len(sequences) if units is None else unit_count))
     training = model.training
@@ -105,7 +107,7 @@ def score_sequences(
     for whole in _batches(lengths, max(1, min(micro_batch, most)), processes):
         mine = whole[process::processes]
         if mine:
-            losses, right, counted = _by_token(model, [sequences[number] for number in mine], device)
+            losses, right, counted = _by_token(model, [sequences[number] for number in mine], device, beside)
             for row, number in enumerate(mine):
                 where = np.full(counted.shape[1], number) if units is None else units[number][1:]
                 counts = counted[row]
@@ -134,13 +136,16 @@ def _batches(lengths: Sequence[int], micro_batch: int, processes: int) -> Iterat
 
 
 def _by_token(
-    model: nn.Module, sequences: Sequence[PackedSequence], device: torch.device
+    model: nn.Module, sequences: Sequence[PackedSequence], device: torch.device, beside: nn.Module | None = None
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_]]:
     """Return for every token but a sequence's first its loss, whether it was guessed right, whether it counts."""
     batch = batch_of(sequences, domains=False)
     expected = batch.pop("labels")[:, 1:].to(device)
+    given = {key: value.to(device) for key, value in batch.items()}
     with running(model):
-        logits = model(**{key: value.to(device) for key, value in batch.items()}, use_cache=False).logits
+        logits = model(**given, use_cache=False).logits
+    if beside is not None:
+        return *_apart(logits, beside(**given, use_cache=False).logits), _array(expected != IGNORED_LABEL)
     losses: list[Tensor] = []
     right: list[Tensor] = []
     # One sequence after the other: float32 logits of a large vocabulary take the most memory.
@@ -148,6 +153,18 @@ def _by_token(
         losses.append(F.cross_entropy(row.float(), labels, ignore_index=IGNORED_LABEL, reduction="none"))
         right.append(row.argmax(dim=-1) == labels)
     return _array(torch.stack(losses).double()), _array(torch.stack(right)), _array(expected != IGNORED_LABEL)
+
+
+def _apart(logits: Tensor, others: Tensor) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Return KL(others ‖ logits) of every token but a sequence's first, over tokens of both; where both guess alike."""
+    words = min(logits.shape[-1], others.shape[-1])
+    apart: list[Tensor] = []
+    same: list[Tensor] = []
+    for row, other in zip(logits[:, :-1, :words], others[:, :-1, :words], strict=True):
+        q, p = F.log_softmax(row.float(), dim=-1), F.log_softmax(other.float(), dim=-1)
+        apart.append(F.kl_div(q, p, reduction="none", log_target=True).sum(dim=-1))
+        same.append(row.argmax(dim=-1) == other.argmax(dim=-1))
+    return _array(torch.stack(apart).double()), _array(torch.stack(same))
 
 
 def _array(tensor: Tensor) -> NDArray[Any]:

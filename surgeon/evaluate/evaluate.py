@@ -34,6 +34,7 @@ def evaluate(
     length: int | None = ...,
     batch: int = ...,
     most: int = ...,
+    kl: bool = ...,
     labels: Literal[False] = ...,
     dtype: str = ...,
     device: str = ...,
@@ -67,6 +68,7 @@ def evaluate(
     length: int | None = None,
     batch: int = 8,
     most: int = 500,
+    kl: bool = False,
     labels: bool = False,
     dtype: str = "auto",
     device: str = "auto",
@@ -90,6 +92,7 @@ def evaluate(
         length: Tokens in a window; None: the smallest context, at most 2048.
         batch: How many windows are run at a time.
         most: How many documents are taken of each source at most; 0: all.
+        kl: Whether KL(first ‖ model) is measured too, which takes two models in memory.
         labels: Whether the texts have labels.
         dtype: auto (the checkpoint's), float32, bfloat16 or float16.
         device: auto, cpu, cuda or cuda:N.
@@ -108,6 +111,8 @@ def evaluate(
     _check_numbers(length, batch, most, answer_tokens)
     _check_given(prompts, data is not None, sources or (), labels)
     rows = _rows(models, base)
+    if kl and (labels or data is None or len(rows) < 2):
+        raise BadInput("--kl compares the next tokens that two models expect: give text, and a base (--base)")
     devices.check(device)
     Checkpoint.check_dtype(dtype)
     for model in rows:
@@ -125,7 +130,7 @@ def evaluate(
     how: dict[str, Any] = {"length": length, "batch": batch, "dtype": dtype, "device": device, "listener": listener}
     if labels:
         return evaluate_labels(opened, texts, **how)
-    return evaluate_texts(opened, texts, prompts=prompts, answer_tokens=answer_tokens, **how)
+    return evaluate_texts(opened, texts, prompts=prompts, answer_tokens=answer_tokens, kl=kl, **how)
 
 
 def _check_numbers(length: int | None, batch: int, most: int, answer_tokens: int) -> None:
@@ -197,6 +202,9 @@ def _scores(evaluation: Evaluation[Any], length: int) -> list[RenderableType]:
     table = FittedTable("source", "model", names=2)
     for column in cells[0].columns:
         table.add_column(column)
+    apart = [found.apart for row in evaluation.models for found in row.sources if found.apart is not None]
+    if apart:
+        table.add_column("KL")
     if compared:
         table.add_column(f"{cells[0].difference} to {printable(evaluation.models[0].model, 40)}")
     for number, first in enumerate(cells):
@@ -205,6 +213,7 @@ def _scores(evaluation: Evaluation[Any], length: int) -> list[RenderableType]:
         for row in evaluation.models:
             found: Cell = row.sources[number]
             names = [Text(found.source if found is first else "", style="bold"), Text(printable(row.model))]
-            table.add_row(*names, *found.figures(), *([found.difference_cell()] if compared else []))
+            kl = [Text("" if found.apart is None else f"{found.apart.value:.4f}")] * bool(apart)
+            table.add_row(*names, *found.figures(), *kl, *([found.difference_cell()] if compared else []))
     notes = f"{', '.join(cell.size for cell in cells)}; {cells[0].reading.format(length=length)}"
     return [table, Text(), Text(notes, style="dim")]

@@ -29,6 +29,10 @@ class Cell(Protocol):
         """The source's name."""
 
     @property
+    def apart(self) -> Ratio | None:
+        """KL of the first model and this one, in nats a token; None where it was not measured."""
+
+    @property
     def size(self) -> str:
         """How much text the source has, in words."""
 
@@ -54,7 +58,8 @@ class SourceScores:
     """One model on one source: loss in nats a token, bits per byte of UTF-8, accuracy of greedy decoding.
 
     Each has its 95 % confidence interval, over documents. The differences are to the first model, paired by document
-    (None for the first model; the loss difference also where the tokens differ).
+    (None for the first model; the loss difference also where the tokens differ). `apart` is KL(first ‖ model) in nats a
+    token, where it was asked for and the tokens are the same.
     """
 
     columns: ClassVar[tuple[str, ...]] = ("loss", "perplexity", "bits/byte", "right")
@@ -71,6 +76,7 @@ class SourceScores:
     accuracy: Ratio
     loss_difference: Ratio | None
     bits_difference: Ratio | None
+    apart: Ratio | None = None
 
     @property
     def size(self) -> str:
@@ -119,6 +125,7 @@ class SourceScores:
             "accuracy": self.accuracy,
             "loss_difference": self.loss_difference,
             "bits_difference": self.bits_difference,
+            "kl": self.apart,
         }
         sizes = {"documents": self.documents, "tokens": self.tokens, "bytes": self.nbytes}
         return {**sizes, **{name: _as_data(found) for name, found in ratios.items()}}
@@ -143,6 +150,10 @@ class LabelScores:
     f1: float | None
     matthews: float | None
     accuracy_difference: Ratio | None
+
+    @property
+    def apart(self) -> None:
+        """Labels are no next tokens."""
 
     @property
     def size(self) -> str:
@@ -239,9 +250,9 @@ class Evaluation(Generic[CellT]):
 
         Keys:
             `models`: each with `model`, `same_tokens` and `sources`: by name `documents`, `tokens`, `bytes`, and
-                `loss`, `perplexity`, `bits_per_byte`, `accuracy`, `loss_difference`, `bits_difference`, each with
-                `value`, `low`, `high`; with `--labels` instead `examples`, `loss`, `accuracy`, `accuracy_difference`
-                (with `value`, `low`, `high`), `f1`, `matthews` (null where they do not exist)
+                `loss`, `perplexity`, `bits_per_byte`, `accuracy`, `loss_difference`, `bits_difference`, `kl` (null: not
+                asked for), each with `value`, `low`, `high`; with `--labels` instead `examples`, `loss`, `accuracy`,
+                `accuracy_difference` (with `value`, `low`, `high`), `f1`, `matthews` (null where they do not exist)
             `answers`: each with `prompt` and `models`: each with `model`, `text`, `tokens`, `ended` (whether the model
                 ended it by itself)
             `length`, `dtype`, `device`, `confidence`, `notes`: the conditions; `length` is null without text

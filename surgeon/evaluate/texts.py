@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from surgeon import (
     Answer,
@@ -15,6 +17,7 @@ from surgeon import (
     Windows,
     answer,
     cut,
+    divergence,
     encode_prompts,
     score,
 )
@@ -44,6 +47,7 @@ def evaluate_texts(
     *,
     prompts: Sequence[str],
     answer_tokens: int,
+    kl: bool,
     length: int | None,
     batch: int,
     dtype: str,
@@ -76,7 +80,36 @@ def evaluate_texts(
         same = own is windows[0] if texts else None
         rows.append(ModelScores(model.name, same, _summaries(own, found, windows[0], reference), tuple(answers)))
         reference = reference or found
+    if kl:
+        rows[1:] = _with_kl(models, rows[1:], windows[0], batch, dtype, device, listener)
     return Evaluation(tuple(rows), window, dtype, device, tuple(notes), tuple(prompts))
+
+
+def _with_kl(
+    models: Sequence[Checkpoint],
+    rows: Sequence[ModelScores[SourceScores]],
+    cut_texts: Mapping[str, Windows],
+    batch: int,
+    dtype: str,
+    device: str,
+    listener: Listener,
+) -> list[ModelScores[SourceScores]]:
+    """Return the rows with KL(first ‖ model), where both have the same tokens."""
+    first, found = models[0].load(dtype=dtype, device=device), []
+    for row, checkpoint in zip(rows, models[1:], strict=True):
+        sources = row.sources
+        if row.same_tokens:
+            listener.begin(f"KL of {checkpoint.name}", sum(map(len, cut_texts.values())), "windows")
+            model = checkpoint.load(dtype=dtype, device=device)
+            how: dict[str, Any] = {"batch": batch, "advance": listener.advance}
+            sources = tuple(
+                replace(each, apart=divergence(model, first, cut_texts[each.source], **how).loss_ratio)
+                for each in sources
+            )
+            del model
+            gc.collect()
+        found.append(replace(row, sources=sources))
+    return found
 
 
 def _encoded(prompts: Sequence[str], model: Checkpoint, tokens: int, note: Callable[[str], None]) -> EncodedPrompts:

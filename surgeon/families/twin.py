@@ -49,14 +49,20 @@ _WINDOWS = re.compile(
 
 WORDS = 256
 _INNER_SIZE = 64
+# As few as let a twin of 61 layers with 768 experts be built.
+_INNER_OF_MANY = 8
+_GROUPS = ("n_group", "num_expert_group", "topk_group")
 _HEADS_LEFT = 2
 _WINDOW = 8
 # In float32 half a gigabyte, which is what probing may take.
 _MOST_NUMBERS = 2**27
 
 
-def shrunk(config: Mapping[str, Any], *, heads_left: int = _HEADS_LEFT) -> dict[str, Any]:
-    """A config.json with small sizes and `heads_left` heads; every part of it (text, vision, …) for itself."""
+def shrunk(config: Mapping[str, Any], *, heads_left: int = _HEADS_LEFT, all_experts: bool = False) -> dict[str, Any]:
+    """A config.json with small sizes and `heads_left` heads; every part of it (text, vision, …) for itself.
+
+    `all_experts`: as many as there are, in groups as large, of fewer neurons; and a token takes as many.
+    """
     config = _with_left_out(config)
     old_heads = _first(config, "num_attention_heads", "n_head", "num_heads", "n_heads", "attention_heads")
     old_width = _first(config, "hidden_size", "n_embd", "d_model", "embed_dim", "dim_model")
@@ -72,9 +78,9 @@ def shrunk(config: Mapping[str, Any], *, heads_left: int = _HEADS_LEFT) -> dict[
             return min(value, fewer)
         for pattern, most in (
             (_WIDTHS, width),
-            (_INNER, _INNER_SIZE),
-            (_EXPERTS, 8),
-            (_CHOSEN, 2),
+            (_INNER, _INNER_OF_MANY if all_experts else _INNER_SIZE),
+            (_EXPERTS, value if all_experts else 8),
+            (_CHOSEN, value if all_experts else 2),
             (_RANKS, 32),
             (_WORDS, WORDS),
             (_POSITIONS, 4096),
@@ -83,6 +89,8 @@ def shrunk(config: Mapping[str, Any], *, heads_left: int = _HEADS_LEFT) -> dict[
                 return min(value, most)
         if _WINDOWS.fullmatch(key):
             return min(value, max(_WINDOW, config.get("index_kpool") or 0))
+        if all_experts and key in _GROUPS:
+            return value
         if key in ("n_group", "num_expert_group"):
             return min(value, 2)
         if key in ("topk_group", "n_groups", "mamba_n_groups", "mamba_ngroups"):
@@ -92,7 +100,7 @@ def shrunk(config: Mapping[str, Any], *, heads_left: int = _HEADS_LEFT) -> dict[
     made: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and key.endswith("config"):
-            made[key] = shrunk(value, heads_left=heads_left)
+            made[key] = shrunk(value, heads_left=heads_left, all_experts=all_experts)
         elif type(value) is int and value > 0:
             made[key] = of(key, value)
         elif isinstance(value, list) and value and all(type(each) is int and each > 0 for each in value):

@@ -15,6 +15,7 @@ from pydantic_core import CoreSchema
 
 from surgeon.common.plugins import Plugin, Registry, wrong_kind
 from surgeon.errors import printable
+from surgeon.operations.add_experts import AddExperts
 from surgeon.operations.control_llm import ControlLLM
 from surgeon.operations.dequantise import Dequantise
 from surgeon.operations.domain_gate import DomainGate
@@ -57,6 +58,7 @@ _BUILT_IN: tuple[type[Operation], ...] = (
     UpcycleExperts,
     DropLayers,
     DropExperts,
+    AddExperts,
     FoldAdapters,
     WidenFFN,
     WidenAttention,

@@ -7,7 +7,6 @@ go, with their rows of the router. What is left is the base's own class with few
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
@@ -20,42 +19,28 @@ from surgeon.blueprint.recipes import Copy, Recipe, rows, side_by_side, sliced_c
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
 from surgeon.families.family import Part
+from surgeon.operations.mixtures import (
+    EXPERT_NUMBER,
+    ExpertNumber,
+    LayerKey,
+    Loss,
+    check_plain,
+    listed,
+    mixtures_of,
+    sizes_with,
+)
 from surgeon.operations.operation import Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.prepare import Facts, OpenedBase, digest_of_file
 
 if TYPE_CHECKING:
-    from surgeon.models.expert_choice import Estimate, Experts
+    from surgeon.models.expert_choice import Experts
 
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
-# Of keys of a config that count experts, those that count something else; and those that say how many a token takes.
-_OTHERS = ("per_tok", "shared", "top", "active", "selected", "group")
-_AT_ONCE = re.compile(r".*experts_per_tok(en)?|.*expert.*top_?k|top_k_experts|moe_.*top_?k|moe_k|num_selected_experts")
 _By = Literal["reap", "frequency", "loss"]
-_Expert = Annotated[int, Field(ge=0, le=65535)]
-_Layer = Annotated[str, Field(pattern=r"^[0-9]{1,4}$")]
 _WORDS = {
     "reap": "least router weight times norm of output",
     "frequency": "least often chosen",
     "loss": "least loss alone",
 }
-
-
-class Loss(Spec):
-    """A mean over windows in nats a token, with the ends of its 95 % interval."""
-
-    mean: Annotated[float, Field(allow_inf_nan=False)]
-    low: Annotated[float, Field(allow_inf_nan=False)]
-    high: Annotated[float, Field(allow_inf_nan=False)]
-
-    @classmethod
-    def of(cls, found: Estimate) -> Loss:
-        """What was measured."""
-        return cls(mean=found.mean, low=found.low, high=found.high)
-
-    @property
-    def shown(self) -> str:
-        """A difference, in words."""
-        return f"{self.mean:+.4f} [{self.low:+.4f}, {self.high:+.4f}]"
 
 
 class ExpertCost(Spec):
@@ -77,7 +62,7 @@ class ExpertCost(Spec):
 class ExpertFacts(Facts):
     """The experts that go, by layer, where a text chose them; and what that costs, where one was read."""
 
-    gone: dict[_Layer, list[_Expert]] = {}  # noqa: RUF012  # pydantic copies it
+    gone: dict[LayerKey, list[ExpertNumber]] = {}  # noqa: RUF012  # pydantic copies it
     cost: ExpertCost | None = None
 
 
@@ -100,7 +85,7 @@ class DropExperts(Operation):
 
     op: Literal["drop_experts"]
     experts: Annotated[
-        list[_Expert] | dict[_Layer, list[_Expert]] | None,
+        list[ExpertNumber] | dict[LayerKey, list[ExpertNumber]] | None,
         Field(
             min_length=1,
             description="the experts that go, of every layer the same, or by layer as many of each; instead of `count`",
@@ -153,7 +138,7 @@ class DropExperts(Operation):
         anatomy = base.anatomy
         mixtures = mixtures_of(anatomy)
         if self.experts is not None:
-            self._check(_listed(self.experts, mixtures), mixtures, anatomy)
+            self._check(listed(self.experts, mixtures), mixtures, anatomy)
         # Imports torch and transformers.
         from surgeon.models.expert_choice import Experts
 
@@ -170,7 +155,7 @@ class DropExperts(Operation):
         count = self._count_in(mixtures)
         groups = {layer: anatomy.kinds[anatomy.kind_of[layer]].expert_groups for layer in mixtures}
         if self.experts is not None:
-            gone = _listed(self.experts, mixtures)
+            gone = listed(self.experts, mixtures)
         else:
             gone = least(measured.scores(self.by or "reap"), count, groups)
         self._check(gone, mixtures, anatomy)
@@ -184,19 +169,19 @@ class DropExperts(Operation):
         facts = facts or ExpertFacts()
         mixtures = mixtures_of(draft.anatomy)
         if self.experts is not None:
-            gone = _listed(self.experts, mixtures)
+            gone = listed(self.experts, mixtures)
         elif not facts.gone:
             raise BadInput("which experts go is not known: it is measured on the base's own weights")
         else:
             gone = {int(layer): numbers for layer, numbers in facts.gone.items()}
         self._check(gone, mixtures, draft.anatomy)
-        _check_plain(draft)
+        check_plain(draft)
         for home in draft.layers:
             if home.base in gone:
                 _take_out(home, mixtures[home.base], gone[home.base], draft)
         before = next(iter(mixtures.values()))[0]
         count = before - len(next(iter(gone.values())))
-        draft.sizes |= _sizes(draft, before, count)
+        draft.sizes |= sizes_with(draft, before, count)
         how = f", {_WORDS[self.by or 'reap']}" if self.experts is None else ""
         found = f"{before - count} of {before} experts in each of {len(gone)} layers{how}"
         return OperationRecord(self.op, found + _said(facts.cost), _claim(facts.cost), trains="all")
@@ -204,7 +189,7 @@ class DropExperts(Operation):
     def _count_in(self, mixtures: Mapping[int, tuple[int, list[Part]]]) -> int:
         if self.experts is None:
             return self.count or 0
-        return len(next(iter(_listed(self.experts, mixtures).values())))
+        return len(next(iter(listed(self.experts, mixtures).values())))
 
     def _check(
         self, gone: Mapping[int, Sequence[int]], mixtures: Mapping[int, tuple[int, list[Part]]], anatomy: Anatomy
@@ -227,32 +212,6 @@ class DropExperts(Operation):
                 raise BadInput(f"layer {layer}: its experts form {groups} groups; take as many out of each")
         if len(sizes) > 1:
             raise BadInput(f"layers would lose {min(sizes)} to {max(sizes)} experts; the config has one number for all")
-
-
-def mixtures_of(anatomy: Anatomy) -> dict[int, tuple[int, list[Part]]]:
-    """The layers that have experts: how many, and what belongs to them. Raises BadInput where there are none."""
-    found: dict[int, tuple[int, list[Part]]] = {}
-    for layer, number in enumerate(anatomy.kind_of):
-        kind = anatomy.kinds[number]
-        own = [
-            part for part in kind.parts if part.expert is not None or (part.blocks and part.blocks[0][0] == "router")
-        ]
-        if not own:
-            continue
-        if kind.packed:
-            raise BadInput(f"layer {layer}: its experts are quantised; take them out of the full-precision model")
-        found[layer] = next(part.blocks[0][1] for part in own if part.expert is None), own
-    if not found:
-        raise BadInput("no layer of this model has experts that surgeon understands; is it a mixture of experts?")
-    if any(".experts." in suffix for tensors in anatomy.beyond for suffix in tensors):
-        raise BadInput(
-            "layers that predict further tokens have experts of their own, which the config counts with these"
-        )
-    return found
-
-
-def _is_router(part: Part) -> bool:
-    return any(role == "router" for role, _ in part.blocks)
 
 
 def least(scores: Mapping[int, Sequence[float]], count: int, groups: Mapping[int, int]) -> dict[int, list[int]]:
@@ -293,39 +252,6 @@ def _cost(
     )
 
 
-def _listed(
-    experts: Sequence[int] | Mapping[str, Sequence[int]], mixtures: Mapping[int, object]
-) -> dict[int, list[int]]:
-    if isinstance(experts, Mapping):
-        return {int(layer): [*numbers] for layer, numbers in experts.items()}
-    return {layer: [*experts] for layer in mixtures}
-
-
-def _sizes(draft: Draft, before: int, after: int) -> dict[str, int]:
-    """What the config calls the number of experts, with the new one. Raises BadInput where that cannot be."""
-    part: Mapping[str, object] = draft.config
-    for key in draft.anatomy.derivation.path:
-        inner = part.get(key)
-        part = inner if isinstance(inner, Mapping) else {}
-    numbers = {key: value for key, value in part.items() if type(value) is int}
-    found = [key for key, value in numbers.items() if "expert" in key and value == before]
-    found = [key for key in found if not any(word in key for word in _OTHERS)]
-    if not found:
-        raise BadInput("config.json: no field says how many experts there are, so their number cannot change")
-    for key, value in numbers.items():
-        if _AT_ONCE.fullmatch(key) and value > after:
-            raise BadInput(f"{after} experts would be left of {before}, and each token takes {value} (`{key}`)")
-    return dict.fromkeys(found, after)
-
-
-def _check_plain(draft: Draft) -> None:
-    """Raise BadInput where an earlier operation made layers, or others than the base's."""
-    if draft.bank is not None or any(layer.grafts for layer in draft.layers):
-        raise BadInput("the model carries grafts beside its layers; take experts out before grafting, or revert first")
-    if draft.records and (draft.dropped or any(home.base is None or home.rewritten for home in draft.layers)):
-        raise BadInput("an earlier operation of this plan changed layers; take experts out first, or apply two plans")
-
-
 def _take_out(home: LayerDraft, mixture: tuple[int, list[Part]], gone: Sequence[int], draft: Draft) -> None:
     """Take experts out of one layer, and number the others anew."""
     count, own = mixture
@@ -345,7 +271,7 @@ def _take_out(home: LayerDraft, mixture: tuple[int, list[Part]], gone: Sequence[
             home.rewritten[suffix] = draft.number
         elif number in kept:
             place = kept.index(number)
-            name = _NUMBER.sub(str(place), suffix)
+            name = EXPERT_NUMBER.sub(str(place), suffix)
             made[name] = recipe if place == number else whole(recipe)
             if place != number:
                 home.rewritten[name] = draft.number

@@ -19,7 +19,7 @@ from surgeon.checkpoint.peft_folder import AdapterFolder, check_pattern
 from surgeon.errors import BadInput, printable
 from surgeon.operations.adapter_changes import Sorted, deltas
 from surgeon.operations.adapter_places import Model, Place
-from surgeon.operations.adapter_settings import Settings, settings_of
+from surgeon.operations.adapter_settings import Settings, cheap, settings_of
 from surgeon.operations.imported_lora import AdapterFacts
 from surgeon.operations.operation import Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.prepare import Facts, OpenedBase
@@ -56,6 +56,10 @@ class MergedAdapter(Spec):
         self.facts.check(file)
         for pattern in self.settings.rank_pattern:
             check_pattern(pattern, printable(file), "rank_pattern")
+        for name in ("pattern", "excluding"):
+            found = getattr(self.settings, name)
+            if found and cheap(found) != found:
+                raise BadInput(f"{printable(file)}: `{name}` is none that surgeon writes; was it edited by hand?")
 
 
 class MergeFacts(Facts):

@@ -20,6 +20,7 @@ from torch import Tensor
 from surgeon.blueprint import recipes as known
 from surgeon.blueprint.recipes import (
     Adapted,
+    Below,
     Bench,
     Block,
     Constant,
@@ -226,6 +227,7 @@ CASES: dict[str, Case] = {
         unpacked(BASE["mxfp4"], BASE["mxfp4 scales"]),
         {"dequantised": [{"copy": "mxfp4"}, {"copy": "mxfp4 scales"}]},
     ),
+    "below": Case(Below(base("a"), (3,)), (A.min() - 2).expand(3), {"below": OF_A}),
     "average": Case(average(base("a"), base("b")), (A + B) / 2, {"average": [OF_A, OF_B]}),
     "fused": Case(
         Fused(base("a"), base("b"), (Block(0, 6, MapRef("columns"), MapRef("rows")),)),

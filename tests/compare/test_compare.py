@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 
 import surgeon
 from surgeon.cli import app
+from surgeon.common.listener import Quiet
 from surgeon.common.work_folders import parse_record, record_of
 from surgeon.compare import workers
 from surgeon.compare.compare import Compared
@@ -73,6 +75,17 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
     corpus(folder / "known.jsonl", seed=2, count=20, documents=10)
     (folder / "study.yaml").write_text(STUDY, encoding="utf-8")
     return Whole(folder, carried_out(folder, jobs=1))
+
+
+class Heard(Quiet):
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, line: str) -> None:
+        """Keep it."""
+        self.lines.append(line)
 
 
 def files(results: Path) -> dict[str, bytes]:
@@ -177,7 +190,9 @@ def test_all_runs_lie_in_one_file_from_which_alone_a_study_goes_on(whole: Whole,
     shutil.copy(whole.told.path / "work" / "records" / "full+recalled+0.003+0.json", results / "work" / "records")
     del lines[2]
     runs.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode()))
-    assert carried_out(whole.folder, str(results), jobs=1).made == 1
+    heard = Heard()
+    assert carried_out(whole.folder, str(results), jobs=1, minutes=60, listener=heard).made == 1
+    assert re.search(r"a run took \d+ s: --minutes 60 is enough for 0 of 0 more runs$", "\n".join(heard.lines), re.M)
     assert runs.read_bytes() == kept[RUNS_FILE]
     # Losses that were changed since do not count by themselves, nor does anything that is none.
     lines = [json.loads(line) for line in gzip.decompress(runs.read_bytes()).splitlines()]
@@ -220,9 +235,8 @@ def test_the_committed_studies_hold_every_run_of_their_pages() -> None:
 
 @pytest.mark.parametrize("study", STUDIES)
 def test_the_committed_pages_are_drawn_as_now(study: str) -> None:
-    """`python -m tests.drawings` draws them; what is read back of results.json is all that it says."""
+    """`python -m tests.drawings` draws them; that results.json is worked out of runs is benchmarks.claims' to say."""
     found = findings_of(study)
-    assert found.to_json() == json.loads((RESULTS / study / "results.json").read_text(encoding="utf-8"))
     assert (RESULTS / study / "comparison.html").read_text(encoding="utf-8") == render(found)
 
 
@@ -404,10 +418,11 @@ def test_equal_bytes_are_other_steps_of_other_tokens(tmp_path: Path) -> None:
         f"surgeon: 1\noperations:\n  - {{op: grow_vocabulary, tokens: {words}}}\n", encoding="utf-8"
     )
     study = STUDY.partition("recall")[0].replace("steps: 3", "bytes: 500")
-    study += "remedies: [{name: bare}]\nmethods: [full, {name: words, plan: words.yaml, full: true}]\n"
+    study += "choosing: 2\nblend: [0.5]\nremedies: [{name: bare}]\n"
+    study += "methods: [full, {name: words, plan: words.yaml, full: true}]\n"
     (tmp_path / "study.yaml").write_text(study, encoding="utf-8")
-    told = carried_out(tmp_path, jobs=1)
-    plain, grown = told.findings.rows
+    told = carried_out(tmp_path, jobs=1, keep=True)
+    plain, blended, grown = told.findings.rows
     assert told.findings.unit == "bits a byte" and told.findings.budget["bytes"] == 500
     # Two sequences of 24 tokens a step; of the grown tokenizer's fewer have the same text.
     assert 1 < grown.steps < plain.steps
@@ -422,5 +437,24 @@ def test_equal_bytes_are_other_steps_of_other_tokens(tmp_path: Path) -> None:
         (measured[0]["documents"], measured[0]["nbytes"])
     }
     assert len({source["tokens"] for source in measured}) == 2
+    # A run's blend is `surgeon blend`'s, and of a model whose vocabulary grew there is none, nor a KL on other tokens.
+    assert blended.blended and len(blended.points) == 2 * len(plain.points) and blended.trained == plain.trained
+    assert [note for note in told.findings.notes if note.startswith("words: nothing lies between")]
+    assert all(point.kl and point.kl > 0 for point in plain.points) and {point.kl for point in grown.points} == {None}
+    key, half = "full+bare+0.01+0", tmp_path / "half"
+    surgeon.write_blend(told.path / "runs" / key, half, base=tmp_path / "base", alpha=0.5)
+    texts = told.path / "work" / "configs" / "measured.yaml"
+    found = surgeon.evaluate(half, texts, sources=["new", "known"], length=24, most=5, device="cpu").models[0]
+    record = Record.parse(parse_record((told.path / "work" / "records" / f"{key}.json").read_bytes())["record"])
+    # Of two documents, or four, one or two choose, and the others are reported.
+    parts = {2: ([0], [1]), 4: ([0, 2], [1, 3])}
+    losses = []
+    for source in found.sources:
+        held = record.blended[0.5][source.source]
+        assert (held.loss, held.documents) == (source.loss.value, source.documents)
+        assert held.of(range(held.documents), by_byte=False) == pytest.approx(held.loss, abs=1e-4)
+        losses.append([held.of(each, by_byte=True) for each in parts[held.documents]])
+    point = next(point for point in blended.points if (point.rate, point.share) == (1e-2, 0.5))
+    assert list(zip(*losses, strict=True)) == [point.chosen, (point.new, point.original)]
     words_of_page = told.page.read_text(encoding="utf-8")
     assert f"{grown.steps} to {plain.steps} steps" in words_of_page and "500 bytes of new text" in words_of_page

@@ -170,6 +170,53 @@ def test_a_method_with_one_remedy_stands_beside_itself_with_another(tmp_path: Pa
     assert found.to_json()["remedies"][0]["beside"] == "replayed" and "beside itself with another" in render(found)
 
 
+def test_blends_have_a_frontier_of_their_own_and_other_documents_choose(tmp_path: Path) -> None:
+    """Half-way a run has learned four fifths and forgotten a quarter; the documents that choose mislead."""
+    found, study = {}, STUDY.replace("peers: false", "peers: false\nblend: [0.5]\nchoosing: 1\ndocuments: 2")
+    corner = parted_record(5.0, 2.0)
+    for run in records_of(3):
+        learned = 0.5 * (RATES.index(run.rate) + 1) + 0.01 * run.seed
+        forgot = FORGETS[run.method] * learned
+        # On the first document the third rate forgets a fifth of that, and the fourth three times as much.
+        luck = {1e-3: 0.2, 3e-3: 3.0}.get(run.rate, 1.0)
+        half = parted_record(5 - 0.8 * learned, 2 + 0.25 * forgot)
+        made = parted_record(5 - learned, 2 + forgot, chosen=2 + luck * forgot, spread=0.1)
+        found[run] = replace(made, blended={0.5: half.measured or {}})
+    told = find(written(tmp_path, study), "base", corner, found, (["new"], ["known"]))
+    rows = {(row.method, row.remedy): row for row in told.rows}
+    assert len(rows) == 6 and told.start == (5.0, 2.0)
+    plain, blended = rows["kept", "recalled"], rows["kept", "recalled, blended"]
+    assert (plain.runs, blended.runs, len(blended.points)) == (12, 0, 24) and plain.label == "kept, recalled"
+    # Chosen by the first document, reported by the others.
+    assert plain.frontier(0) == [pytest.approx(pair) for pair in ((3.0, 2.5), (3.5, 2.375))]
+    assert plain.best is not None and (plain.best.rate, plain.best.original) == (1e-3, pytest.approx(2.3775))
+    lines = [(3.0, 2.5), (3.4, 2.125), (3.5, 2.375), (4.2, 2.0625), (4.6, 2.03125)]
+    assert blended.frontier(0) == [pytest.approx(pair) for pair in lines]
+    # Blends stand beside the runs, and beside full fine-tuning's blends.
+    (own,) = (each for each in told.remedies if each.method == "kept")
+    assert (own.with_, own.beside) == ("recalled, blended", "recalled")
+    assert own.apart is not None and own.apart.mean < 0 and own.width == pytest.approx(0.5)
+    # Of the two that are reported the runs know one better, which the blends are indifferent to.
+    assert own.documents is not None and own.documents[0] < own.apart.mean - 0.02
+    assert own.documents[1] > own.apart.mean + 0.02
+    assert blended.against is not None and blended.verdict == "agrees"
+    assert "All 36 runs" in render(told) and "0.001, α 0.5" in render(told)
+    point = told.to_json()["rows"][1]["points"][-1]
+    assert (
+        point["share"] == 0.5 and len(point["chosen"]) == 2 and told.first.startswith("Full fine-tuning with the same")
+    )
+
+
+def parted_record(new: float, original: float, *, chosen: float | None = None, spread: float = 0.0) -> Record:
+    """Three documents of a hundred tokens a text: the first chooses, the others are reported."""
+    first = {"new": new, "known": original if chosen is None else chosen}
+    losses = {
+        name: tuple((100 * each, 100, 300) for each in (first[name], loss - apart, loss + apart))
+        for name, loss, apart in (("new", new, 0.0), ("known", original, spread))
+    }
+    return Record({name: SourceLoss(3, 300, 900, 9.0, 9.0, each) for name, each in losses.items()}, trained=7)
+
+
 def test_frontiers_that_hardly_meet_are_not_judged(tmp_path: Path) -> None:
     """What they have in common must be a tenth of a nat, and a twentieth of what full fine-tuning learns."""
     for ends_at, verdict in ((4.45, "range too narrow"), (4.35, "agrees")):

@@ -62,10 +62,10 @@ def test_scores_are_those_of_documents_run_one_by_one(tmp_path: Path) -> None:
 class Table(nn.Module):
     """A bigram model in bfloat16: each token's logits are a row of a table."""
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int = 0, words: int = 50) -> None:
         super().__init__()
-        self.config = SimpleNamespace(vocab_size=50)
-        made = torch.randn(50, 50, generator=torch.Generator().manual_seed(0)) * 3
+        self.config = SimpleNamespace(vocab_size=words)
+        made = torch.randn(words, words, generator=torch.Generator().manual_seed(seed)) * 3
         self.rows = nn.Parameter(made.to(torch.bfloat16))
 
     def forward(self, input_ids: torch.Tensor, **_: object) -> SimpleNamespace:
@@ -82,6 +82,15 @@ def test_losses_of_a_model_in_bfloat16_are_computed_in_float32() -> None:
         float(F.cross_entropy(rows[torch.tensor(each[:-1])], torch.tensor(each[1:]), reduction="sum")) for each in ids
     ]
     np.testing.assert_allclose(found.nats, expected, rtol=1e-6)
+    # Beside another model: KL(other ‖ model), not the reverse, over the tokens that both have.
+    other = Table(seed=2, words=60)
+    apart = score_sequences(model, sequences, micro_batch=2, beside=other)
+    p, q = (each.rows.detach().double()[:50, :50].softmax(-1) for each in (other, model))
+    kl = (p * (p / q).log()).sum(-1)
+    np.testing.assert_allclose(apart.nats, [float(kl[torch.tensor(each[:-1])].sum()) for each in ids], rtol=1e-5)
+    same = p.argmax(-1) == q.argmax(-1)
+    assert apart.right.tolist() == [int(same[torch.tensor(each[:-1])].sum()) for each in ids]
+    assert score_sequences(model, sequences, micro_batch=2, beside=model).loss == 0.0
 
 
 @pytest.mark.parametrize("units", [40, 400])

@@ -20,7 +20,7 @@ def test_preview_apply_and_offline(base: Path, tmp_path: Path) -> None:
         shown = run_surgeon(hub, home, "preview", "llama-pro", "user/model", "--json")
         assert shown.returncode == 0, shown.stderr
         assert json.loads(shown.stdout)["parameters"]["before"] > 0
-        looked = run_surgeon(hub, home, "inspect", f"user/model@{COMMIT}", "--json")
+        looked = run_surgeon(hub, home, "inspect", f"user/model@{COMMIT}", "--json", command=warm())
         assert looked.returncode == 0, looked.stderr
         assert json.loads(looked.stdout)["layers"] == surgeon.inspect(base).anatomy.sizes.layers
         whole = sum(path.stat().st_size for path in base.glob("*.safetensors"))
@@ -28,7 +28,8 @@ def test_preview_apply_and_offline(base: Path, tmp_path: Path) -> None:
 
         applied = run_surgeon(hub, home, "apply", "llama-pro", "user/model", str(out))
         assert applied.returncode == 0, applied.stderr
-        proved = run_surgeon(hub, home, "verify", f"user/model@{COMMIT}", str(out), "--static", "--json")
+        given = ["verify", f"user/model@{COMMIT}", str(out), "--static", "--json"]
+        proved = run_surgeon(hub, home, *given, command=warm())
         assert proved.returncode == 0 and json.loads(proved.stdout)["holds"], proved.stderr
     manifest = surgeon.inspect(out).manifest
     assert (manifest.base.id, manifest.base.revision) == ("user/model", COMMIT)

@@ -73,6 +73,20 @@ def plainly(model: Path, data: Path, *, context: int) -> tuple[list[float], list
     return sums
 
 
+def plain_kl(base: Path, model: Path, file: Path) -> float:
+    """Σ p log(p / q) a token, in float64 over both models' own logits, of documents that fit a window."""
+    encoder, models = Encoder(base, vocabulary=10**9), [surgeon.open_checkpoint(each).load() for each in (base, model)]
+    nats, tokens = 0.0, 0
+    for line in file.read_text(encoding="utf-8").splitlines():
+        ids = torch.tensor([[*encoder.tokenizer.ids(json.loads(line)["text"]), encoder.tokenizer.eos_token_id]])
+        assert ids.shape[1] <= 128
+        with torch.no_grad():
+            p, q = (each(ids).logits[0, :-1].double().softmax(-1) for each in models)
+        nats += float((p * (p / q).log()).sum())
+        tokens += ids.shape[1] - 1
+    return nats / tokens
+
+
 @pytest.mark.parametrize("model", ["base", "changed", "mixture-of-control"])
 def test_numbers_are_those_of_plain_torch_window_by_window(folder: Path, model: str) -> None:
     found = surgeon.evaluate(folder / model, folder / "long.jsonl", dtype="float32", device="cpu", batch=3)
@@ -95,14 +109,14 @@ def test_numbers_are_those_of_plain_torch_window_by_window(folder: Path, model: 
 def test_a_preserving_output_is_its_base_exactly_and_a_changed_one_is_told_apart(folder: Path) -> None:
     names = ["neutral-residues", "mixture-of-control", "pmoe", "changed"]
     data = {"fr": folder / "fr.jsonl", "long": folder / "long.jsonl"}
-    found = surgeon.evaluate([folder / name for name in names], data, base=folder / "base", device="cpu")
+    found = surgeon.evaluate([folder / name for name in names], data, base=folder / "base", kl=True, device="cpu")
     assert [row.model for row in found.models] == [str(folder / name) for name in ("base", *names)]
     first = found.models[0].sources
-    assert all(scores.loss_difference is None and scores.bits_difference is None for scores in first)
+    assert all(scores.loss_difference is None is scores.bits_difference is scores.apart for scores in first)
     for row in found.models[1:-1]:
         for scores, base in zip(row.sources, first, strict=True):
             assert scores.loss == base.loss and scores.accuracy == base.accuracy
-            for beside in (scores.loss_difference, scores.bits_difference):
+            for beside in (scores.loss_difference, scores.bits_difference, scores.apart):
                 assert beside is not None
                 assert (beside.value, beside.interval) == (0, (0, 0))
     changed = found.of(str(folder / "changed"), "fr")
@@ -113,6 +127,10 @@ def test_a_preserving_output_is_its_base_exactly_and_a_changed_one_is_told_apart
     # Paired, so far narrower than the spread of the loss itself.
     assert changed.loss.interval is not None
     assert high - low < changed.loss.interval[1] - changed.loss.interval[0]
+    assert changed.apart is not None
+    assert changed.apart.value == pytest.approx(
+        plain_kl(folder / "base", folder / "changed", folder / "fr.jsonl"), rel=1e-3
+    )
     assert not any("--base" in note for note in found.notes)
     assert repr(found).startswith("Evaluation(5 models, ") and "\n" not in repr(found)
     assert found.of(str(folder / "pmoe"), "long").documents == 6

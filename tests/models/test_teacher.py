@@ -47,7 +47,7 @@ REFUSED = {
 }
 NOT_WITHIN = {
     *("stack_layers", "merge_adapter", "merge_branches", "fold_adapters", "grow_vocabulary", "imported_lora"),
-    *("trim_vocabulary", "dequantise", "drop_experts"),
+    *("trim_vocabulary", "dequantise", "drop_experts", "add_experts"),
     # In tests of their own.
     *("untie_embeddings", "extract_text"),
 }

@@ -13,6 +13,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -27,7 +28,7 @@ from surgeon.families.dissect import dissect
 from surgeon.models.load import load_model
 from surgeon.operations.adapter_changes import Sorted
 from surgeon.operations.adapter_places import Model
-from surgeon.operations.adapter_settings import Settings
+from surgeon.operations.adapter_settings import Settings, settings_of
 from surgeon.operations.merge_adapter import read_adapter
 from tests import tiny
 from tests.adapters import lora
@@ -42,6 +43,45 @@ pytestmark = [
     # It looks for them among modules alone, and uses them for parameters.
     pytest.mark.filterwarnings("ignore:The following ..*_pattern keys did not match:RuntimeWarning"),
 ]
+
+# Modules of a model, and settings by which PEFT finds those that it adapts.
+MODULES = [
+    f"{stem}.{number}.{block}"
+    for stem in ("model.layers", "vision.blocks", "layers", "model.encoder.layer")
+    for number in (0, 1, 11)
+    for block in ("self_attn.q_proj", "self_attn.k_proj", "mlp.down_proj", "mlp.experts.1.up_proj")
+] + ["lm_head", "model.embed_tokens", "q_proj", "my_q_proj"]
+NAMED: list[dict[str, Any]] = [
+    {"target_modules": r".*\.(?:q_proj|k_proj|up_proj)"},
+    {"target_modules": r"model\.layers\.\d+\.self_attn\.(q_proj|k_proj)"},
+    {"target_modules": r"(?:.*?layers.*?(?:q_proj|down_proj))|(?:lm_head)"},
+    {"target_modules": r"q_proj"},
+    {"target_modules": r".*_proj", "exclude_modules": r"vision\..*"},
+    {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": [1]},
+    {"target_modules": ["q_proj", "lm_head"], "layers_to_transform": 1, "layers_pattern": "layers"},
+    {"target_modules": ["up_proj", "down_proj"], "layers_to_transform": [0, 11], "layers_pattern": ["blocks", "layer"]},
+    {"target_modules": ["model.layers.0.self_attn.q_proj", "k_proj"], "layers_to_transform": [11]},
+    {"target_modules": ["q_proj"], "layers_to_transform": [], "exclude_modules": ["layers.1.self_attn.q_proj"]},
+    {"target_modules": ["q_proj", "down_proj"], "modules_to_save": ["lm_head"], "exclude_modules": "lm_head"},
+]
+
+
+@pytest.mark.parametrize("config", NAMED)
+def test_settings_name_the_modules_that_peft_adapts(config: dict[str, Any], tmp_path: Path) -> None:
+    adapter = AdapterFolder.open(lora(tmp_path / "adapter"), id="adapter")
+    settings = settings_of(replace(adapter, config={**adapter.config, "exclude_modules": None} | config))
+    wanted = {name for name in MODULES if check_target_module_exists(peft.LoraConfig(**config), name)}
+    assert {name for name in MODULES if settings.names(name)} == wanted
+    assert wanted and len(wanted) < len(MODULES)
+
+
+@pytest.mark.parametrize("costly", ["(a+)+b", "(.*)*x", ".*.*.*q_proj", "(?=q)", "(q", "q{1,9999}", "q" * 501])
+def test_a_costly_expression_is_not_matched(costly: str, tmp_path: Path) -> None:
+    adapter = AdapterFolder.open(lora(tmp_path / "adapter"), id="adapter")
+    for key in ("target_modules", "exclude_modules"):
+        settings = settings_of(replace(adapter, config={**adapter.config, key: costly}))
+        assert not any(map(settings.names, MODULES))
+
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 IDS = torch.randint(3, 120, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -110,7 +150,7 @@ ORACLE: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "embeddings": ("llama", {"target_modules": ["embed_tokens", "q_proj"], "modules_to_save": ["lm_head"]}),
-    "DoRA": ("llama", {"target_modules": ["q_proj", "down_proj", "embed_tokens"], "use_dora": True}),
+    "DoRA": ("llama", {"target_modules": r".*\.(?:q_proj|down_proj|embed_tokens)", "use_dora": True}),
     "biases": ("qwen2", {"target_modules": ["q_proj", "o_proj"], "bias": "all"}),
     "biases of a LoRA": ("qwen2", {"target_modules": ["q_proj"], "bias": "lora_only", "lora_bias": True}),
     "tied, by tokens": ("qwen3", {"target_modules": ATTENTION, "trainable_token_indices": [3, 5]}),

@@ -124,6 +124,18 @@ OPERATIONS = [
     ("op: drop_experts", "give either `experts` (which go) or `count` (how many, chosen on `text`)"),
     ("op: drop_experts, count: 2", "`count` needs `text`: which experts matter least is measured on it"),
     ("op: drop_experts, experts: [1], by: loss", "`by` chooses experts; with `experts` it has no meaning"),
+    ("op: add_experts", "give one of `times` (as many times), `count` (so many more) and `experts` (copies of these)"),
+    ("op: add_experts, times: 2, by: uniform", "`by` chooses which experts get copies; it needs `count`"),
+    ("op: add_experts, count: 2, by: reap", "`by: reap` needs `text`: which experts matter is measured on it"),
+    ("op: add_experts, times: 2, held_out: en.jsonl", "`held_out` needs `text`, which experts are judged by"),
+    (
+        "op: add_experts, times: 2, how: zero, top_k: grown",
+        "`how: zero` changes neither what a token takes nor the loss; leave `text` and `top_k` out",
+    ),
+    (
+        "op: add_experts, count: 2, top_k: grown",
+        "`top_k: grown` needs `times`, and no `text`: as many copies of each expert, nothing to choose",
+    ),
     ("op: drop_experts, experts: [1], held_out: en.jsonl", "`held_out` needs `text`, which experts are judged by"),
     ("op: widen_hidden", "give either `to` (the new hidden_size) or `times` (how many times as wide)"),
     ("op: widen_ffn, by: 8, to: 64", "give either `to` (the new intermediate_size) or `by` (how many neurons more)"),

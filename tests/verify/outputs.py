@@ -143,6 +143,12 @@ def with_fewer_experts(folder: Path) -> Made:
     return Made(experts, grow(folder, "fewer", experts, plan))
 
 
+def with_more_experts(folder: Path) -> Made:
+    """A mixture, and an output with copies of its experts."""
+    experts = tiny_decoder(folder / "small mixture", "qwen3_moe")
+    return Made(experts, grow(folder, "more", experts, [{"op": "add_experts", "times": 2, "top_k": "grown"}]))
+
+
 @dataclass(frozen=True)
 class Made:
     """A base and an output of it, of its last surgery or of all."""
@@ -181,4 +187,5 @@ def make(folder: Path) -> dict[str, Made]:
         "trimmed": trimmed(folder),
         "dequantised": in_bfloat16(folder),
         "fewer experts": with_fewer_experts(folder),
+        "more experts": with_more_experts(folder),
     }

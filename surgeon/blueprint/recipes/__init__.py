@@ -20,7 +20,7 @@ from surgeon.blueprint.recipes.copies import (
 from surgeon.blueprint.recipes.couplings import Coupling, TextSupport, WholeHeads
 from surgeon.blueprint.recipes.drawn import Noised, Random, Shuffled
 from surgeon.blueprint.recipes.elsewhere import Dequantised, Imported, Prompted
-from surgeon.blueprint.recipes.experts import Matched, OneExpert, one_expert
+from surgeon.blueprint.recipes.experts import Below, Matched, OneExpert, below, one_expert
 from surgeon.blueprint.recipes.fused import Fused, Interpolated, Summed, average, columns
 from surgeon.blueprint.recipes.joined import Joined, piled, repeated, side_by_side, stacked_experts
 from surgeon.blueprint.recipes.layout import ExpertLayout
@@ -32,6 +32,7 @@ __all__ = [
     "HEAD_BLOCK",
     "IDENTITY",
     "Adapted",
+    "Below",
     "Bench",
     "Block",
     "Constant",
@@ -65,6 +66,7 @@ __all__ = [
     "WholeHeads",
     "Words",
     "average",
+    "below",
     "columns",
     "extended",
     "kept_rows",

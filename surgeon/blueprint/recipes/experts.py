@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from surgeon.blueprint.recipes.alignment import MapRef
 from surgeon.blueprint.recipes.constants import Constant
+from surgeon.blueprint.recipes.copies import Copy
 from surgeon.blueprint.recipes.fused import Fused
 from surgeon.blueprint.recipes.joined import Joined
 from surgeon.blueprint.recipes.layout import ExpertLayout
@@ -96,6 +97,38 @@ class Matched(Recipe):
         matching = bench.map_of(MapRef(self.by))
         assert isinstance(matching, AssignmentMap), self.by
         return bench.compute(self.experts[matching.source_of(self.number)])
+
+
+@dataclass(frozen=True)
+class Below(Recipe):
+    """Numbers of `shape` that are 2 less than the least of `of`, or by a 64th of its size where that is more."""
+
+    of: Copy
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the numbers that these are below."""
+        return self.of.dtype
+
+    @property
+    def inputs(self) -> tuple[Recipe, ...]:
+        """The tensor that they are below."""
+        return (self.of,)
+
+    def own_words(self) -> Words:
+        """Below what."""
+        return (("below", self.of),)
+
+    def compute(self, bench: Bench) -> Tensor:
+        """The least, less the distance."""
+        least = bench.working(self.of).min()
+        return least.new_full(self.shape, float(below(least)))
+
+
+def below(least: Tensor) -> Tensor:
+    """A number that is below all whose scores are between 0 and 1 more than `least`, and stays so in bfloat16."""
+    return least - (least.abs() / 64).clamp_min(2.0)
 
 
 def one_expert(of: Recipe, number: int, layout: ExpertLayout) -> Recipe:

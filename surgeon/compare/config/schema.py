@@ -78,12 +78,6 @@ class ReplaySpec(Entry):
 def _fair(rates: list[float]) -> list[float]:
     """The rates. Raises ValueError for those of which no fair frontier comes."""
     ordered = sorted(rates)
-    if len(set(rates)) < FEWEST_RATES:
-        several = f"{len(set(rates))} different rate{'s' if len(set(rates)) > 1 else ''}"
-        raise ValueError(
-            f"{several} given; a frontier needs at least {FEWEST_RATES}, each two or three times the one before,"
-            " such as [1e-4, 3e-4, 1e-3, 3e-3]"
-        )
     if len(set(rates)) < len(rates):
         raise ValueError("a rate is given twice; give each once")
     if ordered[0] <= 0 or ordered[-1] >= 1:
@@ -96,6 +90,16 @@ def _fair(rates: list[float]) -> list[float]:
                 f" ({_NEAREST:g} to {_FARTHEST:g} is allowed)"
             )
     return rates
+
+
+def _check_enough(rates: list[float] | None) -> None:
+    """Raise ValueError for fewer rates than a frontier needs."""
+    if rates is not None and len(set(rates)) < FEWEST_RATES:
+        several = f"{len(set(rates))} different rate{'s' if len(set(rates)) > 1 else ''}"
+        raise ValueError(
+            f"{several} given; a frontier needs at least {FEWEST_RATES}, each two or three times the one before,"
+            " such as [1e-4, 3e-4, 1e-3, 3e-3]"
+        )
 
 
 Rates = Annotated[list[float], Field(min_length=1, max_length=40), AfterValidator(_fair)]
@@ -287,6 +291,13 @@ class Study(Entry):
     most_rates: Annotated[
         int, Field(ge=FEWEST_RATES, le=40, description="most rates of one method, those that surgeon adds included")
     ] = 8
+    extend: Annotated[
+        bool,
+        Field(
+            description="add rates while a method's best lies at an end; false: the rates as given, two or more, for"
+            " remedies that are compared with each other at equal loss"
+        ),
+    ] = True
     seeds: Annotated[
         int,
         Field(
@@ -313,6 +324,22 @@ class Study(Entry):
         GenerateSpec | None, Field(description="how the base writes text; default: as much as runs use")
     ] = None
     documents: Annotated[int, Field(ge=1, description="held-out documents that losses are measured on, per text")] = 32
+    choosing: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="further held-out documents, per text: rates and the runs of a frontier are chosen by their"
+            " losses, and those of `documents` are reported; 0: both by `documents`",
+        ),
+    ] = 0
+    blend: Annotated[
+        list[Annotated[float, Field(gt=0, lt=1)]],
+        Field(
+            max_length=9,
+            description="shares α, such as [0.5, 0.75]: every run is also measured blended with what it began with"
+            " (`surgeon blend`), and each method and remedy has a second frontier, of runs and blends",
+        ),
+    ] = []  # noqa: RUF012
     peers: Annotated[bool, Field(description="add full fine-tuning, LoRA and partial tuning where missing")] = True
     claims: Annotated[list[Claim], Field(max_length=500, description="papers' claims to judge")] = []  # noqa: RUF012
 
@@ -328,6 +355,10 @@ class Study(Entry):
         ):
             if doubled := first_doubled(names):
                 raise ValueError(f"two {what} are called {doubled!r}; give one of them another `name:`")
+        if self.extend:
+            of_methods = [method.rates for method in self.methods]
+            for rates in (self.rates, *of_methods, *(remedy.rates for remedy in self.remedies)):
+                _check_enough(rates)
         for group in (self.new, self.original, self.replayed):
             check_shares([text.share for text in group], of="the texts'")
         known = [remedy.name for remedy in self.remedies]
@@ -387,7 +418,8 @@ class Study(Entry):
         text = {"bytes": self.bytes or 0}
         if self.run_steps is not None and self.run_tokens is not None:
             text = {"steps": self.run_steps, "tokens": self.run_tokens}
-        return {**text, "batch": self.batch, "length": self.length, "seeds": self.seeds}
+        more = {"choosing": self.choosing} if self.choosing else {}
+        return {**text, "batch": self.batch, "length": self.length, "seeds": self.seeds, **more}
 
     @property
     def budget_words(self) -> str:

@@ -1,0 +1,347 @@
+"""`add_experts`: a mixture gets more experts, copies of its own or such that begin silent.
+
+`how: duplicate` is expert upcycling (Dwivedi et al., 2026): E experts become mE, each copy with its expert's row of the
+router. With `top_k: grown` a token takes the m copies of each expert that it took, whose weights are an m-th each: the
+sum is the base's, by rounding. With `top_k: fixed`, the paper's, copies take the places of further experts.
+`how: zero`: the new experts' down projections are zero, and their routers' biases such that no token takes them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from surgeon.blueprint.blueprint import Claim, OperationRecord
+from surgeon.blueprint.draft import Draft, LayerDraft
+from surgeon.errors import BadInput, printable
+from surgeon.families.anatomy import Anatomy
+from surgeon.families.family import Part
+from surgeon.operations.added_experts import Place, add_to, corrections, groups_in, in_turn, shared_out
+from surgeon.operations.mixtures import (
+    ExpertNumber,
+    LayerKey,
+    Loss,
+    check_plain,
+    chosen_by,
+    listed,
+    mixtures_of,
+    sizes_with,
+)
+from surgeon.operations.operation import Operation, Paper, Spec, TrainingDefaults
+from surgeon.operations.prepare import Facts, OpenedBase, digest_of_file
+
+if TYPE_CHECKING:
+    from surgeon.models.expert_choice import Experts
+
+# Scores of the base's experts are the same to the bit where both numbers of experts divide by this: sigmoids take so
+# many at once, products 16 (measured on the CPU with float32 and bfloat16, 1 to 300 tokens, 16 to 512 experts).
+_ROUTER_BLOCK = 32
+_MOST = 4096
+Mixtures = Mapping[int, tuple[int, list[Part]]]
+
+
+class GrowthCost(Spec):
+    """What the loss of `tokens` predictions, `before` in the base, grows by with the copies; and with as many others.
+
+    Those of `random` are copies of experts drawn at random.
+    """
+
+    text: str
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    tokens: Annotated[int, Field(ge=1)]
+    before: Loss
+    grows: Loss
+    random: Loss
+
+
+class AddedFacts(Facts):
+    """Of which experts there are copies, by layer, where a text chose them; and what that costs, where one was read."""
+
+    copied: dict[LayerKey, list[ExpertNumber]] = {}  # noqa: RUF012  # pydantic copies it
+    cost: GrowthCost | None = None
+
+
+class AddExperts(Operation):
+    """Add experts to every layer of a mixture: copies of its own, or such that begin silent."""
+
+    papers: ClassVar[tuple[Paper, ...]] = (
+        Paper(
+            "dwivedi2026expert",
+            "Dwivedi, Chaitanya and Huang, Binxuan and Gupta, Himanshu and Jayarao, Pratik and Varshney, Neeraj and"
+            " Yin, Bing",
+            "Expert Upcycling: Shifting the Compute-Efficient Frontier of Mixture-of-Experts",
+            2026,
+            "2604.19835",
+        ),
+    )
+    training: ClassVar[TrainingDefaults] = TrainingDefaults(
+        "ours, no paper's: copies learn apart by all weights", lr=5e-5
+    )
+    examples: ClassVar[tuple[Mapping[str, object], ...]] = ({"times": 2, "top_k": "grown"}, {"times": 2})
+    facts: ClassVar[type[Facts] | None] = AddedFacts
+
+    op: Literal["add_experts"]
+    how: Annotated[
+        Literal["duplicate", "zero"],
+        Field(description="copies with their routers' rows, or experts that add zero and that no token takes at birth"),
+    ] = "duplicate"
+    times: Annotated[
+        int | None, Field(ge=2, le=64, description="how many times as many experts there will be; instead of `count`")
+    ] = None
+    count: Annotated[int | None, Field(ge=1, le=_MOST, description="how many experts each layer gets")] = None
+    experts: Annotated[
+        list[ExpertNumber] | dict[LayerKey, list[ExpertNumber]] | None,
+        Field(min_length=1, description="the experts that get a copy, in every layer or by layer; instead of `count`"),
+    ] = None
+    top_k: Annotated[
+        Literal["fixed", "grown"],
+        Field(description="with `times`: a token takes as many experts as before, or as many times more"),
+    ] = "fixed"
+    by: Annotated[
+        Literal["uniform", "reap", "frequency"] | None,
+        Field(
+            description="with `count`, which experts get copies: uniform (default), each in turn; reap, by mean router"
+            " weight times norm of the output; frequency, by how many tokens go to them"
+        ),
+    ] = None
+    text: Annotated[
+        str | None, Field(description="text to judge by, seen from the plan: .jsonl with a text a line, or plain")
+    ] = None
+    held_out: Annotated[
+        str | None, Field(description="text to measure the cost on; default: what follows in `text`")
+    ] = None
+    window: Annotated[int, Field(ge=2, le=2**20, description="tokens that are read at once")] = 128
+    windows: Annotated[int, Field(ge=2, le=2**20, description="how many windows are judged by, and measured on")] = 16
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if sum(each is not None for each in (self.times, self.count, self.experts)) != 1:
+            raise ValueError(
+                "give one of `times` (as many times), `count` (so many more) and `experts` (copies of these)"
+            )
+        if self.by is not None and self.count is None:
+            raise ValueError("`by` chooses which experts get copies; it needs `count`")
+        if self.by in ("reap", "frequency") and self.text is None:
+            raise ValueError(f"`by: {self.by}` needs `text`: which experts matter is measured on it")
+        if self.held_out is not None and self.text is None:
+            raise ValueError("`held_out` needs `text`, which experts are judged by")
+        if self.how == "zero" and (self.text is not None or self.top_k == "grown"):
+            raise ValueError(
+                "`how: zero` changes neither what a token takes nor the loss; leave `text` and `top_k` out"
+            )
+        if self.top_k == "grown" and (self.times is None or self.text is not None):
+            raise ValueError(
+                "`top_k: grown` needs `times`, and no `text`: as many copies of each expert, nothing to choose"
+            )
+        return self
+
+    def prepare(self, base: OpenedBase) -> AddedFacts:
+        """Find the experts that get copies on a text, and what the copies cost.
+
+        Raises BadInput where the weights are not at hand, or another operation comes first.
+        """
+        if self.text is None:
+            return AddedFacts()
+        base.need_weights("which experts matter on a text")
+        if base.number:
+            raise BadInput(
+                "experts are measured on a text with the base itself: make it the plan's first operation, or apply two"
+                " plans"
+            )
+        anatomy = base.anatomy
+        mixtures = mixtures_of(anatomy)
+        # Imports torch and transformers.
+        from surgeon.models.expert_choice import Experts
+
+        path = base.text(self.text)
+        other = None if self.held_out is None else base.text(self.held_out)
+        measured = Experts.of(
+            base.folder,
+            [*mixtures],
+            (path, other),
+            vocabulary=anatomy.sizes.vocabulary,
+            window=self.window,
+            windows=self.windows,
+        )
+        chosen = self.by in ("reap", "frequency")
+        scores = measured.scores("frequency" if self.by == "frequency" else "reap")
+        added = self._most(scores, mixtures, anatomy) if chosen else self._given(mixtures, anatomy)
+        places = {layer: self._places(layer, added[layer], mixtures, anatomy) for layer in mixtures}
+        count = len(next(iter(added.values())))
+        by_chance = self._by_chance(mixtures, anatomy, count)
+        return AddedFacts(
+            copied={str(layer): numbers for layer, numbers in added.items()} if chosen else {},
+            cost=_cost(measured, (places, by_chance), (self.held_out or self.text, other or path)),
+        )
+
+    def edit(self, draft: Draft, facts: AddedFacts | None) -> OperationRecord:
+        """Put the new experts, and their rows of the router, behind the others, or behind those of their group."""
+        facts = facts or AddedFacts()
+        mixtures = mixtures_of(draft.anatomy)
+        if self.by in ("reap", "frequency"):
+            if not facts.copied:
+                raise BadInput("which experts get copies is not known: it is measured on the base's own weights")
+            added = {int(layer): numbers for layer, numbers in facts.copied.items()}
+            _check_layers(added, mixtures)
+        else:
+            added = self._given(mixtures, draft.anatomy)
+        check_plain(draft)
+        for home in draft.layers:
+            if home.base in mixtures:
+                places = self._places(home.base, added[home.base], mixtures, draft.anatomy)
+                add_to(home, mixtures[home.base][1], places, draft, silent=self.how == "zero")
+        before, more = next(iter(mixtures.values()))[0], len(next(iter(added.values())))
+        chosen = chosen_by(draft)
+        draft.sizes |= sizes_with(draft, before, before + more)
+        if self.top_k == "grown":
+            if not chosen:
+                raise BadInput("config.json: no field says how many experts a token takes; use `top_k: fixed`")
+            draft.sizes |= {key: value * (self.times or 1) for key, value in chosen.items()}
+        matched = f"{before} experts become {before + more} in each of {len(mixtures)} layers, {self._what}"
+        return OperationRecord(
+            self.op,
+            matched + _said(facts.cost),
+            self._claim(facts.cost, (before, before + more), max(chosen.values(), default=0), draft),
+            trains="new" if self.how == "zero" else "all",
+        )
+
+    @property
+    def _what(self) -> str:
+        if self.how == "zero":
+            return "the new ones with zero down projections, taken by no token"
+        which = {"reap": "those of most router weight times norm of output", "frequency": "those most often chosen"}
+        copies = f"copies of {which.get(self.by or '', 'them' if self.experts is None else 'those listed')}"
+        return copies + (f"; a token takes {self.times} times as many" if self.top_k == "grown" else "")
+
+    def _given(self, mixtures: Mixtures, anatomy: Anatomy) -> dict[int, list[int]]:
+        """The experts that new ones are made of, by layer, where no text says it."""
+        if self.experts is not None:
+            found = listed(self.experts, mixtures)
+            _check_layers(found, mixtures)
+            return found
+        made: dict[int, list[int]] = {}
+        for layer, (count, _) in mixtures.items():
+            more = self.count or count * ((self.times or 1) - 1)
+            made[layer] = [n for group in groups_in(layer, count, anatomy, more) for n in in_turn(*group)]
+        return made
+
+    def _most(
+        self, scores: Mapping[int, Sequence[float]], mixtures: Mixtures, anatomy: Anatomy
+    ) -> dict[int, list[int]]:
+        """The experts that matter most, by layer; of one that matters twice as much, a second copy comes first."""
+        assert self.count is not None
+        return {
+            layer: sorted(
+                n for group in groups_in(layer, c, anatomy, self.count) for n in shared_out(*group, scores[layer])
+            )
+            for layer, (c, _) in mixtures.items()
+        }
+
+    def _by_chance(self, mixtures: Mixtures, anatomy: Anatomy, more: int) -> dict[int, list[Place]]:
+        drawn = random.Random(0)
+        return {
+            layer: self._places(
+                layer,
+                sorted(drawn.choice(inside) for inside, n in groups_in(layer, c, anatomy, more) for _ in range(n)),
+                mixtures,
+                anatomy,
+            )
+            for layer, (c, _) in mixtures.items()
+        }
+
+    def _places(self, layer: int, added: Sequence[int], mixtures: Mixtures, anatomy: Anatomy) -> list[Place]:
+        """The experts of a layer of the output in their order. Raises BadInput where groups would differ in size."""
+        count, _ = mixtures[layer]
+        if odd := [number for number in added if number >= count]:
+            raise BadInput(f"layer {layer} has experts 0 to {count - 1}: there is no expert {odd[0]}")
+        if count + len(added) > _MOST:
+            raise BadInput(f"layer {layer} would have {count + len(added)} experts; more than {_MOST} is refused")
+        made: list[Place] = []
+        groups = groups_in(layer, count, anatomy, len(added))
+        for inside, each in groups:
+            own = sorted(number for number in added if number in inside)
+            if len(own) != each:
+                raise BadInput(
+                    f"layer {layer}: its experts form {len(groups)} groups, which must stay equal; add as many to each"
+                )
+            made += [Place(number, False) for number in inside] + [Place(number, True) for number in own]
+        return made
+
+    def _claim(self, cost: GrowthCost | None, counts: tuple[int, int], chosen: int, draft: Draft) -> Claim:
+        mixtures = mixtures_of(draft.anatomy)
+        if self.how == "zero":
+            same = "no token takes the new experts, whatever it reads: their choice is below every other"
+            tied = "a token may take the other of two whose choice is the same number, as happens in bfloat16"
+            odd = next((count for count in counts if count % _ROUTER_BLOCK), None)
+            if not all(_in_float32(layer, mixtures) for layer in draft.layers if layer.base in mixtures):
+                return Claim("none", f"{same}, which a twin shows in float32; {tied}", in_float32=True)
+            if odd is not None:
+                why = f"; {odd} experts are no multiple of {_ROUTER_BLOCK}, and a processor may round their scores"
+                return Claim("rounding", f"{same}{why} otherwise")
+            if chosen > 2 and any(corrections(own) for _, own in mixtures.values()):
+                return Claim("rounding", f"{same}; the {chosen} weights of a token may be summed in another order")
+            return Claim("exact", same)
+        if self.top_k == "grown":
+            same = f"a token takes all {self.times} copies of each expert that it took, whose weights are shares of one"
+            if all(_in_float32(layer, mixtures, every=True) for layer in draft.layers if layer.base in mixtures):
+                return Claim("rounding", f"{same}; sums are taken in another order")
+            tied = "in bfloat16 two experts' scores may be equal, and a token that took one then takes shares of both"
+            return Claim("none", f"{same}, which a twin shows in float32; {tied}", in_float32=True)
+        what = "a token takes as many experts as before, and copies take places of others among these"
+        if cost is None:
+            return Claim("none", f"{what}; what that costs was not measured (`text`)")
+        on = f"{cost.grows.shown} nats a token on {printable(cost.text)} ({cost.tokens:,} tokens)"
+        return Claim("none", f"{what}: {on}")
+
+
+def _check_layers(added: Mapping[int, Sequence[int]], mixtures: Mixtures) -> None:
+    """Raise BadInput where other layers get experts than those of the mixture, or one gets more than another."""
+    if missing := sorted(mixtures.keys() ^ added.keys()):
+        raise BadInput(
+            f"layer {missing[0]}: name experts of every layer that has some, and of no other: the config has one"
+            f" number of experts for all ({', '.join(map(str, mixtures))})"
+        )
+    sizes = {len(numbers) for numbers in added.values()}
+    if len(sizes) > 1:
+        raise BadInput(f"layers would get {min(sizes)} to {max(sizes)} experts; the config has one number for all")
+
+
+def _in_float32(layer: LayerDraft, mixtures: Mixtures, *, every: bool = False) -> bool:
+    """Whether a layer's scores are float32 numbers, hardly ever equal: some of the router is, or all (`every`)."""
+    assert layer.base is not None
+    own = [part.suffix for part in mixtures[layer.base][1] if part.blocks[0][0] == "router"]
+    held = [layer.tensors[suffix].dtype == "F32" for suffix in own]
+    return all(held) if every else any(held)
+
+
+def _cost(
+    measured: Experts,
+    grown: tuple[Mapping[int, Sequence[Place]], Mapping[int, Sequence[Place]]],
+    text: tuple[str, Path],
+) -> GrowthCost:
+    """What the loss grows by with the copies, and with as many at random; on a text, by its name and path."""
+    grows, by_chance = (
+        Loss.of(measured.cost({layer: [place.source for place in places] for layer, places in each.items()}))
+        for each in grown
+    )
+    return GrowthCost(
+        text=text[0],
+        sha256=digest_of_file(text[1]),
+        tokens=measured.predictions,
+        before=Loss.of(measured.before),
+        grows=grows,
+        random=by_chance,
+    )
+
+
+def _said(cost: GrowthCost | None) -> str:
+    if cost is None:
+        return ""
+    return (
+        f"; loss on {printable(cost.text)} {cost.before.mean:.4f} nats, {cost.grows.shown} with them"
+        f" (with as many copies at random {cost.random.shown})"
+    )

@@ -1,0 +1,163 @@
+"""`add_experts` against plain transformers: rows put together by hand, logits, losses, refusals."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import surgeon
+from surgeon.apply import expert_proof
+from surgeon.errors import BadInput
+from tests import tiny, vocabularies
+from tests.checkpoints import weights
+from tests.operations.test_drop_experts import KINDS, WINDOW, WINDOWS, by_hand, load, losses, tokens
+from tests.vocabularies import ENGLISH, write_text
+
+READ = {"text": "en.jsonl", "window": WINDOW, "windows": WINDOWS}
+_GROUPS = KINDS["deepseek_v3"] | {"n_routed_experts": 32}
+SIZES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": KINDS["qwen3_moe"],
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "dtype": "bfloat16"},
+    "gpt_oss": KINDS["gpt_oss"] | {"num_local_experts": 32, "dtype": "bfloat16"},
+    "deepseek_v3": _GROUPS,
+    "qwen3_next": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 4,
+        "moe_intermediate_size": 32,
+        "head_dim": 16,
+    },
+    "ernie4_5_moe": {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 32},
+}
+Base = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Base:
+    """Tiny mixtures with a tokenizer, each made once; biases of routers are random."""
+    folder = tmp_path_factory.mktemp("bases")
+
+    def base(kind: str) -> Path:
+        if not (folder / kind).exists():
+            sizes = {"vocab_size": 320, "num_hidden_layers": 2, "dtype": "float32"} | SIZES[kind]
+            vocabularies.byte_level(tiny.checkpoint(folder / kind, kind, **sizes))
+        return folder / kind
+
+    return base
+
+
+def applied(base: Path, folder: Path, **entry: Any) -> surgeon.Applied:
+    """The output of a plan of one `add_experts`, with the text beside it."""
+    folder.mkdir(exist_ok=True)
+    write_text(folder / "en.jsonl", ENGLISH, times=8)
+    plan = json.dumps({"surgeon": 1, "operations": [{"op": "add_experts", **entry}]})
+    return surgeon.apply(surgeon.parse_plan(plan, source=str(folder / "plan.yaml")), base, folder / "out", device="cpu")
+
+
+# By the base's type: the plan, which expert each expert of the output is or was made of, and what is promised. In
+# groups, new experts stand behind those of their group.
+GROWN: list[tuple[str, dict[str, Any], list[int], str]] = [
+    ("qwen3_moe", {"times": 3, "top_k": "grown"}, [*range(8), *sorted([*range(8)] * 2)], "rounding"),
+    ("mixtral", {"times": 2, "top_k": "grown"}, [0, 1, 2, 3, 0, 1, 2, 3], "none"),
+    ("qwen3_next", {"times": 2, "top_k": "grown"}, [*range(8), *range(8)], "rounding"),
+    ("qwen3_moe", {"experts": {"0": [5, 1], "1": [1, 5]}}, [*range(8), 1, 5], "none"),
+    ("gpt_oss", {"how": "zero", "count": 32}, [*range(32), *range(32)], "none"),
+    ("deepseek_v3", {"how": "zero", "count": 2}, [*range(16), 0, *range(16, 32), 16], "rounding"),
+    ("deepseek_v3", {"how": "zero", "times": 2}, [*range(16), *range(16), *range(16, 32), *range(16, 32)], "exact"),
+]
+
+
+@pytest.mark.parametrize(("kind", "entry", "order", "promise"), GROWN)
+def test_new_experts_are_copies_or_silent_and_logits_are_as_promised(
+    kind: str, entry: dict[str, Any], order: list[int], promise: str, made: Base, tmp_path: Path
+) -> None:
+    base, zero = made(kind), entry.get("how") == "zero"
+    done = applied(base, tmp_path, **entry)
+    before, after = load(base), load(done.path)
+    assert type(before) is type(after) and done.manifest.native and done.manifest.promise == promise
+    held = {**dict(after.named_parameters()), **dict(after.named_buffers())}
+    grown, firsts = 0, [order.index(number) for number in range(max(order) + 1)]
+    new = [place for place in range(len(order)) if place not in firsts]
+    for name, value in {**dict(before.named_parameters()), **dict(before.named_buffers())}.items():
+        if held[name].shape == value.shape:
+            assert torch.equal(held[name], value), name
+            continue
+        grown += 1
+        assert torch.equal(held[name][firsts], value), name
+        if zero and "down_proj" in name:
+            assert not held[name][new].any()
+        elif zero and value.ndim == 1:
+            assert bool((held[name][new].double() <= value.double().min() - 1.5).all())
+            assert kind == "gpt_oss" or bool((held[name][new] >= value.min() - 3).all())
+        else:
+            assert torch.equal(held[name][new], value[[order[place] for place in new]]), name
+    assert grown == {"qwen3_moe": 6, "mixtral": 6, "gpt_oss": 12, "deepseek_v3": 4, "qwen3_next": 12}[kind]
+    ids = torch.randint(0, 320, (3, 21), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        one, other = (model(input_ids=ids).logits for model in (before, after))
+        if promise == "exact":
+            assert torch.equal(one, other)
+        # Stored in bfloat16, where scores may be equal, copies that all are taken are the base in float32.
+        one, other = (model.float()(input_ids=ids).logits for model in (before, after))
+    assert torch.allclose(one, other, atol=1e-5) == (promise != "none" or zero or "top_k" in entry)
+    assert surgeon.verify(base, done.path, device="cpu", windows=1, window=16).holds
+    back = surgeon.revert(done.path, tmp_path / "back")
+    found, wanted = weights(back.path), weights(base)
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_those_that_matter_most_get_copies_and_the_cost_is_that_of_the_output(made: Base, tmp_path: Path) -> None:
+    base = made("qwen3_moe")
+    done = applied(base, tmp_path, count=12, by="reap", **READ)
+    judged, measured = tokens(base, tmp_path)
+    (facts,) = done.manifest.facts.values()
+    for layer, scores in enumerate(by_hand(base, judged)[0]):
+        # Of all that a score shared by 1, 2, 3 … copies can be, the twelve largest.
+        shares = sorted((-score / held, expert) for expert, score in enumerate(scores) for held in range(1, 13))
+        assert Counter(facts["copied"][str(layer)]) == Counter(expert for _, expert in shares[:12])
+    assert max(Counter(facts["copied"]["0"]).values()) > 1
+    before, after = losses(load(base), measured), losses(load(done.path), measured)
+    cost = facts["cost"]
+    assert cost["before"]["mean"] == pytest.approx(float(before.mean()), abs=1e-5)
+    assert cost["grows"]["mean"] == pytest.approx(float((after - before).mean()), abs=1e-5)
+    assert cost["random"] != cost["grows"] and cost["tokens"] == WINDOWS * (WINDOW - 1)
+    often = applied(base, tmp_path / "often", count=1, by="frequency", **READ)
+    counts = by_hand(base, judged)[1]
+    (facts,) = often.manifest.facts.values()
+    assert facts["copied"] == {str(layer): [of.index(max(of))] for layer, of in enumerate(counts)}
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("qwen3_moe", {"how": "zero", "count": 8}, "this router has no bias"),
+    # Their twins show it: groups are chosen by their two best; the choice is by shares of all experts.
+    ("deepseek_v3", {"times": 2, "top_k": "grown"}, "`n_routed_experts` 32 → 64.*on a twin the logits are not"),
+    ("ernie4_5_moe", {"how": "zero", "count": 8}, "choice or weights depend on experts that no token takes"),
+    ("deepseek_v3", {"count": 3}, "its experts form 2 groups, which must stay equal; add as many to each"),
+    ("deepseek_v3", {"experts": [0, 1]}, "its experts form 2 groups, which must stay equal"),
+    ("qwen3_moe", {"experts": [8]}, "layer 0 has experts 0 to 7: there is no expert 8"),
+    ("qwen3_moe", {"experts": {"0": [1]}}, "layer 1: name experts of every layer"),
+    ("qwen3_moe", {"experts": {"0": [1], "1": [1, 2]}}, "layers would get 1 to 2 experts"),
+    ("qwen3_moe", {"count": 4096}, "would have 4104 experts; more than 4096"),
+]
+
+
+@pytest.mark.parametrize(("kind", "entry", "said"), REFUSED)
+def test_what_router_and_class_do_not_allow_is_refused(
+    kind: str, entry: dict[str, Any], said: str, made: Base, tmp_path: Path
+) -> None:
+    with pytest.raises(BadInput, match=said):
+        applied(made(kind), tmp_path, **entry)
+
+
+def test_the_proof_sees_a_correction_that_is_not_low_enough(
+    made: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expert_proof, "below", lambda least: least + 0.1)
+    with pytest.raises(BadInput, match="on a twin the logits are not the base's"):
+        applied(made("deepseek_v3"), tmp_path, how="zero", times=2)
