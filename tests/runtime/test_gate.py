@@ -134,8 +134,7 @@ def run_through(model: Any, closed: list[int], opened: list[int], *, spares: boo
     """Logits of every step, the cache behind the last one, and how often attention that was added ran while closed."""
     drawn, cache, seen = torch.Generator().manual_seed(3), DynamicCache(config=model.config), 0
     cache.activate_past_recording()
-    added = [layer.expanded if hasattr(layer, "expanded") else layer for layer in model.model.layers]
-    added = [layer for layer in added if getattr(layer, "inserted", True)]
+    added = [owner or layer for layer in model.model.layers for owner in layer.owing.values()]
     found, calls, rows = [], [], 2
     handles = [layer.self_attn.register_forward_hook(lambda *_: calls.append(closing)) for layer in added]
     for step, *given in _STEPS:
