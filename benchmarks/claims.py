@@ -112,6 +112,12 @@ def parts_of(with_: str) -> list[tuple[float, float]]:
     return [(share["mean"], share["mean"] + share["half"]) for share in shares]
 
 
+def more_is_not_told_apart() -> bool:
+    """Whether on both bases more recalled text may forget as much as the default does."""
+    rows = [row for base in remedies.BASES for row in remedies.found_in(base)["remedies"]]
+    return all(row["verdict"] == "not told apart" for row in rows if row["with"] == "more")
+
+
 def half_and_two_thirds() -> bool:
     """Whether `both` forgets about so much of what `recalled` does on the two bases, and its blends less."""
     both, blended = parts_of("both"), parts_of("both, blended")
@@ -186,6 +192,11 @@ SENTENCES = (
         EVIDENCE,
         r"\*both\* forgets half of what \*recalled\* does on the first base, two thirds on the second, and blends take",
         half_and_two_thirds,
+    ),
+    Sentence(
+        EVIDENCE,
+        r"\*More\* is not told apart from \*recalled\* on either base, so the default stays",
+        more_is_not_told_apart,
     ),
     Sentence(
         EVIDENCE,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -18,24 +17,42 @@ from surgeon.families.family import OWN_CONFIG
 from surgeon.families.grafted_config import native_config
 from surgeon.families.growth import part_of
 from surgeon.families.names import ANOTHER
+from surgeon.operations.growing import groups_that_fit, head_growths
 from surgeon.operations.widths import divisor_of
 
 # Keys that count experts, or how many of them a token takes.
 _COUNTS = re.compile(r".*experts(_per_tok(en)?)?$|moe_(topk|k|top_k)$|.*top_k_experts$")
 HIDDEN, INNER, HEADS, KEYS = "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"
+HEAD = "head_dim"
 
 
 def widened_sizes(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     """The sizes of the base's config that an output has otherwise, before and after."""
-    path = anatomy.derivation.path
-    before, after = part_of(native_config(config), path), part_of(blueprint.config, path)
-    known = {HIDDEN: anatomy.sizes.hidden, INNER: anatomy.sizes.intermediate}
+    known = {HIDDEN: anatomy.sizes.hidden, INNER: anatomy.sizes.intermediate, HEAD: anatomy.sizes.head_dim}
     known |= {HEADS: anatomy.sizes.heads, KEYS: anatomy.sizes.kv_heads}
-    return {
-        key: (before.get(key, size), after[key])
-        for key, size in known.items()
-        if type(after.get(key)) is int and before.get(key, size) != after[key]
-    }
+    part = part_of(native_config(config), anatomy.derivation.path)
+    found: dict[str, tuple[int, int]] = {}
+    for field, after in blueprint.resized.items():
+        before = field_in(part, field) or known.get(field) or _left_out(config, field)
+        if before != after and not _COUNTS.fullmatch(field):
+            found[field] = before, after
+    return found
+
+
+def field_in(part: Mapping[str, Any], field: str) -> int:
+    """The number that a field of a part of a config has, a dot leading into a part of that; 0 where it has none."""
+    *inside, key = field.split(".")
+    for step in inside:
+        part = part.get(step) or {}
+    value = part.get(key)
+    return value if type(value) is int else 0
+
+
+def _left_out(config: Mapping[str, Any], field: str) -> int:
+    """The number that a class of transformers has for a field that its config.json leaves out."""
+    from surgeon.families.derived import derive
+
+    return field_in(derive(native_config(config)).skeleton.text.to_dict(), field)
 
 
 def changed_counts(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
@@ -88,43 +105,26 @@ def check_shapes(blueprint: Blueprint, anatomy: Anatomy, own: OwnCode | None = N
             if blueprint.native and own is None:
                 build(blueprint.config)
         except BadInput as error:
-            advice = _groups_that_fit(blueprint, anatomy) or "choose other widths"
+            advice = _fitting_groups(blueprint, anatomy) or "choose other widths"
             why = str(error).removesuffix(f"; {OWN_CONFIG}")
             raise BadInput(f"{shown}: a model of these widths cannot be described; {advice}: {why}") from error
         try:
             dissect(blueprint.config, {info.name: info for info in planned}, own)
         except BadInput as error:
             why = str(error).removesuffix(f"; {ANOTHER}")
+            if advice := _fitting_groups(blueprint, anatomy):
+                raise BadInput(f"{shown}: {advice}: {why}") from error
             raise BadInput(
                 f"{shown}: its code wants other tensors at these widths than are known to change with them; widen"
                 f" something else, or insert layers: {why}"
             ) from error
 
 
-# Groups of heads that are tried where a plan's number does not fit.
-_MOST_GROUPS = 4096
-
-
-def _groups_that_fit(blueprint: Blueprint, anatomy: Anatomy) -> str:
-    """Where heads were added, in a number that transformers does not take: the fewest new groups that it takes.
-
-    The rule of its classes is that heads divide the hidden size, also where the config says `head_dim`; what is named
-    was tried. Empty where nothing is known.
-    """
-    from surgeon.families.skeleton import build
-
-    sizes, config = anatomy.sizes, blueprint.config
-    if not blueprint.native or config.get("num_attention_heads") == sizes.heads:
-        return ""
-    each = sizes.heads // sizes.kv_heads
-    if config.get("num_attention_heads") != each * config.get("num_key_value_heads", 0):
-        # Groups became larger, of which there are as many as before.
-        return ""
-    for groups in range(1, min(_MOST_GROUPS, sizes.hidden // each) + 1):
-        heads = sizes.heads + groups * each
-        if sizes.hidden % heads == 0:
-            fitting = {"num_attention_heads": heads, "num_key_value_heads": sizes.kv_heads + groups}
-            with contextlib.suppress(BadInput):
-                build({**config, **fitting})
-                return f"{heads} heads are the fewest that fit (`groups: {groups}` in `widen_attention`)"
-    return ""
+def _fitting_groups(blueprint: Blueprint, anatomy: Anatomy) -> str:
+    """Where heads were added, in a number that transformers does not take: the fewest new groups that it takes."""
+    sizes, after = anatomy.sizes, blueprint.resized
+    each = sizes.heads // sizes.kv_heads if sizes.kv_heads else 0
+    added = HEADS in after and after[HEADS] == each * after.get(KEYS, 0)
+    # Elsewhere groups became larger, of which there are as many as before, or something else does not fit.
+    wrong = added and head_growths(anatomy, {key: after[key] for key in (HEADS, KEYS)}) is None
+    return groups_that_fit(anatomy) if blueprint.native and wrong else ""

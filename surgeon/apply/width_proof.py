@@ -12,15 +12,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from surgeon.apply.shapes import HEADS, HIDDEN, INNER, KEYS, widened_sizes
-from surgeon.apply.twin_proof import SEEDS, agree, held_tensor, place_in, running_twin, tensors_of, value_of
+from surgeon.apply.shapes import HEAD, HEADS, HIDDEN, KEYS, field_in, widened_sizes
+from surgeon.apply.twin_proof import (
+    SEEDS,
+    agree,
+    held_tensor,
+    load_into,
+    place_in,
+    running_twin,
+    saved,
+    tensors_of,
+    value_of,
+)
 from surgeon.blueprint.blueprint import Blueprint
 from surgeon.blueprint.recipes import Constant, Copy, Joined, Recipe
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.common.devices import one_thread
 from surgeon.common.library import LOAD_FAILURES, first_line
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy
+from surgeon.families.anatomy import Anatomy, with_fields
+from surgeon.families.family import LARGEST_SIZE
 from surgeon.families.grafted_config import is_grafted, native_config
 from surgeon.families.proof import run_prefill
 from surgeon.families.silence import some_tokens
@@ -50,34 +61,24 @@ def prove_widths(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, An
     if not path and "head_dim" in blueprint.config:
         # A class that states it, as the output's does, is shrunk otherwise than one that does not.
         before["head_dim"] = blueprint.config["head_dim"]
-    with one_thread():
-        own = _with_own_heads(before, anatomy, sizes) if HEADS in sizes else None
-        if own is not None:
-            small, base = own
-            part_at(small, path).update({key: after for key, (_, after) in sizes.items() if key in (HEADS, KEYS)})
-            _widen(small, path, {key: size for key, size in sizes.items() if key not in (HEADS, KEYS)})
+    with one_thread(), torch.no_grad():
+        # A class that rounds a width may make nothing of a few neurons more.
+        for most in (_NEURONS, LARGEST_SIZE):
+            base, result = _twins(before, anatomy, sizes, most)
+            if _shapes(base) != _shapes(result):
+                break
         else:
-            heads, base = running_twin(before)
-            small = shrunk(native_config(before), heads_left=heads)
-            _widen(small, path, sizes)
-        result = twin_of_small(small, seed=SEEDS[1])
-        draws = torch.Generator().manual_seed(SEEDS[1])
-        twin = _Twin(base, base.model.state_dict(), tensors_of(anatomy), draws)
-        held, wanted = twin.held, result.model.state_dict()
-        with torch.no_grad():
-            wider = {name for name, value in wanted.items() if name not in held or held[name].shape != value.shape}
-            for name in wanted.keys() - wider:
-                # Also what has other names on disk, as experts stored one by one.
-                wanted[name].copy_(held[name])
-            for output in blueprint.outputs:
-                place = place_in(output.name, wanted, result)
-                if place is not None:
-                    wanted[place].copy_(_value(output.recipe, twin, wanted[place], output.name))
-                    wider.discard(place)
-        if left := sorted(wider - set(result.model.all_tied_weights_keys)):
-            raise BadInput(f"{printable(left[0])}: has another shape in a wider model, and the plan leaves it as it is")
-        result.model.tie_weights()
-        if not agree(base, result):
+            raise BadInput(
+                "a twin of this model becomes no wider by what the plan changes, so nothing can be proven of it"
+            )
+        _fill(blueprint, anatomy, base, result, by_name=anatomy.derivation.same_names or is_grafted(config))
+        try:
+            same = agree(base, result)
+        except LOAD_FAILURES as error:
+            raise BadInput(
+                f"a twin of this model cannot be run as wide as planned ({first_line(error)}); choose other widths"
+            ) from error
+        if not same:
             told, grows = printable(anatomy.family.model_type), " and ".join(f"`{key}`" for key in sizes)
             if _embeddings_differ(base, result):
                 raise BadInput(
@@ -88,6 +89,60 @@ def prove_widths(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, An
                 f"on a twin of this {told} the logits are not the base's once {grows} grows: something else in its code"
                 " depends on it; widen something else, or insert layers"
             )
+
+
+def _twins(
+    config: dict[str, Any], anatomy: Anatomy, sizes: Mapping[str, tuple[int, int]], most: int
+) -> tuple[Skeleton, Skeleton]:
+    """The twin of the base, and a wider one whose tensors are still its own."""
+    path = anatomy.derivation.path
+    own = _with_own_heads(config, anatomy, sizes) if HEADS in sizes else None
+    if own is not None:
+        small, base = own
+        part_at(small, path).update({key: after for key, (_, after) in sizes.items() if _of_heads(key)})
+        _widen(small, path, {key: size for key, size in sizes.items() if not _of_heads(key)}, most)
+    else:
+        heads, base = running_twin(config)
+        small = shrunk(native_config(config), heads_left=heads)
+        _widen(small, path, sizes, most)
+    return base, twin_of_small(small, seed=SEEDS[1])
+
+
+def _of_heads(field: str) -> bool:
+    """Whether a field of the config counts heads."""
+    return field in (HEADS, KEYS) or field.endswith("_heads")
+
+
+def _shapes(twin: Skeleton) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in twin.model.state_dict().items()}
+
+
+def _fill(blueprint: Blueprint, anatomy: Anatomy, base: Skeleton, result: Skeleton, *, by_name: bool) -> None:
+    """Make the tensors of the wider twin as the plan says; what has the shape that it had is the base's twin's.
+
+    `by_name`: names on disk are those in memory; else tensors are put together as stored, and loaded by transformers.
+    Raises BadInput where one has another shape, and the plan leaves it as it is.
+    """
+    import torch
+
+    draws = torch.Generator().manual_seed(SEEDS[1])
+    held, wanted = (each.model.state_dict() if by_name else saved(each) for each in (base, result))
+    twin = _Twin(base, held, tensors_of(anatomy), draws)
+    wider = {name for name, value in wanted.items() if name not in held or held[name].shape != value.shape}
+    # Also what has other names on disk.
+    made = {name: held[name] for name in wanted.keys() - wider}
+    for output in blueprint.outputs:
+        place = place_in(output.name, wanted, result)
+        if place is not None:
+            made[place] = _value(output.recipe, twin, wanted[place], output.name)
+    if left := sorted(wider - made.keys() - set(result.model.all_tied_weights_keys)):
+        raise BadInput(f"{printable(left[0])}: has another shape in a wider model, and the plan leaves it as it is")
+    if by_name:
+        for name, value in made.items():
+            wanted[name].copy_(value)
+        result.model.tie_weights()
+    else:
+        load_into(result, made)
 
 
 def _grows_groups(sizes: Mapping[str, tuple[int, int]], anatomy: Anatomy) -> bool:
@@ -114,7 +169,8 @@ def _with_own_heads(
     divided = math.lcm(anatomy.sizes.heads, sizes[HEADS][1])
     for size in (_HEAD, anatomy.sizes.head_dim):
         small = shrunk(native_config(config), heads_left=anatomy.sizes.heads)
-        own = {HEADS: anatomy.sizes.heads, KEYS: anatomy.sizes.kv_heads, "head_dim": size}
+        own = {key: before for key, (before, _) in sizes.items() if _of_heads(key)}
+        own |= {HEADS: anatomy.sizes.heads, KEYS: anatomy.sizes.kv_heads, HEAD: size}
         own[HIDDEN] = divided * -(-_NEURONS // divided)
         part_at(small, anatomy.derivation.path).update(own)
         try:
@@ -158,17 +214,17 @@ def _embeddings_differ(base: Skeleton, wider: Skeleton) -> bool:
     return not torch.allclose(one, other[..., : one.shape[-1]])
 
 
-def _widen(small: dict[str, Any], path: tuple[str, ...], sizes: Mapping[str, tuple[int, int]]) -> None:
-    """Give the small config's text part a little more of what the plan widens."""
+def _widen(small: dict[str, Any], path: tuple[str, ...], sizes: Mapping[str, tuple[int, int]], most: int) -> None:
+    """Give the small config's text part a little more of what the plan widens, of neurons at `most` so many."""
     part = part_at(small, path)
     heads, keys = part.get(HEADS, 0), part.get(KEYS) or part.get(HEADS, 0)
-    if heads:
+    if heads and not sizes.keys().isdisjoint((HEADS, HIDDEN)):
         part.setdefault("head_dim", part.get(HIDDEN, 0) // heads)
     if HEADS in sizes:
         part[HEADS], part[KEYS] = heads + heads // keys, keys + 1
-    if INNER in sizes:
-        old, new = sizes[INNER]
-        part[INNER] += min(new - old, _NEURONS)
+    for field, (old, new) in sizes.items():
+        if field not in (HEAD, HIDDEN) and not _of_heads(field):
+            part.update(with_fields(part, (), {field: (field_in(part, field) or old) + min(new - old, most)}))
     if HIDDEN in sizes:
         old, new = sizes[HIDDEN]
         part[HIDDEN] *= new // old
@@ -187,10 +243,12 @@ class _Twin:
         """A tensor of the base's twin, or the same share of its rows, or columns, as `part` is of one of the base's."""
         (span,) = part.spans
         source, size = held_tensor(span.tensor, self.base, self.held), self.stored[span.tensor].nbytes
-        if span.count > 1:
-            width, row = source.shape[1], size // span.count
-            return source[:, span.offset * width // row : (span.offset + span.length) * width // row]
-        return source[span.offset * len(source) // size : (span.offset + span.length) * len(source) // size]
+        shape, each = self.stored[span.tensor].shape, size // span.count
+        # Runs of every row, or of every expert's matrix, are a part of one axis.
+        axis = next(n for n in range(len(shape)) if math.prod(shape[:n]) == span.count)
+        width = source.shape[axis]
+        start, stop = (edge * width // each for edge in (span.offset, span.offset + span.length))
+        return source.narrow(axis, start, stop - start)
 
 
 def _value(recipe: Recipe, twin: _Twin, like: Tensor, name: str) -> Tensor:

@@ -126,8 +126,8 @@ class Blueprint:
     code_files: tuple[str, ...] = ()
     # The layers of the base that each operation took out, by its number.
     dropped: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    # Whether an operation changed sizes that layers share.
-    resized: bool = False
+    # The sizes that operations changed and layers share, by their fields of the config (`with_fields`).
+    resized: Mapping[str, int] = field(default_factory=dict)
     # Whether an operation gave the head tensors of its own that were the embeddings'.
     untied: bool = False
     # The tensors of the base's towers beside the text that each operation left behind, by its number.

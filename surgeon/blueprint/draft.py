@@ -44,7 +44,7 @@ from surgeon.families.anatomy import (
     Derivation,
     LayerKind,
     with_dtype,
-    with_sizes,
+    with_fields,
     with_vocabulary,
 )
 from surgeon.families.family import MOST_LAYERS
@@ -117,7 +117,7 @@ class Draft:
     def __init__(self, anatomy: Anatomy, config: Mapping[str, Any], *, seed: int) -> None:
         self.anatomy = anatomy
         self.seed = seed
-        # Sizes of the config that operations changed, by their key: widths, and the rows of the vocabulary.
+        # Sizes of the config that operations changed, by their key (`with_fields`): widths, rows of the vocabulary.
         self.sizes: dict[str, int] = {}
         # The ids of the base that stay, where operations took tokens out.
         self.tokens: tuple[int, ...] | None = None
@@ -291,7 +291,7 @@ class Draft:
     def finish(self) -> Blueprint:
         """Number the layers, name the tensors and extend the config."""
         grafted = any(layer.grafts for layer in self.layers)
-        config = with_sizes(self._finished_config(grafted=grafted), self.anatomy, self.widths)
+        config = with_fields(self._finished_config(grafted=grafted), self.anatomy.derivation.path, self.widths)
         if self.dtype is not None:
             config = with_dtype(config, self.dtype)
         outer = [Output(name, each.recipe, each.operation) for name, each in self.outer.items()]
@@ -337,7 +337,7 @@ class Draft:
             config=config,
             code_files=(CODE_FILE,) if grafted else (),
             dropped=dict(self.dropped),
-            resized=bool(self.widths),
+            resized=self.widths,
             untied=self.untied,
             left_behind={len(self.records) - 1: left} if left else {},
         )

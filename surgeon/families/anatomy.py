@@ -183,6 +183,20 @@ class Derivation(ABC):
         of transformers holds the tower.
         """
 
+    @abstractmethod
+    def inner_fields(self, *, by: int = 0, multiple_of: int = 1) -> dict[str, int]:
+        """The config's fields with which every FFN, and every expert, is so much wider, or as wide as divides.
+
+        Raises BadInput where no field is known by which one of them becomes wider.
+        """
+
+    @abstractmethod
+    def growths(self, fields: Mapping[str, int]) -> tuple[dict[str, tuple[int, int, int]], ...]:
+        """Of each kind of layers the tensors that grow with these fields, as `Growth` says, by suffix on disk.
+
+        Raises BadInput where one grows in a way that cannot be followed.
+        """
+
     # Where the fields of the text decoder stand in config.json.
     path: tuple[str, ...]
 
@@ -398,13 +412,18 @@ def vocabulary_fields(part: Mapping[str, Any], rows: int) -> list[str]:
     return [VOCABULARY_KEY, *(key for key in part if key.startswith(f"{VOCABULARY_KEY}_") and part[key] == rows)]
 
 
-def with_sizes(config: Mapping[str, Any], anatomy: Anatomy, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """The config with these sizes in the text decoder's part of it."""
+def with_fields(config: Mapping[str, Any], path: Sequence[str], fields: Mapping[str, int]) -> dict[str, Any]:
+    """The config with these fields in its part at `path`; a dot in a field's name leads into a part of that."""
     made = copy.deepcopy(dict(config))
     part = made
-    for key in anatomy.derivation.path if sizes else ():
+    for key in path if fields else ():
         part = part.setdefault(key, {})
-    part.update(sizes)
+    for name, value in fields.items():
+        *inside, key = name.split(".")
+        place = part
+        for step in inside:
+            place = place.setdefault(step, {})
+        place[key] = value
     return made
 
 

@@ -157,6 +157,16 @@ class Remembered(Deferred):
         question = ("axis", grown, name, layers)
         return self._asked(int | None, lambda own: own.layer_axis(grown, name, layers), *question)
 
+    def inner_fields(self, *, by: int = 0, multiple_of: int = 1) -> dict[str, int]:
+        """As `Derivation` says."""
+        question = ("inner fields", by, multiple_of)
+        return self._asked(dict[str, int], lambda own: own.inner_fields(by=by, multiple_of=multiple_of), *question)
+
+    def growths(self, fields: Mapping[str, int]) -> tuple[dict[str, tuple[int, int, int]], ...]:
+        """As `Derivation` says."""
+        kind = tuple[dict[str, tuple[int, int, int]], ...]
+        return self._asked(kind, lambda own: own.growths(fields), "growths", dict(fields))
+
     def parameters(self) -> dict[str, tuple[str, str]]:
         """As `Derivation` says."""
         return self._asked(dict[str, tuple[str, str]], lambda own: own.parameters(), "parameters")

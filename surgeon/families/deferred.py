@@ -45,6 +45,14 @@ class Deferred(Derivation):
         """As `Derivation` says."""
         self.own.prove(grown, order, kept, silenced, silent)
 
+    def inner_fields(self, *, by: int = 0, multiple_of: int = 1) -> dict[str, int]:
+        """As `Derivation` says."""
+        return self.own.inner_fields(by=by, multiple_of=multiple_of)
+
+    def growths(self, fields: Mapping[str, int]) -> tuple[dict[str, tuple[int, int, int]], ...]:
+        """As `Derivation` says."""
+        return self.own.growths(fields)
+
     def parameters(self) -> dict[str, tuple[str, str]]:
         """As `Derivation` says."""
         return self.own.parameters()

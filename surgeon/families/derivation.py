@@ -35,6 +35,7 @@ from surgeon.families.text_tower import text_model
 from surgeon.families.twin import twin_of
 from surgeon.families.vocabulary import rows_of_ids
 from surgeon.families.whole_heads import heads_move
+from surgeon.families.widening import Growth, growths, inner_fields
 from surgeon.runtime.composition import FFN, Composition
 
 _TIED = "tie_word_embeddings"
@@ -128,6 +129,21 @@ class Found(Derivation):
         elsewhere = _of_other_tokens(json.dumps(self.config, sort_keys=True), self.derived.heads)[layer]
         shapes = {name: _linear_shape(each) for name, each in modules if name not in elsewhere}
         return {name: shape for name, shape in shapes.items() if shape is not None}
+
+    def inner_fields(self, *, by: int = 0, multiple_of: int = 1) -> dict[str, int]:
+        """As `Derivation` says."""
+        skeleton = self.derived.skeleton
+        return inner_fields(self.config, skeleton, self._firsts, self.parts, by=by, multiple_of=multiple_of)
+
+    def growths(self, fields: Mapping[str, int]) -> tuple[dict[str, Growth], ...]:
+        """As `Derivation` says."""
+        return growths(self.config, self.derived.skeleton, self._firsts, fields)
+
+    @property
+    def _firsts(self) -> list[tuple[int, Mapping[str, tuple[str, ...]]]]:
+        """Of each kind the lowest layer, and its names in memory by suffix on disk."""
+        lowest = (self.derived.kind_of.index(kind) for kind in range(len(self.parts)))
+        return [(index, self.names.layers[index]) for index in lowest]
 
     def grafted(
         self, trunk: Mapping[str, Any], order: Sequence[int], twins: Sequence[int], modules: Sequence[str]

@@ -107,6 +107,11 @@ class Part:
         return self.blocks[0][0]
 
 
+def inner_width(part: Part) -> int:
+    """How many neurons the projection reads by which an FFN, or one of its experts, writes."""
+    return part.shape[-2 if part.expert is not None and part.expert.transposed else -1]
+
+
 @dataclass(frozen=True)
 class Family:
     """What a checkpoint's layers are called: a tensor is `{prefix}{stem}{number}.{suffix}`.

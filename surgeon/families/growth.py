@@ -14,7 +14,8 @@ from types import MappingProxyType
 from typing import Any
 
 from surgeon.errors import BadInput, printable
-from surgeon.families.kinds import described_kinds, holds_numbers
+from surgeon.families.kinds import described_kinds, holds_numbers, numbered
+from surgeon.families.periods import period_of
 from surgeon.families.proof import layer_axis
 from surgeon.families.skeleton import Skeleton, build
 
@@ -55,7 +56,7 @@ def grown(
     part = part_of(config, skeleton.path)
     kinds = described_kinds(skeleton)
     wanted = [kinds[source] for source in order]
-    worst, found = -1, ""
+    worst, found, others = -1, "", list[Any]()
     for trial in itertools.islice(_trials(part, skeleton, order), _MOST_TRIALS):
         made = _with_part(config, skeleton.path, trial)
         try:
@@ -67,13 +68,28 @@ def grown(
             if wrong is None:
                 _check_outside(skeleton, built)
                 return made
-            words = _difference(described_kinds(built)[wrong], wanted[wrong]) if wrong < len(built.layers) else ""
+            made_kinds = described_kinds(built)
+            words = _difference(made_kinds[wrong], wanted[wrong]) if wrong < len(made_kinds) else ""
+            others = others or made_kinds
         if wrong > worst:
             worst, found = wrong, words
     raise BadInput(
         f"config.json: a model of {len(order)} layers cannot be described: its layer {worst}, which is to be as layer"
-        f" {order[worst]} of the base, would be another kind ({printable(found, 200)}); choose other places"
+        f" {order[worst]} of the base, would be another kind ({printable(found, 200)}); {_advice(kinds, others)}"
     )
+
+
+def _advice(kinds: Sequence[Any], others: Sequence[Any]) -> str:
+    """What to do where layers cannot stand at the places asked for; `others` are kinds of such a model."""
+    if others and not set(kinds) & set(others):
+        return "its code computes something of every layer from how many there are, so use grafts, which keep the depth"
+    period = period_of(numbered([*kinds]))
+    if period is not None and period > 1:
+        return (
+            f"its kinds of layers repeat every {period} layers, by a rule and not by a list: add whole periods"
+            f" (`every_period`), or take out {period} layers that follow each other"
+        )
+    return "choose other places"
 
 
 def _check_outside(skeleton: Skeleton, built: Skeleton) -> None:

@@ -7,6 +7,7 @@ in its names. transformers knows how each becomes the model's; here it is asked,
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -297,9 +298,13 @@ def _check_alike(
                 raise BadInput(f"{lacking}: the config requires this tensor, no shard has it; {ANOTHER}")
             has, lacks = (index, like) if extra in layers[index] else (like, index)
             if any(name.startswith(f"{skeleton.stack}.{lacks}.") for name in tied):
+                shared = sorted(layers[has].keys() - layers[lacks].keys())
+                words = zip(*(each.split(".") for each in shared), strict=False)
+                block = ".".join(same[0] for same in itertools.takewhile(lambda each: len({*each}) == 1, words))
                 raise BadInput(
                     f"{printable(f'{stem}{has}.{extra}')}: layers {has} and {lacks} share this tensor, which is stored"
-                    " once, and surgeon gives each tensor to one layer; use a model whose layers share none"
+                    f" once, and all {len(shared)} of `{printable(block)}`: a plan would change it in both, and surgeon"
+                    " gives each tensor to one layer; use a model whose layers share none"
                 )
             raise BadInput(
                 f"{printable(f'{stem}{has}.{extra}')}: layer {lacks}, which is of the same kind, has no such tensor;"

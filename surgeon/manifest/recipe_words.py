@@ -95,7 +95,9 @@ class _Reader:
             case {"copy": str(name), "rows": [int(start), int(stop)]}:
                 return _kept(self._rows([[name, start, stop]], shape))
             case {"copy": str(name), "columns": [int(start), int(stop)]}:
-                return _kept(self._columns(name, start, stop, shape))
+                return _kept(self._slices(name, 1, start, stop, shape, axes=2))
+            case {"copy": str(name), "axis": int(axis), "slices": [int(start), int(stop)]}:
+                return _kept(self._slices(name, axis, start, stop, shape))
             case {"copy": str(name)}:
                 if self._source(name).shape != [*shape]:
                     raise ImpossiblePieces(f"a copy of the base's {printable(name)}")
@@ -143,12 +145,15 @@ class _Reader:
             raise ImpossiblePieces("rows of the base's tensors")
         return Pieces.of(at, spans)
 
-    def _columns(self, name: str, start: int, stop: int, shape: Sequence[int]) -> Pieces:
-        """Columns of a matrix."""
+    def _slices(
+        self, name: str, axis: int, start: int, stop: int, shape: Sequence[int], axes: int | None = None
+    ) -> Pieces:
+        """Slices along an axis of a tensor of so many axes (None: any number)."""
         of = self._source(name).shape
-        if len(of) != 2 or not 0 <= start < stop <= of[1] or [of[0], stop - start] != [*shape]:
+        fits = 0 <= axis < len(of) == (axes or len(of)) and 0 <= start < stop <= of[axis]
+        if not fits or [*of[:axis], stop - start, *of[axis + 1 :]] != [*shape]:
             raise ImpossiblePieces(f"columns of the base's {printable(name)}")
-        return indices(name, of, DTYPE_BITS[self.dtype], 1, range(start, stop))
+        return indices(name, of, DTYPE_BITS[self.dtype], axis, range(start, stop))
 
     def _joined(self, parts: Sequence[object], sizes: Sequence[object], axis: object, shape: Sequence[int]) -> Pieces:
         """Tensors side by side, each as many slices along the axis as its size says."""

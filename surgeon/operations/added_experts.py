@@ -118,6 +118,9 @@ def _with_more(of: Copy, places: Sequence[Place], fill: str) -> Recipe:
     axis = int(of.shape[0] == 1 and len(of.shape) == 2)
 
     def part(start: int, stop: int, *, again: bool) -> Recipe:
+        if not again and (start, stop) == (0, of.shape[axis]):
+            # A whole tensor is read a few rows at a time.
+            return of
         return sliced_columns(of, start, stop) if axis else sliced(of, start, stop, again=again)
 
     def new(sources: list[int]) -> Iterator[Recipe]:

@@ -22,13 +22,18 @@ from surgeon.errors import BadInput
 from surgeon.families.anatomy import VOCABULARY_KEY, vocabulary_tensors
 from surgeon.families.family import LARGEST_SIZE, Role
 from surgeon.operations.grow_vocabulary import bound_of_rows, claim_of_rows
+from surgeon.operations.growing import inner_widths, lengthen, norms_of_all_heads, shown_growth, wider_ffns, wider_heads
 from surgeon.operations.operation import Operation, Paper, TrainingDefaults
 from surgeon.operations.widen_attention import check_norms
 from surgeon.operations.widen_ffn import COMPOSABLE
-from surgeon.operations.widths import ROUNDING, check_alone, check_free, parts_with, widen
+from surgeon.operations.widths import (
+    ROUNDING,
+    check_alone,
+    check_free,
+    parts_with,
+)
 
 _HEADS: tuple[Role, ...] = ("query", "key", "value", "output")
-_FFN: tuple[Role, ...] = ("gate", "up", "down")
 # Far more heads than a base has: padding would be most of the model.
 _MOST_TIMES = 4
 
@@ -95,9 +100,19 @@ class PadTo(Operation):
         check_alone(draft, "num_attention_heads")
         if draft.bank is not None or any(layer.grafts for layer in draft.layers):
             raise BadInput("the model carries grafts beside its heads; fold, merge or revert them first")
+        groups = f"groups of {sizes.heads // sizes.kv_heads} become {heads // kv_heads}"
+        shown = f"heads of {sizes.head_dim}: {sizes.heads} / {sizes.kv_heads} become {heads} / {kv_heads} ({groups})"
+        if heads * sizes.kv_heads == sizes.heads * kv_heads:
+            fields, growths = wider_heads(draft, kv_heads - sizes.kv_heads)
+            check_norms(draft, growths)
+            lengthen(draft, growths, lambda new: new.zeros)
+            draft.sizes |= fields
+            yield shown
+            return
+        norms = [norms_of_all_heads(kind, sizes.head_dim) for kind in draft.anatomy.kinds]
+        check_norms(draft, [{part.suffix for part in here} for here in norms])
         for index, layer in enumerate(draft.layers):
             parts = parts_with(draft, index, _HEADS)
-            check_norms(draft, index)
             # A number for each head, as what attention may lose in a sink.
             single = [p for p in draft.kind_of(index).parts if p.kind == "other" and p.shape == (sizes.heads,)]
             for part in single:
@@ -118,8 +133,7 @@ class PadTo(Operation):
                 layer.rewritten[suffix] = draft.number
         # Without `head_dim` a class would divide the hidden size by the heads.
         draft.sizes |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": sizes.head_dim}
-        groups = f"groups of {sizes.heads // sizes.kv_heads} become {heads // kv_heads}"
-        yield f"heads of {sizes.head_dim}: {sizes.heads} / {sizes.kv_heads} become {heads} / {kv_heads} ({groups})"
+        yield shown
 
     def _head_counts(self, draft: Draft) -> tuple[int, int]:
         """The fewest query and key-value heads that devices divide, each group as large as every other."""
@@ -147,25 +161,16 @@ class PadTo(Operation):
     def _neurons(self, draft: Draft) -> Iterator[str]:
         """Pad the FFN of every layer."""
         wanted = math.lcm(self.multiple_of or 1, self.tensor_parallel or 1)
-        kinds = [draft.kind_of(index) for index in range(len(draft.layers))]
-        widths = {rows for kind in kinds for part in kind.parts for role, rows in part.blocks if role == "up"}
-        if not any(width % wanted for width in widths):
+        if wanted == 1 or not any(width % wanted for width in inner_widths(draft)):
             return
         check_alone(draft, "intermediate_size")
         check_free(draft)
-        before = draft.anatomy.sizes.intermediate
-        if not before:
-            raise BadInput("config.json: `intermediate_size` is not one number for all layers; pad a model where it is")
-        more = -before % wanted
-        hidden = draft.anatomy.sizes.hidden
-        for index, layer in enumerate(draft.layers):
-            parts_with(draft, index, _FFN)
-            rows: Recipe = Constant(0.0, draft.dtype_of(index), (more, hidden))
-            columns: Recipe = Constant(0.0, draft.dtype_of(index), (hidden, more))
-            pieces = {role: (columns if role == "down" else rows,) for role in _FFN}
-            layer.rewritten |= dict.fromkeys(widen(draft, index, ("gate", "up"), "down", pieces), draft.number)
-        draft.sizes["intermediate_size"] = before + more
-        yield f"FFNs of {before} become {before + more}"
+        fields, growths = wider_ffns(draft, multiple_of=wanted)
+        for field in fields:
+            check_alone(draft, field)
+        lengthen(draft, growths, lambda new: new.zeros)
+        draft.sizes |= fields
+        yield shown_growth(draft, growths)
 
     def _rows(self, draft: Draft) -> int:
         """Pad embeddings and head; return by how many rows."""

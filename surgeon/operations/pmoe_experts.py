@@ -39,9 +39,11 @@ from surgeon.runtime.experts_rules import ROUTER, RouterSlotSpec, RouterSpec, Sl
 
 # Where queries and values are made in attention that is not four matrices, or in what is in its place.
 _QUERY_VALUE = re.compile(
-    r"(to_|w)?[qv](_b)?(_proj)?|kv_b_proj|query|value|w?qkv(_proj)?|query_key_value|att_proj|c_attn|in_proj(_qkvz?)?",
+    r"(to_|w)?[qv](_b)?(_proj)?|kv(_b)?_proj|query|value|w?qkv(_proj)?|query_key_value|att_proj|c_attn|in_proj(_qkvz?)?",
     re.IGNORECASE,
 )
+# A linear module in a module of the projection's name, by itself.
+_INSIDE = ".linear"
 _LATENTS = re.compile(r"kv_a_proj(_with_mqa)?")
 
 
@@ -353,7 +355,12 @@ class PMoEExperts(Operation):
 def _offered(linear: Iterable[Iterable[str]]) -> str:
     """What a plan can do where no module is chosen for it."""
     names = dict.fromkeys(_last(path) for paths in linear for path in paths)
-    return f"name some by `targets`: {', '.join(names)}" if names else "use another operation"
+    if names:
+        return f"name some by `targets`: {', '.join(names)}"
+    return (
+        "those that its layers have run on more or fewer rows than there are tokens (several streams side by side,"
+        " experts), so a token's slot has no place there; use another operation"
+    )
 
 
 def _last(path: str) -> str:
@@ -371,7 +378,7 @@ def _query_and_value(draft: Draft, layer: int, linear: Mapping[str, object]) -> 
         return chosen
     block = draft.blocks(layer).get(ATTENTION, "")
     here = [path for path in linear if within(path, block)]
-    found = tuple(path for path in here if _QUERY_VALUE.fullmatch(_last(path)))
+    found = tuple(path for path in here if _QUERY_VALUE.fullmatch(_last(path.removesuffix(_INSIDE))))
     if not any(_last(path) == "kv_b_proj" for path in here):
         # Where a module expands values from a cache of latents, on other tokens: what makes the latents.
         found += tuple(path for path in here if _LATENTS.fullmatch(_last(path)))

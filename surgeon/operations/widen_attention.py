@@ -6,24 +6,21 @@ A group is a key-value head with the query heads that read it, as many as in the
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
-from surgeon.blueprint.recipes import Constant, Copy, Random, Recipe
+from surgeon.blueprint.recipes import Recipe
 from surgeon.errors import BadInput
-from surgeon.families.family import Part, Role
+from surgeon.operations.growing import New, lengthen, wider_heads
 from surgeon.operations.operation import OneOf, Operation, Paper, TrainingDefaults
-from surgeon.operations.widen_ffn import COMPOSABLE, place_of, repeated
-from surgeon.operations.widths import ROUNDING, check_alone, check_free, parts_with, which_layers, widen
+from surgeon.operations.widen_ffn import COMPOSABLE, drawn
+from surgeon.operations.widths import ROUNDING, check_alone, check_free, which_layers
 from surgeon.runtime.adapters_rules import VARIANCES
-
-_READING: tuple[Role, ...] = ("query", "key", "value")
-_OF_HEADS: frozenset[Role] = frozenset({"query_norm", "key_norm"})
 
 
 class WidenAttention(Operation):
@@ -52,24 +49,15 @@ class WidenAttention(Operation):
 
     def edit(self, draft: Draft, facts: None) -> OperationRecord:
         """Widen the attention of every layer."""
-        number = draft.number
         check_alone(draft, "num_attention_heads")
         check_free(draft, beside=("adapters",))
         sizes = draft.anatomy.sizes
-        each = sizes.heads // sizes.kv_heads
         groups = sizes.kv_heads if self.groups == "double" else self.groups
-        narrow = groups * sizes.head_dim
-        wide = narrow * each
-        rows: dict[Role, int] = {"query": wide, "key": narrow, "value": narrow, "output": wide}
-        wider = [index for index in range(len(draft.layers)) if _has_heads(draft, index)]
-        for index in wider or [0]:
-            parts = parts_with(draft, index, (*_READING, "output"))
-            check_norms(draft, index)
-            more = {role: self._pieces(draft, number, index, parts, role, count) for role, count in rows.items()}
-            draft.layers[index].rewritten |= dict.fromkeys(widen(draft, index, _READING, "output", more), number)
-        heads, kv_heads = sizes.heads + groups * each, sizes.kv_heads + groups
-        # Without `head_dim` a class would divide the hidden size by the heads.
-        draft.sizes |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": sizes.head_dim}
+        fields, growths = wider_heads(draft, groups)
+        check_norms(draft, growths)
+        wider = lengthen(draft, growths, partial(self._born, draft))
+        draft.sizes |= fields
+        heads, kv_heads = fields["num_attention_heads"], fields["num_key_value_heads"]
         return OperationRecord(
             op=self.op,
             matched=f"heads of {sizes.head_dim}: {sizes.heads} become {heads}, key-value heads {sizes.kv_heads} become"
@@ -78,34 +66,18 @@ class WidenAttention(Operation):
             trains="new",
         )
 
-    def _pieces(
-        self, draft: Draft, number: int, layer: int, parts: Mapping[str, Part], role: Role, count: int
-    ) -> tuple[Recipe, ...]:
-        sizes, dtype = draft.anatomy.sizes, draft.dtype_of(layer)
-        if role == "output":
-            return (Constant(0.0, dtype, (sizes.hidden, count)),)
-        if self.init != "copy":
-            std = math.sqrt(VARIANCES[self.init](sizes.hidden, len(draft.layers)))
-            return (Random(f"operations[{number}].layer[{layer}].{role}", std, dtype, (count, sizes.hidden)),)
-        suffix, begin = place_of(parts, role)
-        source = draft.layers[layer].tensors[suffix]
-        assert isinstance(source, Copy), suffix
-        return repeated(source, begin, sizes.query_width if role == "query" else sizes.kv_width, count)
+    def _born(self, draft: Draft, new: New) -> tuple[Recipe, ...]:
+        if self.init == "copy":
+            return new.repeated
+        return (drawn(draft, new, self.init, new.of.shape[-1]),)
 
 
-def check_norms(draft: Draft, layer: int) -> None:
-    """Raise BadInput where queries or keys are normalised over all heads together."""
-    norms = [p for p in draft.kind_of(layer).parts if p.kind == "norm" and {role for role, _ in p.blocks} & _OF_HEADS]
-    if wide := [part.suffix for part in norms if part.shape[0] != draft.anatomy.sizes.head_dim]:
-        raise BadInput(
-            f"layer {layer} ({wide[0]}): queries and keys are normalised over all heads together, so new heads would"
-            " change what the old ones compute"
-        )
-
-
-def _has_heads(draft: Draft, layer: int) -> bool:
-    """Whether a layer has attention as it is known; others (state spaces, convolutions) have no heads to add to.
-
-    Attention that is not known has other shapes once there are more heads, by which the model is then refused.
-    """
-    return bool({role for part in draft.kind_of(layer).parts for role, _ in part.blocks} & set(_READING))
+def check_norms(draft: Draft, growing: Sequence[Collection[str]]) -> None:
+    """Raise BadInput where a norm grows, of each kind by suffix: queries or keys are normalised over all heads then."""
+    for number, (kind, grown) in enumerate(zip(draft.anatomy.kinds, growing, strict=True)):
+        wide = [part for part in kind.parts if part.kind == "norm" and len(part.shape) == 1 and part.suffix in grown]
+        if wide:
+            raise BadInput(
+                f"layer {draft.anatomy.kind_of.index(number)} ({wide[0].suffix}): queries and keys are normalised over"
+                " all heads together, so new heads would change what the old ones compute"
+            )

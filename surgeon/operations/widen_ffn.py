@@ -1,24 +1,26 @@
 """`widen_ffn`: more neurons in every FFN, whose columns of the down projection are zero at birth.
 
-[W_g; G], [W_u; U], [W_d, 0] (Gesmundo and Maile, 2023, after Net2Net, Chen et al. 2016). The native class with a larger
-`intermediate_size`, and the same function.
+[W_g; G], [W_u; U], [W_d, 0] (Gesmundo and Maile, 2023, after Net2Net, Chen et al. 2016), in each expert of a mixture
+too. The native class with larger widths, and the same function.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
-from surgeon.blueprint.recipes import Constant, Copy, Random, Recipe, sliced
+from surgeon.blueprint.recipes import Random, Recipe
 from surgeon.errors import BadInput
-from surgeon.families.family import LARGEST_SIZE, Part, Role
+from surgeon.families.family import LARGEST_SIZE
+from surgeon.operations.growing import New, inner_widths, lengthen, shown_growth, wider_ffns
 from surgeon.operations.operation import OneOf, Operation, Paper, TrainingDefaults
-from surgeon.operations.widths import ROUNDING, check_alone, check_free, ffn_roles, parts_with, which_layers, widen
+from surgeon.operations.widths import ROUNDING, check_alone, check_free, which_layers
 from surgeon.runtime.adapters_rules import VARIANCES
 
 NET2NET = Paper(
@@ -46,7 +48,7 @@ class WidenFFN(Operation):
     examples: ClassVar[tuple[Mapping[str, object], ...]] = ({"by": 8},)
 
     op: Literal["widen_ffn"]
-    to: Annotated[int | None, Field(ge=1, le=LARGEST_SIZE, description="the new `intermediate_size`")] = None
+    to: Annotated[int | None, Field(ge=1, le=LARGEST_SIZE, description="the new width, where all FFNs have one")] = None
     by: Annotated[int | None, Field(ge=1, le=LARGEST_SIZE, description="how many neurons more, instead of `to`")] = None
     init: Annotated[
         str,
@@ -60,66 +62,48 @@ class WidenFFN(Operation):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if (self.to is None) == (self.by is None):
-            raise ValueError("give either `to` (the new intermediate_size) or `by` (how many neurons more)")
+            raise ValueError("give either `to` (the new width) or `by` (how many neurons more)")
         return self
 
     def edit(self, draft: Draft, facts: None) -> OperationRecord:
         """Widen the FFN of every layer."""
-        number = draft.number
         check_alone(draft, "intermediate_size")
         check_free(draft, beside=("adapters",))
-        before = draft.anatomy.sizes.intermediate
-        if not before:
+        widths = inner_widths(draft)
+        if self.to is not None and len(widths) > 1:
             raise BadInput(
-                "config.json: `intermediate_size` is not one number for all layers; widen a model where it is"
+                f"`to` {self.to}: FFNs and experts of this model have widths of {', '.join(map(str, widths))}; say `by`"
+                " how many neurons each becomes wider"
             )
-        after = self.to if self.to is not None else before + (self.by or 0)
-        if after > LARGEST_SIZE:
-            raise BadInput(f"FFNs of {before} would have {after} neurons; beyond 2^31 is refused")
-        if after <= before:
-            raise BadInput(f"`to` {after}: the FFNs have {before} neurons already, and only become wider")
-        wider = {index: roles for index in range(len(draft.layers)) if (roles := ffn_roles(draft, index))}
-        if not wider:
-            raise BadInput("no layer has an FFN that could become wider; widen another model")
-        for index, roles in wider.items():
-            parts = parts_with(draft, index, roles)
-            more = {role: self._pieces(draft, number, index, parts, role, after - before) for role in roles}
-            draft.layers[index].rewritten |= dict.fromkeys(widen(draft, index, roles[:-1], "down", more), number)
-        draft.sizes["intermediate_size"] = after
+        by = self.by if self.to is None else self.to - widths[0]
+        assert by is not None
+        if widths[-1] + by > LARGEST_SIZE:
+            raise BadInput(f"FFNs of {widths[-1]} would have {widths[-1] + by} neurons; beyond 2^31 is refused")
+        if by <= 0:
+            raise BadInput(f"`to` {self.to}: the FFNs have {widths[0]} neurons already, and only become wider")
+        fields, growths = wider_ffns(draft, by=by)
+        for field in fields:
+            check_alone(draft, field)
+        wider = lengthen(draft, growths, partial(self._born, draft))
+        draft.sizes |= fields
         return OperationRecord(
             op=self.op,
-            matched=f"FFNs of {before} become {after} in {which_layers(wider, draft)}, {self.init}",
+            matched=f"{shown_growth(draft, growths)} in {which_layers(wider, draft)}, {self.init}",
             claim=Claim("rounding", f"new columns of the down projections are zero; {ROUNDING}"),
             trains="new",
         )
 
-    def _pieces(
-        self, draft: Draft, number: int, layer: int, parts: Mapping[str, Part], role: Role, count: int
-    ) -> tuple[Recipe, ...]:
-        hidden, dtype = draft.anatomy.sizes.hidden, draft.dtype_of(layer)
-        if role == "down":
-            return (Constant(0.0, dtype, (hidden, count)),)
-        if self.init != "copy":
-            std = math.sqrt(VARIANCES[self.init](hidden, len(draft.layers)))
-            return (Random(f"operations[{number}].layer[{layer}].{role}", std, dtype, (count, hidden)),)
-        suffix, begin = place_of(parts, role)
-        source = draft.layers[layer].tensors[suffix]
-        assert isinstance(source, Copy), suffix
-        return repeated(source, begin, draft.anatomy.sizes.intermediate, count)
+    def _born(self, draft: Draft, new: New) -> tuple[Recipe, ...]:
+        if self.init == "copy":
+            return new.repeated
+        return (drawn(draft, new, self.init, draft.anatomy.sizes.hidden),)
 
 
-def place_of(parts: Mapping[str, Part], role: Role) -> tuple[str, int]:
-    """The weight that holds a module, and the first of its rows there."""
-    for suffix, part in parts.items():
-        begin = 0
-        for other, rows in part.blocks if part.kind == "weight" else ():
-            if other == role:
-                return suffix, begin
-            begin += rows
-    raise AssertionError(role)
+def drawn(draft: Draft, new: New, init: str, reads: int) -> Random:
+    """Normal values for what is new in a matrix that reads so many numbers, of the variance that `init` names.
 
-
-def repeated(source: Copy, begin: int, rows: int, count: int) -> tuple[Recipe, ...]:
-    """`count` rows: copies of the `rows` rows from `begin` on, from the first, over and over."""
-    turns = [min(rows, count - done) for done in range(0, count, rows)]
-    return tuple(sliced(source, begin, begin + taken, again=True) for taken in turns)
+    Of modules that are not known by a role alone each draws for itself.
+    """
+    std = math.sqrt(VARIANCES[init](reads, len(draft.layers)))
+    key = new.role if new.role and new.part.expert is None else f"{new.part.suffix}.{new.role}".removesuffix(".")
+    return Random(f"operations[{draft.number}].layer[{new.layer}].{key}", std, new.of.dtype, new.shape)

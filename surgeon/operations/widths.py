@@ -16,7 +16,6 @@ from surgeon.blueprint.recipes import Constant, Copy, Joined, Random, Recipe, si
 from surgeon.common.formatting import show_layers
 from surgeon.errors import BadInput, printable
 from surgeon.families.family import Part, Role
-from surgeon.runtime.composition import FFN
 
 # What predicts further tokens, where it is no layer above the stack.
 _FURTHER = ("mtp.", "model.mtp.")
@@ -58,8 +57,8 @@ def parts_with(draft: Draft, layer: int, roles: Sequence[Role]) -> dict[str, Par
         named = [role for role, _ in part.blocks if role in roles]
         if named and part.expert is not None:
             raise BadInput(
-                f"layer {layer} ({printable(part.suffix)}): its FFN is a mixture of experts, whose widths surgeon does"
-                " not change"
+                f"layer {layer} ({printable(part.suffix)}): its FFN is a mixture of experts, which see"
+                " some of the tokens, and what is to be a part of it sees all"
             )
         if named:
             found[part.suffix] = part
@@ -72,18 +71,6 @@ def parts_with(draft: Draft, layer: int, roles: Sequence[Role]) -> dict[str, Par
     if kind.packed:
         raise BadInput(f"layer {layer} is quantised: widen the full-precision model, and quantise the output")
     return found
-
-
-def ffn_roles(draft: Draft, layer: int) -> tuple[Role, ...]:
-    """The modules of a layer's FFN from the first that reads to the one that writes; without a gate two, else three.
-
-    Empty where the layer has no FFN. Raises BadInput where none of its parts is known.
-    """
-    kind = draft.kind_of(layer)
-    known = {role for part in kind.parts for role, _ in part.blocks}
-    if not known & {"up", "down"} and FFN not in draft.blocks(layer):
-        return ()
-    return ("gate", "up", "down") if "gate" in known else ("up", "down")
 
 
 def which_layers(wider: Collection[int], draft: Draft) -> str:

@@ -34,7 +34,9 @@ def base_of(folder: Path, family: str = "llama", **overrides: Any) -> Path:
 
 
 def load(folder: Path) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, trust_remote_code=True).eval()
+    # What multiplies all experts at once does not take float64.
+    eager = {"trust_remote_code": True, "experts_implementation": "eager"}
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **eager).eval()
 
 
 def same_function(one: Path, other: Path) -> bool:
@@ -243,29 +245,61 @@ def test_what_cannot_be_wider_is_refused_in_a_line(case: str, tmp_path: Path) ->
     assert "\n" not in str(refused.value)
 
 
-def test_norms_over_all_heads_and_mixtures_are_refused(tmp_path: Path) -> None:
+def test_norms_over_all_heads_and_rows_that_kernels_do_not_take_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="normalised over all heads together"):
         surgeon.preview(plan_of(tmp_path, ATTENTION), base_of(tmp_path, "olmo2"))
-    sinks = tiny_decoder(tmp_path / "sinks", "gpt_oss", CAUSAL, dtype="bfloat16")
-    with pytest.raises(BadInput, match=r"other tensors at these widths .*self_attn\.sinks \(planned\): shape \[2\]"):
-        surgeon.preview(plan_of(tmp_path, ATTENTION), sinks)
+    neox = tiny_decoder(tmp_path / "neox", "gpt_neox", CAUSAL, dtype="bfloat16")
+    with pytest.raises(BadInput, match=r"with 3 heads transformers' class builds heads of another size"):
+        surgeon.preview(plan_of(tmp_path, ATTENTION), neox)
+    rounds = tiny_decoder(tmp_path / "rounds", "lfm2", CAUSAL, dtype="bfloat16", block_multiple_of=32)
+    with pytest.raises(BadInput, match=r"FFNs of 64 or 96 neurons, and none of 77; .* wider `by: 32`"):
+        surgeon.preview(plan_of(tmp_path, FFN), rounds)
     experts = tiny_decoder(tmp_path / "experts", "qwen3_moe", CAUSAL, dtype="bfloat16")
-    with pytest.raises(BadInput, match="mixture of experts"):
+    with pytest.raises(BadInput, match=r"experts of 64 neurons would have 77, .* by a multiple of 8"):
         surgeon.preview(plan_of(tmp_path, FFN), experts)
 
 
-@pytest.mark.parametrize(("kind", "operation"), [("qwen3_moe", ATTENTION), ("smollm3", FFN), ("lfm2", ATTENTION)])
-def test_a_derived_type_becomes_wider_once_a_twin_did(kind: str, operation: dict[str, Any], tmp_path: Path) -> None:
-    base = tiny_decoder(tmp_path / "base", kind, CAUSAL, dtype="bfloat16")
-    out = apply(tmp_path, base, "out", operation)
+SIXTEEN = {"op": "widen_ffn", "by": 16}
+
+
+@pytest.mark.parametrize(
+    ("kind", "ffn"),
+    # Experts one by one; fused, turned and alternating, beside sinks; a width that the class rounds.
+    [("qwen3_moe", SIXTEEN | {"init": "copy"}), ("gpt_oss", SIXTEEN), ("lfm2", {"op": "widen_ffn", "by": 32})],
+)
+def test_a_derived_type_becomes_wider_once_a_twin_did(kind: str, ffn: dict[str, Any], tmp_path: Path) -> None:
+    changes = {"block_multiple_of": 32} if kind == "lfm2" else {}
+    base = tiny_decoder(tmp_path / "base", kind, CAUSAL, dtype="bfloat16", **changes)
+    out = apply(tmp_path, base, "out", ATTENTION, ffn)
     assert verified(base, out)
+    held, found = weights(base), weights(out)
+    grown = set()
+    for name, value in held.items():
+        old = tuple(slice(size) for size in value.shape)
+        assert torch.equal(found[name][old], value), name
+        if found[name].shape != value.shape:
+            grown.add(name.split(".")[-2] if name.endswith("weight") else name.split(".")[-1])
+            rest = found[name].clone()
+            rest[old] = 0
+            written = name.endswith(("sinks", "bias")) or any(f".{each}" in name for each in WRITES)
+            assert rest.any() != written, name
+    assert grown == GROWN[kind] and same_function(base, out)
+
+
+WRITES = ("down_proj", "o_proj", "out_proj", "w2.")
+HEADS = {"q_proj", "k_proj", "v_proj"}
+GROWN = {
+    "qwen3_moe": HEADS | {"o_proj", "gate_proj", "up_proj", "down_proj"},
+    "gpt_oss": HEADS | {"o_proj", "sinks", "gate_up_proj", "gate_up_proj_bias", "down_proj"} | {"bias"},
+    "lfm2": HEADS | {"out_proj", "w1", "w2", "w3"},
+}
 
 
 def test_the_proof_of_widths_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from surgeon.operations import widen_attention
+    from surgeon.operations import growing
 
-    base, made = tiny_decoder(tmp_path / "base", "smollm3", CAUSAL, dtype="bfloat16"), widen_attention.Constant
-    monkeypatch.setattr(widen_attention, "Constant", lambda _value, *rest: made(0.5, *rest))
+    base, made = tiny_decoder(tmp_path / "base", "smollm3", CAUSAL, dtype="bfloat16"), growing.Constant
+    monkeypatch.setattr(growing, "Constant", lambda _value, *rest: made(0.5, *rest))
     with pytest.raises(BadInput, match="the logits are not the base's once"):
         surgeon.preview(plan_of(tmp_path, ATTENTION), base)
 

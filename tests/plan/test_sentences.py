@@ -138,7 +138,7 @@ OPERATIONS = [
     ),
     ("op: drop_experts, experts: [1], held_out: en.jsonl", "`held_out` needs `text`, which experts are judged by"),
     ("op: widen_hidden", "give either `to` (the new hidden_size) or `times` (how many times as wide)"),
-    ("op: widen_ffn, by: 8, to: 64", "give either `to` (the new intermediate_size) or `by` (how many neurons more)"),
+    ("op: widen_ffn, by: 8, to: 64", "give either `to` (the new width) or `by` (how many neurons more)"),
     ("op: mixture_of_control, sites: [ffn, ffn]", "`sites` names a site twice"),
     (f"{FUSION}, window: 8}}", "`window` has a meaning with `support: activations` only"),
     (f"{FUSION}, support: activations}}", "`support: activations` needs a `text`, on which the base is run"),

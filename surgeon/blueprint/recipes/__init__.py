@@ -14,6 +14,7 @@ from surgeon.blueprint.recipes.copies import (
     renamed,
     rows,
     sliced,
+    sliced_along,
     sliced_columns,
     whole,
 )
@@ -78,6 +79,7 @@ __all__ = [
     "rows",
     "side_by_side",
     "sliced",
+    "sliced_along",
     "sliced_columns",
     "stacked_experts",
     "whole",

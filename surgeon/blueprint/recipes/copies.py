@@ -140,6 +140,15 @@ def sliced_columns(of: Copy, start: int, stop: int) -> Copy:
     return replace(of.columns(start, stop), words=words)
 
 
+def sliced_along(of: Copy, axis: int, start: int, stop: int, *, again: bool = False) -> Copy:
+    """Slices `start:stop` of a tensor along any axis, a part of a larger one; `again`: they lie elsewhere too."""
+    if axis == 0:
+        return sliced(of, start, stop, again=again)
+    shape = (*of.shape[:axis], stop - start, *of.shape[axis + 1 :])
+    words: Words = (("again" if again else "copy", of.source), ("axis", axis), ("slices", (start, stop)))
+    return replace(of._part(axis, range(start, stop), shape), trains=True if again else None, words=words)
+
+
 def renamed(of: Copy, source: str) -> Copy:
     """The same of another tensor of the same dtype and shape, whole."""
     return replace(of, spans=Pieces.whole(source, of.nbytes).spans, source=source)

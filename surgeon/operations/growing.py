@@ -1,0 +1,299 @@
+"""What grows in layers that become wider: the fields of a config.json, and the tensors with them.
+
+Of usual types whose layers have one FFN of plain matrices, and attention of four, that is known without building
+anything; elsewhere transformers' class is built wider, and its shapes say it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from surgeon.blueprint.draft import Draft
+from surgeon.blueprint.recipes import Constant, Copy, Joined, Recipe, side_by_side, sliced_along
+from surgeon.errors import BadInput, printable
+from surgeon.families.anatomy import Anatomy, LayerKind
+from surgeon.families.decoders import USUAL_DECODERS
+from surgeon.families.family import Part, Role, Sizes, inner_width
+from surgeon.families.growth import part_of
+
+# Of experts: 16 bytes of bfloat16.
+_OF_EXPERTS = 8
+# Of each kind of layers, the tensors that become larger, by suffix: along which axis, from and to how many.
+Growths = Sequence[Mapping[str, tuple[int, int, int]]]
+
+
+@dataclass(frozen=True)
+class New:
+    """What is new of one module in a tensor of a layer: along `axis`, behind the `count` from `begin` on, `more`.
+
+    `role` is empty where it is not known.
+    """
+
+    layer: int
+    part: Part
+    role: Role | Literal[""]
+    of: Copy
+    axis: int
+    begin: int
+    count: int
+    more: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of what is new."""
+        return (*self.of.shape[: self.axis], self.more, *self.of.shape[self.axis + 1 :])
+
+    @property
+    def reads(self) -> bool:
+        """Whether it is of a matrix that reads the stream, or what is made of that."""
+        writes = self.role in ("down", "output") or (not self.role and self.axis == len(self.of.shape) - 1)
+        return self.part.kind == "weight" and not writes
+
+    @property
+    def zeros(self) -> tuple[Recipe, ...]:
+        """Zeros for what is new."""
+        return (Constant(0.0, self.of.dtype, self.shape),)
+
+    @property
+    def repeated(self) -> tuple[Recipe, ...]:
+        """Copies of the lowest of what there is, in turn."""
+        turns = [min(self.count, self.more - done) for done in range(0, self.more, self.count)]
+        return tuple(sliced_along(self.of, self.axis, self.begin, self.begin + n, again=True) for n in turns)
+
+
+_FFN: tuple[Role, ...] = ("gate", "up", "down")
+
+
+def wider_ffns(draft: Draft, *, by: int = 0, multiple_of: int = 1) -> tuple[dict[str, int], Growths]:
+    """The config's fields with which every FFN is wider, and what grows with them: `by`, or up to a multiple.
+
+    Raises BadInput where an FFN's width follows from no field that is known.
+    """
+    before = draft.anatomy.sizes.intermediate
+    plain = [_plain_neurons(kind, before) for kind in draft.anatomy.kinds]
+    if _is_usual(draft.anatomy) and before and all(each is not None for each in plain):
+        after = before + (by or -before % multiple_of)
+        grown = [{suffix: (axis, before, after) for suffix, axis in (each or {}).items()} for each in plain]
+        return ({"intermediate_size": after} if after > before else {}), grown
+    fields = draft.anatomy.derivation.inner_fields(by=by, multiple_of=multiple_of)
+    grown = list(draft.anatomy.derivation.growths(fields)) if fields else []
+    for number, found in enumerate(grown):
+        known = {part.suffix for part in draft.anatomy.kinds[number].parts if _of_ffn(part)}
+        if unknown := sorted(found.keys() - known):
+            raise BadInput(
+                f"layer {draft.anatomy.kind_of.index(number)} ({printable(unknown[0])}): grows with"
+                f" {' and '.join(f'`{field}`' for field in fields)}, and what of it is a neuron is not known, so this"
+                " model's FFNs cannot become wider"
+            )
+        _check_experts(draft, number, found)
+    return fields, grown
+
+
+def _is_usual(anatomy: Anatomy) -> bool:
+    """Whether a type's fields are known to mean what their names say: other classes may round, or derive a width."""
+    return anatomy.family.encoder or anatomy.family.model_type in USUAL_DECODERS
+
+
+def _check_experts(draft: Draft, number: int, grown: Mapping[str, tuple[int, int, int]]) -> None:
+    """Raise BadInput where experts would have rows that kernels which multiply all of them at once do not take."""
+    for part in draft.anatomy.kinds[number].parts:
+        if part.suffix not in grown or part.expert is None or not _writes(part):
+            continue
+        _, before, after = grown[part.suffix]
+        width = inner_width(part) * after // before
+        if width % _OF_EXPERTS and not inner_width(part) % _OF_EXPERTS:
+            raise BadInput(
+                f"layer {draft.anatomy.kind_of.index(number)}: experts of {inner_width(part)} neurons would have"
+                f" {width}, and kernels that multiply all experts at once take rows of 16 bytes: widen them by a"
+                f" multiple of {_OF_EXPERTS}"
+            )
+
+
+def inner_widths(draft: Draft) -> list[int]:
+    """The widths of FFNs and of experts, each once, from the smallest. Raises BadInput where none is known."""
+    widths = {inner_width(p) for kind in draft.anatomy.kinds for p in kind.parts if p.kind == "weight" and _writes(p)}
+    if not widths:
+        raise BadInput("no layer has an FFN whose projections are known, so none can become wider; widen another model")
+    return sorted(widths)
+
+
+def shown_growth(draft: Draft, growths: Growths) -> str:
+    """Which widths become which, in words."""
+    grown = {
+        (before := inner_width(part)): before * after // size
+        for kind, here in zip(draft.anatomy.kinds, growths, strict=True)
+        for part in kind.parts
+        if part.kind == "weight" and _writes(part) and part.suffix in here
+        for _, size, after in [here[part.suffix]]
+    }
+    each = [f"of {before} become {after}" for before, after in sorted(grown.items())]
+    return f"FFNs {', '.join(each)}"
+
+
+def _writes(part: Part) -> bool:
+    return any(role == "down" for role, _ in part.blocks)
+
+
+def _of_ffn(part: Part) -> bool:
+    return any(role in _FFN for role, _ in part.blocks)
+
+
+def _plain_neurons(kind: LayerKind, width: int) -> dict[str, int] | None:
+    """The axis of each tensor that holds neurons of a layer's one FFN of this width; None where it has another one."""
+    own = [part for part in kind.parts if _of_ffn(part)]
+    roles = sorted(role for part in own if part.kind == "weight" for role, _ in part.blocks)
+    if any(part.expert is not None for part in own) or roles not in ([], ["down", "up"], ["down", "gate", "up"]):
+        return None
+    held = {part.suffix: neurons_of(part) for part in own if part.kind == "weight" or part.blocks[0][0] != "down"}
+    if any(rows != width for _, blocks in held.values() for _, rows in blocks):
+        return None
+    return {suffix: axis for suffix, (axis, _) in held.items()}
+
+
+def neurons_of(part: Part) -> tuple[int, tuple[tuple[Role, int], ...]]:
+    """Along which axis a tensor of an FFN, or of experts, holds neurons; and its modules there, with how many each.
+
+    Where rows of gate and up alternate they are one module's.
+    """
+    expert, role = part.expert, part.blocks[0][0]
+    turned = expert is not None and expert.transposed
+    stacked = expert is not None and expert.number is None
+    axis = int(stacked) + (int((role == "down") != turned) if part.kind == "weight" else 0)
+    if role == "down" or (expert is not None and expert.interleaved):
+        return axis, ((role, part.shape[axis]),)
+    return axis, part.blocks
+
+
+_HEAD_NORMS: frozenset[str] = frozenset({"query_norm", "key_norm"})
+_HEADS: frozenset[str] = frozenset({"query", "key", "value", "output"})
+# Fields that count heads of keys and values.
+_KEYS = re.compile(r"(.*[._])?num_(global_)?(key_value|kv)_heads|(.*\.)?kv_n_heads")
+_HEAD_DIM = "head_dim"
+
+
+def wider_heads(draft: Draft, groups: int) -> tuple[dict[str, int], Growths]:
+    """The config's fields with which all attention has more groups of heads, and what grows with them.
+
+    Each tensor grows in the proportion in which heads become more. Raises BadInput where one does not, so that heads
+    would be others than they were, or there are none.
+    """
+    sizes = draft.anatomy.sizes
+    if not sizes.heads or sizes.heads % sizes.kv_heads:
+        raise BadInput("config.json: its layers have no heads of attention in groups, so none can be added")
+    each, after = sizes.heads // sizes.kv_heads, sizes.kv_heads + groups
+    # Without `head_dim` a class would divide the hidden size by the heads.
+    fields = {"num_attention_heads": after * each, "num_key_value_heads": after}
+    plain = [_plain_heads(kind, sizes, after) for kind in draft.anatomy.kinds]
+    if _is_usual(draft.anatomy) and any(plain) and all(each is not None for each in plain):
+        return fields | {_HEAD_DIM: sizes.head_dim}, [each or {} for each in plain]
+    part = part_of(draft.config, draft.anatomy.derivation.path)
+    # Some layers may have other numbers of them, each in fields of its own.
+    others = {key: value for key, value in part.items() if _KEYS.fullmatch(key) and type(value) is int}
+    fields |= {key: value * after // sizes.kv_heads for key, value in others.items()}
+    found = head_growths(draft.anatomy, fields)
+    if found is None:
+        raise BadInput(groups_that_fit(draft.anatomy) or f"config.json: with {after * each} heads {SMALLER_HEADS}")
+    return found
+
+
+# Why heads cannot become more in some classes.
+SMALLER_HEADS = (
+    "transformers' class builds heads of another size, or tensors that do not grow with them, as one does that divides"
+    " `hidden_size` by their number: the old ones would compute something else, so none can be added; widen_ffn may"
+    " widen it"
+)
+# Numbers of groups that are tried where a plan's number does not fit.
+_MOST_GROUPS, _MOST_TRIALS = 4096, 3
+
+
+def head_growths(anatomy: Anatomy, fields: Mapping[str, int]) -> tuple[dict[str, int], Growths] | None:
+    """These fields, with a head size where the class needs it, and what grows with them; None where that is uneven."""
+    before, after = anatomy.sizes.kv_heads, fields["num_key_value_heads"]
+    for more in ({}, {_HEAD_DIM: anatomy.sizes.head_dim}):
+        with contextlib.suppress(BadInput):
+            grown = anatomy.derivation.growths({**fields, **more})
+            if any(grown) and all(of * after == to * before for here in grown for _, of, to in here.values()):
+                return {**fields, **more}, grown
+    return None
+
+
+def groups_that_fit(anatomy: Anatomy) -> str:
+    """The fewest new groups of heads that transformers' class takes, in words; why there are none; empty if unknown.
+
+    The rule of classes is that heads divide the hidden size, also where the config says `head_dim`; what is named was
+    tried.
+    """
+    sizes = anatomy.sizes
+    each = sizes.heads // sizes.kv_heads
+    numbers = range(1, min(_MOST_GROUPS, sizes.hidden // each) + 1)
+    fitting = [groups for groups in numbers if sizes.hidden % (sizes.heads + groups * each) == 0]
+    for groups in fitting[:_MOST_TRIALS]:
+        heads, keys = sizes.heads + groups * each, sizes.kv_heads + groups
+        if head_growths(anatomy, {"num_attention_heads": heads, "num_key_value_heads": keys}) is not None:
+            return f"{heads} heads are the fewest that fit (`groups: {groups}` in `widen_attention`)"
+    return f"with {sizes.heads + fitting[0] * each} heads {SMALLER_HEADS}" if fitting else ""
+
+
+def _plain_heads(kind: LayerKind, sizes: Sizes, after: int) -> dict[str, tuple[int, int, int]] | None:
+    """What grows in a layer of four projections of heads; None where its attention is, or may be, another."""
+    own = [part for part in kind.parts if {role for role, _ in part.blocks} & _HEADS]
+    roles = sorted(role for part in own if part.kind == "weight" for role, _ in part.blocks)
+    unknown = [part for part in kind.parts if not part.blocks and part.kind != "norm"]
+    if unknown or (own and roles != sorted(_HEADS)):
+        return None
+    writing = {part.suffix for part in own if part.blocks[0][0] == "output"}
+    held = [part for part in own if part.kind == "weight" or part.suffix not in writing]
+    held += norms_of_all_heads(kind, sizes.head_dim)
+    return {part.suffix: (int(part.suffix in writing), sizes.kv_heads, after) for part in held}
+
+
+def norms_of_all_heads(kind: LayerKind, head_dim: int) -> list[Part]:
+    """The norms of queries and keys that have a number for each dimension of all heads."""
+    norms = [part for part in kind.parts if part.kind == "norm" and {role for role, _ in part.blocks} & _HEAD_NORMS]
+    return [part for part in norms if part.shape[0] != head_dim]
+
+
+def lengthen(draft: Draft, growths: Growths, born: Callable[[New], Sequence[Recipe]]) -> list[int]:
+    """Make the tensors of all layers as long as `growths` says; return which layers changed.
+
+    What is new in a matrix that reads the stream is as `born` makes it; columns that write, biases and numbers by
+    themselves are zeros, and norms scale by one. Raises BadInput where a layer is quantised, or nothing grows.
+    """
+    changed: list[int] = []
+    for index, layer in enumerate(draft.layers):
+        kind = draft.kind_of(index)
+        grown = growths[draft.anatomy.kind_of[layer.like]]
+        if grown and kind.packed:
+            raise BadInput(f"layer {index} is quantised: widen the full-precision model, and quantise the output")
+        parts = {part.suffix: part for part in kind.parts}
+        for suffix, growth in grown.items():
+            recipe = layer.tensors[suffix]
+            assert isinstance(recipe, Copy), suffix
+            layer.tensors[suffix] = _longer(index, recipe, parts[suffix], growth, born)
+            layer.rewritten[suffix] = draft.number
+        changed += [index] if grown else []
+    return changed
+
+
+def _longer(
+    layer: int, of: Copy, part: Part, growth: tuple[int, int, int], born: Callable[[New], Sequence[Recipe]]
+) -> Joined:
+    """A tensor with more behind each of its modules, in the proportion in which it grows."""
+    axis, before, after = growth
+    blocks: Sequence[tuple[Role | Literal[""], int]] = part.blocks
+    if _of_ffn(part):
+        axis, blocks = neurons_of(part)
+    elif not (part.kind in ("weight", "bias") and axis == 0 and blocks):
+        blocks = [(part.blocks[0][0] if part.blocks else "", part.shape[axis])]
+    pieces: list[Recipe] = []
+    begin = 0
+    for role, count in blocks:
+        new = New(layer, part, role, of, axis, begin, count, count * (after - before) // before)
+        pieces.append(of if len(blocks) == 1 else sliced_along(of, axis, begin, begin + count))
+        pieces += born(new) if new.reads else (Constant(part.identity or 0.0, of.dtype, new.shape),)
+        begin += count
+    return side_by_side(pieces, axis)
