@@ -118,10 +118,12 @@ class Gating(Reading):
     """
 
     def __init__(self, valid: Tensor, begins: Tensor | None, past: Kept | None, forced: Tensor | None = None) -> None:
-        super().__init__(valid, begins, past)
-        self.forced = forced
-        # Whether each row has one token, over a cache.
+        # Whether each row has one token, over a cache: then a document begins there or before.
         self.single = past is not None and valid.shape[1] == 1 and not torch.compiler.is_compiling()
+        super().__init__(valid, None if self.single else begins, past)
+        if self.single and begins is not None:
+            self.begin = begins.long()
+        self.forced = forced
         self.skips = False
         self.shut = False
         self.bare = False

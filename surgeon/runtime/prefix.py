@@ -118,8 +118,7 @@ class Reading:
         self.valid = valid
         self.past = past
         # The place, from 1, at which each token's document begins; 0: before this forward.
-        single = begins is not None and begins.shape[1] == 1 and not torch.compiler.is_compiling()
-        self.begin = None if begins is None else begins.long() if single else latest(begins)
+        self.begin = None if begins is None else latest(begins)
 
     def before(self, name: Any) -> Tensor | None:
         """What was kept of a row's last token before this forward, B 1 ·; None: nothing came before."""
