@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -47,14 +47,18 @@ class GatedLayer(UpcycledLayer):
 
     # Where `decides`.
     domain_gate: Any
+    # Of a layer that nobody composed, as transformers builds one for MTP.
+    spared = False
+    owing: Mapping[int, nn.Module | None] = {}
 
     def compose(self, config: Any, index: int, surgery: Surgery) -> None:
         """Let grafts in."""
         super().compose(config, index, surgery)
         twin = self._modules.get("expanded")
-        self.owing: dict[int, nn.Module | None] = {index: None} if self.layer_gated else {}
+        owing: dict[int, nn.Module | None] = {index: None} if self.layer_gated else {}
         if twin is not None:
-            self.owing |= {branch: twin for branch, home in surgery.homes.items() if home == index}
+            owing |= {branch: twin for branch, home in surgery.homes.items() if home == index}
+        self.owing = owing
         # A router is needed only where slots run.
         slots = "experts" if "slotted" not in vars(self) else ""
         own = all(graft.name in {*self.gated, slots} or graft.name == "gate" for graft in self.grafts)

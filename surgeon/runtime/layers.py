@@ -83,7 +83,8 @@ class UpcycledLayer(nn.Module):
     carry grafts: name, native class, the name by which grafts know them, and class with grafts.
     """
 
-    grafts: tuple[Graft, ...]
+    # None where transformers builds another layer of this class: for MTP it takes the class of the model's last one.
+    grafts: tuple[Graft, ...] = ()
     sites: ClassVar[tuple[tuple[str, type[nn.Module], str, type[Site]], ...]]
     activation_field: ClassVar[str]
     if ROUTES:
