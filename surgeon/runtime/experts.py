@@ -233,12 +233,8 @@ class ExpertGraft(Graft, ExpertRules):
                 check_slots(block, name)
         if layer.routes:
             frame.routing, logs = layer.expert_router(hidden_states)
-            if (
-                LOSSES
-                and frame.domains is not None
-                and frame.valid is not None
-                and layer.loss_weights["router_loss"] > 0
-            ):
+            measured = frame.valid is not None and frame.domains is not None
+            if LOSSES and measured and layer.loss_weights["router_loss"] > 0:
                 frame.measure("router_loss", task_loss(logs, frame.valid, frame.domains))
 
     def weights(self, surgery: Surgery, index: int) -> Mapping[str, float]:
