@@ -4,8 +4,8 @@
 
 The surgeries of `benchmarks.gate` behind a gate, as `apply` writes them, in float32, one thread. A fitted classifier
 costs what one at zero does; the threshold alone decides here. Processor time (least of `REPEATS`, base and output in
-turn) of a prefill of 4 × 128 tokens and of 64 tokens one at a time over a cache; of the one token that opens the gate
-after 64 closed ones; and the bytes that the cache then holds, with what it holds in the place of keys and values that
+turn) of a prefill of 4 × 384 tokens and of 96 tokens one at a time over a cache; of the one token that opens the gate
+after 96 closed ones; and the bytes that the cache then holds, with what it holds in the place of keys and values that
 are not made yet. Results go to benchmarks/results/gate_cost_<base>.md.
 """
 
@@ -25,8 +25,8 @@ from benchmarks.gate import SURGERIES
 from benchmarks.measuring import machine
 
 RESULTS = Path(__file__).resolve().parent / "results"
-REPEATS = 5
-TOKENS, ROWS, LENGTH = 64, 4, 128
+REPEATS = 7
+TOKENS, ROWS, LENGTH = 96, 4, 384
 # A threshold that no evidence passes, and one that all does.
 CLOSED, OPEN = 1e5, -1.0
 

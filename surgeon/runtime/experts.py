@@ -233,9 +233,10 @@ class ExpertGraft(Graft, ExpertRules):
                 check_slots(block, name)
         if layer.routes:
             frame.routing, logs = layer.expert_router(hidden_states)
-            measured = frame.valid is not None and frame.domains is not None
-            if LOSSES and measured and layer.loss_weights["router_loss"] > 0:
-                frame.measure("router_loss", task_loss(logs, frame.valid, frame.domains))
+            if LOSSES:
+                valid, domains = frame.valid, frame.domains
+                if valid is not None and domains is not None and layer.loss_weights["router_loss"] > 0:
+                    frame.measure("router_loss", task_loss(logs, valid, domains))
 
     def weights(self, surgery: Surgery, index: int) -> Mapping[str, float]:
         """The router's loss, in its layer."""
