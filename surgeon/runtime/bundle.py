@@ -80,6 +80,7 @@ def roots_of(native: Composition, uses: tuple[Use, ...]) -> list[str]:
         "spans": bool(spans_of(native, uses)),
         "twins": any(use.twins for use in uses),
         "crossing": any(use.crosses for use in uses),
+        "closing": any(use.gates for use in uses),
     }
     roots = {f"{_PACKAGE}.{name}" for name in ("graft", "heads", *(name for name, there in asked.items() if there))}
     return sorted(roots | {use.rules.part for use in uses} | {part for use in uses for _, part, _ in use.taken or ()})

@@ -104,6 +104,11 @@ class Use:
         return any(kind.branching for kind in self.rules.kinds)
 
     @property
+    def gates(self) -> bool:
+        """Whether it closes others."""
+        return "gated" in self.rules.keys
+
+    @property
     def crosses(self) -> bool:
         """Whether something of it may cross layers."""
         return type(self.rules).crosses is not GraftRules.crosses
@@ -135,7 +140,7 @@ def classes_of(native: Composition, uses: tuple[Use, ...]) -> str:
         module, _, name = each.rpartition(".")
         imports.setdefault(module if each in TORCH_CLASSES else f"transformers.{module}", set()).add(name)
     layer_classes = _listed([f"{short_name(each)}: {upcycled(each)}" for each in native.layers])
-    twins = any(use.twins for use in uses)
+    twins, gated = any(use.twins for use in uses), any(use.gates for use in uses)
     model_parts = [*(["TwinnedModel"] * twins), *(["CrossingModel"] * any(use.crosses for use in uses))]
     outer = native.model not in (native.text, native.head)
     template = (files(__package__) / "classes.template").read_text(encoding="utf-8")
@@ -153,7 +158,7 @@ def classes_of(native: Composition, uses: tuple[Use, ...]) -> str:
         model_type=PREFIX + native.model_type,
         grafts=f"{uses[0].source}," if len(uses) == 1 else _listed([use.source for use in uses]),
         blocks=_blocks(sites, spans),
-        layers="".join(_layer(native, each, twins, sites, spans) for each in native.layers),
+        layers="".join(_layer(native, each, twins, gated, sites, spans) for each in native.layers),
         Text=text,
         NativeText=short_name(native.text),
         text_is="The model without a head" if native.encoder else "The text decoder",
@@ -205,9 +210,9 @@ def _placed(places: list[str]) -> str:
 
 
 def _layer(
-    native: Composition, told: str, twins: bool, sites: tuple[SiteClass, ...], spans: tuple[SpanClass, ...]
+    native: Composition, told: str, twins: bool, gated: bool, sites: tuple[SiteClass, ...], spans: tuple[SpanClass, ...]
 ) -> str:
-    """The class of a layer with grafts, and with `twins` that of its twin."""
+    """The class of a layer with grafts, and with `twins` that of its twin; `gated`: a domain gate closes grafts."""
     stated = [f'activation_field = "{native.activation}"']
     stated += ["sites: ClassVar[Any] = GRAFT_SITES"] * bool(sites) + ["spans: ClassVar[Any] = GRAFT_SPANS"] * bool(
         spans
@@ -215,7 +220,9 @@ def _layer(
     return (_TWINNED_LAYER if twins else _LAYER).format(
         upcycled=upcycled(told),
         native=short_name(told),
-        mixed_in=", ".join([*["TwinnedLayer"] * twins, *["SpannedLayer"] * bool(spans)] or ["UpcycledLayer"]),
+        mixed_in=", ".join(
+            [*["GatedLayer"] * gated, *["TwinnedLayer"] * twins, *["SpannedLayer"] * bool(spans)] or ["UpcycledLayer"]
+        ),
         branch_mixed_in=", ".join(["BranchLayer", *["SpannedLayer"] * bool(spans)]),
         places="\n    ".join(stated),
     )

@@ -28,7 +28,7 @@ from .graft import Flow, Graft, here
 from .losses import masked_mean
 from .newborn import LowRank, Newborn, without
 from .precision import at_least_fp32
-from .present import GATES
+from .present import GATES, LOSSES
 from .rules import Surgery, engine_of, engine_ranks
 
 
@@ -232,9 +232,12 @@ class ExpertGraft(Graft, ExpertRules):
             for block, name in getattr(owner, "slotted", ()):
                 check_slots(block, name)
         if layer.routes:
-            frame.routing, logs = layer.expert_router(hidden_states)
-            if frame.valid is not None and frame.domains is not None and layer.loss_weights["router_loss"] > 0:
-                frame.measure("router_loss", task_loss(logs, frame.valid, frame.domains))
+            routed = layer.expert_router(hidden_states)
+            frame.routing = routed[0]
+            if LOSSES:
+                valid, domains = frame.valid, frame.domains
+                if valid is not None and domains is not None and layer.loss_weights["router_loss"] > 0:
+                    frame.measure("router_loss", task_loss(routed[1], valid, domains))
 
     def weights(self, surgery: Surgery, index: int) -> Mapping[str, float]:
         """The router's loss, in its layer."""

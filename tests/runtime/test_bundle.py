@@ -115,7 +115,7 @@ def test_only_what_a_surgery_needs_is_joined() -> None:
 
 
 # How many lines a file may have, for each graft alone: what a stranger has to read.
-LINES = {"control": 1100, "adapters": 700, "experts": 1200, "routed": 850, "states": 1400, "gate": 1350}
+LINES = {"control": 1100, "adapters": 700, "experts": 1200, "routed": 850, "states": 1400, "gate": 1600}
 
 
 def test_a_file_is_as_short_as_its_graft_allows() -> None:
