@@ -8,7 +8,7 @@ the bit; of such a late call nothing but the keys and values is computed.
 
 It is decided once a forward, and only where no graph or gradient asks for all of it. Owed are entries of a plain
 `DynamicCache` that hold keys and values alone, never the first of their kind, by which transformers measures masks.
-Whatever else a layer is given or returns, or where its states or attention are recorded, it runs.
+Whatever else a layer is given or returns, or where it has hooks, or its states or attention are recorded, it runs.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ class GatedLayer(UpcycledLayer):
             return super().__call__(hidden_states, *args, **kwargs)
         if self.decides and gating.looks():
             flow.on = self.domain_gate(hidden_states, gating)
-        if not (gating.shut and self.spared and self._owes(hidden_states, args, kwargs, bare=gating.bare)):
+        spared = gating.shut and self.spared and not self._watched()
+        if not (spared and self._owes(hidden_states, args, kwargs, bare=gating.bare)):
             self._pay(args, kwargs)
             output = super().__call__(hidden_states, *args, **kwargs)
         elif self.layer_gated:
@@ -94,11 +95,12 @@ class GatedLayer(UpcycledLayer):
         gating.bare = isinstance(output, Tensor)
         return output
 
+    def _watched(self) -> bool:
+        """Whether somebody waits for its call: hooks, or what loads its weights for it."""
+        return bool(self._forward_hooks or self._forward_pre_hooks or "forward" in vars(self))
+
     def _as_the_bases(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """What the native layer returns; without calling all that would only find out that it does nothing."""
-        if self._forward_hooks or self._forward_pre_hooks or "forward" in vars(self):
-            with in_flow(_OFF):
-                return super().__call__(hidden_states, *args, **kwargs)
         frame = Flow(off=True)
         vars(frame)["shape"] = hidden_states.shape
         previous, here.frame = here.frame, frame
