@@ -58,13 +58,19 @@ def bundle(config: Mapping[str, Any]) -> bytes:
 
     Raises KeyError for a model type that has no upcycled classes, BadInput where a plugin is broken.
     """
+    return next(bundles(config))
+
+
+def bundles(config: Mapping[str, Any]) -> Iterator[bytes]:
+    """As `bundle`; of a config whose losses nobody can read, which is refused where it is read, all that it may be."""
     native = composition_of(config)
     if native is None:
         raise KeyError(config["model_type"])
     raw = config.get("surgery")
     raw = raw if isinstance(raw, Mapping) else {}
     uses = uses_of(raw, native)
-    return _joined(native, uses, present_in(raw, native, uses))
+    for losses in _losses(raw, uses):
+        yield _joined(native, uses, present_in(raw, native, uses, losses))
 
 
 def grafts_in(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -86,11 +92,13 @@ def roots_of(native: Composition, uses: tuple[Use, ...]) -> list[str]:
     return sorted(roots | {use.rules.part for use in uses} | {part for use in uses for _, part, _ in use.taken or ()})
 
 
-def present_in(raw: Mapping[str, Any], native: Composition, uses: tuple[Use, ...]) -> frozenset[str]:
+def present_in(
+    raw: Mapping[str, Any], native: Composition, uses: tuple[Use, ...], losses: frozenset[str] | None = None
+) -> frozenset[str]:
     """What of `present` a model has: what its grafts bring, and what their modules do (their hooks, by name)."""
     sites, spans = sites_of(native, uses), spans_of(native, uses)
+    losses = _losses(raw, uses)[0] if losses is None else losses
     hooks = {name for use in uses for name in _members(use.rules.module, use.rules.part)}
-    losses = _losses(raw, uses)
     found = {
         "TWINS": any(use.twins for use in uses),
         "CROSSES": any(use.crosses for use in uses),
@@ -109,8 +117,8 @@ def present_in(raw: Mapping[str, Any], native: Composition, uses: tuple[Use, ...
     return frozenset({name for name, there in found.items() if there} | brought | losses)
 
 
-def _losses(raw: Mapping[str, Any], uses: tuple[Use, ...]) -> set[str]:
-    """Whether a loss applies in training whatever the batch, or where domains are known; both where nobody can read."""
+def _losses(raw: Mapping[str, Any], uses: tuple[Use, ...]) -> list[frozenset[str]]:
+    """Whether a loss applies in training whatever the batch, or where domains are known; all cases if nobody knows."""
     rules = tuple(use.rules for use in uses if use.rules.losses)
     try:
         said = for_each_layer(raw) if rules else {"trunk_layers": 0}
@@ -120,9 +128,9 @@ def _losses(raw: Mapping[str, Any], uses: tuple[Use, ...]) -> set[str]:
             "DOMAINS": any(each.needs_domains(surgery) for each in rules),
         }
     except (ValueError, TypeError, KeyError, AttributeError):
-        # What a config says is refused where it is read.
-        return {"MEASURES", "DOMAINS"}
-    return {name for name, there in found.items() if there}
+        both = ("MEASURES", "DOMAINS")
+        return [frozenset(both), *(frozenset({each}) for each in both), frozenset()]
+    return [frozenset(name for name, there in found.items() if there)]
 
 
 def _members(name: str, module: str) -> Iterator[str]:
