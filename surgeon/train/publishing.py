@@ -229,15 +229,14 @@ def _with_lora(
 def _with_fixed(name: str, value: Tensor, stored: Tensor, fixed: Fixed) -> Tensor:
     """The trained value in the stored dtype with what is fixed as it is stored. Raises PromiseBroken."""
     made = value.to(stored.dtype)
-    for begin, end in fixed.spans:
-        kept, after = (each.narrow(fixed.axis, begin, end - begin) for each in (stored, value))
+    for box, kept, after, own in zip(fixed.boxes, *map(fixed.of, (stored, value, made)), strict=True):
         if not torch.equal(after, kept.to(value.dtype)):
+            shown = ", ".join(f"{begin} to {end}" for begin, end in box)
             raise PromiseBroken(
-                f"{printable(name)}: {begin} to {end} along axis {fixed.axis} changed in training, which were to"
-                " stay; nothing was published"
+                f"{printable(name)}: [{shown}] of it changed in training, which was to stay; nothing was published"
             )
         # A run in a narrower dtype held them rounded.
-        made.narrow(fixed.axis, begin, end - begin).copy_(kept)
+        own.copy_(kept)
     return made
 
 
