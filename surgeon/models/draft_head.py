@@ -151,7 +151,8 @@ class _Drafts:
             given = self.head._project_to_logits(hidden).argmax(-1)
             drafted = torch.cat([drafted, given], dim=1)
         self.read += new.shape[1]
-        self.cache.crop(self.read)
+        # Negative: how many are forgotten.
+        self.cache.crop(1 - self.head.num_mtp_layers)
         return drafted, None
 
     def update_candidate_strategy(self, *_: Any) -> None:
