@@ -132,7 +132,11 @@ def test_the_folder_is_as_vllm_reads_it(trained: Path) -> None:
     run = trained / "run"
     assert {path.name for path in run.iterdir()} == {"config.json", "draft.json", "model.safetensors"}
     told = json.loads((run / "config.json").read_text())
-    assert (told["speculators_model_type"], told["norm_output"], told["norm_before_residual"]) == ("eagle3", True, False)
+    assert (told["speculators_model_type"], told["norm_output"], told["norm_before_residual"]) == (
+        "eagle3",
+        True,
+        False,
+    )
     spoken = told["speculators_config"]
     assert spoken["proposal_methods"][0]["speculative_tokens"] == DRAFTED
     assert spoken["verifier"] == {"name_or_path": "base", "architectures": ["Gemma3ForCausalLM"]}
