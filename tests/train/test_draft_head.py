@@ -27,7 +27,7 @@ from tests.test_api import check_json
 from tests.train.test_train import base_of, config, digests
 from tests.train.texts import add_tokenizer, json_lines, text
 
-WRITTEN, STEPS = 20, 60
+WRITTEN, STEPS = 20, 40
 
 
 @pytest.fixture(scope="module")
