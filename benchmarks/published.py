@@ -103,8 +103,8 @@ KINDS = (
         "`expansion: stack`, or another graft",
     ),
     Kind(
-        "is a mixture of experts already|its FFN is a mixture of experts",
-        "the operation makes or widens one FFN; which experts a token gets would not follow",
+        "is a mixture of experts already",
+        "the operation makes experts of one FFN, and this model has experts",
         "the dense original, or grafts",
     ),
     Kind(
@@ -128,7 +128,7 @@ KINDS = (
         _BESIDE,
     ),
     Kind(
-        "has no matrices that are known as its up and down",
+        "has no matrices that are known as its up and down|has an FFN whose projections are known",
         "its experts are stacked in one matrix, of which no rows are one expert's input or output",
         "grafts",
     ),
@@ -139,10 +139,9 @@ KINDS = (
         "`widen_ffn`",
     ),
     Kind(
-        "is not one number for all layers|modules are known as its",
-        "the width has no name or number that all layers share: projections in one matrix, latent attention, layers"
-        " without attention",
-        "another width, or new layers",
+        "heads transformers' class builds heads of another size",
+        "the class divides the hidden size by the number of heads, whatever config.json says of their size",
+        "`widen_ffn`, or new layers",
     ),
     Kind(
         "normalised over all heads together",
@@ -150,8 +149,8 @@ KINDS = (
         "`widen_ffn`, or new layers",
     ),
     Kind(
-        "code wants other tensors at these widths|in a wider model, and the plan leaves|widths cannot be described",
-        "the class derives sizes from one another by a rule that the wider size breaks",
+        "code wants other tensors at these widths",
+        "the class divides the wider stream by the number of heads, so heads would become larger",
         "another size, or new layers",
     ),
 )

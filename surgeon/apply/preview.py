@@ -27,6 +27,7 @@ from surgeon.families.anatomy_cache import keep, recalled
 from surgeon.families.dissect import dissect
 from surgeon.families.dissect_folder import dissect_folder
 from surgeon.families.format_depth import other_scale
+from surgeon.families.moved_mtp import moved_mtp
 from surgeon.families.periods import broken_pattern
 from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import MANIFEST_FILE
@@ -313,6 +314,8 @@ def _notes(blueprint: Blueprint, base: OpenedBase, texts: Mapping[str, Path]) ->
         if (scaled := other_scale(blueprint.config)) is not None:
             yield scaled
     yield from lost_divisors(blueprint, anatomy, folder.config)
+    if (moved := moved_mtp(anatomy, folder.config, len(blueprint.layers), blueprint.config)) is not None:
+        yield moved
     for path in texts.values():
         yield f"the base is run on {printable(str(path))}"
     yield from dict.fromkeys(base.notes)

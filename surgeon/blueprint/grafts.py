@@ -14,7 +14,7 @@ from typing import Any
 from surgeon.blueprint.recipes import Constant, Random, Recipe
 from surgeon.families.anatomy import in_branch, owner_of
 from surgeon.families.grafted_config import is_grafted
-from surgeon.runtime.births import Birth, Fill, Normal
+from surgeon.runtime.births import Birth, Values
 from surgeon.runtime.registry import GRAFTS, kinds
 from surgeon.runtime.rules import BRANCH, Kind
 from surgeon.runtime.spread import by_ranges, for_each_layer
@@ -23,12 +23,12 @@ from surgeon.runtime.spread import by_ranges, for_each_layer
 def recipe_of(birth: Birth, key: str, dtype: str) -> Recipe:
     """The recipe of a tensor that is born so; `key` seeds it where it is random."""
     match birth:
-        case Normal(std=std):
-            return Random(key, std, dtype, birth.shape)
-        case Fill(value=value):
+        case Values(values=values):
+            return Constant(values, dtype, birth.shape)
+        case Birth(std=0.0, value=value):
             return Constant(value, dtype, birth.shape)
-        case _:
-            return Constant(birth.values, dtype, birth.shape)
+        case Birth(std=std):
+            return Random(key, std, dtype, birth.shape)
 
 
 def recipes_of(births: Mapping[str, Birth], prefix: str, key: str, dtype: str) -> dict[str, Recipe]:

@@ -16,7 +16,7 @@ from surgeon.common.listener import Listener, Quiet
 from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
 from surgeon.evaluate.open_texts import open_texts
-from surgeon.evaluate.results import Cell, Evaluation, LabelScores, SourceScores
+from surgeon.evaluate.results import Cell, Evaluation, LabelScores, SourceScores, drafts_cells
 
 # A model as `evaluate` takes it.
 Model = str | Path | Checkpoint
@@ -36,6 +36,7 @@ def evaluate(
     most: int = ...,
     kl: bool = ...,
     labels: Literal[False] = ...,
+    mtp: bool = ...,
     dtype: str = ...,
     device: str = ...,
     trust_remote_code: bool = ...,
@@ -70,6 +71,7 @@ def evaluate(
     most: int = 500,
     kl: bool = False,
     labels: bool = False,
+    mtp: bool = False,
     dtype: str = "auto",
     device: str = "auto",
     trust_remote_code: bool = False,
@@ -94,6 +96,7 @@ def evaluate(
         most: How many documents are taken of each source at most; 0: all.
         kl: Whether KL(first ‖ model) is measured too, which takes two models in memory.
         labels: Whether the texts have labels.
+        mtp: Whether to measure speculative decoding by the models' MTP layers too (`measure_drafts`).
         dtype: auto (the checkpoint's), float32, bfloat16 or float16.
         device: auto, cpu, cuda or cuda:N.
         trust_remote_code: Whether the models' own code may run.
@@ -110,6 +113,8 @@ def evaluate(
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
     _check_numbers(length, batch, most, answer_tokens)
     _check_given(prompts, data is not None, sources or (), labels)
+    if mtp and (labels or data is None):
+        raise BadInput("--mtp has models write on from texts: give --data, and no --labels")
     rows = _rows(models, base)
     if kl and (labels or data is None or len(rows) < 2):
         raise BadInput("--kl compares the next tokens that two models expect: give text, and a base (--base)")
@@ -130,7 +135,8 @@ def evaluate(
     how: dict[str, Any] = {"length": length, "batch": batch, "dtype": dtype, "device": device, "listener": listener}
     if labels:
         return evaluate_labels(opened, texts, **how)
-    return evaluate_texts(opened, texts, prompts=prompts, answer_tokens=answer_tokens, kl=kl, **how)
+    how |= {"kl": kl, "mtp": mtp}
+    return evaluate_texts(opened, texts, prompts=prompts, answer_tokens=answer_tokens, **how)
 
 
 def _check_numbers(length: int | None, batch: int, most: int, answer_tokens: int) -> None:
@@ -174,6 +180,8 @@ def evaluation_view(evaluation: Evaluation[Any]) -> RenderableType:
     parts: list[RenderableType] = []
     if evaluation.length is not None:
         parts += _scores(evaluation, evaluation.length)
+    if any(row.drafts for row in evaluation.models):
+        parts += [Text(), _drafted(evaluation)]
     for number, prompt in enumerate(evaluation.prompts):
         answers = FittedTable(headings=False)
         answers.add_row(Text("prompt", style="bold"), Text(_lines(prompt), style="bold"))
@@ -181,6 +189,18 @@ def evaluation_view(evaluation: Evaluation[Any]) -> RenderableType:
             answers.add_row(printable(row.model), _answer(row.answers[number]))
         parts += [Text()] * bool(parts) + [answers]
     return Group(*parts)
+
+
+def _drafted(evaluation: Evaluation[Any]) -> FittedTable:
+    """What drafts of MTP layers gave, by source and model."""
+    table = FittedTable("source", "model", names=2)
+    table.add_column("tokens a forward, drafted by MTP")
+    table.add_column("as without")
+    for name in evaluation.models[0].drafts:
+        for row in evaluation.models:
+            first = name if row is evaluation.models[0] else ""
+            table.add_row(Text(first, style="bold"), Text(printable(row.model)), *drafts_cells(row.drafts[name]))
+    return table
 
 
 def _answer(answer: Answer) -> Text:

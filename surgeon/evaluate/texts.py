@@ -11,6 +11,7 @@ from typing import Any
 from surgeon import (
     Answer,
     Checkpoint,
+    Drafts,
     EncodedPrompts,
     HeldOut,
     Scores,
@@ -19,6 +20,8 @@ from surgeon import (
     cut,
     divergence,
     encode_prompts,
+    load_mtp,
+    measure_drafts,
     score,
 )
 from surgeon.common.listener import Listener
@@ -48,6 +51,7 @@ def evaluate_texts(
     prompts: Sequence[str],
     answer_tokens: int,
     kl: bool,
+    mtp: bool,
     length: int | None,
     batch: int,
     dtype: str,
@@ -76,9 +80,10 @@ def evaluate_texts(
     rows: list[ModelScores[SourceScores]] = []
     reference: dict[str, Scores] | None = None
     for model, own, encoded in zip(models, windows, asked, strict=True):
-        found, answers = _run(model, own, encoded, batch, dtype, device, note, listener)
+        found, answers, drafts = _run(model, own, encoded, batch, dtype, device, note, listener, mtp=mtp)
         same = own is windows[0] if texts else None
-        rows.append(ModelScores(model.name, same, _summaries(own, found, windows[0], reference), tuple(answers)))
+        summaries = _summaries(own, found, windows[0], reference)
+        rows.append(ModelScores(model.name, same, summaries, tuple(answers), drafts))
         reference = reference or found
     if kl:
         rows[1:] = _with_kl(models, rows[1:], windows[0], batch, dtype, device, listener)
@@ -183,7 +188,9 @@ def _run(
     device: str,
     note: Callable[[str], None],
     listener: Listener,
-) -> tuple[dict[str, Scores], list[Answer]]:
+    *,
+    mtp: bool,
+) -> tuple[dict[str, Scores], list[Answer], dict[str, Drafts]]:
     listener.say(f"loading {checkpoint.name}")
     model = checkpoint.load(dtype=dtype, device=device, say=note)
     if cut_texts:
@@ -193,10 +200,18 @@ def _run(
     if prompts is not None:
         listener.begin(f"asking {checkpoint.name}", len(prompts.ids), "prompts")
         answers = answer(model, prompts, advance=listener.advance)
+    drafts: dict[str, Drafts] = {}
+    if mtp:
+        layers = load_mtp(checkpoint, model)
+        listener.begin(f"drafting for {checkpoint.name}", len(cut_texts), "texts")
+        for name, windows in cut_texts.items():
+            drafts[name] = measure_drafts(model, layers, windows)
+            listener.advance(1)
+        del layers
     # Free the memory for the next model.
     del model
     gc.collect()
-    return found, answers
+    return found, answers, drafts
 
 
 def _summaries(

@@ -126,8 +126,9 @@ def _check_branches(config: Mapping[str, Any], composition: Composition) -> None
             surgery=surgery,
             layer_types=types if isinstance(types, list) else None,
             encoder=composition.encoder,
+            grafts=GRAFTS.values(),
         )
-        check_surgery(stated, GRAFTS.values())
+        check_surgery(stated)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise BadInput(
             f"config.json: `surgery` cannot be read: {printable(str(error))}; get the output's own config.json"

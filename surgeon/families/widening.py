@@ -40,7 +40,10 @@ def growths(
     changed = {name for name in before.keys() | after.keys() if _shape(before, name) != _shape(after, name)}
     words = " and ".join(f"`{key}`" for key in fields)
     if outside := sorted(name for name in changed if not name.startswith(f"{skeleton.stack}.")):
-        raise BadInput(f"{printable(outside[0])}: its shape depends on {words} too, and it stands outside the layers")
+        raise BadInput(
+            f"{printable(outside[0])}: its shape depends on {words} too, and it stands outside the layers; widen"
+            " something else"
+        )
     found: list[dict[str, Growth]] = []
     for index, names in layers:
         here: dict[str, Growth] = {}
@@ -53,7 +56,7 @@ def growths(
             if len(targets) > 1 or len(one) != len(other) or len(axes) != 1:
                 raise BadInput(
                     f"layer {index} ({printable(suffix)}): {words} changes it in a way that surgeon cannot follow"
-                    f" ({list(one)}, then {list(other)})"
+                    f" ({list(one)}, then {list(other)}); widen something else"
                 )
             here[suffix] = (axes[0], one[axes[0]], other[axes[0]])
         found.append(here)

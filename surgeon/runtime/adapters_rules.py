@@ -1,20 +1,14 @@
-"""Gated adapters (Neutral Residues, arXiv:2410.02744): what `config.surgery` says of them, what they are born with.
-
-    "adapters": [{"layer": 0, "size": 64, "gate": "relu", "init": "low_variance"}],
-    "local_loss": {"l1": 0.01, "cross_entropy": 0.0}
-
-The `layer` of an adapter may be of the trunk or of the tail.
-"""
+"""Gated adapters, `adapters` and `local_loss` of `config.surgery`: what is said of them, what they are born with."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from .births import Birth, Fill, Normal
-from .rules import ACTIVATIONS, BRANCH, GraftRules, Kind, Surgery, built, by_layer, check_layers, one_of, weight
+from .births import Birth
+from .rules import ACTIVATIONS, BRANCH, GraftRules, Kind, Surgery, check_layers, loss_weight, one_of
 
 ADAPTER = "mlp.adapter."
 GATES = ("relu", "sigmoid", "none")
@@ -28,7 +22,7 @@ LOCAL_LOSSES = ("l1", "cross_entropy")
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """One gated adapter of hidden size `size` parallel to the FFN of `layer`; `activation` is empty for the FFN's."""
+    """One gated adapter; `activation` is empty for the FFN's, `l1` and `cross_entropy` weigh its local losses."""
 
     layer: int
     size: int
@@ -36,6 +30,8 @@ class AdapterSpec:
     init: str = "low_variance"
     frozen: bool = False
     activation: str = ""
+    l1: float = 0.0
+    cross_entropy: float = 0.0
 
     def check(self) -> None:
         """ValueError for what no adapter has."""
@@ -43,6 +39,8 @@ class AdapterSpec:
         if self.activation:
             one_of("adapter activation", self.activation, ACTIVATIONS)
         one_of("adapter init", self.init, VARIANCES)
+        loss_weight("local_loss l1", self.l1)
+        loss_weight("local_loss cross_entropy", self.cross_entropy)
         if self.size < 1:
             raise ValueError(
                 f"config.surgery: adapter of layer {self.layer} has size {self.size}; at least 1 is needed"
@@ -51,34 +49,10 @@ class AdapterSpec:
     def births(self, width: int, trunk_layers: int) -> dict[str, Birth]:
         """Its tensors at birth: W_g, W_i and the gate read, W_o writes and is zero."""
         std = math.sqrt(VARIANCES[self.init](width, trunk_layers))
-        tensors: dict[str, Birth] = {
-            "gate_proj.weight": Normal((self.size, width), std),
-            "up_proj.weight": Normal((self.size, width), std),
-        }
+        tensors = {f"{name}_proj.weight": Birth((self.size, width), std) for name in ("gate", "up")}
         if self.gate != "none":
-            tensors["gate.weight"] = Normal((1, width), std)
-        return tensors | {"down_proj.weight": Fill((width, self.size))}
-
-
-@dataclass(frozen=True)
-class LocalLossSpec:
-    """Weights of the adapters' local losses; 0 is off."""
-
-    l1: float = 0.0
-    cross_entropy: float = 0.0
-
-    def check(self) -> None:
-        """ValueError for what is no weight."""
-        weight("local_loss l1", self.l1)
-        weight("local_loss cross_entropy", self.cross_entropy)
-
-
-@dataclass(frozen=True)
-class Adapters:
-    """The adapters of a model, by layer of trunk or tail, and their losses."""
-
-    by_layer: Mapping[int, AdapterSpec] = field(default_factory=dict)
-    local_loss: LocalLossSpec = field(default_factory=LocalLossSpec)
+            tensors["gate.weight"] = Birth((1, width), std)
+        return tensors | {"down_proj.weight": Birth((width, self.size))}
 
 
 class AdapterKind(Kind):
@@ -87,6 +61,7 @@ class AdapterKind(Kind):
     key = "adapters"
     mark = "A"
     in_twin = "copied"
+    fields = ("layer", "size", "gate", "init", "frozen", "activation")
 
     def text(self, entry: Mapping[str, Any], where: str = "") -> str:
         """`adapter of 512, relu gate`."""
@@ -105,27 +80,26 @@ class AdapterRules(GraftRules):
     keys = ("adapters", "local_loss")
     tensors = ("*mlp.adapter.*",)
     kinds = (AdapterKind(),)
-    losses: ClassVar[Mapping[str, str]] = {
-        "local_l1_loss": "mean over adapters",
-        "local_cross_entropy_loss": "mean over adapters",
-    }
+    losses: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("local_l1_loss", "local_cross_entropy_loss"), "mean over adapters"
+    )
     part = "surgeon.runtime.adapters"
     module = "AdapterGraft"
+    roles = ("mlp",)
 
-    def read(self, raw: Mapping[str, Any]) -> Adapters:
-        """Adapters by layer, and the local losses."""
-        specs = [built(AdapterSpec, entry, "adapter") for entry in raw.get("adapters", ())]
-        return Adapters(by_layer(specs, "adapter"), built(LocalLossSpec, raw.get("local_loss") or {}, "local_loss"))
+    def read(self, raw: Mapping[str, Any]) -> dict[int, AdapterSpec]:
+        """Adapters by layer."""
+        specs = (AdapterSpec(**entry, **raw.get("local_loss") or {}) for entry in raw.get("adapters", ()))
+        return {spec.layer: spec for spec in specs}
 
     def check(self, surgery: Surgery, config: Any) -> None:
         """Entries hold together, layers exist, and the domain cross-entropy has gates to classify by."""
-        found: Adapters = surgery.of[self.name]
-        found.local_loss.check()
-        for spec in found.by_layer.values():
+        found: dict[int, AdapterSpec] = surgery.of[self.name]
+        for spec in found.values():
             spec.check()
-        check_layers(found.by_layer, surgery.layers, "adapter")
-        ungated = [adapter.layer for adapter in found.by_layer.values() if adapter.gate != "sigmoid"]
-        if found.local_loss.cross_entropy > 0 and ungated:
+        check_layers(found, surgery.layers, "adapter")
+        ungated = [spec.layer for spec in found.values() if spec.cross_entropy > 0 and spec.gate != "sigmoid"]
+        if ungated:
             raise ValueError(
                 "config.surgery: local_loss cross_entropy classifies domains by a sigmoid gate; adapters of "
                 f"layers {ungated} have none"
@@ -133,13 +107,9 @@ class AdapterRules(GraftRules):
 
     def trains(self, surgery: Surgery) -> list[str]:
         """Every adapter that is not frozen."""
-        return [
-            f"layers.{surgery.place(adapter.layer)}.{ADAPTER}"
-            for adapter in surgery.of[self.name].by_layer.values()
-            if not adapter.frozen
-        ]
+        specs = surgery.of[self.name].values()
+        return [f"layers.{surgery.place(spec.layer)}.{ADAPTER}" for spec in specs if not spec.frozen]
 
     def needs_domains(self, surgery: Surgery) -> bool:
         """Whether a local loss has a weight."""
-        found: Adapters = surgery.of[self.name]
-        return bool(found.by_layer) and (found.local_loss.l1 > 0 or found.local_loss.cross_entropy > 0)
+        return any(spec.l1 > 0 or spec.cross_entropy > 0 for spec in surgery.of[self.name].values())

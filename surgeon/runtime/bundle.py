@@ -13,16 +13,19 @@ import importlib.util
 import sys
 import tempfile
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .classes import WIDTH, Use, classes_of, uses_of
+from .classes import WIDTH, Use, classes_of, sites_of, spans_of, uses_of
 from .composition import Composition, composition_of
+from .folding import QUESTIONS, folded
 from .needed import Definition, definitions_of, needed, source_of
+from .rules import Surgery
+from .spread import for_each_layer
 
 CODE_FILE = "modeling_surgeon.py"
 _PACKAGE = "surgeon.runtime"
@@ -55,11 +58,19 @@ def bundle(config: Mapping[str, Any]) -> bytes:
 
     Raises KeyError for a model type that has no upcycled classes, BadInput where a plugin is broken.
     """
+    return next(bundles(config))
+
+
+def bundles(config: Mapping[str, Any]) -> Iterator[bytes]:
+    """As `bundle`; of a config whose losses nobody can read, which is refused where it is read, all that it may be."""
     native = composition_of(config)
     if native is None:
         raise KeyError(config["model_type"])
     raw = config.get("surgery")
-    return _joined(native, uses_of(raw if isinstance(raw, Mapping) else {}, native))
+    raw = raw if isinstance(raw, Mapping) else {}
+    uses = uses_of(raw, native)
+    for losses in _losses(raw, uses):
+        yield _joined(native, uses, present_in(raw, native, uses, losses))
 
 
 def grafts_in(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -72,18 +83,70 @@ def grafts_in(config: Mapping[str, Any]) -> tuple[str, ...]:
 def roots_of(native: Composition, uses: tuple[Use, ...]) -> list[str]:
     """The modules that are needed for their own sake."""
     asked = {
-        "spans": bool(native.spans),
+        "spans": bool(spans_of(native, uses)),
         "twins": any(use.twins for use in uses),
         "crossing": any(use.crosses for use in uses),
+        "closing": any(use.gates for use in uses),
     }
     roots = {f"{_PACKAGE}.{name}" for name in ("graft", "heads", *(name for name, there in asked.items() if there))}
     return sorted(roots | {use.rules.part for use in uses} | {part for use in uses for _, part, _ in use.taken or ()})
 
 
+def present_in(
+    raw: Mapping[str, Any], native: Composition, uses: tuple[Use, ...], losses: frozenset[str] | None = None
+) -> frozenset[str]:
+    """What of `present` a model has: what its grafts bring, and what their modules do (their hooks, by name)."""
+    sites, spans = sites_of(native, uses), spans_of(native, uses)
+    losses = _losses(raw, uses)[0] if losses is None else losses
+    hooks = {name for use in uses for name in _members(use.rules.module, use.rules.part)}
+    found = {
+        "TWINS": any(use.twins for use in uses),
+        "CROSSES": any(use.crosses for use in uses),
+        "BEFORE": "before" in hooks,
+        "AFTER": "after" in hooks,
+        "COMPLETES": "complete" in hooks,
+        "LOSSES": bool(losses),
+        "INSERTED": any(raw.get(key) for key in ("new_layers", "older_layers")),
+        "REPLACES": "replaces" in hooks or bool(spans),
+        "SITES": bool(sites or spans),
+        "SEATS": bool(spans) or any(site.block != site.role for site in sites),
+        "SPANS": bool(spans),
+        "PARTS": bool(native.path),
+    }
+    brought = {each for use in uses for each in use.rules.brings}
+    return frozenset({name for name, there in found.items() if there} | brought | losses)
+
+
+def _losses(raw: Mapping[str, Any], uses: tuple[Use, ...]) -> list[frozenset[str]]:
+    """Whether a loss applies in training whatever the batch, or where domains are known; all cases if nobody knows."""
+    rules = tuple(use.rules for use in uses if use.rules.losses)
+    try:
+        said = for_each_layer(raw) if rules else {"trunk_layers": 0}
+        surgery = Surgery(said["trunk_layers"], rules, {each.name: each.read(said) for each in rules})
+        found = {
+            "MEASURES": any(each.measures(surgery) for each in rules),
+            "DOMAINS": any(each.needs_domains(surgery) for each in rules),
+        }
+    except (ValueError, TypeError, KeyError, AttributeError):
+        both = ("MEASURES", "DOMAINS")
+        return [frozenset(both), *(frozenset({each}) for each in both), frozenset()]
+    return [frozenset(name for name, there in found.items() if there)]
+
+
+def _members(name: str, module: str) -> Iterator[str]:
+    """What a class of a part and its bases in parts define; of `Graft` and `GraftRules` nothing."""
+    for part in () if name in ("Graft", "GraftRules") else ordered([module]):
+        for each in part.definitions:
+            if each.name == name:
+                yield from (member.name for member in each.members)
+                for base in each.bases:
+                    yield from _members(base, part.module)
+
+
 @cache
-def _joined(native: Composition, uses: tuple[Use, ...]) -> bytes:
+def _joined(native: Composition, uses: tuple[Use, ...], present: frozenset[str]) -> bytes:
     classes = part_of(f"{_PACKAGE}.classes", classes_of(native, uses))
-    parts = [*ordered(roots_of(native, uses)), classes]
+    parts = [*ordered(roots_of(native, uses), present), classes]
     imports: dict[str, tuple[str, str]] = {}
     homes: dict[str, str] = {}
     for part in parts:
@@ -101,14 +164,17 @@ def _joined(native: Composition, uses: tuple[Use, ...]) -> bytes:
     for part in parts:
         if not kept[part.module]:
             continue
-        name = part.module.rpartition(".")[2]
-        note = part.doc
-        told = textwrap.indent(note.strip(), "# ", lambda line: True).replace("# \n", "#\n")
-        rule = f"# --- {name} ".ljust(WIDTH, "-")
-        # ruff takes a comment right after imports for theirs, with one empty line between.
-        above = chr(10) if len(text) > 2 else ""
-        text.append(f"{above}\n{rule}\n{told}{chr(10) if told else ''}\n\n{source_of(kept[part.module])}\n")
+        text.append(f"\n\n{_heading(part)}{source_of(kept[part.module])}\n")
     return "".join(text).encode()
+
+
+def _heading(part: Part) -> str:
+    """What stands above a part that says of itself more than a line."""
+    told = part.doc.strip()
+    if "\n" not in told:
+        return ""
+    rule = f"# --- {part.module.rpartition('.')[2]} ".ljust(WIDTH, "-")
+    return f"{rule}\n{textwrap.indent(told, '# ', lambda line: True)}\n\n\n".replace("# \n", "#\n")
 
 
 def chosen(parts: Iterable[Part], classes: Part) -> dict[str, list[Definition]]:
@@ -120,14 +186,17 @@ def chosen(parts: Iterable[Part], classes: Part) -> dict[str, list[Definition]]:
     return kept | {classes.module: list(classes.definitions)}
 
 
-def ordered(roots: Iterable[str]) -> list[Part]:
-    """The roots and all that they need, each after what it needs; where that leaves a choice, by name."""
+def ordered(roots: Iterable[str], present: frozenset[str] = QUESTIONS) -> list[Part]:
+    """The roots and all that they need, each after what it needs; where that leaves a choice, by name.
+
+    Each reads as where of what models may have only `present` is there.
+    """
     found: dict[str, Part] = {}
     waiting = list(roots)
     while waiting:
         name = waiting.pop()
         if name not in found:
-            found[name] = read_part(name)
+            found[name] = read_part(name, present)
             waiting.extend(found[name].needs)
     placed: dict[str, Part] = {}
     while len(placed) < len(found):
@@ -138,11 +207,11 @@ def ordered(roots: Iterable[str]) -> list[Part]:
 
 
 @cache
-def read_part(module: str) -> Part:
+def read_part(module: str, present: frozenset[str]) -> Part:
     """A module as a part; only its source is read, nothing of it runs."""
     found = importlib.util.find_spec(module)
     assert found is not None and found.origin is not None, module
-    return part_of(module, Path(found.origin).read_text(encoding="utf-8"))
+    return part_of(module, folded(Path(found.origin).read_text(encoding="utf-8"), present))
 
 
 def part_of(module: str, source: str) -> Part:
@@ -158,6 +227,8 @@ def part_of(module: str, source: str) -> Part:
             imports |= {alias.asname or alias.name: (alias.name, "") for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             sibling = _sibling(module, node)
+            if sibling == f"{_PACKAGE}.present":
+                continue
             if sibling is not None:
                 needs.add(sibling)
                 renamed = [alias.asname for alias in node.names if alias.asname]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
-from .composition import PREFIX, TORCH_CLASSES, Composition, short_name, upcycled
+from .composition import PREFIX, TORCH_CLASSES, Composition, HeadClass, SiteClass, SpanClass, short_name, upcycled
 from .registry import GRAFTS
 from .rules import GraftRules
 
@@ -27,7 +27,7 @@ _TEXT_CONFIG = """
 class {text}({native}):
     \"""The native config of the text decoder, with the `surgery` of the whole.\"""
 
-    grafts: ClassVar[tuple[Graft, ...]] = {config}.grafts
+    grafts: ClassVar[tuple[Any, ...]] = {config}.grafts
 """
 
 _SITE = """
@@ -77,30 +77,8 @@ _PLACES = """
 # {are}
 {name} = ({places})
 """
-_SITES_ARE = (
-    "Blocks that can carry grafts: their name in a layer, their class, what grafts call them, their class with grafts."
-)
+_SITES_ARE = "Blocks that can carry grafts."
 _SPANS_ARE = "Blocks that can carry grafts: path, class and class with grafts of beginning and end; their usual name."
-
-_OUTPUT = """
-
-@dataclass
-class {upcycled}({native}):
-    \"""The native output, and in training the auxiliary losses before their weights (None where they are off).{losses}
-"""
-
-_HEAD = """
-
-class {upcycled}({bases}):
-    \"""{what}.\"""
-
-    config_class = {config}
-    stack = "{stack}"
-    decoder_class = {text}
-    output_class = {output}
-    by_token = {by_token}{prefix}
-    forward = head_forward({native}.forward)
-"""
 
 _OUTER = """
 
@@ -124,6 +102,11 @@ class Use:
     def twins(self) -> bool:
         """Whether layers get expanded twins."""
         return any(kind.branching for kind in self.rules.kinds)
+
+    @property
+    def gates(self) -> bool:
+        """Whether it closes others."""
+        return "gated" in self.rules.keys
 
     @property
     def crosses(self) -> bool:
@@ -150,19 +133,16 @@ def classes_of(native: Composition, uses: tuple[Use, ...]) -> str:
     several = native.text_config != native.config
     config, text_config = upcycled(native.config), upcycled(native.text_config)
     model, text = upcycled(native.model), upcycled(native.text)
-    own_heads = (native.head, *(head.native for head in native.heads))
-    outer = list(dict.fromkeys((native.text, native.model, *own_heads)))
-    spans = [told for span in native.spans for told in (span.reader, span.writer)]
+    sites, spans = sites_of(native, uses), spans_of(native, uses)
+    ends = [told for span in spans for told in (span.reader, span.writer)]
     imports: dict[str, set[str]] = {}
-    for each in (*native.classes, *spans):
+    for each in (*native.classes_beside(sites), *ends):
         module, _, name = each.rpartition(".")
         imports.setdefault(module if each in TORCH_CLASSES else f"transformers.{module}", set()).add(name)
-    if not native.encoder:
-        imports["transformers"] = {"GenerationMixin"}
-    layer_classes = "".join(f"\n        {short_name(each)}: {upcycled(each)}," for each in native.layers)
-    twins = any(use.twins for use in uses)
+    layer_classes = _listed([f"{short_name(each)}: {upcycled(each)}" for each in native.layers])
+    twins, gated = any(use.twins for use in uses), any(use.gates for use in uses)
     model_parts = [*(["TwinnedModel"] * twins), *(["CrossingModel"] * any(use.crosses for use in uses))]
-    found_by = {**dict.fromkeys(native.autos, native.head), **{head.auto: head.native for head in native.heads}}
+    outer = native.model not in (native.text, native.head)
     template = (files(__package__) / "classes.template").read_text(encoding="utf-8")
     return template.format(
         imports="\n".join(f"from {name} import {', '.join(held)}" for name, held in imports.items()),
@@ -174,10 +154,11 @@ def classes_of(native: Composition, uses: tuple[Use, ...]) -> str:
         )
         if several
         else "",
+        text_surgery="\n        self.get_text_config(decoder=True).surgery = surgery" if native.path else "",
         model_type=PREFIX + native.model_type,
-        grafts=f"{uses[0].source}," if len(uses) == 1 else _listed(uses),
-        blocks=_blocks(native),
-        layers="".join(_layer(native, each, twins) for each in native.layers),
+        grafts=f"{uses[0].source}," if len(uses) == 1 else _listed([use.source for use in uses]),
+        blocks=_blocks(sites, spans),
+        layers="".join(_layer(native, each, twins, gated, sites, spans) for each in native.layers),
         Text=text,
         NativeText=short_name(native.text),
         text_is="The model without a head" if native.encoder else "The text decoder",
@@ -186,60 +167,80 @@ def classes_of(native: Composition, uses: tuple[Use, ...]) -> str:
         first_position=f"\n    first_position = {native.first_position}"
         if native.first_position and "CrossingModel" in model_parts
         else "",
-        layer_classes=f"{layer_classes}\n    ",
+        layer_classes=layer_classes,
         unsplit=", ".join(f'"{upcycled(each)}"' for each in native.layers),
         model=_OUTER.format(model=model, native=short_name(native.model), config=config, stack=native.stack, text=text)
-        if native.model not in (native.text, native.head)
+        if outer
         else "",
         Model=model,
-        heads=_heads(native, uses),
-        registered="\n".join(f'{upcycled(told)}.register_for_auto_class("{auto}")' for auto, told in found_by.items()),
-        conversions="\n".join(f"carry_conversions({upcycled(each)}, {short_name(each)})" for each in outer),
+        heads=_heads(native),
+        conversions="\n".join(
+            f"carry_conversions({upcycled(each)}, {short_name(each)})"
+            for each in dict.fromkeys((native.text, native.model))
+            if each != native.head
+        ),
     )
 
 
-def _blocks(native: Composition) -> str:
+def sites_of(native: Composition, uses: tuple[Use, ...]) -> tuple[SiteClass, ...]:
+    """The blocks, modules all, beside which one of the grafts may stand."""
+    roles = {role for use in uses for role in use.rules.roles}
+    return tuple(site for site in native.sites if site.role in roles)
+
+
+def spans_of(native: Composition, uses: tuple[Use, ...]) -> tuple[SpanClass, ...]:
+    """The same of blocks that are none."""
+    roles = {role for use in uses for role in use.rules.roles}
+    return tuple(span for span in native.spans if span.role in roles)
+
+
+def _blocks(sites: tuple[SiteClass, ...], spans: tuple[SpanClass, ...]) -> str:
     """The classes of blocks with grafts, and where they stand."""
-    found = [("GRAFT_SITES", _SITES_ARE, *_sites(native))] if native.sites or not native.spans else []
-    found += [("GRAFT_SPANS", _SPANS_ARE, *_spans(native))] if native.spans else []
+    found = [("GRAFT_SITES", _SITES_ARE, *_sites(sites))] if sites else []
+    found += [("GRAFT_SPANS", _SPANS_ARE, *_spans(spans))] if spans else []
     classes = "".join(source for _, _, source, _ in found)
     return classes + "".join(
-        _PLACES.format(
-            are=are, name=name, places="".join(f"\n    {place}," for place in places) + ("\n" if places else "")
-        )
-        for name, are, _, places in found
+        _PLACES.format(are=are, name=name, places=_placed(places)) for name, are, _, places in found
     )
 
 
-def _layer(native: Composition, told: str, twins: bool) -> str:
-    """The class of a layer with grafts, and with `twins` that of its twin."""
-    held = {"sites": "GRAFT_SITES"} if native.sites or not native.spans else {}
-    held |= {"spans": "GRAFT_SPANS"} if native.spans else {}
+def _placed(places: list[str]) -> str:
+    """The inside of a tuple, as ruff formats it: one place stands in its line."""
+    return f"{places[0]}," if len(places) == 1 else "".join(f"\n    {place}," for place in places) + "\n"
+
+
+def _layer(
+    native: Composition, told: str, twins: bool, gated: bool, sites: tuple[SiteClass, ...], spans: tuple[SpanClass, ...]
+) -> str:
+    """The class of a layer with grafts, and with `twins` that of its twin; `gated`: a domain gate closes grafts."""
     stated = [f'activation_field = "{native.activation}"']
-    stated += [f"{key}: ClassVar[Any] = {name}" for key, name in held.items()]
-    spanned = ", SpannedLayer" if native.spans else ""
+    stated += ["sites: ClassVar[Any] = GRAFT_SITES"] * bool(sites) + ["spans: ClassVar[Any] = GRAFT_SPANS"] * bool(
+        spans
+    )
     return (_TWINNED_LAYER if twins else _LAYER).format(
         upcycled=upcycled(told),
         native=short_name(told),
-        mixed_in=("TwinnedLayer" if twins else "UpcycledLayer") + spanned,
-        branch_mixed_in=f"BranchLayer{spanned}",
+        mixed_in=", ".join(
+            [*["GatedLayer"] * gated, *["TwinnedLayer"] * twins, *["SpannedLayer"] * bool(spans)] or ["UpcycledLayer"]
+        ),
+        branch_mixed_in=", ".join(["BranchLayer", *["SpannedLayer"] * bool(spans)]),
         places="\n    ".join(stated),
     )
 
 
-def _sites(native: Composition) -> tuple[str, list[str]]:
+def _sites(sites: tuple[SiteClass, ...]) -> tuple[str, list[str]]:
     """The classes of blocks that are modules, and where they stand."""
-    kinds = dict.fromkeys(site.native for site in native.sites)
+    kinds = dict.fromkeys(site.native for site in sites)
     return "".join(_SITE.format(upcycled=upcycled(each), native=short_name(each)) for each in kinds), [
-        f'("{site.block}", {short_name(site.native)}, "{site.role}", {upcycled(site.native)})' for site in native.sites
+        f'("{site.block}", {short_name(site.native)}, "{site.role}", {upcycled(site.native)})' for site in sites
     ]
 
 
-def _spans(native: Composition) -> tuple[str, list[str]]:
+def _spans(spans: tuple[SpanClass, ...]) -> tuple[str, list[str]]:
     """The same of blocks that are none."""
     found: dict[tuple[str, str], None] = {}
     places: list[str] = []
-    for span in native.spans:
+    for span in spans:
         parts = ("Block", "Block") if span.reads == span.writes else ("Start", "End")
         ends = tuple(zip((span.reader, span.writer), parts, strict=True))
         found |= dict.fromkeys(ends)
@@ -257,47 +258,29 @@ def _spans(native: Composition) -> tuple[str, list[str]]:
     return classes, places
 
 
-def _heads(native: Composition, uses: tuple[Use, ...]) -> str:
-    """The classes of heads, and of what they return."""
-    outputs = {native.output: "UpcycledOutput"}
-    outputs |= {head.output: upcycled(head.output) for head in native.heads if head.output != native.output}
-    losses = _losses({name: what for use in uses for name, what in use.rules.losses.items()})
-    made = "".join(
-        _OUTPUT.format(upcycled=own, native=short_name(told), losses=losses) for told, own in outputs.items()
-    )
-
-    def generates(head: str) -> bool:
-        return head == native.head and not native.encoder
-
-    prefixes = {head.native: head.prefix for head in native.heads}
-    all_heads = [(native.head, native.output), *((head.native, head.output) for head in native.heads)]
-    return made + "".join(
-        _HEAD.format(
-            upcycled=upcycled(told),
-            native=short_name(told),
-            # transformers looks for it among a class's own bases.
-            bases=f"UpcycledHead, {short_name(told)}" + (", GenerationMixin" if generates(told) else ""),
-            what="The model with its head" if told == native.head else "The model with another head",
-            config=upcycled(native.config),
-            stack=native.stack,
-            text=upcycled(native.text),
-            output=outputs[output],
-            by_token=generates(told),
-            prefix=f'\n    base_model_prefix = "{prefixes[told]}"' if prefixes.get(told) else "",
-        )
-        for told, output in all_heads
-    )
+def _heads(native: Composition) -> str:
+    """The classes of heads."""
+    first = HeadClass(native.autos[-1], native.head, native.output)
+    made = f"\nhead = partial(head_over, {upcycled(native.config)}, {upcycled(native.text)})\n"
+    for head in (first, *native.heads):
+        given = [short_name(head.native), short_name(head.output), f'"{head.auto}"']
+        given += ["by_token=True"] * (head is first and not native.encoder)
+        given += [f'base_model_prefix="{head.prefix}"'] * bool(head.prefix)
+        made += _called(f"{upcycled(head.native)} = head", given)
+    return made
 
 
-def _listed(uses: tuple[Use, ...]) -> str:
-    """The grafts one a line, as a tuple that ends with a comma stays."""
-    return "".join(f"\n        {use.source}," for use in uses) + ("\n    " if uses else "")
+def _called(function: str, given: list[str]) -> str:
+    """A call as ruff formats it: in one line, its arguments in one, or each in its own."""
+    for opened, between, closed in (("(", ", ", ")"), ("(\n    ", ", ", "\n)"), ("(\n    ", ",\n    ", ",\n)")):
+        call = function + opened + between.join(given) + closed
+        if max(map(len, call.splitlines())) <= WIDTH:
+            break
+    return f"{call}\n"
 
 
-def _losses(fields: Mapping[str, str]) -> str:
-    """The rest of an output class from its docstring on: what its own fields are, and they themselves."""
-    if not fields:
-        return '"""'
-    told = "".join(f"\n    {name}: {what}." for name, what in fields.items())
-    held = "".join(f"\n    {name}: torch.FloatTensor | None = None" for name in fields)
-    return f'\n{told}\n    """\n{held}'
+def _listed(entries: list[str]) -> str:
+    """Entries one a line, as what ends with a comma stays; a single one in its line."""
+    if len(entries) == 1:
+        return entries[0]
+    return "".join(f"\n        {entry}," for entry in entries) + ("\n    " if entries else "")

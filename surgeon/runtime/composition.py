@@ -156,9 +156,13 @@ class Composition:
     @property
     def classes(self) -> tuple[str, ...]:
         """Every class of transformers, but those at which blocks that are no modules begin and end."""
+        return self.classes_beside(self.sites)
+
+    def classes_beside(self, sites: Sequence[SiteClass]) -> tuple[str, ...]:
+        """The same, of blocks only these."""
         own = (self.config, self.text_config, self.head, self.model, self.text, self.output, *self.layers)
         further = (told for head in self.heads for told in (head.native, head.output))
-        return (*own, *(site.native for site in self.sites), *further)
+        return (*own, *(site.native for site in sites), *further)
 
     @property
     def name(self) -> str:

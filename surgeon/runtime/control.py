@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .control_rules import ControlRules, ControlSpec
-from .graft import Frame, Graft
+from .graft import Flow, Graft
 from .interpolators import Interpolation, InterpolatorSpec
 from .losses import masked_mean
 from .newborn import Newborn
 from .precision import at_least_fp32
-from .rules import Surgery, refuse_pipeline
+from .rules import Surgery
 from .twins import BranchLayer
 
 
@@ -67,11 +67,7 @@ class ControlGraft(Graft, ControlRules):
         layer.interpolator = Interpolator(rule, block.interpolator, config.hidden_size)
         return True
 
-    def complete(self, model: Any, surgery: Surgery) -> None:
-        """Nothing; but where an engine splits the layers, branches would be taken for some behind the last."""
-        refuse_pipeline(model.config, "an expanded twin stands beside its layer and is counted as one behind the last")
-
-    def after(self, layer: Any, hidden_states: Tensor, output: Tensor, frame: Frame, run: Any) -> Tensor:
+    def after(self, layer: Any, hidden_states: Tensor, output: Tensor, frame: Flow, run: Any) -> Tensor:
         """The two branches combined, B T D."""
         expanded = run(layer.expanded)
         combined: Tensor

@@ -23,8 +23,8 @@ from .rules import (
     built,
     by_layer,
     check_layers,
+    loss_weight,
     one_of,
-    weight,
 )
 
 INTERPOLATOR = "interpolator."
@@ -43,7 +43,7 @@ class DivergenceSpec:
         if self.kind == "attention":
             raise ValueError(f"config.surgery: {NO_ATTENTION}")
         one_of("divergence kind", self.kind, DIVERGENCES)
-        weight("divergence weight", self.weight)
+        loss_weight("divergence weight", self.weight)
 
 
 NO_ATTENTION = (
@@ -90,6 +90,7 @@ class ControlRules(GraftRules):
     losses: ClassVar[Mapping[str, str]] = {"divergence_loss": "mean over control blocks"}
     part = "surgeon.runtime.control"
     module = "ControlGraft"
+    roles = ()
 
     def __init__(self, interpolators: Mapping[str, Interpolation]) -> None:
         self.interpolators = interpolators

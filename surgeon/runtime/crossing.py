@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from .losses import Flow, token_domains
+from .graft import Flow
+from .losses import token_domains
 from .models import UpcycledModel, given_inputs
 
 
@@ -45,7 +46,7 @@ class CrossingModel(UpcycledModel):
         if flow is not None:
             flow.packed = any(given.get(name) is not None for name in ("cu_seq_lens_q", "seq_idx"))
         if flow is not None and found:
-            inputs = given_inputs(given.get("input_ids"), given.get("inputs_embeds"))
+            inputs = given_inputs(given)
             positions = given.get("position_ids")
             # Counted from 0, as grafts know them.
             flow.positions = positions if positions is None else positions - self.first_position

@@ -24,11 +24,12 @@ from transformers.pytorch_utils import Conv1D
 
 from .births import Birth
 from .experts_rules import EXPERTS, ExpertRules, Experts, ExpertsSpec, RouterSpec, SlotSpec
-from .graft import Frame, Graft, current_frame
+from .graft import Flow, Graft, here
 from .losses import masked_mean
-from .newborn import LowRank, Newborn
+from .newborn import LowRank, Newborn, without
 from .precision import at_least_fp32
-from .rules import Surgery, engine_of, engine_ranks, refuse_pipeline
+from .present import GATES, LOSSES
+from .rules import Surgery, engine_of, engine_ranks
 
 
 class LoraSlot(LowRank):
@@ -54,7 +55,7 @@ class WithSlots(nn.Module):
                 "a module with PMoE slots is split over devices (tensor parallel), and its slots are not; load the"
                 " model without `tp_plan`"
             )
-        frame, routing = current_frame(), None
+        frame, routing = here.frame, None
         if frame is not None and frame.off:
             return output
         if self.routed:
@@ -65,7 +66,9 @@ class WithSlots(nn.Module):
         for group in self.groups:
             for slots in _grouped(group, _dropout) if self.training else (group,):
                 grown = grown + self._product(x, slots, routing)
-        return grown if frame is None else frame.kept(EXPERTS, grown, output)
+        if GATES and frame is not None:
+            return frame.kept(EXPERTS, grown, output)
+        return grown
 
     def _product(self, x: Tensor, group: tuple[SlotSpec, ...], routing: Tensor | None) -> Tensor:
         downs, ups = zip(*(self.slots[str(spec.slot)]() for spec in group), strict=True)
@@ -158,7 +161,8 @@ class RouterColumn(Newborn):
 
     def __init__(self, births: Mapping[str, Birth]) -> None:
         super().__init__()
-        self.bear(births, absent=("mass",))
+        self.bear(births)
+        without(self, "mass")
 
     def forward(self) -> tuple[Tensor, Tensor | None]:
         """The column and the mass."""
@@ -215,23 +219,25 @@ class ExpertGraft(Graft, ExpertRules):
         return True
 
     def complete(self, model: Any, surgery: Surgery) -> None:
-        """Nothing; but an engine may split layers or matrices."""
-        refuse_pipeline(model.config, "the router of PMoE's slots must reach all deeper layers")
+        """Nothing; but an engine may split matrices."""
         if engine_ranks(model.config)[0] > 1:
             raise ValueError(
                 f"{engine_of(model.config)} splits matrices over processes here, but does not split PMoE's slots beside"
                 " them; set tensor_parallel_size to 1"
             )
 
-    def before(self, layer: Any, hidden_states: Tensor, frame: Frame) -> None:
+    def before(self, layer: Any, hidden_states: Tensor, frame: Flow) -> None:
         """The router reads what goes into its layer; what holds slots must be there still."""
         for owner in (layer, layer._modules.get("expanded")):
             for block, name in getattr(owner, "slotted", ()):
                 check_slots(block, name)
         if layer.routes:
-            frame.routing, logs = layer.expert_router(hidden_states)
-            if frame.valid is not None and frame.domains is not None and layer.loss_weights["router_loss"] > 0:
-                frame.measure("router_loss", task_loss(logs, frame.valid, frame.domains))
+            routed = layer.expert_router(hidden_states)
+            frame.routing = routed[0]
+            if LOSSES:
+                valid, domains = frame.valid, frame.domains
+                if valid is not None and domains is not None and layer.loss_weights["router_loss"] > 0:
+                    frame.measure("router_loss", task_loss(routed[1], valid, domains))
 
     def weights(self, surgery: Surgery, index: int) -> Mapping[str, float]:
         """The router's loss, in its layer."""

@@ -25,7 +25,7 @@ from .rules import (
     Surgery,
     built,
     check_layers,
-    weight,
+    loss_weight,
     without_numbers,
 )
 
@@ -137,7 +137,7 @@ class RouterLossSpec:
 
     def check(self) -> None:
         """ValueError for what is no weight."""
-        weight("router_loss task_id", self.task_id)
+        loss_weight("router_loss task_id", self.task_id)
 
 
 @dataclass(frozen=True)
@@ -232,6 +232,8 @@ class ExpertRules(GraftRules):
     losses: ClassVar[Mapping[str, str]] = {"router_loss": "the experts' router against the tasks"}
     part = "surgeon.runtime.experts"
     module = "ExpertGraft"
+    roles = ()
+    brings = ("ROUTES",)
 
     def read(self, raw: Mapping[str, Any]) -> Experts:
         """Slots by layer, entries of one layer joined; the router's columns joined."""

@@ -17,9 +17,8 @@ added.
 
 Where it is closed the output of everything that it switches is replaced by what the base has there (`torch.where`),
 so that what was added cannot reach it by any rounding. A token for which it is closed, as for all tokens before it
-in its document, has the base's logits, bit for bit. Branches and inserted layers are computed for every token
-all the same: their keys and values are there when the gate opens, in one forward and in several over a cache. What
-leaves nothing for later tokens (adapters, routed experts) is skipped where the gate is closed for a whole forward.
+in its document, has the base's logits, bit for bit. Where it is closed for a whole forward, what it switches does not
+run (`closing`).
 
 Evidence is summed as whole numbers of 2⁻¹⁶, so that sums do not depend on the order: a prefix in one forward, token
 by token over a cache or in a packed row has the same.
@@ -31,16 +30,18 @@ close it, and without them it is open for all, so that what it switches learns f
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .closing import GatedLayer, spare_routers
 from .gate_rules import GateRules, Gates, GateSpec
-from .graft import Frame, Graft
-from .losses import Flow, logger
-from .newborn import Newborn
+from .graft import Flow, Graft
+from .losses import logger
+from .newborn import Newborn, without
 from .precision import at_least_fp32
 from .prefix import NO_BOUND, Kept, Reading, keep, kept_in, latest, read_rows
 from .rules import Surgery
@@ -70,7 +71,11 @@ class DomainGate(Newborn):
     def __init__(self, spec: GateSpec, width: int) -> None:
         super().__init__()
         self.spec = spec
-        self.bear(spec.births(width), absent=("bias", "out"), trains=False)
+        # Nothing that unfreezes a model or waits for gradients asks for buffers.
+        self.births = spec.births(width)
+        for name, birth in self.births.items():
+            self.register_buffer(name, torch.zeros(birth.shape))
+        without(self, "bias", "out")
         self.looked = False
 
     def tell_if_born(self) -> None:
@@ -87,12 +92,12 @@ class DomainGate(Newborn):
 
     def forward(self, hidden_states: Tensor, gating: Gating) -> Tensor:
         """Where it is open for hidden_states, B T D: B T, bool; all its tensors are read in here, where they are."""
-        return gating.decide(self, hidden_states)
+        return gating.decide(self, hidden_states) if gating.on is None else gating.on
 
     def evidence(self, hidden_states: Tensor) -> Tensor:
         """Each token's, B T D to B T 1, whole numbers of 2⁻¹⁶."""
         wide = at_least_fp32(hidden_states)
-        with torch.autocast(wide.device.type, enabled=False):
+        with _exactly(wide.device.type):
             scaled = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + _EPSILON)
             weight, offset = self.weight.to(wide.dtype), self.offset.to(wide.dtype)
             if self.out is None or self.bias is None:
@@ -106,17 +111,24 @@ class DomainGate(Newborn):
 class Gating(Reading):
     """The gate at work in one forward: what it reads, and what it found.
 
-    `forced` (B T, bool; None: the gate decides) is what is known of the tokens. `evidence` (B T 1) is there once it has
-    read them. `shut`: it is closed for all tokens, so that what needs no earlier tokens is not computed; only where
-    `skips` allows it, and where no gradient or graph asks for all of it.
+    `forced` (B T, bool; None: the gate decides) is what is known of the tokens. `evidence` (B T 1) and `on` (B T, bool)
+    are there once it has read them. `shut`: it is closed for all tokens, so that what it switches need not run; only
+    where `skips` allows it, and where no gradient or graph asks for all of it. `bare`: layers return hidden states and
+    nothing beside.
     """
 
     def __init__(self, valid: Tensor, begins: Tensor | None, past: Kept | None, forced: Tensor | None = None) -> None:
-        super().__init__(valid, begins, past)
+        # Whether each row has one token, over a cache: then a document begins there or before.
+        self.single = past is not None and valid.shape[1] == 1 and not torch.compiler.is_compiling()
+        super().__init__(valid, None if self.single else begins, past)
+        if self.single and begins is not None:
+            self.begin = begins.long()
         self.forced = forced
         self.skips = False
         self.shut = False
+        self.bare = False
         self.evidence: Tensor | None = None
+        self.on: Tensor | None = None
         self.found: dict[str, Tensor] = {}
 
     def decide(self, gate: DomainGate, hidden_states: Tensor) -> Tensor:
@@ -126,10 +138,14 @@ class Gating(Reading):
         with torch.no_grad():
             valid = self.valid.to(hidden_states.device).unsqueeze(-1)
             self.evidence = gate.evidence(hidden_states) * valid
-            on = self.held(*self.judged(gate, self.evidence))
+            self.on = on = self.held(*self.judged(gate, self.evidence))
             self.found["on"] = on.unsqueeze(-1)
         self.shut = self.skips and _eager(on) and not bool(on.any())
         return on
+
+    def looks(self) -> bool:
+        """Whether it may find itself closed for all, so that it decides before its layer runs."""
+        return self.skips and self.forced is None and _eager(self.valid)
 
     def scores(self, gate: DomainGate, evidence: Tensor) -> Tensor:
         """What is compared with the threshold, of evidence, B T 1: B T; by Page's test as if nothing had opened yet."""
@@ -154,18 +170,34 @@ class Gating(Reading):
         evidence, closes = evidence.clamp(-_CLIP, _CLIP), gate.spec.closes
         # One above it is past it.
         most = (at_least_fp32(gate.threshold) * _ONE).floor().long()
-        up = self.clipped("up", evidence - _DRIFT, most + 1)
+        summed = self._next if self.single else self.clipped
+        up = summed("up", evidence - _DRIFT, most + 1)
         self.found = {"up": up}
         if closes is None:
             return (up > most).squeeze(-1), None
         limit = int(closes * _ONE)
-        down = self.clipped("down", -evidence, limit + 1)
+        down = summed("down", -evidence, limit + 1)
         self.found["down"] = down
         return (up > most).squeeze(-1), (down > limit).squeeze(-1)
+
+    def _next(self, name: str, steps: Tensor, most: Tensor | int) -> Tensor:
+        """As `clipped`, of one token over a cache, which is most that a model does."""
+        valid = self.valid.to(steps.device).unsqueeze(-1)
+        before = self._ahead(name)
+        return torch.where(valid, (before + steps).clamp(min=0).clamp(max=most), before)
+
+    def _ahead(self, name: str) -> Tensor:
+        """What was kept of the token before a row's one token: B 1 1; zeros where a document begins with that one."""
+        before = self.before(name)
+        assert before is not None
+        return before if self.begin is None else before.masked_fill((self.begin > 0).to(before.device).unsqueeze(-1), 0)
 
     def held(self, opens: Tensor, closes: Tensor | None) -> Tensor:
         """Where it is open, by the last token of the document that opened or closed it: B T, bool."""
         valid = self.valid.to(opens.device)
+        if self.single:
+            on = self._ahead("on").squeeze(-1) | (opens & valid)
+            return on if closes is None else on & ~(closes & valid)
         begin = None if self.begin is None else self.begin.to(opens.device)
         opened = latest(opens & valid)
         closed = torch.zeros_like(opened) if closes is None else latest(closes & valid)
@@ -180,6 +212,13 @@ class Gating(Reading):
         if begin is not None:
             untouched = untouched & (begin == 0)
         return torch.where(untouched, before.squeeze(-1), on)
+
+
+def _exactly(device: str) -> Any:
+    """Without autocast, where there is some: to switch off what is off takes as long as what the gate computes."""
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
 
 
 def _eager(tensor: Tensor) -> bool:
@@ -203,10 +242,11 @@ class GateGraft(Graft, GateRules):
         return spec is not None or index == found.gate.layer
 
     def complete(self, model: Any, surgery: Surgery) -> None:
-        """Nothing; but an engine may hide what the gate reads."""
+        """What need not run while the gate is closed; but an engine may hide what the gate reads."""
         self.refuse_engine(model.config)
+        spare_routers([layer for layer in model.modules() if isinstance(layer, GatedLayer)])
 
-    def before(self, layer: Any, hidden_states: Tensor, frame: Frame) -> None:
+    def before(self, layer: Any, hidden_states: Tensor, frame: Flow) -> None:
         """The gate reads what goes into its layer."""
         if not layer.decides:
             return

@@ -140,6 +140,8 @@ class GateRules(GraftRules):
     losses: ClassVar[Mapping[str, str]] = {}
     part = "surgeon.runtime.gate"
     module = "GateGraft"
+    roles = ()
+    brings = ("GATES",)
     # What it does with sequences, for those that are told why it cannot.
     what: ClassVar[str] = "a domain gate decides by the tokens before each in its document"
 

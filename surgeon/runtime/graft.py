@@ -1,12 +1,4 @@
-"""What a graft does in a model. One small class a graft, together with its rules (`class AdapterGraft(Graft, …)`).
-
-A layer asks the grafts of its config, in their order: first which blocks must be able to carry something, then to put
-their modules in. In a forward those that did so run `before` it, `beside` its blocks and `after` it.
-
-While a layer runs its own modules see its frame: native code passes nothing of ours to its MLP or projections. The
-layer's forward sets the frame and puts back the one before, in this thread alone. A frame is built from the layer's
-arguments, so that gradient checkpointing, which runs the layer again, sees the same.
-"""
+"""What crosses a forward, and what a graft does in one: a small class a graft (`class AdapterGraft(Graft, …)`)."""
 
 from __future__ import annotations
 
@@ -18,46 +10,66 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from .losses import Flow
+from .present import AFTER, BEFORE, COMPLETES, CROSSES, GATES, LOSSES, MIXES, REPLACES, ROUTES
 from .rules import Surgery
 
 
 @dataclass
-class Frame:
-    """One layer's forward.
+class Flow:
+    """One forward of a model, or of one of its layers: the frame that its modules see, as native code passes them none.
 
-    `valid` (B T, bool; None: nothing is measured) are the tokens that count in losses, `domains` (B T) their domains,
-    `losses` what was measured, by the output's field. `routing` (B T slots) is what a router below or here decided;
-    `mixing` and `gating` what the model shares among its layers. Grafts named in `gated` take part where `on` (B T,
-    bool), and none does where all are `off`.
+    `valid` (B T, bool; None: no loss is asked for) are the tokens that count in losses, `domains` (B T) their domains;
+    all grafts are `off` where a caller said so. A caller may pass a model one, to look at afterwards.
     """
 
     valid: Tensor | None = None
     domains: Tensor | None = None
-    routing: Tensor | None = None
-    mixing: Any = None
-    gating: Any = None
-    on: Tensor | None = None
-    gated: frozenset[str] = frozenset()
     off: bool = False
-    losses: dict[str, list[Tensor]] = field(default_factory=dict)
+    records_choices: bool = False
+    # What was measured, by the output's field: numbers in a frame, else vectors of them, each after its weight.
+    losses: dict[str, list[Any]] = field(default_factory=dict)
+    if ROUTES:
+        # From a router's layer on: the weights of slots, B T slots.
+        routing: Tensor | None = None
+    if MIXES:
+        # Control states at work.
+        mixing: Any = None
+    if GATES:
+        # The gate at work, and from its layer on where it is open: B T, bool. Grafts named in `gated` go by it.
+        gating: Any = None
+        on: Tensor | None = None
+        gated: frozenset[str] = frozenset()
+    if CROSSES:
+        # The position ids that were given; whether a row holds several sequences, as in continuous batching.
+        positions: Tensor | None = None
+        packed: bool = False
 
     def measure(self, name: str, loss: Tensor) -> None:
-        """Keep a loss, one number, for the output's field `name`."""
+        """Keep a loss, one number, of a layer for the output's field `name`."""
         self.losses.setdefault(name, []).append(loss.reshape(1))
 
-    def kept(self, graft: str, grown: Tensor, native: Tensor) -> Tensor:
-        """`grown`, what a graft made of `native` (B T · or one row a token, both); where it is gated off, `native`."""
-        return only_where(self.on, grown, native) if graft in self.gated else grown
+    if GATES:
 
-    def skips(self, graft: Graft) -> bool:
-        """Whether nothing of what `graft` makes beside a block would be seen: it is gated off for every token."""
-        return graft.remembers_nothing and graft.name in self.gated and self.gating is not None and self.gating.shut
+        def kept(self, graft: str, grown: Tensor, native: Tensor) -> Tensor:
+            """`grown`, what a graft made of `native` (B T · or one row a token, both); gated off, `native`."""
+            return only_where(self.on, grown, native) if graft in self.gated else grown
 
-    def measured(self, name: str, like: Tensor) -> Tensor:
-        """The losses kept for a field as one vector, empty where there are none."""
-        found = self.losses.get(name)
-        return like.new_zeros(0, dtype=torch.float32) if found is None else torch.cat(found)
+        def skips(self, graft: Graft) -> bool:
+            """Whether nothing of what `graft` makes beside a block would be seen: it is gated off for every token."""
+            switched = graft.remembers_nothing and graft.name in self.gated
+            return switched and self.gating is not None and self.gating.shut
+
+
+Frame = Flow
+
+
+if GATES:
+
+    def gated_beside(graft: Graft, block: Any, x: Tensor, output: Tensor, frame: Flow | None) -> Tensor:
+        """What a block puts out together with a graft that may be gated."""
+        if frame is None:
+            return graft.beside(block, x, output, frame)
+        return output if frame.skips(graft) else frame.kept(graft.name, graft.beside(block, x, output, frame), output)
 
 
 def only_where(on: Tensor | None, grown: Tensor, native: Tensor) -> Tensor:
@@ -69,39 +81,32 @@ def only_where(on: Tensor | None, grown: Tensor, native: Tensor) -> Tensor:
     return torch.where(on.reshape(*native.shape[:-1], 1).to(native.device), grown, native)
 
 
-class _Active(threading.local):
-    frame: Frame | None = None
+class Here(threading.local):
+    """What this thread runs: a model's flow, a layer's frame, what came with its states; models switched off."""
+
+    flow: Flow | None = None
+    frame: Flow | None = None
+    rest: Any = None
+    off: tuple[nn.Module, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Sent to another process, as vLLM sends a config with the code of its class, it begins anew there."""
         return type(self), ()
 
 
-_active = _Active()
-
-
-def current_frame() -> Frame | None:
-    """The frame of the layer that runs in this thread, if one does."""
-    return _active.frame
-
-
-def enter_frame(frame: Frame | None) -> Frame | None:
-    """Let modules of this thread see `frame`; returns what they saw before, to be put back afterwards."""
-    previous = _active.frame
-    _active.frame = frame
-    return previous
+here = Here()
 
 
 class Graft:
-    """The hooks of a graft; each does nothing here. `name` is its rules'.
-
-    `replaces` are classes of modules that it puts in the places of native ones, which quantisers must leave.
-    """
+    """What a graft does in a model. `name` is its rules'."""
 
     name: ClassVar[str]
-    replaces: ClassVar[tuple[type[nn.Module], ...]] = ()
-    # Whether what it makes beside a block is made of the block's input alone, and leaves nothing for later tokens.
-    remembers_nothing: ClassVar[bool] = False
+    if REPLACES:
+        # Classes of modules that it puts in the places of native ones, which quantisers must leave.
+        replaces: ClassVar[tuple[type[nn.Module], ...]] = ()
+    if GATES:
+        # Whether what it makes beside a block is made of the block's input alone, and leaves nothing for later tokens.
+        remembers_nothing: ClassVar[bool] = False
 
     def blocks(self, surgery: Surgery, index: int) -> tuple[str, ...]:
         """Which blocks of layer `index`, `self_attn` and `mlp`, it stands beside."""
@@ -111,29 +116,39 @@ class Graft:
         """Put its modules into layer `index` of trunk or tail; whether it has any part in that layer."""
         return False
 
-    def before(self, layer: Any, hidden_states: Tensor, frame: Frame) -> None:
-        """The layer is about to run on `hidden_states`, B T D."""
+    if BEFORE:
 
-    def beside(self, block: Any, x: Tensor, output: Tensor, frame: Frame | None) -> Tensor:
+        def before(self, layer: Any, hidden_states: Tensor, frame: Flow) -> None:
+            """The layer is about to run on `hidden_states`, B T D."""
+
+    def beside(self, block: Any, x: Tensor, output: Tensor, frame: Flow | None) -> Tensor:
         """What a block puts out together with the graft, B T D; `x` is what the block read, `output` what it made."""
         return output
 
-    def after(self, layer: Any, hidden_states: Tensor, output: Tensor, frame: Frame, run: Any) -> Tensor:
-        """What the layer puts out together with the graft; `run(module)` runs another layer as this one was run."""
-        return output
+    if AFTER:
 
-    def weights(self, surgery: Surgery, index: int) -> Mapping[str, float]:
-        """The weights of its losses in a layer, by the output's field."""
-        return {}
+        def after(self, layer: Any, hidden_states: Tensor, output: Tensor, frame: Flow, run: Any) -> Tensor:
+            """What the layer puts out together with the graft; `run(module)` runs another layer as this one was run."""
+            return output
 
-    def complete(self, model: Any, surgery: Surgery) -> None:
-        """Put what all layers share into the base model."""
+    if LOSSES:
 
-    def open(self, model: Any, flow: Flow, inputs: Tensor, attention_mask: Any, cache: Any) -> None:
-        """A forward of the base model begins; `flow` goes to all its layers."""
+        def weights(self, surgery: Surgery, index: int) -> Mapping[str, float]:
+            """The weights of its losses in a layer, by the output's field."""
+            return {}
 
-    def close(self, model: Any, flow: Flow, cache: Any) -> None:
-        """A forward of the base model is over; `cache` is the one that it returns."""
+    if COMPLETES:
+
+        def complete(self, model: Any, surgery: Surgery) -> None:
+            """Put what all layers share into the base model."""
+
+    if CROSSES:
+
+        def open(self, model: Any, flow: Flow, inputs: Tensor, attention_mask: Any, cache: Any) -> None:
+            """A forward of the base model begins; `flow` goes to all its layers."""
+
+        def close(self, model: Any, flow: Flow, cache: Any) -> None:
+            """A forward of the base model is over; `cache` is the one that it returns."""
 
     def counted(self, surgery: Surgery) -> Mapping[str, tuple[type[nn.Module], int]]:
         """Its modules whose tensors a checkpoint must hold: what they are, their class, how many there must be."""

@@ -1,26 +1,20 @@
-"""Native models in which an upcycled one stands, as heads and models of several parts, and what their configs say.
-
-A head's loss in training holds the auxiliary losses, and its output names them.
-"""
+"""Native models in which an upcycled one stands, as heads and models of several parts."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from functools import partial, wraps
+from dataclasses import make_dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers import conversion_mapping
+from transformers import GenerationMixin, conversion_mapping
 
+from .graft import Flow
 from .layers import in_flow
-from .losses import Flow, accumulation_scale, close_flow, open_flow, tell_of_lost_losses, tell_of_mode, token_domains
-from .models import UpcycledModel, UpcycledPreTrained, given_inputs
-from .rules import read_surgery
-
-# Arguments of heads that ask for a loss.
-_LABELS = ("labels", "start_positions")
+from .losses import EVALUATING, LOST, accumulation_scale, open_flow, tell, token_domains, with_losses
+from .models import UpcycledModel, UpcycledPreTrained, given_inputs, grafted_forward
+from .present import GATES, LOSSES, PARTS
 
 
 class UpcycledOuter(UpcycledPreTrained):
@@ -58,86 +52,74 @@ class UpcycledHead(UpcycledOuter):
 
     output_class: ClassVar[type[Any]]
     # Whether its loss is a mean over tokens, which trainers share out among micro-batches.
-    by_token: ClassVar[bool]
+    by_token = False
 
-    def run_grafted(
-        self, run: Callable[..., Any], given: dict[str, Any], domain_ids: Tensor | None, flow: Flow | None
-    ) -> Any:
+    def run_grafted(self, run: Callable[..., Any], given: dict[str, Any], flow: Flow | None) -> Any:
         """`run`, the native forward; `domain_ids` (B or B T; 0: the original domain) switch the local losses on."""
-        labels = next((given[name] for name in _LABELS if given.get(name) is not None), None)
-        if not self.training or labels is None:
-            if self.training and domain_ids is not None and flow is None:
-                tell_of_lost_losses(self.surgery)
-                inputs = given_inputs(given.get("input_ids"), given.get("inputs_embeds"))
-                flow = Flow(domains=token_domains(domain_ids, torch.Size(inputs.shape[:2])))
-            with in_flow(flow):
-                output = run(**given)
-            if not self.training:
-                tell_of_mode(self.surgery, getattr(output, "loss", None))
-            return self.with_losses(output)
-        inputs = given_inputs(given.get("input_ids"), given.get("inputs_embeds"))
-        flow = open_flow(self.surgery, inputs, given.get("attention_mask"), domain_ids)
-        asked = given.pop("return_dict", None)
-        in_fields = self.config.return_dict if asked is None else asked
-        with in_flow(flow or Flow()):
-            output = run(return_dict=True, **given)
-        if flow is None:
-            output = self.with_losses(output)
+        if LOSSES or GATES:
+            domain_ids = given.pop("domain_ids", None)
+            labels = next((given[name] for name in ("labels", "start_positions") if given.get(name) is not None), None)
+            if self.training and labels is not None:
+                return self._run_trained(run, given, labels, domain_ids)
         else:
-            scale: float | Tensor = 1.0
-            if self.by_token:
-                scale = accumulation_scale(labels, given.get("shift_labels"), given.get("num_items_in_batch"))
-            output = self.output_class(**close_flow(output, flow, scale))
-        return output if in_fields else output.to_tuple()
+            given.pop("domain_ids", None)
+        if GATES and self.training and domain_ids is not None and flow is None:
+            if LOSSES:
+                tell(LOST)
+            flow = Flow(domains=token_domains(domain_ids, torch.Size(given_inputs(given).shape[:2])))
+        with in_flow(flow):
+            output: Any = run(**given)
+        if LOSSES or GATES:
+            loss = getattr(output, "loss", None)
+            if not self.training and isinstance(loss, Tensor) and loss.requires_grad:
+                tell(EVALUATING)
+        if LOSSES and not isinstance(output, tuple):
+            output = self.output_class(**output)
+        return output
 
-    def with_losses(self, output: Any) -> Any:
-        """The native output with fields for the auxiliary losses, all of them None; a tuple as it is."""
-        is_native = type(output) is self.output_class.__bases__[0]
-        return self.output_class(**output) if is_native else output
+    if LOSSES or GATES:
 
-
-def head_forward(native: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of an `UpcycledHead` over `native`, with its arguments and `domain_ids`."""
-    known = inspect.signature(native)
-    names = tuple(known.parameters)[1:]
-    added = inspect.Parameter("domain_ids", inspect.Parameter.KEYWORD_ONLY, default=None)
-
-    @wraps(native)
-    def forward(
-        self: UpcycledHead,
-        *args: Any,
-        domain_ids: Tensor | None = None,
-        surgery_flow: Flow | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        given = dict(zip(names, args, strict=False)) | kwargs
-        return self.run_grafted(partial(native, self), given, domain_ids, surgery_flow)
-
-    # What trainers and generation look at; a `**kwargs` stays the last.
-    held = list(known.parameters.values())
-    at = len(held) - (held[-1].kind is inspect.Parameter.VAR_KEYWORD)
-    forward.__signature__ = known.replace(parameters=[*held[:at], added, *held[at:]])  # type: ignore[attr-defined]
-    return forward
+        def _run_trained(self, run: Callable[..., Any], given: dict[str, Any], labels: Any, domain_ids: Any) -> Any:
+            flow = open_flow(given_inputs(given), given.get("attention_mask"), domain_ids)
+            asked = given.pop("return_dict", None)
+            with in_flow(flow):
+                output = run(return_dict=True, **given)
+            if LOSSES:
+                scale: Any = 1.0
+                if self.by_token:
+                    scale = accumulation_scale(labels, given.get("shift_labels"), given.get("num_items_in_batch"))
+                output = self.output_class(**with_losses(output, flow, scale))
+            return output if (self.config.return_dict if asked is None else asked) else output.to_tuple()
 
 
-def attach_surgery(config: Any, surgery: dict[str, Any] | None, anatomy: dict[str, Any] | None) -> None:
-    """Give a config its `surgery`, checked, and the `anatomy` that its classes were composed by.
+def head_over(
+    config: type[Any], decoder: type[UpcycledModel], native: type[Any], output: type[Any], auto: str, **stated: Any
+) -> Any:
+    """The native head over an upcycled decoder, as a class of this file: what `AutoModelFor…` finds and saves."""
+    if LOSSES:
+        # In training the auxiliary losses, before their weights (None where they are off); pickles find it here.
+        extra: Any = [(name, torch.FloatTensor | None, None) for graft in config.grafts for name in graft.losses]
+        name, here = f"Upcycled{output.__name__}", {"__module__": __name__}
+        output = globals().setdefault(name, make_dataclass(name, extra, bases=(output,), namespace=here))
+    stated |= {"config_class": config, "decoder_class": decoder, "stack": decoder.stack, "output_class": output}
+    stated |= {"forward": grafted_forward(native.forward), "__module__": __name__}
+    # transformers looks for it among a class's own bases.
+    bases = (UpcycledHead, native, *(GenerationMixin,) * stated.get("by_token", False))
+    made: Any = type(f"Upcycled{native.__name__}", bases, stated)
+    made.register_for_auto_class(auto)
+    carry_conversions(made, native)
+    return made
 
-    Where the text decoder's config is a part of it, the part knows the surgery too.
-    """
-    config.surgery, config.anatomy = surgery, anatomy
-    text = config.get_text_config(decoder=True)
-    text.surgery = surgery
-    read_surgery(text, type(config).grafts)
 
+if PARTS:
 
-def without_surgery(fields: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    """A config's fields, its part at `path` without `surgery`, which stands above it."""
-    part = fields
-    for key in path:
-        part = part.get(key) or {}
-    part.pop("surgery", None)
-    return fields
+    def without_surgery(fields: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+        """A config's fields, its part at `path` without `surgery`, which stands above it."""
+        part = fields
+        for key in path:
+            part = part.get(key) or {}
+        part.pop("surgery", None)
+        return fields
 
 
 def carry_conversions(upcycled: type[Any], native: type[Any]) -> None:
@@ -145,10 +127,7 @@ def carry_conversions(upcycled: type[Any], native: type[Any]) -> None:
 
     It does so for its own classes, by name, and by model type; of other code it must be told.
     """
-    known = conversion_mapping.get_checkpoint_conversion_mapping
-    register = conversion_mapping.register_checkpoint_conversion_mapping
-    if (by_class := known(native.__name__)) is not None:
-        register(upcycled.__name__, by_class, overwrite=True)
-    native_type, own_type = native.config_class.model_type, upcycled.config_class.model_type
-    if (by_type := known(native_type)) is not None:
-        register(own_type, by_type, overwrite=True)
+    types = (upcycled.config_class.model_type, native.config_class.model_type)
+    for own, theirs in ((upcycled.__name__, native.__name__), types):
+        if (known := conversion_mapping.get_checkpoint_conversion_mapping(theirs)) is not None:
+            conversion_mapping.register_checkpoint_conversion_mapping(own, known, overwrite=True)

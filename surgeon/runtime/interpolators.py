@@ -184,7 +184,7 @@ class MixtureOfTwo(Interpolation):
 
     def learned(self, alpha: float) -> dict[str, Birth]:
         """b = (0, logit α)."""
-        return {"bias": Values((2,), (0.0, log_odds(alpha)))}
+        return {"bias": Values((2,), values=(0.0, log_odds(alpha)))}
 
     def share(self, tensors: Mapping[str, Tensor], alpha: float, h: Tensor, p: Tensor, e: Tensor) -> float | Tensor:
         """The probability of the expanded branch, B T 1, in fp32."""

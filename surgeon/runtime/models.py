@@ -1,14 +1,8 @@
-"""Models of any type with grafts: the native model is built whole, then its layers become upcycled ones.
-
-transformers' own `__init__` knows what its layers want, so it builds trunk and tail; then the layers of the trunk,
-and the blocks beside which something stands, change their class to a named one composed of theirs, and the tail is
-cut off. Loading refuses half a graft, and grafts can train alone.
-"""
+"""Models of any type with grafts: built whole as the native one, whose layers then change their class."""
 
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, wraps
@@ -19,18 +13,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import output_capturing
 
-from .layers import UpcycledLayer, current_flow, in_flow
-from .losses import Flow, tell_of_lost_losses
+from .graft import Flow, here
+from .layers import UpcycledLayer, in_flow
+from .losses import LOST, tell
 from .newborn import Newborn
-from .rules import Surgery, read_surgery, refuse_pipeline
-
-
-class _Off(threading.local):
-    # Models whose grafts take no part in what this thread runs.
-    models: tuple[nn.Module, ...] = ()
-
-
-_off = _Off()
+from .present import COMPLETES, LOSSES, REPLACES, TWINS
+from .rules import Surgery, engine_ranks, read_surgery
 
 
 class UpcycledPreTrained(PreTrainedModel):
@@ -47,77 +35,74 @@ class UpcycledPreTrained(PreTrainedModel):
     def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, Any]:
         # What a native model keeps in float32 goes by names such as `gate`, which parts of grafts have too.
         plan: dict[str, Any] = super()._get_dtype_plan(dtype)
-        plan = {name: held for name, held in plan.items() if name not in self._left_by_quantisers()}
+        if REPLACES:
+            plan = {name: held for name, held in plan.items() if name not in self._left_by_quantisers()}
         own = (pattern for graft in self.surgery.rules for pattern in graft.tensors)
         return dict.fromkeys(own, dtype) | plan if plan else plan
 
-    @property
-    def _keep_in_fp32_modules(self) -> Any:
-        # Every quantiser of transformers leaves what stands here, and asks a model that is marked as its own.
-        kept = self.__dict__.get("kept_in_fp32", self.native_class()._keep_in_fp32_modules)
-        return {*(kept or ()), *self._left_by_quantisers()} if getattr(self, "is_quantized", False) else kept
+    if REPLACES:
 
-    @_keep_in_fp32_modules.setter
-    def _keep_in_fp32_modules(self, kept: Any) -> None:
-        self.__dict__["kept_in_fp32"] = kept
+        @property
+        def _keep_in_fp32_modules(self) -> Any:
+            # Every quantiser of transformers leaves what stands here, and asks a model that is marked as its own.
+            kept = self.__dict__.get("kept_in_fp32", self.native_class()._keep_in_fp32_modules)
+            return {*(kept or ()), *self._left_by_quantisers()} if getattr(self, "is_quantized", False) else kept
 
-    def _left_by_quantisers(self) -> set[str]:
-        replaces = tuple(kind for graft in self.surgery.rules for kind in graft.replaces)
+        @_keep_in_fp32_modules.setter
+        def _keep_in_fp32_modules(self, kept: Any) -> None:
+            self.__dict__["kept_in_fp32"] = kept
+
+        def _left_by_quantisers(self) -> set[str]:
+            replaces = tuple(kind for graft in self.surgery.rules for kind in graft.replaces)
+            held = self.named_modules()
+            return {name for name, module in held if isinstance(module, replaces) or hasattr(module, "spanning")}
+
+    def grafted_models(self) -> dict[str, UpcycledModel]:
+        """The models in this one, or this one, whose layers hold grafts, by what names of their tensors begin with."""
         held = self.named_modules()
-        return {name for name, module in held if isinstance(module, replaces) or hasattr(module, "spanning")}
+        return {f"{name}." if name else "": module for name, module in held if isinstance(module, UpcycledModel)}
 
     def graft_parameter_names(self) -> list[str]:
         """Names of the parameters that the surgery added and that train, in the model's order."""
-        owners: list[str] = []
-        for name, module in self.named_modules():
-            if isinstance(module, UpcycledModel):
-                prefix = f"{name}." if name else ""
-                trained = (
-                    each.replace("layers.", f"{self.stack}.", 1) for each in read_surgery(module.config).trains()
-                )
-                owners += [f"{prefix}{owner}" for owner in trained]
-        return [name for name, _ in self.named_parameters() if name.startswith(tuple(owners))]
+        owners = tuple(
+            prefix + owner.replace("layers.", f"{model.stack}.", 1)
+            for prefix, model in self.grafted_models().items()
+            for owner in model.surgery.trains()
+        )
+        return [name for name, _ in self.named_parameters() if name.startswith(owners)]
 
     def freeze_base(self) -> list[str]:
         """Let exactly the parameters of `graft_parameter_names()` train; returns their names."""
-        names = self.graft_parameter_names()
-        chosen = set(names)
+        names = dict.fromkeys(self.graft_parameter_names())
         for name, parameter in self.named_parameters():
-            parameter.requires_grad_(name in chosen)
-        return names
+            parameter.requires_grad_(name in names)
+        return list(names)
 
     @contextmanager
     def grafts(self, *, enabled: bool) -> Iterator[None]:
         """With `enabled=False`, inside and in this thread, the model computes what its base does, bit for bit.
 
-        Grafts take no part, and inserted layers hand on what they get (they run, and fill their place in a cache, but
-        what they make is not used). So it is with and without a cache; one that was made inside is for inside.
+        Grafts take no part, and inserted layers hand on what they get. A cache that was made inside is for inside.
         `enabled=True` inside of it switches them on again.
         """
-        before = _off.models
-        own = tuple(module for module in self.modules() if isinstance(module, UpcycledModel))
-        others = tuple(model for model in before if not any(model is module for module in own))
-        _off.models = others if enabled else (*others, *own)
+        before, own = here.off, tuple(self.grafted_models().values())
+        others = tuple(model for model in before if not any(model is each for each in own))
+        here.off = others if enabled else (*others, *own)
         try:
             yield
         finally:
-            _off.models = before
+            here.off = before
 
     @classmethod
-    def native_class(cls) -> type[PreTrainedModel]:
+    def native_class(cls) -> Any:
         """The class of transformers that this one extends."""
         natives = (kind for kind in cls.__mro__ if issubclass(kind, PreTrainedModel))
         return next(kind for kind in natives if not issubclass(kind, UpcycledPreTrained))
 
     # For these two transformers reads the source of a class's module, which here is not the one where experts and
     # attention are: the model would run experts one by one, and so sum otherwise than the base does.
-    @classmethod
-    def _can_set_experts_implementation(cls) -> bool:
-        return bool(cls.native_class()._can_set_experts_implementation())
-
-    @classmethod
-    def _can_set_attn_implementation(cls) -> bool:
-        return bool(cls.native_class()._can_set_attn_implementation())
+    _can_set_experts_implementation = classmethod(lambda cls: cls.native_class()._can_set_experts_implementation())
+    _can_set_attn_implementation = classmethod(lambda cls: cls.native_class()._can_set_attn_implementation())
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -130,39 +115,41 @@ class UpcycledPreTrained(PreTrainedModel):
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
         """As transformers', but a checkpoint that lacks a graft's tensor is refused, not filled at random."""
         model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
-        missing = sorted(set(info["missing_keys"]) & set(graft_tensors(model)))
-        if missing:
+        if missing := sorted(set(info["missing_keys"]) & set(check_sites(model))):
             raise ValueError(
-                f"the checkpoint lacks {len(missing)} tensors of its config's surgery, first of them "
-                f"`{missing[0]}`; download it again in full, or apply the surgery again"
+                f"the checkpoint lacks {len(missing)} tensors of its config's surgery, first of them `{missing[0]}`;"
+                " download it again in full, or apply the surgery again"
             )
-        check_sites(model)
         return (model, info) if output_loading_info else model
 
 
 class UpcycledModel(UpcycledPreTrained):
-    """The model whose config's surgery says which grafts stand in its layers: a text decoder, or an encoder."""
+    """The model whose config's surgery says which grafts stand in its layers, of the classes `layer_classes`."""
 
     layer_classes: ClassVar[Mapping[type[nn.Module], type[UpcycledLayer]]]
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        own_class(config, self.config_class)
+        if type(config) is not self.config_class and type(config).__qualname__ == self.config_class.__qualname__:
+            # vLLM sends its workers a config with a copy of all that its class names, grafts of other code too.
+            config.__class__ = self.config_class
         super().__init__(config, *args, **kwargs)
         self.graft()
 
     def graft(self) -> None:
         """Make the native layers upcycled ones; the tail goes, its twins stand beside the trunk."""
         surgery = self.surgery = read_surgery(self.config)
-        above, _, name = self.stack.rpartition(".")
-        parent = self.get_submodule(above)
-        layers: Any = getattr(parent, name)[: surgery.trunk_layers]
-        setattr(parent, name, layers)
+        layers: Any = self.get_submodule(self.stack)
+        if TWINS:
+            layers = layers[: surgery.trunk_layers]
+            self.set_submodule(self.stack, layers)
         for index, layer in enumerate(layers):
             layer.__class__ = self.layer_classes[type(layer)]
             layer.compose(self.config, index, surgery)
-        for graft in surgery.rules:
-            graft.complete(self, surgery)
-        refuse_pipeline(self.config, "a model with grafts runs there with all its layers in one process")
+        if COMPLETES:
+            for graft in surgery.rules:
+                graft.complete(self, surgery)
+        if engine_ranks(self.config)[1] > 1:
+            raise ValueError("layers with grafts run in one process alone; set pipeline_parallel_size to 1")
         # Kept by class when a model is made, and this one was made as another; before 5.23 by the class's name.
         registry: Any = output_capturing._CAN_RECORD_REGISTRY
         registry[str(type(self)) if type(registry) is dict else self] = self._can_record_outputs
@@ -173,76 +160,51 @@ class UpcycledModel(UpcycledPreTrained):
     def run_grafted(self, run: Callable[..., Any], given: dict[str, Any], flow: Flow | None) -> Any:
         """`run`, the native forward, in a flow; `given` are its arguments by name."""
         given.pop("domain_ids", None)
+        if LOSSES and flow is None and self.training:
+            tell(LOST)
         with in_flow(Flow(off=True) if self.grafts_off else flow):
             return run(**given)
 
     @property
     def grafts_off(self) -> bool:
         """Whether this thread is in `grafts(enabled=False)`."""
-        return any(model is self for model in _off.models)
+        return any(model is self for model in here.off)
 
 
-def model_forward(native: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of an `UpcycledModel` over `native`, with its arguments."""
-    names = tuple(inspect.signature(native).parameters)[1:]
+def grafted_forward(native: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of an upcycled model over `native`, with its arguments and `domain_ids`."""
+    known = inspect.signature(native)
+    names = tuple(known.parameters)[1:]
 
     @wraps(native)
-    def forward(self: UpcycledModel, *args: Any, surgery_flow: Flow | None = None, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: Any, surgery_flow: Flow | None = None, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
-        flow = current_flow() if surgery_flow is None else surgery_flow
-        if flow is None and self.training:
-            tell_of_lost_losses(self.surgery)
-        return self.run_grafted(partial(native, self), given, flow)
+        return self.run_grafted(partial(native, self), given, here.flow if surgery_flow is None else surgery_flow)
 
+    # What trainers and generation look at; a `**kwargs` stays the last.
+    held = list(known.parameters.values())
+    at = len(held) - (held[-1].kind is inspect.Parameter.VAR_KEYWORD)
+    added = inspect.Parameter("domain_ids", inspect.Parameter.KEYWORD_ONLY, default=None)
+    forward.__signature__ = known.replace(parameters=[*held[:at], added, *held[at:]])  # type: ignore[attr-defined]
     return forward
 
 
-def own_class(config: Any, kind: type[Any]) -> None:
-    """Make `kind` the class of a config that came with a copy of it.
-
-    vLLM sends its workers a config together with a copy of all that its class names; grafts of that copy would put
-    modules of their own code into the model, which do not see the frames of this one's layers.
-    """
-    if type(config) is not kind and type(config).__qualname__ == kind.__qualname__:
-        config.__class__ = kind
-
-
-def counted_modules(surgery: Surgery) -> dict[str, tuple[type[nn.Module], int]]:
-    """Modules that a surgery adds, whose tensors a checkpoint must hold: their class and how many there must be."""
-    return {what: told for graft in surgery.rules for what, told in graft.counted(surgery).items()}
-
-
-def graft_tensors(model: nn.Module) -> list[str]:
-    """Names of all tensors that a graft holds, trained or not."""
-    bases = [module for module in model.modules() if isinstance(module, UpcycledModel)]
-    kinds = {kind for base in bases for kind, _ in counted_modules(read_surgery(base.config)).values()}
-    owners = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, tuple(kinds)))
+def check_sites(model: Any) -> list[str]:
+    """Refuse a model whose grafts something (a quantiser, a kernel replacer) has replaced; names of grafts' tensors."""
+    bases = model.grafted_models().values()
+    counted = [(b, *each) for b in bases for graft in b.surgery.rules for each in graft.counted(b.surgery).items()]
+    for base, what, (kind, expected) in counted:
+        if (found := sum(isinstance(module, kind) for module in base.modules())) != expected:
+            raise ValueError(
+                f"the model has {found} {what} after loading; the config describes {expected}: something replaced them;"
+                " a quantiser leaves what its `modules_to_not_convert` names: give it the modules that hold them"
+            )
+    kinds = tuple(kind for _, _, (kind, _) in counted)
+    owners = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, kinds))
     return [name for name in model.state_dict() if name.startswith(owners)]
 
 
-def check_sites(model: nn.Module) -> None:
-    """Refuse a model whose grafts something (a quantiser, a kernel replacer) has replaced or dropped."""
-    for name, base in model.named_modules():
-        if not isinstance(base, UpcycledModel):
-            continue
-        counted = counted_modules(read_surgery(base.config))
-        expected = {what: count for what, (_, count) in counted.items()}
-        found = {what: sum(isinstance(m, kind) for m in base.modules()) for what, (kind, _) in counted.items()}
-        if found != expected:
-            raise ValueError(
-                f"{name or 'the model'} has {_listed(found)} after loading; the config describes"
-                f" {_listed(expected)}: something replaced them; a quantiser leaves what its `modules_to_not_convert`"
-                " names: give it the modules that hold them"
-            )
-
-
-def _listed(counts: dict[str, int]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in counts.items())
-
-
-def given_inputs(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+def given_inputs(given: Mapping[str, Any]) -> Tensor:
     """Token ids or embeddings, whichever the caller gave."""
-    given = input_ids if input_ids is not None else inputs_embeds
-    if given is None:
-        raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
-    return given
+    inputs: Tensor = given["inputs_embeds"] if given.get("input_ids") is None else given["input_ids"]
+    return inputs

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
-import transformers.initialization as init
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .births import Birth, Fill, Normal, low_rank_births
+from .births import Birth, low_rank_births
 
 
 class Newborn(nn.Module):
@@ -18,46 +16,31 @@ class Newborn(nn.Module):
 
     births: Mapping[str, Birth]
 
-    def bear(self, births: Mapping[str, Birth], *, absent: tuple[str, ...] = (), trains: bool = True) -> None:
-        """Make a parameter for each birth, and none for the names `absent` that have no birth.
-
-        What never `trains` by a gradient becomes buffers, which nothing that unfreezes a model or waits for gradients
-        asks for.
-        """
+    def bear(self, births: Mapping[str, Birth]) -> None:
+        """Make a parameter for each birth."""
         self.births = births
         for name, birth in births.items():
-            if trains:
-                self.register_parameter(name, nn.Parameter(torch.empty(birth.shape)))
-            else:
-                self.register_buffer(name, torch.zeros(birth.shape))
-        for name in absent:
-            if name not in births:
-                self.register_parameter(name, None)
+            self.register_parameter(name, nn.Parameter(torch.empty(birth.shape)))
 
     def initialise(self) -> None:
         """Set the values that the tensors are born with (a checkpoint's values replace them)."""
         for name, birth in self.births.items():
-            fill(getattr(self, name), birth)
+            birth.fill(getattr(self, name))
 
 
 class Projection(Newborn, nn.Linear):
     """A linear module without bias whose matrix is born with stated values."""
 
     def __init__(self, birth: Birth) -> None:
-        rows, columns = birth.shape
-        nn.Linear.__init__(self, columns, rows, bias=False)
+        nn.Linear.__init__(self, birth.shape[1], birth.shape[0], bias=False)
         self.births = {"weight": birth}
 
 
-def fill(tensor: Any, birth: Birth) -> None:
-    """Give a tensor its values at birth."""
-    match birth:
-        case Fill(value=value):
-            init.constant_(tensor, value)
-        case Normal(std=std):
-            init.normal_(tensor, mean=0.0, std=std)
-        case _:
-            init.copy_(tensor, torch.tensor(birth.values))
+def without(module: Newborn, *names: str) -> None:
+    """Give a module None for those of the names that no tensor was born by."""
+    for name in names:
+        if name not in module.births:
+            module.register_parameter(name, None)
 
 
 class LowRank(Newborn):

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
-from .graft import Frame, Graft
+from .graft import Flow, Graft
 from .losses import balance_loss
 from .newborn import Newborn
 from .precision import at_least_fp32
+from .present import GATES
 from .routed_rules import Routed, RoutedRules, RoutedSpec
 from .rules import Surgery
 
@@ -101,7 +102,8 @@ class RoutedExperts(Newborn):
 class RoutedGraft(Graft, RoutedRules):
     """Routed experts."""
 
-    remembers_nothing = True
+    if GATES:
+        remembers_nothing = True
 
     def blocks(self, surgery: Surgery, index: int) -> tuple[str, ...]:
         """The MLP."""
@@ -112,18 +114,18 @@ class RoutedGraft(Graft, RoutedRules):
         found: Routed = surgery.of[self.name]
         if index in found.by_layer:
             spec = found.by_layer[index]
-            activation = spec.activation or getattr(config, layer.mlp.activation_field)
+            activation = spec.activation or getattr(config, layer.activation_field)
             layer.mlp.routed = RoutedExperts(spec, config.hidden_size, activation)
             layer.mlp.balanced = found.balanced(index)
         return index in found.by_layer
 
-    def beside(self, block: Any, x: Tensor, output: Tensor, frame: Frame | None) -> Tensor:
+    def beside(self, block: Any, x: Tensor, output: Tensor, frame: Flow | None) -> Tensor:
         """FFN(x) + experts(x)."""
         added: Tensor
         added, scores, *_ = block.routed(x)
         if block.balanced and frame is not None and frame.valid is not None:
             valid = frame.valid
-            if self.name in frame.gated and frame.on is not None:
+            if GATES and self.name in frame.gated and frame.on is not None:
                 valid = valid & frame.on.to(valid.device)
             shares = scores / (scores.sum(dim=-1, keepdim=True) + _LEAST)
             frame.measure("routed_balance_loss", balance_loss(shares, valid, block.routed.top_k))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from .births import Birth, Fill, Normal
-from .rules import ACTIVATIONS, BRANCH, GraftRules, Kind, Surgery, built, by_layer, check_layers, one_of, weight
+from .rules import ACTIVATIONS, BRANCH, GraftRules, Kind, Surgery, built, by_layer, check_layers, loss_weight, one_of
 
 ROUTED = "mlp.routed."
 # What a model begins with that is made without a checkpoint.
@@ -68,7 +68,7 @@ class RoutedLossSpec:
 
     def check(self) -> None:
         """ValueError for what is no weight."""
-        weight("routed_loss balance", self.balance)
+        loss_weight("routed_loss balance", self.balance)
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,7 @@ class RoutedRules(GraftRules):
     losses: ClassVar[Mapping[str, str]] = {"routed_balance_loss": "mean over layers with routed experts"}
     part = "surgeon.runtime.routed"
     module = "RoutedGraft"
+    roles = ("mlp",)
 
     def read(self, raw: Mapping[str, Any]) -> Routed:
         """Experts by layer, and their loss."""

@@ -1,17 +1,15 @@
-"""What planner and model agree on about a graft: its entries in `config.surgery`, its tensors' names, what trains.
-
-A graft is a module that the native architecture lacks; its modules (`Graft`) build on its rules (`GraftRules`).
-"""
+"""What planner and model agree on about a graft: its entries in `config.surgery`, its tensors' names, what trains."""
 
 from __future__ import annotations
 
 import copy
-import inspect
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from types import SimpleNamespace
 from typing import Any, ClassVar, Literal, TypeVar
 
+from .present import TWINS
 from .spread import for_each_layer
 
 # What the names of an expanded twin's tensors begin with, below its layer.
@@ -37,6 +35,8 @@ class Kind:
     in_twin: ClassVar[Literal["copied", "shared", "refused"]] = "shared"
     branching: ClassVar[bool] = False
     whole: ClassVar[bool] = False
+    # What an entry can say, one for each layer, where its rules do not check that themselves.
+    fields: ClassVar[tuple[str, ...]] = ()
 
     def text(self, entry: Mapping[str, Any], where: str = "") -> str:
         """What preview and manifest call it: `adapter of 512, relu gate`; `where` is " in the branch" in a twin."""
@@ -69,22 +69,22 @@ def without_numbers(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class GraftRules:
-    """One graft: its keys in `config.surgery`, and how what stands there is read.
-
-    Only planners ask for `kinds`, of which there is one for each key that says something of layers; for `losses`, the
-    fields that it adds to a model's output, in training, and what they are; for `part` and `module`, where its modules
-    are; and whether an encoder can carry it (`on_encoders`).
-    """
+    """One graft: its keys in `config.surgery`, and how what stands there is read."""
 
     name: ClassVar[str]
     keys: ClassVar[tuple[str, ...]]
     # Names of its own tensors, by which a native model might take them for some of its own; `*` is any text.
     tensors: ClassVar[tuple[str, ...]] = ()
+    # Only planners ask for what follows: for each key that says something of layers its kind; the fields that it adds
+    # to a model's output, in training, and what they are; where its modules are; whether an encoder can carry it;
+    # beside which blocks it may stand; and what of `present` it alone brings.
     kinds: ClassVar[tuple[Kind, ...]]
     losses: ClassVar[Mapping[str, str]] = {}
     part: ClassVar[str]
     module: ClassVar[str]
     on_encoders: ClassVar[bool] = False
+    roles: ClassVar[tuple[str, ...]] = ("self_attn", "mlp")
+    brings: ClassVar[tuple[str, ...]] = ()
 
     @property
     def settings(self) -> tuple[str, ...]:
@@ -99,9 +99,11 @@ class GraftRules:
         """What `config.surgery` says of it."""
         raise NotImplementedError
 
-    def branches(self, found: Any) -> list[tuple[int, int]]:
-        """The tail layers that it makes, each with the trunk layer beside which it stands."""
-        return []
+    if TWINS:
+
+        def branches(self, found: Any) -> list[tuple[int, int]]:
+            """The tail layers that it makes, each with the trunk layer beside which it stands."""
+            return []
 
     def check(self, surgery: Surgery, config: Any) -> None:
         """Check what `read` found, by itself and against the rest of the config. Raises ValueError."""
@@ -115,7 +117,7 @@ class GraftRules:
         return False
 
     def needs_domains(self, surgery: Surgery) -> bool:
-        """Whether it has a loss that needs `domain_ids`."""
+        """Whether it has a loss that needs `domain_ids`, or (a gate) something else that does."""
         return False
 
     def crosses(self, surgery: Surgery) -> int | None:
@@ -129,20 +131,18 @@ class GraftRules:
 
 @dataclass(frozen=True)
 class Surgery:
-    """All grafts of a model. `of` holds what each graft's rules read, by the graft's name; `rules` are those present.
+    """All grafts of a model, those of `rules`, and `of` what each of them read, by its name.
 
-    Layers 0 … trunk_layers - 1 are the trunk; `homes` says beside which of them each layer of the tail stands.
-    `new_layers` are trunk layers that the last surgery inserted whole, `older_layers` those of surgeries before it that
-    began with grafts or added some.
+    `homes` says beside which of the `trunk_layers` each layer of the tail stands; the last surgery inserted
+    `new_layers` whole, and those before it `older_layers`.
     """
 
     trunk_layers: int
-    layers: int
-    new_layers: tuple[int, ...] = ()
-    older_layers: tuple[int, ...] = ()
     rules: tuple[Any, ...] = ()
     of: Mapping[str, Any] = field(default_factory=dict)
     homes: Mapping[int, int] = field(default_factory=dict)
+    new_layers: tuple[int, ...] = ()
+    older_layers: tuple[int, ...] = ()
 
     @property
     def inserted(self) -> tuple[int, ...]:
@@ -150,18 +150,13 @@ class Surgery:
         return (*self.older_layers, *self.new_layers)
 
     @property
-    def measures(self) -> bool:
-        """Whether a loss applies in training that needs no domains."""
-        return any(rules.measures(self) for rules in self.rules)
-
-    @property
-    def needs_domains(self) -> bool:
-        """Whether a loss is asked for that needs `domain_ids` in training."""
-        return any(rules.needs_domains(self) for rules in self.rules)
+    def layers(self) -> int:
+        """How many layers trunk and tail have."""
+        return self.trunk_layers + len(self.homes)
 
     def place(self, layer: int) -> str:
         """Where a layer of trunk or tail stands in names: `3` or `3.expanded`."""
-        return f"{self.homes[layer]}.{BRANCH[:-1]}" if layer in self.homes else str(layer)
+        return f"{self.homes[layer]}.expanded" if layer in self.homes else str(layer)
 
     def trains(self) -> list[str]:
         """What the names of parameters that train begin with, below the base model."""
@@ -169,40 +164,42 @@ class Surgery:
         return owners + [owner for rules in self.rules for owner in rules.trains(self)]
 
 
-def read_surgery(config: Any, grafts: Iterable[Any] | None = None) -> Surgery:
-    """The grafts described by `config.surgery` (None: no graft).
-
-    `grafts` are those that can be there; by default those that the config's class names. Raises ValueError for a key
-    that is unknown, which would be a graft without code, and for branches that are not the layers of the tail.
-    """
-    layers: int = config.num_hidden_layers
-    raw = config.surgery
-    if raw is None:
-        return Surgery(trunk_layers=layers, layers=layers)
-    known = tuple(type(config).grafts if grafts is None else grafts)
-    raw = for_each_layer(raw)
-    keys = ("trunk_layers", *(key for rules in known for key in rules.keys), "new_layers", "older_layers")
+def read_surgery(config: Any) -> Surgery:
+    """The grafts that `config.surgery` describes (None: no graft), of those whose code is here: `config.grafts`."""
+    if config.surgery is None:
+        return Surgery(config.num_hidden_layers)
+    raw = for_each_layer(config.surgery)
+    known = {"trunk_layers", "new_layers", "older_layers", *(key for rules in config.grafts for key in rules.keys)}
     # A key that says nothing may be of a graft that is not there.
-    known_keys([key for key, value in raw.items() if value or key in keys], keys, "surgery")
-    present = tuple(rules for rules in known if rules.present(raw))
-    found = {rules.name: rules.read(raw) for rules in present}
-    pairs = [pair for rules in present for pair in rules.branches(found[rules.name])]
-    new, older = tuple(raw.get("new_layers", ())), tuple(raw.get("older_layers", ()))
-    trunk, branches = raw["trunk_layers"], [branch for branch, _ in pairs]
-    if sorted(branches) != list(range(trunk, layers)):
-        raise ValueError(
-            f"config.surgery: branches {sorted(branches)} must be the tail layers {list(range(trunk, layers))}, each"
-            f" once (num_hidden_layers {layers} = trunk_layers {trunk} + one for each control block)"
-        )
-    return Surgery(trunk, layers, new, older, present, found, dict(pairs))
+    if unknown := sorted(key for key, value in raw.items() if value and key not in known):
+        raise ValueError(f"config.surgery: unknown keys {unknown}, grafts without code; known are {sorted(known)}")
+    present = tuple(rules for rules in config.grafts if any(raw.get(key) for key in rules.keys))
+    trunk, of = raw["trunk_layers"], {rules.name: rules.read(raw) for rules in present}
+    homes: dict[int, int] = {}
+    if TWINS:
+        branches = [pair for rules in present for pair in rules.branches(of[rules.name])]
+        homes, tail = dict(branches), list(range(trunk, config.num_hidden_layers))
+        if sorted(branch for branch, _ in branches) != tail:
+            raise ValueError(
+                f"config.surgery: branches {sorted(homes)} must be the tail layers {tail}, each once"
+                f" (num_hidden_layers {config.num_hidden_layers} = trunk_layers {trunk} + one for each control block)"
+            )
+    return Surgery(trunk, present, of, homes, *(tuple(raw.get(key, ())) for key in ("new_layers", "older_layers")))
 
 
-def check_surgery(config: Any, grafts: Iterable[Any]) -> Surgery:
+def check_surgery(config: Any) -> Surgery:
     """What `read_surgery` reads, all of it checked: outputs ship without, as no plan makes another. Raises ValueError.
 
-    Beside `surgery` the config has the text decoder's `layer_types`, or None, and says whether it is an `encoder`'s.
+    Beside `surgery` and `grafts`, those that can be there, the config has the text decoder's `layer_types`, or None,
+    and says whether it is an `encoder`'s.
     """
-    surgery = read_surgery(config, grafts)
+    raw = for_each_layer(config.surgery)
+    for kind in (kind for rules in config.grafts for kind in rules.kinds if kind.fields):
+        entries = raw.get(kind.key) or ()
+        for entry in entries:
+            known_keys(entry, kind.fields, kind.key)
+        by_layer([SimpleNamespace(**entry) for entry in entries], kind.key)
+    surgery = read_surgery(config)
     check_layers(surgery.new_layers, surgery.trunk_layers, "new_layers")
     check_layers(surgery.older_layers, surgery.trunk_layers, "older_layers")
     for rules in surgery.rules:
@@ -242,34 +239,18 @@ def refuse_engine(config: Any, what: str, instead: str) -> None:
         )
 
 
-# Where engines say over how many processes they split a model, by the names of their attention.
-_ENGINES = {"vllm": "vllm.distributed.parallel_state", "sglang": "sglang.srt.distributed.parallel_state"}
-
-
 def engine_ranks(config: Any) -> tuple[int, int]:
-    """Over how many processes vLLM or SGLang splits matrices, and over how many layers; 1 and 1 elsewhere.
-
-    Asked of modules that the engine has loaded: an import would make every reader of this file need it.
-    """
-    engine = engine_of(config) or ""
-    asked = next((module for name, module in _ENGINES.items() if engine.startswith(name)), None)
+    """Over how many processes vLLM or SGLang splits matrices, and over how many layers; 1 and 1 elsewhere."""
+    modules = {"vllm": "vllm.distributed.parallel_state", "sglang": "sglang.srt.distributed.parallel_state"}
+    # As the attention is called, in which kernels from the Hub have a repository's name.
+    engine = str(getattr(config, "_attn_implementation", None))
+    asked = next((module for name, module in modules.items() if engine.startswith(name) and "/" not in engine), None)
     if asked is None:
         return 1, 1
-    groups = sys.modules.get(asked)
-    if groups is None:
-        raise ValueError(
-            f"`{asked}`, which says how `{engine}` splits a model, is not there in this release; use a release that"
-            " docs/how-to/engines.md of surgeon names, or transformers"
-        )
-    return groups.get_tp_group().world_size, groups.get_pp_group().world_size
-
-
-def refuse_pipeline(config: Any, what: str) -> None:
-    """ValueError where an engine splits the layers over several processes, which `what` does not allow."""
-    if engine_ranks(config)[1] > 1:
-        raise ValueError(
-            f"{engine_of(config)} splits the layers over processes here, but {what}; set pipeline_parallel_size to 1"
-        )
+    if asked not in sys.modules:
+        raise ValueError(f"`{asked}`, which says how `{engine}` splits a model, is missing; use a release that has it")
+    # Not imported: every reader of this file would need it.
+    return sys.modules[asked].get_tp_group().world_size, sys.modules[asked].get_pp_group().world_size
 
 
 def one_of(name: str, value: str, allowed: Iterable[str]) -> None:
@@ -284,7 +265,7 @@ def fraction(name: str, value: float) -> None:
         raise ValueError(f"config.surgery: {name} is {value}; it must lie between 0 and 1")
 
 
-def weight(name: str, value: float) -> None:
+def loss_weight(name: str, value: float) -> None:
     """ValueError where `value` is no weight of a loss."""
     if not 0.0 <= value < float("inf"):
         raise ValueError(f"config.surgery: {name} is {value}; it must be a finite number, at least 0")
@@ -299,17 +280,17 @@ def known_keys(entry: Iterable[str], keys: Iterable[str], name: str) -> None:
 
 def built(kind: type[Spec], entry: Mapping[str, Any], name: str) -> Spec:
     """The dataclass `kind` made of an entry; ValueError for a key that is no field of it."""
-    known_keys(entry, inspect.signature(kind).parameters, name)
+    known_keys(entry, [each.name for each in fields(kind)], name)
     made: Spec = kind(**entry)
     return made
 
 
 def by_layer(specs: Sequence[Spec], name: str) -> dict[int, Spec]:
     """Specs by their `layer`; ValueError where two name the same."""
-    layers: list[int] = [spec.layer for spec in specs]
-    if len(set(layers)) != len(layers):
+    found: dict[int, Spec] = {spec.layer: spec for spec in specs}
+    if len(found) != len(specs):
         raise ValueError(f"config.surgery: two {name} entries name the same layer")
-    return dict(zip(layers, specs, strict=True))
+    return found
 
 
 def check_layers(named: Iterable[int], bound: int, name: str) -> None:

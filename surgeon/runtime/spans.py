@@ -14,8 +14,9 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .graft import Graft, current_frame
-from .layers import GraftedLayer, Seat, beside_block, one_tensor, with_rest
+from .graft import Graft, here
+from .layers import Seat, UpcycledLayer, beside_block, one_tensor, with_rest
+from .present import MIXES
 from .rules import Surgery
 
 
@@ -35,7 +36,7 @@ class SpanStart(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The native output."""
-        frame = current_frame()
+        frame = here.frame
         if frame is not None:
             vars(frame)[self.role] = args[0] if args else kwargs[self.reads]
         return super().forward(*args, **kwargs)
@@ -59,27 +60,29 @@ class SpanEnd(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The native output with what grafts make of it."""
         output, rest = one_tensor(super().forward(*args, **kwargs))
-        frame, shape = current_frame(), output.shape
+        frame, shape = here.frame, output.shape
         if frame is None:
             raise RuntimeError("a block with grafts was called outside its layer, which brings what they need")
         x: Tensor = vars(frame)[self.role]
         if x.ndim == 2:
             # One row a token (OPT).
             x = x.view(vars(frame)["shape"])
-        if frame.mixing is not None:
+        if MIXES and frame.mixing is not None:
             _cover(frame.mixing, x)
         output = beside_block(self.seat, self.grafts, x, output.reshape(x.shape))
         return with_rest(output.reshape(shape), rest)
 
 
-def _cover(mixing: Any, x: Tensor) -> None:
-    """Count as padding the positions that a model adds behind its inputs, up to a whole window or block."""
-    missing = x.shape[1] - mixing.valid.shape[1]
-    if missing > 0:
-        mixing.valid = F.pad(mixing.valid, (0, missing))
+if MIXES:
+
+    def _cover(mixing: Any, x: Tensor) -> None:
+        """Count as padding the positions that a model adds behind its inputs, up to a whole window or block."""
+        missing = x.shape[1] - mixing.valid.shape[1]
+        if missing > 0:
+            mixing.valid = F.pad(mixing.valid, (0, missing))
 
 
-class SpannedLayer(GraftedLayer):
+class SpannedLayer(UpcycledLayer):
     """Mixed in before a native layer some of whose blocks are no modules: grafts may stand at their ends."""
 
     sites = ()
@@ -109,18 +112,6 @@ class SpannedLayer(GraftedLayer):
             first.__class__, last.__class__ = start, end
             if role not in self._modules:
                 setattr(self, role, Seat())
-            vars(self._modules[role])["activation_field"] = self.activation_field
             first.open(role)
             last.carry(role, getattr(self, role), beside)
             self.carrying.add(role)
-
-    def carries(self, role: str) -> bool:
-        """Whether a block can carry grafts, by its usual name."""
-        return role in self.carrying or super().carries(role)
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The native forward, whose blocks learn how many rows and tokens there are."""
-        frame = current_frame()
-        if frame is not None:
-            vars(frame)["shape"] = hidden_states.shape
-        return super().forward(hidden_states, *args, **kwargs)

@@ -1,49 +1,42 @@
-"""Entries of `config.surgery` that stand for several layers: {"layers": "0-3,6", …} for one each with its "layer".
-
-Numbers ascend, and "branches" go with them one by one. Outputs of before have entries of single layers alone, which
-stay as they are.
-"""
+"""Entries of `config.surgery` that stand for several layers: {"layers": "0-3,6", …} for one each with its "layer"."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
+
+from .present import CHECKED, TWINS
 
 
 def numbers_in(text: str, bound: int) -> list[int]:
-    """`0-3,6` as numbers, none above `bound`. Raises ValueError."""
-    found: list[int] = []
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        if found and int(first) <= found[-1]:
-            raise ValueError(f"config.surgery: the layers `{text}` do not ascend")
-        found += range(int(first), min(int(last or first), bound) + 1)
-    return found
+    """`0-3,6` as numbers, none above `bound`."""
+    parts = [part.partition("-") for part in text.split(",")]
+    if CHECKED and any(int(after) <= int(last or first) for (first, _, last), (after, *_) in pairwise(parts)):
+        raise ValueError(f"config.surgery: the layers `{text}` do not ascend")
+    return [n for first, _, last in parts for n in range(int(first), min(int(last or first), bound) + 1)]
 
 
 def for_each_layer(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A `config.surgery` with an entry for each layer, those of a key in the order of their layers."""
+    """A `config.surgery` with an entry for each layer, those of a key in order; those of a single "layer" stay."""
     bound = 2 * raw["trunk_layers"]
-    spread: dict[str, Any] = {}
+    spread = dict(raw)
     for key, value in raw.items():
         if isinstance(value, str):
             spread[key] = numbers_in(value, bound)
         elif isinstance(value, list) and any(isinstance(entry, Mapping) and "layers" in entry for entry in value):
             entries = [one for entry in value for one in _one_each(entry, bound)]
             spread[key] = sorted(entries, key=lambda entry: entry["layer"])
-        else:
-            spread[key] = value
     return spread
 
 
 def _one_each(entry: Mapping[str, Any], bound: int) -> list[dict[str, Any]]:
-    if "layers" not in entry:
-        return [dict(entry)]
-    numbers = {"layer": numbers_in(entry["layers"], bound)}
-    if "branches" in entry:
-        numbers["branch"] = numbers_in(entry["branches"], bound)
-    rest = {key: value for key, value in entry.items() if key not in ("layers", "branches")}
-    return [dict(zip(numbers, each, strict=True)) | rest for each in zip(*numbers.values(), strict=True)]
+    layers = entry["layers"] if "layers" in entry else str(entry["layer"])
+    made = [{"layer": layer} for layer in numbers_in(layers, bound)]
+    if TWINS and "branches" in entry:
+        for one, branch in zip(made, numbers_in(entry["branches"], bound), strict=True):
+            one["branch"] = branch
+    return [one | {key: entry[key] for key in entry if key not in ("layers", "branches")} for one in made]
 
 
 def by_ranges(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .graft import Frame, Graft
-from .losses import Flow, balance_loss, selected, valid_tokens
-from .newborn import LowRank, Newborn, product
+from .graft import Flow, Graft
+from .losses import balance_loss, selected, valid_tokens
+from .newborn import LowRank, Newborn, product, without
 from .precision import at_least_fp32
 from .prefix import Kept, Reading, check_one_document, keep, kept_in, read_rows, several_in_a_row
 from .rules import Surgery
@@ -47,7 +47,8 @@ class MixtureGate(Newborn):
     def __init__(self, spec: MixtureSpec, count: int, width: int) -> None:
         super().__init__()
         self.temperature = spec.temperature
-        self.bear(spec.gate_births(count, width), absent=("projection",))
+        self.bear(spec.gate_births(count, width))
+        without(self, "projection")
 
     def forward(self, x: Tensor) -> Tensor:
         """B T D to B T L, in at least fp32."""
@@ -94,7 +95,7 @@ class Mixing(Reading):
         self.found: dict[int | str, Tensor] = {}
         self.choices: list[tuple[int, Tensor, Tensor]] | None = None
 
-    def control(self, site: int, x: Tensor, frame: Frame) -> Tensor:
+    def control(self, site: int, x: Tensor, frame: Flow) -> Tensor:
         """What site `site` adds to its block's output: B T D for x B T D."""
         spec, choice = self.bank.spec, self.bank.choice_of(site)
         own = self.bank.states[site]
@@ -190,7 +191,7 @@ class StatesGraft(Graft, StatesRules):
                 getattr(layer, block).site = sites[kind]
         return bool(sites)
 
-    def beside(self, block: Any, x: Tensor, output: Tensor, frame: Frame | None) -> Tensor:
+    def beside(self, block: Any, x: Tensor, output: Tensor, frame: Flow | None) -> Tensor:
         """The block's output and the site's control."""
         return output + site_control(block.site, x, frame)
 
@@ -247,7 +248,7 @@ def _rows(
     return valid, None, None
 
 
-def site_control(site: int, x: Tensor, frame: Frame | None) -> Tensor:
+def site_control(site: int, x: Tensor, frame: Flow | None) -> Tensor:
     """What a site adds, in the layer that runs; B T D."""
     if frame is None or frame.mixing is None:
         raise RuntimeError("a block with a control state was called outside its layer, which brings the bank")

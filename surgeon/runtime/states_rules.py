@@ -21,9 +21,9 @@ from .rules import (
     by_layer,
     check_layers,
     fraction,
+    loss_weight,
     one_of,
     refuse_engine,
-    weight,
     without_numbers,
 )
 
@@ -82,7 +82,7 @@ class MixtureSpec:
         one_of("mixture shared", self.shared, GATE_SHARING)
         one_of("mixture train_routing", self.train_routing, TRAIN_ROUTINGS)
         one_of("mixture inference_routing", self.inference_routing, INFERENCE_ROUTINGS)
-        weight("mixture balance_weight", self.balance_weight)
+        loss_weight("mixture balance_weight", self.balance_weight)
         if not 0.0 < self.temperature < float("inf"):
             raise ValueError(f"config.surgery: mixture temperature is {self.temperature}; it must be positive")
 
@@ -205,6 +205,7 @@ class StatesRules(GraftRules):
     losses: ClassVar[Mapping[str, str]] = {"balance_loss": "mean over control states"}
     part = "surgeon.runtime.states"
     module = "StatesGraft"
+    brings = ("MIXES",)
     on_encoders = True
 
     def read(self, raw: Mapping[str, Any]) -> States:

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from .graft import current_frame
-from .layers import GraftedLayer, UpcycledLayer, one_tensor
-from .losses import Flow
+from .graft import Flow, here
+from .layers import UpcycledLayer, one_tensor
 from .models import UpcycledModel
 from .rules import Surgery
 
@@ -24,7 +23,7 @@ from .rules import Surgery
 LAYER_NUMBERS = ("layer_idx", "layer_index", "layer_id", "layer_number", "block_idx")
 
 
-class BranchLayer(GraftedLayer):
+class BranchLayer(UpcycledLayer):
     """An expanded twin, inside its trunk layer, at its own index of cache and masks.
 
     The trunk layer around it is checkpointed as a whole; a second checkpoint inside would only compute twice.
@@ -33,7 +32,7 @@ class BranchLayer(GraftedLayer):
     @property
     def gradient_checkpointing(self) -> bool:
         """What a model-wide switch set; while the trunk layer runs, off."""
-        return bool(self.__dict__.get("switched")) and current_frame() is None
+        return bool(self.__dict__.get("switched")) and here.frame is None
 
     @gradient_checkpointing.setter
     def gradient_checkpointing(self, value: bool) -> None:
@@ -41,7 +40,11 @@ class BranchLayer(GraftedLayer):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The native hidden states, B T D, without what comes with them."""
-        return one_tensor(super().forward(*args, **kwargs))[0]
+        return one_tensor(super(UpcycledLayer, self).forward(*args, **kwargs))[0]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the native layer's."""
+        return super(UpcycledLayer, self).__call__(*args, **kwargs)
 
 
 class TwinnedLayer(UpcycledLayer):

@@ -340,7 +340,8 @@ def _publish(trained: Trained, run: Run, target: Path, digests: dict[str, str], 
         final=final,
         entry=entry,
         added=added,
-        of_base=run.wanted.of_base,
+        # A router's bias, which is a buffer, stays.
+        of_base=run.wanted.of_base & final.changes.keys(),
         keep=run.loaded.config.keep_base,
     )
     job = replace(made, link=link)

@@ -26,7 +26,7 @@ from surgeon.runtime.bundle import CODE_FILE, bundle
 from surgeon.runtime.interpolators import InterpolatorSpec
 from surgeon.runtime.spread import for_each_layer
 from tests import tiny
-from tests.checkpoints import attaches_grafts, train, weights
+from tests.checkpoints import attaches_grafts, train, weights, write_plan
 from tests.compared_logits import compare_logits
 from tests.elsewhere import WITHOUT_SURGEON, load_elsewhere, run_elsewhere
 from tests.runtime.test_interpolators import RULES, build_interpolator
@@ -123,6 +123,14 @@ def test_a_domain_gate_is_streamed_as_it_runs_closed_and_open(tmp_path: Path) ->
         assert list(found.logits) == whole
         # Open on some tokens, closed on others, which have the base's logits.
         assert all(0 < mode.same < mode.tokens for mode in whole)
+
+
+def test_a_gate_closes_slots_that_have_no_loss(tmp_path: Path) -> None:
+    """The gate knows domains, and nothing that is shipped would count a loss; a step of training is tried."""
+    operations = [{"op": "pmoe_experts", "rank": 4, "slots": 1}, {"op": "domain_gate"}]
+    plan = write_plan(tmp_path / "plan.yaml", operations)
+    base = tiny.checkpoint(tmp_path / "base", "llama", num_hidden_layers=2)
+    assert surgeon.apply(plan, str(base), tmp_path / "out", device="cpu").path.is_dir()
 
 
 def written(value: Any) -> Any:

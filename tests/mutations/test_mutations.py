@@ -66,7 +66,11 @@ MUTATIONS = {
     "new gate": Mutation(
         (
             ("runtime/adapters_rules.py", 'GATES = ("relu",', 'GATES = ("open", "relu",'),
-            ("runtime/adapters.py", '= {"relu": F.relu', '= {"open": torch.ones_like, "relu": F.relu'),
+            (
+                "runtime/adapters.py",
+                "else torch.sigmoid(score)",
+                'else torch.ones_like(score) if self.spec.gate == "open" else torch.sigmoid(score)',
+            ),
         ),
         (
             "tests/runtime/test_adapters.py",
@@ -75,7 +79,7 @@ MUTATIONS = {
         ),
     ),
     "gate": Mutation(
-        (("runtime/adapters.py", '"sigmoid": torch.sigmoid', '"sigmoid": torch.tanh'),),
+        (("runtime/adapters.py", "else torch.sigmoid(score)", "else torch.tanh(score)"),),
         ("tests/runtime/test_adapters.py",),
     ),
     "new adapter init": Mutation(

@@ -153,6 +153,7 @@ def not_a_list(config: dict[str, Any]) -> None:
         (drop_column, ["config.json", "slot 1", "expert_router"]),
         (wrong_rank, ["slots.0.lora_A"]),
         (fewer_states, ["control_bank"]),
+        # Which losses such a model has nobody can read; its code is ours all the same.
         (unknown_key, ["config.json", "tau"]),
         (not_a_list, ["config.json"]),
     ],

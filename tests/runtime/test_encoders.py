@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from surgeon.errors import BadInput
-from surgeon.runtime.losses import Flow
+from surgeon.runtime.graft import Flow
 from surgeon.runtime.states import Mixing
 from tests import tiny
 from tests.runtime.grafting import classes, config, grafted_encoder, perturbed, read_from, states, tokens
@@ -53,7 +53,7 @@ def test_a_site_follows_the_equation(family: str) -> None:
     seen: dict[str, Any] = {}
     layer = model.encoder.layer[2]
     kept = [
-        layer.register_forward_hook(lambda _, arguments, output: seen.update(x=arguments[0], output=output[0])),
+        layer.register_forward_hook(lambda _, arguments, output: seen.update(x=arguments[0], output=output)),
         layer.attention.output.dense.register_forward_hook(lambda *event: seen.update(attention=event[-1])),
         layer.intermediate.register_forward_hook(lambda _, arguments, output: seen.update(middle=arguments[0])),
         layer.output.dense.register_forward_hook(lambda *event: seen.update(ffn=event[-1])),
@@ -197,8 +197,8 @@ def test_attentions_are_told_as_the_base_tells_them() -> None:
 def test_what_an_encoder_cannot_carry_is_refused() -> None:
     with pytest.raises(BadInput, match="inference_routing is `prefix_mean`, but an encoder reads whole sequences"):
         read_from("roberta", states())
-    with pytest.raises(ValueError, match=r"surgery has unknown keys \['adapters'\]; known are trunk_layers, "):
-        config("roberta", sequence_states() | {"adapters": [{"layer": 0, "size": 4}]})
+    with pytest.raises(ValueError, match=r"unknown keys \['adapters'\], grafts without code; known are "):
+        grafted_encoder("roberta", sequence_states() | {"adapters": [{"layer": 0, "size": 4}]})
     with pytest.raises(ValueError, match="chunk_size_feed_forward cuts"):
         grafted_encoder("roberta", sequence_states(), chunk_size_feed_forward=4)
 

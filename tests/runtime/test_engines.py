@@ -61,10 +61,10 @@ def in_vllm(
     [
         (PREFIX, 1, 1, "inference_routing is `prefix_mean`.* set it to `token`"),
         (gate(), 1, 1, "a domain gate decides by the tokens before each .* or one without a gate"),
-        (control(), 1, 2, "expanded twin.* set pipeline_parallel_size to 1"),
-        (experts(), 1, 2, "router.* set pipeline_parallel_size to 1"),
-        (adapters(), 1, 2, "with grafts.* set pipeline_parallel_size to 1"),
-        (TOKEN, 1, 2, "with grafts.* set pipeline_parallel_size to 1"),
+        (control(), 1, 2, "layers with grafts.* set pipeline_parallel_size to 1"),
+        (experts(), 1, 2, "layers with grafts.* set pipeline_parallel_size to 1"),
+        (adapters(), 1, 2, "layers with grafts.* set pipeline_parallel_size to 1"),
+        (TOKEN, 1, 2, "layers with grafts.* set pipeline_parallel_size to 1"),
         (experts(), 2, 1, "slots.* set tensor_parallel_size to 1"),
     ],
 )
@@ -230,5 +230,5 @@ def test_a_config_that_comes_with_a_copy_of_its_code_is_the_models_own() -> None
     assert type(model.config) is own
     model.load_state_dict(native.model.state_dict())
     assert torch.equal(model(ids()).last_hidden_state, native.model(ids()).last_hidden_state)
-    held = pickle.loads(pickle.dumps({"local": code._active}))["local"]
+    held = pickle.loads(pickle.dumps({"local": code.here}))["local"]
     assert held.frame is None

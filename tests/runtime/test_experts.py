@@ -10,7 +10,7 @@ from torch import Tensor
 
 from surgeon.runtime.experts import ExpertLinear, ExpertRouter, task_loss
 from surgeon.runtime.experts_rules import RouterSlotSpec, RouterSpec, SlotSpec
-from surgeon.runtime.graft import Frame, enter_frame
+from surgeon.runtime.graft import Frame, here
 from tests import tiny
 from tests.runtime.grafting import TRUNK, classes, config, experts, grafted, perturbed, tokens
 
@@ -38,11 +38,11 @@ def test_weighted_slots_follow_equation_5(groups: tuple[int, ...], ranks: tuple[
     ]
     module = randomised(ExpertLinear(torch.nn.Linear(6, 7, bias=bias), specs, routed=True).double())
     x, routing = normal(2, 5, 6).requires_grad_(), torch.softmax(normal(2, 5, 3, seed=5), -1).requires_grad_()
-    previous = enter_frame(Frame(routing=routing))
+    previous, here.frame = here.frame, Frame(routing=routing)
     try:
         output = module(x)
     finally:
-        enter_frame(previous)
+        here.frame = previous
 
     named = {name: p.detach().clone().requires_grad_() for name, p in module.named_parameters()}
     x2, g2 = x.detach().clone().requires_grad_(), routing.detach().clone().requires_grad_()

@@ -20,7 +20,9 @@ from surgeon.runtime.gate_rules import GateRules, GateSpec
 from tests import tiny
 from tests.runtime.grafting import (
     adapters,
+    control,
     everything,
+    experts,
     gate,
     gated,
     grafted,
@@ -105,6 +107,90 @@ def test_what_leaves_nothing_for_later_tokens_is_skipped_while_all_are_closed() 
         highest = flow.gating.scores(domain_gate, flow.gating.evidence).amax(1).sort().values
         assert highest[0] < highest[1] and called(float(highest.mean())) == 4
     assert called(100.0) == 4
+
+
+def by_token(model: Any) -> tuple[list[int], list[int]]:
+    """Let single tokens open and close the gate; ids that close it, and ids that open it."""
+    domain_gate: Any = next(module for module in model.modules() if hasattr(module, "threshold"))
+    ids = torch.arange(3, 100)[:, None]
+    flow = _flow(model)
+    with torch.no_grad():
+        model(ids, surgery_flow=flow, use_cache=False)
+        scores = flow.gating.scores(domain_gate, flow.gating.evidence).flatten()
+        domain_gate.threshold.fill_(float(scores.median()))
+    order = (scores.argsort() + 3).tolist()
+    return order[:12], order[-12:]
+
+
+# Of rows that are closed (c) or open (o), pieces of so many tokens; between them what is done to the cache.
+_STEPS: tuple[Any, ...] = (
+    *(("c", 5), ("c", 1), ("batch_repeat_interleave", 2), ("c", 1), ("reorder_cache", torch.tensor([1, 0, 3, 2]))),
+    *(("c", 2), ("crop", -1), ("pickle",), ("c", 1), ("o", 2), ("c", 3), ("reorder_cache", torch.tensor([3, 1, 2, 0]))),
+    *(("c", 1), ("copy",), ("batch_select_indices", torch.tensor([2, 0])), ("c", 1), ("o", 1), ("c", 1)),
+)
+
+
+def run_through(model: Any, closed: list[int], opened: list[int], *, spares: bool, padded: bool) -> Any:
+    """Logits of every step, the cache behind the last one, and how often attention that was added ran while closed."""
+    drawn, cache, seen = torch.Generator().manual_seed(3), DynamicCache(config=model.config), 0
+    cache.activate_past_recording()
+    added = [owner or layer for layer in model.model.layers for owner in layer.owing.values()]
+    found, calls, rows = [], [], 2
+    handles = [layer.self_attn.register_forward_hook(lambda *_: calls.append(closing)) for layer in added]
+    for step, *given in _STEPS:
+        if step == "pickle":
+            cache = pickle.loads(pickle.dumps(cache))
+        elif step == "copy":
+            cache = copy.deepcopy(cache)
+        elif len(step) > 1:
+            getattr(cache, step)(*given)
+            rows = {"batch_repeat_interleave": 2 * rows, "batch_select_indices": 2}.get(step, rows)
+            seen += given[0] if step == "crop" else 0
+        else:
+            closing, of = step == "c", closed if step == "c" else opened
+            # One row that opens opens for all.
+            ids = torch.tensor(closed)[torch.randint(len(closed), (rows, given[0]), generator=drawn)]
+            ids[:1] = torch.tensor(of)[torch.randint(len(of), (1, given[0]), generator=drawn)]
+            flow = _flow(model)
+            flow.records_choices = not spares
+            mask = torch.ones(rows, seen + given[0], dtype=torch.long)
+            mask[:, : 2 * padded] = 0
+            positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -given[0] :]
+            how = {"attention_mask": mask, "position_ids": positions} if padded else {}
+            made = model(ids, past_key_values=cache, surgery_flow=flow, **how)
+            assert bool(flow.on[:, -1].any()) is not closing
+            found.append(made.logits)
+            seen += given[0]
+    for handle in handles:
+        handle.remove()
+    return found, cache, calls.count(True)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "padded"), [("llama", "float32", True), ("gemma3_text", "bfloat16", False)]
+)
+@pytest.mark.parametrize("what", ["inserted", "branches", "slots"])
+@torch.no_grad()
+def test_what_is_owed_is_made_as_if_nothing_had_been_spared(family: str, dtype: str, padded: bool, what: str) -> None:
+    """Inserted layers and branches do not run while all is closed; once they do, every bit is as if they always had."""
+    base = tiny.model(family, dtype=dtype)
+    reads: dict[str, Any] = {"reads": "token", "closes": 0.0, "form": "linear"}
+    surgery = {"branches": control, "slots": experts}
+    made = gate(layer=0, **reads) if what == "inserted" else gated(surgery[what](), **reads)
+    model = perturbed(grafted(family, made, base=base, dtype=dtype))
+    closed, opened = by_token(model)
+    spared = run_through(model, closed, opened, spares=True, padded=padded)
+    whole = run_through(model, closed, opened, spares=False, padded=padded)
+    assert all(map(torch.equal, spared[0], whole[0]))
+    # The last forward is owed still: one that opens makes all that is.
+    ids = torch.tensor([opened[:1]] * 2)
+    for _, cache, _ in (spared, whole):
+        model(ids, past_key_values=cache, attention_mask=torch.ones(2, cache.get_seq_length() + 1))
+    for one, other in zip(spared[1].layers, whole[1].layers, strict=True):
+        assert torch.equal(one.keys, other.keys) and torch.equal(one.values, other.values)
+        assert not {"owed", "crop"} & {*vars(one)} - {*vars(other)}
+    assert what == "slots" or (whole[2] > spared[2])
+    assert spared[2] == (0 if what != "slots" else whole[2])
 
 
 def test_no_number_of_what_is_closed_reaches_the_output() -> None:

@@ -24,8 +24,10 @@ def read(surgery: dict[str, Any]) -> Surgery:
     from types import SimpleNamespace
 
     layers = surgery["trunk_layers"] + len(for_each_layer(surgery).get("control", ()))
-    stated = SimpleNamespace(num_hidden_layers=layers, surgery=surgery, layer_types=None, encoder=False)
-    return check_surgery(stated, GRAFTS.values())
+    stated = SimpleNamespace(
+        num_hidden_layers=layers, surgery=surgery, layer_types=None, encoder=False, grafts=GRAFTS.values()
+    )
+    return check_surgery(stated)
 
 
 @pytest.mark.parametrize("name", every_graft())

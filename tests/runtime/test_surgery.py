@@ -60,8 +60,9 @@ def test_what_ships_refuses_what_it_has_no_code_for() -> None:
     for case in ("unknown key", "unknown entry key", "branch twice", "branch in the trunk", "wrong trunk"):
         surgery, words = REFUSED[case]
         plain["num_hidden_layers"] = 6 + len(surgery.get("control", ()))
+        told = classes("llama", "Config", surgery)(surgery=surgery, **plain)
         with pytest.raises(ValueError, match=words):
-            classes("llama", "Config", surgery)(surgery=surgery, **plain)
+            classes("llama", "ForCausalLM", surgery)._from_config(told)
 
 
 def test_a_branch_of_another_attention_type_is_refused() -> None:
@@ -75,7 +76,7 @@ def test_a_branch_of_another_attention_type_is_refused() -> None:
 def test_no_surgery_is_the_native_model() -> None:
     plain = classes("llama", "Config")(num_hidden_layers=3)
     assert read_surgery(plain).trunk_layers == 3
-    assert not read_surgery(plain).needs_domains
+    assert not read_surgery(plain).rules
 
 
 def test_config_survives_its_json(tmp_path: Path) -> None:
