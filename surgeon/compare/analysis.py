@@ -9,8 +9,9 @@ from functools import partial
 from typing import Any
 
 from surgeon.compare.advice import advice_of, first_sentence
+from surgeon.compare.config.entries import Claim, MethodSpec, Remedy
 from surgeon.compare.config.loading import LoadedStudy
-from surgeon.compare.config.schema import Claim, MethodSpec, Remedy, Study
+from surgeon.compare.config.schema import Study
 from surgeon.compare.findings import BLENDED, Findings, Judged, Point, Remedied, Row
 from surgeon.compare.frontier import (
     Pair,
