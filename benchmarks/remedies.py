@@ -1,12 +1,12 @@
 """What remedies against forgetting are worth beside `recalled`, on two small bases: the study of remedies.yaml.
 
-    python -m benchmarks.remedies study CORPORA BASE RESULTS [--methods N] [--remedies N] [--minutes M]
+    python -m benchmarks.remedies study CORPORA BASE RESULTS [--methods N] [--remedies N] [--minutes M] [--take-over]
     python -m benchmarks.remedies page
 
 CORPORA has KIND.train.jsonl and KIND.val.jsonl for each of TEXTS. Losses are measured on the beginnings of held-out
 documents, `LONGEST` characters of each, which are written beside RESULTS. With `--methods N` the first N methods of the
-study run, with `--remedies N` the first N remedies; the same command with more goes on. `page` writes
-benchmarks/results/remedies.md from the committed runs.
+study run, with `--remedies N` the first N remedies; the same command with more goes on, and with `--take-over` from
+the committed runs. `page` writes benchmarks/results/remedies.md from those.
 """
 
 from __future__ import annotations
@@ -207,6 +207,7 @@ def main() -> None:
     runs.add_argument("--methods", type=int)
     runs.add_argument("--remedies", type=int)
     runs.add_argument("--minutes", type=float)
+    runs.add_argument("--take-over", action="store_true")
     commands.add_parser("page")
     asked = parser.parse_args()
     if asked.command == "page":
@@ -220,6 +221,7 @@ def main() -> None:
             asked.results,
             minutes=asked.minutes,
             jobs=1,
+            take_over=asked.take_over,
             device="cpu",
             listener=listener,
         )
