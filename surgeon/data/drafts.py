@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from surgeon.checkpoint.folder import CheckpointFolder, digests_of
 from surgeon.data.scores import Ratio, Windows, ratio
-from surgeon.errors import BadInput
+from surgeon.errors import BadInput, printable
+from surgeon.manifest.draft_folder import DraftFolder
 
 if TYPE_CHECKING:
     from surgeon.manifest.checkpoint import Checkpoint
@@ -42,11 +44,30 @@ def load_mtp(checkpoint: Checkpoint, model: Any, draft: Path | None = None) -> A
 
     Raises BadInput where it has no MTP layers that transformers reads, and where the head is another model's.
     """
-    from surgeon.models import draft_head, mtp
+    from surgeon.models import mtp
 
     if draft is not None:
-        return draft_head.load_draft_head(draft, checkpoint.folder, model)
+        return _draft_head(draft, checkpoint.folder, model)
     return mtp.load_mtp(checkpoint.folder, model)
+
+
+def _draft_head(path: Path, base: CheckpointFolder, model: Any) -> Any:
+    """The head in the folder `path`, in the dtype of a loaded `model` of `base`. Raises BadInput as `load_mtp`."""
+    import torch
+
+    from surgeon.models.draft_head import DraftHead
+    from surgeon.models.load import stored_dtype
+
+    opened = DraftFolder.open(path)
+    opened.check_base(base, digests_of(base, base.tensors, lambda _: None))
+    head = DraftHead(opened.shape, model)
+    with torch.no_grad():
+        for name, size in opened.shape.tensors.items():
+            value = torch.frombuffer(opened.read(name), dtype=stored_dtype(opened.tensors[name].dtype)).reshape(size)
+            if not bool(torch.isfinite(value).all()):
+                raise BadInput(f"{printable(str(path))}: {printable(name)} holds NaN or infinity; train the head again")
+            head.get_parameter(name).copy_(value)
+    return head.eval()
 
 
 def measure_drafts(model: Any, mtp: Any, windows: Windows) -> Drafts:

@@ -21,10 +21,7 @@ from transformers import DynamicCache, LlamaConfig
 from transformers.masking_utils import create_causal_mask
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from surgeon.checkpoint.folder import CheckpointFolder, digests_of
-from surgeon.errors import BadInput, printable
-from surgeon.manifest.draft_folder import DRAFTED, DraftFolder, DraftShape
-from surgeon.models.load import stored_dtype
+from surgeon.models.draft_shape import DRAFTED, DraftShape
 
 # The spread of matrices at birth, as Llama's config has it.
 _SPREAD = 0.02
@@ -157,20 +154,3 @@ class _Drafts:
 
     def update_candidate_strategy(self, *_: Any) -> None:
         """As many are drafted each time."""
-
-
-def load_draft_head(path: Any, folder: CheckpointFolder, model: Any) -> DraftHead:
-    """Return the head in the folder `path` beside a loaded `model` of `folder`, in its dtype, in eval mode.
-
-    Raises BadInput where it is no draft head, or one of another base.
-    """
-    opened = DraftFolder.open(path)
-    opened.check_base(folder, digests_of(folder, folder.tensors, lambda _: None))
-    head = DraftHead(opened.shape, model)
-    with torch.no_grad():
-        for name, size in opened.shape.tensors.items():
-            value = torch.frombuffer(opened.read(name), dtype=stored_dtype(opened.tensors[name].dtype)).reshape(size)
-            if not bool(torch.isfinite(value).all()):
-                raise BadInput(f"{printable(str(path))}: {printable(name)} holds NaN or infinity; train the head again")
-            head.get_parameter(name).copy_(value)
-    return head.eval()

@@ -29,8 +29,9 @@ from surgeon.checkpoint.staging import check_space
 from surgeon.checkpoint.weights import SINGLE_FILE
 from surgeon.common.listener import Stopwatch
 from surgeon.errors import BadInput, printable
-from surgeon.manifest.draft_folder import DRAFT_FILE, EMBEDDINGS, DraftRecord, DraftShape, base_of
+from surgeon.manifest.draft_folder import DRAFT_FILE, DraftRecord, base_of
 from surgeon.manifest.manifest import StoredTensor
+from surgeon.models.draft_shape import EMBEDDINGS, DraftShape
 from surgeon.models.load import stored_dtype
 from surgeon.train.publishing import FINAL_FILE, Change, Trained
 

@@ -19,7 +19,7 @@ import surgeon
 from surgeon.data import drafts
 from surgeon.errors import BadInput
 from surgeon.evaluate.evaluate import evaluation_view
-from surgeon.manifest.draft_folder import DRAFTED
+from surgeon.models.draft_shape import DRAFTED
 from surgeon.train import session
 from tests import tiny
 from tests.common.test_tables import lines
