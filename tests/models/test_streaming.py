@@ -72,7 +72,7 @@ def test_streamed_forward_is_the_ordinary_forward_bit_for_bit(family: str, dtype
     assert all(parameter.is_meta for parameter in streamed.parameters())
 
 
-@pytest.mark.parametrize("family", sorted(tiny.FAMILIES))
+@pytest.mark.parametrize("family", ["gemma3_text", "olmo2", "phi3", "qwen2"])
 def test_a_silent_layer_is_identical_layer_by_layer(family: str, tmp_path: Path) -> None:
     base = tiny.checkpoint(tmp_path / "base", family)
     images = grow(base, tmp_path / "out", after=[0, 3, 5])
