@@ -118,8 +118,8 @@ def _value(
             part = _share(whole, span, stored[span.tensor].nbytes)
             return part.reshape(recipe.shape[0], *whole.shape[1:] if len(whole) > 1 else (-1,))
         case Copy(spans=spans) if all(span.tensor in held for span in spans):
-            parts = [_share(held[span.tensor][1], span, stored[span.tensor].nbytes) for span in spans]
-            return torch.cat(parts).reshape(like.shape)
+            shares = [_share(held[span.tensor][1], span, stored[span.tensor].nbytes) for span in spans]
+            return torch.cat(shares).reshape(like.shape)
         case Below(of=of):
             least = _value(of, held, stored, like).min()
             return least.new_full(recipe.shape, float(below(least)))

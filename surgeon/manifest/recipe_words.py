@@ -76,11 +76,10 @@ class _Reader:
         match recipe:
             case {"per_layer": str(name), "axis": int(axis), "order": [*order]}:
                 return _kept(self._per_layer(name, axis, order, shape))
+            case {"rows": [*rows], "still": True, "axes": 2}:
+                return _kept(self._rows(rows, shape, axes=2))
             case {"rows": [*rows], "still": bool(still)}:
-                axes = recipe.get("axes", 1)
-                if type(axes) is not int or axes < 1:
-                    raise ImpossiblePieces("rows of the base's tensors")
-                pieces = self._rows(rows, shape, axes)
+                pieces = self._rows(rows, shape)
                 return _kept(pieces) if still else BaseBytes(pieces, none)
             case {"extended": {"copy": str(name)}}:
                 of = self._source(name).shape
