@@ -71,7 +71,7 @@ class ExpertLayout(Operation):
         return OperationRecord(
             op=self.op,
             matched=f"experts of {changed} layers {_HOW[self.layout]}, {before:,} tensors become {after:,}"
-            + (_ABOVE if any(".experts." in suffix for held in draft.anatomy.beyond for suffix in held) else ""),
+            + (_ABOVE if any(".experts." in name for name in draft.anatomy.further) else ""),
             claim=Claim("exact", "transformers loads the same experts from both layouts, byte for byte"),
             trains="new",
         )
