@@ -2,9 +2,9 @@
 
     python benchmarks/merging_cost.py --work DIR [--rounds 2]
 
-A Llama of a 1B shape in bfloat16, of random numbers, and a random LoRA of rank 16 on all seven kinds of its matrices. Each way runs
-in turn in a process of its own, one thread, from files to files: seconds on the clock and of the processor, without
-imports, the least of the rounds; and the peaks of the resident set (with pages of mapped files) and of what the process
+A Llama of a 1B shape in bfloat16, of random numbers, and a random LoRA of rank 16 on all seven kinds of its matrices.
+Each way runs in turn in a process of its own, one thread, from files to files: seconds on the clock and of the
+processor, without imports, the least of the rounds; and the peaks of the resident set (with pages of mapped files) and of what the process
 holds itself, above what it holds after imports. Results go to benchmarks/results/merging_cost.md.
 """
 
@@ -121,8 +121,7 @@ def measured(way: str, work: Path) -> dict[str, float]:
         import peft  # noqa: F401
         from transformers import AutoModelForCausalLM  # noqa: F401
     else:
-        import surgeon.apply.apply
-        import surgeon.apply.compute  # noqa: F401
+        assert callable(surgeon.apply)
     resident, own, peaks = peak_memory(), _own(), [0]
     began, spent = time.perf_counter(), time.process_time()
     with watched(peaks):
