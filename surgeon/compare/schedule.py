@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from surgeon.compare.config.schema import MethodSpec, Remedy, Study
+from surgeon.compare.config.entries import MethodSpec, Remedy
+from surgeon.compare.config.schema import Study
 from surgeon.compare.frontier import Pair
 
 # Extended rates stay between these.

@@ -20,8 +20,8 @@ from surgeon.common.listener import Listener
 from surgeon.common.schema import BEGIN, TEMPLATE
 from surgeon.common.work_folders import write_durably
 from surgeon.compare.budget import SECONDS_FILE, Budget, earlier_seconds, left_out
+from surgeon.compare.config.entries import MethodSpec, Remedy
 from surgeon.compare.config.loading import LoadedStudy
-from surgeon.compare.config.schema import MethodSpec, Remedy
 from surgeon.compare.config.settings import (
     RECALLED,
     measured_names,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from surgeon.compare.config.entries import PEERS
 from surgeon.compare.config.loading import LoadedStudy, json_schema, load_study
-from surgeon.compare.config.schema import PEERS
 from surgeon.compare.config.settings import measured_names, recalled_by, training_config
 from surgeon.compare.schedule import Run, rates_of, rounds_left, runs_left, sizes_left
 from surgeon.errors import BadInput
