@@ -52,7 +52,7 @@ def wider_stream(config: Mapping[str, Any], derived: Derived, times: int) -> Str
     told = printable(str(config.get("model_type")))
     if skeleton.path:
         raise BadInput(
-            f"{told}: other parts of it put states as wide as the stream among the text's, and no text tells of them;"
+            f"{told}: other parts of it put states as wide as the stream among the text's, where no text shows them;"
             " `extract_text` makes a text model, which may become wider"
         )
     failed = ""
