@@ -81,7 +81,7 @@ def test_embeddings_are_asked_where_they_are_before_they_run(tmp_path: Path) -> 
         assert torch.equal(ordinary, streamed(input_ids=IDS, use_cache=False).logits)
 
 
-@pytest.mark.parametrize("family", sorted(tiny.FAMILIES))
+@pytest.mark.parametrize("family", ["gemma3_text", "olmo2", "phi3", "qwen2"])
 def test_a_silent_layer_is_identical_layer_by_layer(family: str, tmp_path: Path) -> None:
     base = tiny.checkpoint(tmp_path / "base", family)
     images = grow(base, tmp_path / "out", after=[0, 3, 5])
