@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ import surgeon
 from surgeon.data import drafts
 from surgeon.errors import BadInput
 from surgeon.evaluate.evaluate import evaluation_view
+from surgeon.manifest.draft_folder import DraftFolder
+from surgeon.models.draft_head import DraftHead, _Drafts
 from surgeon.models.draft_shape import DRAFTED
 from surgeon.train import session
 from tests import tiny
@@ -125,6 +128,28 @@ def test_tokens_a_forward_are_those_of_the_formula(trained: Path, monkeypatch: p
     assert of.tokens_a_forward.value > 1.2
     assert (of.documents, of.same) == (2, 2)
     assert "2 of 2" in " ".join(lines(evaluation_view(found), 160))
+
+
+def test_drafts_of_random_values_are_those_of_the_formula(trained: Path) -> None:
+    """Of a head whose every value counts, as the base reads on: keys of the text stay, those of drafts do not."""
+    model = AutoModelForCausalLM.from_pretrained(trained / "base").eval()
+    head = DraftHead(DraftFolder.open(trained / "run").shape, model)
+    drawn = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for value in head.parameters():
+            value.copy_(torch.randn(value.shape, generator=drawn) * 0.5)
+    named = head.state_dict().items()
+    w = {name.removeprefix("layers.0.").removesuffix(".weight"): value.double() for name, value in named}
+    for number in range(8):
+        ids = torch.randint(10, 110, (1, 24), generator=drawn)
+        with torch.no_grad():
+            states = model(ids, output_hidden_states=True).hidden_states[-1]
+        generator, read = _Drafts(head), 0
+        for end in (5, 6, 9, 10 + number):
+            given = SimpleNamespace(hidden_states=[states[:, read : end + 2]])
+            found, _ = generator.get_candidates(ids[:, : end + 1], model_outputs=given, is_first_iteration=False)
+            assert found[0].tolist() == [*(known := ids[0, : end + 1].tolist()), *drafted(w, model, known)]
+            read = end
 
 
 def test_the_folder_is_as_vllm_reads_it(trained: Path) -> None:
