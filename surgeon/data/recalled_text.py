@@ -24,7 +24,7 @@ _LEAST_KEPT, _JUDGED = 0.05, 4
 
 
 class NearlyNothing(BadInput):
-    """Raised where nearly nothing of what a model writes can be kept."""
+    """Raised where nearly nothing of what a model writes can be kept, or it has nothing to begin with."""
 
     @classmethod
     def of(cls, counts: Counts, settings: dict[str, Any]) -> NearlyNothing:

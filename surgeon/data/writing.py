@@ -15,6 +15,7 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common.schema import BEGIN, TEMPLATE
 from surgeon.data.generation import ANSWER, QUESTION, Prompter, Turn, continued
 from surgeon.data.packing import generator
+from surgeon.data.recalled_text import NearlyNothing
 from surgeon.errors import BadInput, printable
 from surgeon.models.load import load_model
 
@@ -63,7 +64,7 @@ class Writer:
         match settings["prompts"]:
             case "begin":
                 if begin is None:
-                    raise BadInput(
+                    raise NearlyNothing(
                         f"{shown}: it has no begin-of-text token to start from; give `prompts`, a text file with a"
                         " beginning a line"
                     )
@@ -147,7 +148,7 @@ class Writer:
     def _before_words(self) -> list[int]:
         """Return the tokens that the template writes before a user's words."""
         if not self.tokenizer.chat_template:
-            raise BadInput(
+            raise NearlyNothing(
                 f"{printable(str(self.folder.path))}: its tokenizer has no chat template to begin with; use `prompts:"
                 " begin`, or a file with a beginning a line, or add chat_template.jinja"
             )
@@ -156,8 +157,8 @@ class Writer:
             raise self._not_as_they_are()
         return self.tokenizer.ids(around[0], special=False)
 
-    def _not_as_they_are(self) -> BadInput:
-        return BadInput(
+    def _not_as_they_are(self) -> NearlyNothing:
+        return NearlyNothing(
             f"{printable(str(self.folder.path))}: its chat template does not write a user's words as they are, so"
             " there is no bare template; use `prompts: begin`, or a file"
         )
@@ -168,7 +169,7 @@ class Writer:
         if found is None:
             raise self._not_as_they_are()
         if not found and not (whose == "assistant's" and self.ends):
-            raise BadInput(
+            raise NearlyNothing(
                 f"{printable(str(self.folder.path))}: its chat template ends a {whose} turn by no token of its own; use"
                 " `prompts: begin`, or a file"
             )
