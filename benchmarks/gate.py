@@ -495,10 +495,10 @@ def write_shares(
     lines = [
         f"# Where a domain gate is open: {asked.base.name}, French beside {asked.english}",
         "",
-        f"`python -m benchmarks.gate --english '{asked.english}' --tokens {asked.tokens} --shares"
-        f"` ({machine()}, one"
+        f"`python -m benchmarks.gate --english '{asked.english}' --tokens {asked.tokens} --shares`"
+        f" ({machine()}, one"
         " thread). The gate alone, with the operation's defaults, fitted on the training files that `--english` names"
-        " and on all French ones, each a source, and {asked.recall:,} tokens that the base wrote; behind it"
+        f" and on all French ones, each a source, and {asked.recall:,} tokens that the base wrote; behind it"
         " adapters trained for one step. Tokens of val files, which"
         " neither training nor gate saw, documents from their beginning in windows of up to"
         f" {asked.window} tokens. A token has the base's bits where the gate is closed for it and was closed for all"

@@ -174,25 +174,28 @@ def _fitted(
     gate, layer = _gate_of(model)
     tokens = _TOKENS_THROUGH_LAYERS if gate.spec.layer else _TOKENS
     fitted = _classifier(gate, _parts(model, layer, mixture, negatives.fitted, tokens), seed)
-    if gate.spec.reads == "cusum":
-        fitted["offset"] -= _AGAINST
-    rounded = {name: fitted[name.rpartition(".")[2]].to(dtype) for name, dtype in dtypes.items()}
-    _take(tensors, rounded)
-    original, new = _scored_by_domain(model, layer, {**held, **negatives.held})
     threshold = next(name for name in dtypes if name.endswith(".threshold"))
-    least = gate.spec.opens if gate.spec.reads == "cusum" else -math.inf
-    rounded[threshold] = _threshold(gate, list(original.values()), dtypes[threshold], least)
-    _take(tensors, rounded)
-    figures = _figures(gate, original, new)
-    if figures.new >= _USELESS or least <= 0:
+
+    def judged(against: float, least: float) -> GateFigures:
+        """With so many nats against new text at each token, and so many at least that open it."""
+        values = fitted | {"offset": fitted["offset"] - against}
+        rounded = {name: values[name.rpartition(".")[2]].to(dtype) for name, dtype in dtypes.items()}
+        _take(tensors, rounded)
+        original, new = _scored_by_domain(model, layer, {**held, **negatives.held})
+        rounded[threshold] = _threshold(gate, list(original.values()), dtypes[threshold], least)
+        _take(tensors, rounded)
+        return _figures(gate, original, new)
+
+    if gate.spec.reads != "cusum":
+        return judged(0.0, -math.inf)
+    figures = judged(_AGAINST, gate.spec.opens)
+    if figures.new >= _USELESS or gate.spec.opens <= 0:
         return figures
     say(
-        f"  with {least:g} nats of evidence it opens on {figures.new:.1%} of held-out new tokens, so it opens with as"
-        " little as `false_positives` allows: these texts are short, or tokens show little of their domain"
+        f"  with {gate.spec.opens:g} nats of evidence it opens on {figures.new:.1%} of held-out new tokens, so it opens"
+        " with as little as `false_positives` allows: these texts are short, or tokens show little of their domain"
     )
-    rounded[threshold] = _threshold(gate, list(original.values()), dtypes[threshold])
-    _take(tensors, rounded)
-    return _figures(gate, original, new)
+    return judged(0.0, -math.inf)
 
 
 def _keep(work: Path, tensors: Mapping[str, Tensor], figures: GateFigures, record: RunRecord | None) -> None:

@@ -25,6 +25,8 @@ from surgeon.data.packing import PackedSequence, Packer, Packing, SourceStream
 # base wrote. Each counts as one source, for a gate may do well on one and not on the other.
 KINDS, LANGUAGES, RECALLED = "(kinds)", "(languages)", "(recalled)"
 NAMES = (KINDS, LANGUAGES, RECALLED)
+# What stands in texts of every kind, and so is no kind of its own, however often it stands in the new text.
+_EVERYWHERE = {"addresses", "names", "rules", "numbers", "labels", "paths"}
 # A language is called by its code alone.
 _CODE = 2
 # Of the base's own documents each so manieth chooses the threshold.
@@ -162,7 +164,7 @@ def _like_new(passages: dict[str, list[str]], original: str, new: str) -> list[s
     own = of_new.mean(new[last:]) - of_original.mean(new[last:])
     if own <= 0:
         return []
-    texts = {kind: "\n".join(texts) for kind, texts in passages.items()}
+    texts = {kind: "\n".join(texts) for kind, texts in passages.items() if kind not in _EVERYWHERE}
     return [kind for kind, text in texts.items() if of_new.mean(text) - of_original.mean(text) > _OWN * own]
 
 
