@@ -101,21 +101,21 @@ def least_of_surgeries(base: str) -> bool:
     return kept[0] == min(kept) and learned[0] == max(learned)
 
 
-def parts_of(with_: str) -> list[tuple[float, float]]:
-    """What part of what `recalled` forgets a remedy does, on each base: the mean, and the interval's upper end."""
-    rows = [row for base in remedies.BASES for row in remedies.found_in(base)["remedies"] if row["with"] == with_]
-    shares = [
-        row["share"]
-        for row in rows
-        if row["beside"] == "recalled" and row["share"] and row["share"]["half"] is not None
-    ]
-    return [(share["mean"], share["mean"] + share["half"]) for share in shares]
+def remedied(with_: str, beside: str = "recalled", *methods: str) -> list[dict[str, Any]]:
+    """A remedy beside another, of each of the methods (all: none given) on each base."""
+    rows = [row for base in remedies.BASES for row in remedies.found_in(base)["remedies"]]
+    return [r for r in rows if (r["with"], r["beside"]) == (with_, beside) and (not methods or r["method"] in methods)]
+
+
+def parts_of(with_: str, beside: str = "recalled", *methods: str) -> list[tuple[float, float]]:
+    """What part of what another remedy forgets a remedy does, on each base: the mean, and the interval's upper end."""
+    shares = [row["share"] for row in remedied(with_, beside, *(methods or ("full",)))]
+    return [(share["mean"], share["mean"] + share["half"]) for share in shares if share and share["half"] is not None]
 
 
 def more_is_not_told_apart() -> bool:
     """Whether on both bases more recalled text may forget as much as the default does."""
-    rows = [row for base in remedies.BASES for row in remedies.found_in(base)["remedies"]]
-    return all(row["verdict"] == "not told apart" for row in rows if row["with"] == "more")
+    return all(row["verdict"] == "not told apart" for row in remedied("more"))
 
 
 def half_and_two_thirds() -> bool:

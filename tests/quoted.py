@@ -119,13 +119,13 @@ def remedies() -> str:
 
 
 def stronger() -> str:
-    """What other remedies forget beside recalled text as `compare` has it by default."""
+    """What other remedies forget beside recalled text as `compare` has it by default, over ranges that are judged."""
     rows = []
     for base in stronger_remedies.BASES:
         found = stronger_remedies.found_in(base)
         for row in found["remedies"]:
             method, with_, beside, theirs, *figures = stronger_remedies.row_of(found, row)
-            if beside == "recalled":
+            if beside == "recalled" and row["verdict"] not in ("range too narrow", "no common range"):
                 rows.append((f"{method} ({base})", with_, theirs, *figures))
     header = (
         "method (base)",

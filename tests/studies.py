@@ -18,8 +18,8 @@ from surgeon.common.work_folders import parse_record
 from surgeon.compare.advice import first_sentence
 from surgeon.compare.analysis import find, judge, remedied
 from surgeon.compare.compare import write_study
+from surgeon.compare.config.entries import Claim
 from surgeon.compare.config.loading import load_study
-from surgeon.compare.config.schema import Claim
 from surgeon.compare.findings import Findings, Point, Row
 from surgeon.compare.packed import RUNS_FILE, Packed, read_packed
 from surgeon.compare.records import BASE, Record

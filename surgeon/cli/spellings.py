@@ -151,6 +151,7 @@ SPELLINGS = {
     "evaluate.mtp": _S(
         "also measure tokens a forward of greedy speculative decoding by the models' own MTP layers, on 50 documents"
     ),
+    "evaluate.draft": _S("measure the same with a draft head, a run with `what: draft_head`", "FOLDER"),
     "evaluate.labels": _S("the texts have labels, and the models a classification head"),
     "continual.tasks": _S("the tasks, in order, and their training", "TASKS.YAML"),
     "continual.run": _S("folder of the model after the last task", "RUN"),
@@ -161,7 +162,7 @@ SPELLINGS = {
     "compare.new": _S("text to learn: FILE or NAME=FILE; may be given again"),
     "compare.original": _S("text of what must not be forgotten; without it, the base writes some"),
     "compare.replayed": _S("text to replay where a remedy says `text`; default: the original"),
-    "compare.minutes": _S("begin no run that would end later: fewer points, and what is missing is listed"),
+    "compare.minutes": _S("leave out what does not fit, for all rows alike: seeds first, then rates at the ends"),
     "compare.jobs": _S("runs at a time; default: as cores, memory, GPUs allow"),
     "compare.keep": _S("keep every trained model, in RESULTS/runs"),
     "compare.device": _S("auto, cpu, cuda"),

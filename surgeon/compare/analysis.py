@@ -9,8 +9,9 @@ from functools import partial
 from typing import Any
 
 from surgeon.compare.advice import advice_of, first_sentence
+from surgeon.compare.config.entries import Claim, MethodSpec, Remedy
 from surgeon.compare.config.loading import LoadedStudy
-from surgeon.compare.config.schema import Claim, MethodSpec, Remedy, Study
+from surgeon.compare.config.schema import Study
 from surgeon.compare.findings import BLENDED, Findings, Judged, Point, Remedied, Row
 from surgeon.compare.frontier import (
     Pair,
@@ -74,7 +75,8 @@ def find(
     if study.blend:
         unblended = {row.method for row in rows if row.runs} - {row.method for row in rows if row.blended}
         notes += [
-            f"{method}: nothing lies between its runs and the base, so none is blended" for method in sorted(unblended)
+            f"{method}: none of its runs is blended; only silent parts, copies and the base's own tensors can be"
+            for method in sorted(unblended)
         ]
     if not any(row.kind == "full" for row in rows):
         notes.append("full fine-tuning is left out (`peers: false`): nothing says whether any of these is worth it")
@@ -310,7 +312,7 @@ def _claimed(claims: Sequence[Claim], rows: Sequence[Row], limits: Pair) -> list
 
 
 def remedied(rows: Sequence[Row], corner: Pair, nat: float = 1.0) -> list[Remedied]:
-    """Every method with each remedy beside itself with the first one; blends also beside the runs themselves.
+    """Every method with each remedy beside itself with the first one; blends also beside its blends and their own runs.
 
     `corner` are the base's losses, in a unit of which `nat` are one nat a token; verdicts are corrected together.
     """
@@ -318,8 +320,12 @@ def remedied(rows: Sequence[Row], corner: Pair, nat: float = 1.0) -> list[Remedi
     for method in dict.fromkeys(row.method for row in rows):
         own = [row for row in rows if row.method == method and row.best is not None]
         for row in own[1:]:
-            runs = [each for each in own[1:] if row.blended and row.remedy == f"{each.remedy}{BLENDED}"]
-            found += [_beside_itself(row, other, corner) for other in (own[0], *runs)]
+            peers = [own[0]]
+            if row.blended:
+                # Blends beside blends: what a remedy gives where both sides are blended.
+                peers += [each for each in own[1:] if each.remedy == f"{own[0].remedy}{BLENDED}" and each is not row]
+                peers += [each for each in own[1:] if row.remedy == f"{each.remedy}{BLENDED}"]
+            found += [_beside_itself(row, other, corner) for other in peers]
     every = [Apart(each.apart, each.width, (each.width or 0.0) >= limits[0]) for each in found]
     return [replace(each, verdict=said) for each, said in zip(found, verdicts(every), strict=True)]
 

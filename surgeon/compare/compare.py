@@ -107,7 +107,7 @@ def compare(
         new: Texts to learn (files, or `NAME=FILE`), in place of the study's.
         original: Texts of what must not be forgotten, in place of the study's.
         replayed: Texts to replay, in place of the study's.
-        minutes: Begin no run that would end later; one rate of every method then comes after the other.
+        minutes: Leave out what does not fit, for all rows alike: seeds first, then the rates at the ends.
         jobs: Runs at a time; None: as cores, memory and GPUs allow.
         keep: Whether trained models are kept once they are measured.
         take_over: Whether what this user did not write in this place counts.
@@ -191,8 +191,8 @@ def _carried_out(request: Request, target: Path, jobs: int, gpus: int) -> Compar
             return Compared(
                 target,
                 findings(),
-                len(course.seconds),
-                math.fsum(course.seconds) / len(course.seconds) if course.seconds else None,
+                len(course.budget.made),
+                course.budget.each if course.budget.made else None,
             )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from surgeon.common.json_results import plain_fields
-from surgeon.compare.config.schema import Claim
+from surgeon.compare.config.entries import Claim
 from surgeon.compare.frontier import Interval, Pair, envelope
 from surgeon.compare.verdicts import Apart, Verdict
 

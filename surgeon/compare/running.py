@@ -33,6 +33,7 @@ from surgeon import (
 from surgeon.common.devices import one_thread
 from surgeon.common.listener import Quiet
 from surgeon.common.plugins import blamed
+from surgeon.compare.budget import Deadline
 from surgeon.compare.config.settings import RECALLED, seeded_plan
 from surgeon.errors import BadInput, Diverged, Mistakes, SurgeonError
 
@@ -104,7 +105,7 @@ def _run(task: Task) -> Answer:
             target,
             device=task["device"],
             trust_remote_code=task["trust_remote_code"],
-            listener=Quiet(),
+            listener=Quiet() if task["limit"] is None else Deadline(*task["limit"]),
         )
     except Diverged as error:
         discard_run(target)
@@ -130,7 +131,7 @@ def _blended(task: Task, run: Path) -> dict[str, Any]:
     for share in task["blend"]:
         shutil.rmtree(target, ignore_errors=True)
         try:
-            write_blend(run, target, base=task["out"], alpha=share, trust_remote_code=task["trust_remote_code"])
+            write_blend(run, target, base=task["base"], alpha=share, trust_remote_code=task["trust_remote_code"])
         except BadInput:
             # What grew was neither silent nor a copy at birth; the study says of which method.
             return {}

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from surgeon.compare.config.schema import MethodSpec, Remedy, Study
+from surgeon.compare.config.entries import MethodSpec, Remedy
+from surgeon.compare.config.schema import Study
 from surgeon.compare.frontier import Pair
 
 # Extended rates stay between these.
@@ -90,23 +91,60 @@ def _beyond(end: float, second: float, third: float) -> float:
     return float(f"{second * end / third:.3g}")
 
 
-def runs_left(study: Study, losses: Losses, *, broad: bool = False) -> Iterator[Run]:
+def runs_left(study: Study, losses: Losses) -> Iterator[Run]:
     """Yield the runs that are not finished, in the order in which they are made; there may be more as runs finish.
 
-    Method by method, first with one seed, so that few grown models are there at a time; `broad`: one rate of every
-    entry after the other, so that what is there at any time covers all alike.
+    Method by method, first with one seed, so that few grown models are there at a time.
     """
-    for seed in range(max(study.seeds_of(method) for method in study.all_methods)):
-        by_entry = []
-        for method, remedy in study.entries:
-            if seed >= study.seeds_of(method):
-                continue
-            rates = rates_of(study, method, remedy, losses)
-            if seed and not rates.settled:
-                continue
-            by_entry.append([Run(method.called, remedy.name, rate, seed) for rate in from_the_middle(rates.rates)])
-        rounds = itertools.zip_longest(*by_entry) if broad else by_entry
-        yield from (run for each in rounds for run in each if run is not None and run not in losses)
+    for seed in range(_seeds(study)):
+        for runs in _by_entry(study, losses, seed):
+            yield from (run for run in runs if run not in losses)
+
+
+class Round(NamedTuple):
+    """Runs that treat all rows alike, those that are left; `begun`: some of it are finished, or it is the first."""
+
+    runs: list[Run]
+    begun: bool
+
+
+def rounds_left(study: Study, losses: Losses) -> Iterator[Round]:
+    """Yield the same runs in rounds: with the first seed a rate of every row, the middle ones first.
+
+    A further seed is one round: where some rates have more seeds than others, a mean over seeds is of the seeds too.
+    """
+    for seed in range(_seeds(study)):
+        rounds = [
+            [run for run in column if run is not None]
+            for column in itertools.zip_longest(*_by_entry(study, losses, seed))
+        ]
+        for number, wanted in enumerate(rounds if seed == 0 else [[*itertools.chain(*rounds)]]):
+            if left := [run for run in wanted if run not in losses]:
+                yield Round(left, len(left) < len(wanted) or seed == number == 0)
+
+
+def sizes_left(study: Study, losses: Losses) -> list[tuple[int, int]]:
+    """The seed of each round that is left, and how many runs; rates that are not known yet are as many as are known."""
+    found = [(0, len(each.runs)) for each in rounds_left(study, losses) if each.runs[0].seed == 0]
+    for seed in range(1, _seeds(study)):
+        entries = [(m, r) for m, r in study.entries if seed < study.seeds_of(m)]
+        wanted = [Run(m.called, r.name, rate, seed) for m, r in entries for rate in rates_of(study, m, r, losses).rates]
+        found.append((seed, sum(run not in losses for run in wanted)))
+    return [each for each in found if each[1]]
+
+
+def _seeds(study: Study) -> int:
+    return max(study.seeds_of(method) for method in study.all_methods)
+
+
+def _by_entry(study: Study, losses: Losses, seed: int) -> list[list[Run]]:
+    """All runs of a seed, entry by entry, the middle rates first; seeds beyond the first once rates are known."""
+    found = []
+    for method, remedy in study.entries:
+        rates = rates_of(study, method, remedy, losses)
+        if seed < study.seeds_of(method) and (rates.settled or not seed):
+            found.append([Run(method.called, remedy.name, rate, seed) for rate in from_the_middle(rates.rates)])
+    return found
 
 
 def from_the_middle(rates: Sequence[float]) -> list[float]:

@@ -6,24 +6,22 @@ and grown models and runs while they are needed. The same command always knows w
 
 from __future__ import annotations
 
-import hashlib
 import json
-import math
 import re
 import shutil
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from surgeon import Checkpoint, __version__, check_training, load_config, text_files
+from surgeon import Checkpoint, check_training, load_config
 from surgeon.common.listener import Listener
 from surgeon.common.schema import BEGIN, TEMPLATE
 from surgeon.common.work_folders import write_durably
-from surgeon.compare.config.loading import GROUPS, LoadedStudy
-from surgeon.compare.config.schema import MethodSpec, Remedy
+from surgeon.compare.budget import SECONDS_FILE, Budget, earlier_seconds, left_out
+from surgeon.compare.config.entries import MethodSpec, Remedy
+from surgeon.compare.config.loading import LoadedStudy
 from surgeon.compare.config.settings import (
     RECALLED,
     measured_names,
@@ -31,12 +29,13 @@ from surgeon.compare.config.settings import (
     sources,
     training_config,
 )
+from surgeon.compare.frontier import Pair
+from surgeon.compare.identity import run_digest, study_digest
 from surgeon.compare.records import BASE, Record, Records, digest, losses_of
-from surgeon.compare.schedule import Run, runs_left
+from surgeon.compare.schedule import Run, rounds_left, runs_left, sizes_left
 from surgeon.compare.workers import Answer, Task, Workers
 from surgeon.errors import BadInput, bad_input, printable
 
-SECONDS_FILE = "seconds.jsonl"
 _TIMES = ("seconds", "cpu_seconds")
 # What the base wrote, as training configs in their folder name it.
 _MEMORY = f"../{RECALLED}.jsonl"
@@ -62,23 +61,27 @@ class Request:
 
 @dataclass
 class Course:
-    """A study under way, and what it has found; `made` counts the runs of this call, `seconds` are theirs."""
+    """A study under way, and what it has found."""
 
     request: Request
     records: Records
     common: str
+    budget: Budget
     found: dict[Run, Record] = field(default_factory=dict)
-    seconds: list[float] = field(default_factory=list)
     grown: set[tuple[str, int]] = field(default_factory=set)
     growing: set[tuple[str, int]] = field(default_factory=set)
     busy: set[Run] = field(default_factory=set)
-    out_of_time: bool = False
 
     @classmethod
     def open(cls, request: Request) -> Course:
         """Read what is there. Raises BadInput where it is another study's, or what a run asks for is refused."""
-        common = _fingerprint(request)
-        course = cls(request, Records(request.work, request.take_over, request.listener.say), common)
+        common = study_digest(request.loaded, request.base, request.listener)
+        course = cls(
+            request,
+            Records(request.work, request.take_over, request.listener.say),
+            common,
+            Budget(request.minutes, earlier_seconds(request.work)),
+        )
         course.records.check_study(common)
         # What a killed call left: whole or not, it is made again.
         for name in ("runs", "grown"):
@@ -111,21 +114,21 @@ class Course:
         if wrong:
             raise bad_input(wrong)
 
-    def _read(self) -> None:
-        """Take in the records that are there, as far as they are of this study."""
-        while True:
-            new = {run: record for run in self._runs_left() if (record := self._get(run)) is not None}
-            if not new:
-                return
+    def _read(self) -> int:
+        """Take in the records that are there, as far as this study asks for them; return how many."""
+        before = len(self.found)
+        while new := {run: record for run in self._runs_left() if (record := self._get(run)) is not None}:
             self.found |= new
+        return len(self.found) - before
 
     def _get(self, run: Run) -> Record | None:
         return self.records.get(run.key, self._print(run))
 
     def _runs_left(self) -> list[Run]:
-        losses = {run: losses_of(record, self.names, by_byte=False) for run, record in self.found.items()}
-        broad = self.request.minutes is not None
-        return [run for run in runs_left(self.request.loaded.config, losses, broad=broad) if run not in self.found]
+        return list(runs_left(self.request.loaded.config, self._losses()))
+
+    def _losses(self) -> dict[Run, Pair]:
+        return {run: losses_of(record, self.names, by_byte=False) for run, record in self.found.items()}
 
     @property
     def names(self) -> tuple[list[str], list[str]]:
@@ -144,24 +147,35 @@ class Course:
 
     def carry_out(self, workers: Workers) -> None:
         """Make every run that is left, or as many as there is time for. Raises BadInput, and what `train` raises."""
-        begun, expected, request = time.monotonic(), "", self.request
         self._begin(workers)
-        say = request.listener.say
+        say, budget = self.request.listener.say, self.budget
         if self.found:
             say(f"continuing after {len(self.found)} finished runs")
-        self.request.listener.begin("runs", len(self.found) + len(self._runs_left()), "runs")
+        if left := self._runs_left():
+            budget.check()
+        self.request.listener.begin("runs", len(self.found) + len(left), "runs")
         self.request.listener.advance(len(self.found))
         while True:
-            while workers.free and (task := self._next(begun)) is not None:
+            while workers.free and (task := self._next()) is not None:
                 workers.begin(task)
             if not self.busy and not self.growing:
                 break
-            at_once = len(self.busy)
+            budget.at_once = max(budget.at_once, len(self.busy))
+            first = not budget.made
             self._done(*workers.wait())
-            if request.minutes is not None and len(self.seconds) == 1 and not expected:
-                expected = self._expect(time.monotonic() - begun, at_once)
-        if self.out_of_time:
-            say(f"--minutes {self.request.minutes:g}: no run began after that; the same command without it goes on")
+            if budget.minutes is not None and first and budget.made:
+                say(budget.expected(self._sizes_left(), len(self._waiting())))
+        if budget.minutes is not None and (sizes := self._sizes_left()):
+            say(f"--minutes {budget.minutes:g}: left out: {left_out(sizes)}; the same command without it goes on")
+
+    def _sizes_left(self) -> list[tuple[int, int]]:
+        return sizes_left(self.request.loaded.config, self._losses())
+
+    def _waiting(self) -> set[tuple[str, str]]:
+        """Rows without a run, by method and remedy."""
+        return {(run.method, run.remedy) for run in self._runs_left()} - {
+            (run.method, run.remedy) for run in self.found
+        }
 
     def _begin(self, workers: Workers) -> None:
         """Have the base write what it must, and measure it."""
@@ -227,14 +241,9 @@ class Course:
             "length": study.length,
         }
 
-    def _next(self, begun: float) -> Task | None:
-        """The next task that can begin now; None where none can, or time is up."""
-        if self._late(begun):
-            self.out_of_time = bool(self._runs_left())
-            return None
-        for run in self._runs_left():
-            if run in self.busy:
-                continue
+    def _next(self) -> Task | None:
+        """The next task that can begin now; None where none can, or no more fits."""
+        for run in self._wanted():
             method = self._method(run)
             if method.plan is None:
                 return self._run_task(run, self.request.base.path)
@@ -246,24 +255,11 @@ class Course:
                 return self._grow_task(run)
         return None
 
-    def _expect(self, spent: float, at_once: int) -> str:
-        """After the first run, say what there is time for; and what would do, where a row is left without a run."""
-        minutes, each = self.request.minutes or 0.0, self.seconds[0] / at_once
-        left = self._runs_left()
-        can = min(len(left), int(max(0.0, 60 * minutes - spent) / each))
-        line = f"a run took {self.seconds[0]:.0f} s: --minutes {minutes:g} is enough for {can} of {len(left)} more runs"
-        waiting = {(run.method, run.remedy) for run in left} - {(run.method, run.remedy) for run in self.found}
-        if can < len(waiting):
-            line += f"; for one of each row give --minutes {math.ceil((spent + len(waiting) * each) / 60)}"
-        self.request.listener.say(line)
-        return line
-
-    def _late(self, begun: float) -> bool:
-        """Whether a run that began now would end after the budget, as far as runs so far say."""
-        if self.request.minutes is None:
-            return False
-        each = sum(self.seconds) / len(self.seconds) if self.seconds else 0.0
-        return time.monotonic() - begun + each > 60 * self.request.minutes
+    def _wanted(self) -> list[Run]:
+        """The runs that may begin now; with --minutes of rounds that are begun, or fit as a whole."""
+        if self.budget.minutes is None:
+            return [run for run in self._runs_left() if run not in self.busy]
+        return self.budget.allow(rounds_left(self.request.loaded.config, self._losses()), self.busy)
 
     def _done(self, task: Task, answer: Answer) -> None:
         """Keep what a task found."""
@@ -278,10 +274,12 @@ class Course:
         record = Record.parse({"trained": 0, "diverged": "", **found})
         self.records.add(run.key, self._print(run), record)
         self.found[run] = record
-        self.seconds.append(answer["seconds"])
+        self.budget.made.append(answer["seconds"])
         with (self.request.work / SECONDS_FILE).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"run": run.key, **{name: answer[name] for name in _TIMES}}) + "\n")
         self._report(run, record, answer["seconds"])
+        # The seeds of a rate that was not known before may be there.
+        self.request.listener.advance(self._read())
         self._drop(task)
 
     def _report(self, run: Run, record: Record, seconds: float) -> None:
@@ -339,6 +337,7 @@ class Course:
             "blend": request.loaded.config.blend,
             "base": str(request.base.path),
             "new": self.names[0],
+            "limit": None if self.budget.is_known else self.budget.minutes and [self.budget.minutes, self.budget.left],
             "device": request.device,
             "trust_remote_code": request.trust_remote_code,
             **self._measuring(),
@@ -361,15 +360,8 @@ class Course:
         return next(remedy for remedy in self.request.loaded.config.remedies if remedy.name == run.remedy)
 
     def _print(self, run: Run) -> str:
-        """Digest of all that a run's numbers depend on, beside what is common to all."""
-        training = self._training(run)
-        for source in training["sources"]:
-            # Where a text lies makes no difference; what is in it is common to all.
-            source.pop("path")
-        for key in ("micro_batch", "checkpointing", "log_every"):
-            training.pop(key, None)
         plan = self.request.loaded.plans.get(run.method)
-        return digest([self.common, None if plan is None else plan.data(), training])
+        return run_digest(self.common, None if plan is None else plan.data(), self._training(run))
 
 
 def _checked(answer: Answer, what: str) -> Answer:
@@ -377,47 +369,3 @@ def _checked(answer: Answer, what: str) -> Answer:
     if "error" in answer:
         raise bad_input([f"{what}{line}" for line in answer["error"]])
     return {key: value for key, value in answer.items() if key not in _TIMES}
-
-
-def _fingerprint(request: Request) -> str:
-    """Digest of what every number of the study depends on: base, texts, and how losses are measured."""
-    loaded, study = request.loaded, request.loaded.config
-    request.listener.begin("reading", request.base.nbytes)
-    held = request.base.digests(request.listener.advance)
-    texts = []
-    for group in GROUPS:
-        for text in loaded.texts(group):
-            files: list[Any] = [_digest_of(loaded, text.path)]
-            if isinstance(text.validation, str):
-                files.append(_digest_of(loaded, text.validation))
-            texts.append([group, text.called, text.share, text.kind, text.field, files])
-    more = {"choosing": study.choosing, "blend": study.blend}
-    return digest(
-        {
-            **{key: value for key, value in more.items() if value},
-            "version": __version__,
-            "base": held,
-            "base_config": request.base.config,
-            "texts": texts,
-            "validation": [
-                text.validation
-                for group in ("new", "original")
-                for text in loaded.texts(group)
-                if isinstance(text.validation, float)
-            ],
-            "recall": recalled_by(study).model_dump() if study.recalls else None,
-            "documents": study.documents,
-            "budget": [study.run_steps or f"{study.bytes} bytes", study.batch, study.length],
-        }
-    )
-
-
-def _digest_of(loaded: LoadedStudy, path: str) -> Any:
-    """Return the digests of a text's files; of a dataset on the Hub its name."""
-    if path.startswith(("dataset:", "split:")):
-        return path
-    found = []
-    for file in text_files(loaded.resolve(path)):
-        with file.open("rb") as handle:
-            found.append(hashlib.file_digest(handle, "sha256").hexdigest())
-    return found

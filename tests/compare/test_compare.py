@@ -19,7 +19,7 @@ import surgeon
 from surgeon.cli import app
 from surgeon.common.listener import Quiet
 from surgeon.common.work_folders import parse_record, record_of
-from surgeon.compare import workers
+from surgeon.compare import running, workers
 from surgeon.compare.compare import Compared
 from surgeon.compare.config.loading import load_study
 from surgeon.compare.config.settings import suited, training_config
@@ -27,6 +27,7 @@ from surgeon.compare.packed import RUNS_FILE, read_packed
 from surgeon.compare.page import render
 from surgeon.compare.records import Record, losses_of
 from surgeon.errors import BadInput
+from surgeon.train import blend as blending
 from surgeon.train.config.loading import load_config
 from tests import tiny, vocabularies
 from tests.decoders import tiny_decoder
@@ -45,6 +46,7 @@ documents: 3
 most_rates: 4
 peers: false
 rates: [3.0e-4, 1.0e-3, 3.0e-3, 1.0e-2]
+blend: [0.5]
 recall: {tokens: 300, length: 24}
 methods:
   - full
@@ -97,15 +99,16 @@ def files(results: Path) -> dict[str, bytes]:
 
 def test_each_method_has_its_frontier_of_finished_runs(whole: Whole) -> None:
     found = whole.told.findings
-    assert whole.told.made == 8 and [len(row.points) for row in found.rows] == [4, 4]
+    assert whole.told.made == 8 and [len(row.points) for row in found.rows] == [4, 8, 4, 8]
     assert not found.missing and found.unit == "nats a token"
-    for row in found.rows:
+    for row in found.rows[::2]:
         points = [(point.new, point.original) for point in row.points]
         assert row.trained > 0 and all(point.seed == 0 for point in row.points)
         # The higher the rate, the more is learned in three steps of a model that knows nothing.
         assert sorted(points, reverse=True) == points and points[-1][0] < found.start[0] - 0.1
-    best = min((point.new + point.original, each.label, point.rate) for each in found.rows for point in each.points)
-    assert found.advice.startswith(f"For this data at this budget (144 tokens a run): {best[1]}, rate {best[2]:g}: new")
+    best = min((each.best.sum, each.label, each.best.shown_rate) for each in found.rows if each.best is not None)
+    assert found.advice.startswith(f"For this data at this budget (144 tokens a run): {best[1]}, rate {best[2]}: new")
+    assert best[0] == min(point.new + point.original for each in found.rows for point in each.points)
     # Models go once they are measured, and so does what they were grown from.
     kept = ["comparison.html", "results.json", "runs.jsonl.gz", "work"]
     assert sorted(path.name for path in whole.told.path.iterdir()) == kept
@@ -115,7 +118,7 @@ def test_each_method_has_its_frontier_of_finished_runs(whole: Whole) -> None:
 
 def test_a_run_is_what_train_and_evaluate_find(whole: Whole, tmp_path: Path) -> None:
     """By hand, from the config that the study wrote: the same losses to the last bit."""
-    row = whole.told.findings.rows[1]
+    row = whole.told.findings.rows[2]
     config = whole.told.path / "work" / "configs" / "wide+recalled+0.01+0.yaml"
     surgeon.apply("neutral-residues", str(whole.folder / "base"), tmp_path / "out")
     surgeon.train(tmp_path / "out", config, tmp_path / "run", device="cpu")
@@ -132,7 +135,7 @@ def test_a_run_is_what_train_and_evaluate_find(whole: Whole, tmp_path: Path) -> 
 def test_what_a_killed_worker_leaves_is_continued_byte_for_byte(
     whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three records of eight are there no more; of two workers, one dies in a run."""
+    """Three records of eight are there no more; of two workers, one dies in a run, and then this process in a blend."""
     results = tmp_path / "results"
     shutil.copytree(whole.told.path, results)
     # The study of somebody else, or of another place, is not taken for this one.
@@ -155,6 +158,15 @@ def test_what_a_killed_worker_leaves_is_continued_byte_for_byte(
     monkeypatch.setattr(workers.Processes, "begin", begin_and_kill)
     with pytest.raises(BadInput, match=r"worker-\d.log: a worker .*; the same command goes on"):
         carried_out(whole.folder, str(results), jobs=2, take_over=True)
+    (results / "work" / "records" / "wide+recalled+0.1+0.json").unlink(missing_ok=True)
+
+    def cut(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(blending, "execute", cut)
+        carried_out(whole.folder, str(results), jobs=1)
+    assert list((results / "work" / "runs").glob("*+0")) and list((results / "work" / "runs").glob(".*blending"))
     told = carried_out(whole.folder, str(results), jobs=1)
     assert 1 <= told.made <= 3
     assert files(results) == files(whole.told.path)
@@ -170,7 +182,10 @@ def test_what_a_killed_worker_leaves_is_continued_byte_for_byte(
 
 
 def test_all_runs_lie_in_one_file_from_which_alone_a_study_goes_on(whole: Whole, tmp_path: Path) -> None:
-    """Without the work folder: the same page without a run made anew, by whoever says that the file may count."""
+    """Without the work folder, texts elsewhere: the same page without a run made anew, where the file may count."""
+    for name in ("new.jsonl", "known.jsonl"):
+        shutil.copy(whole.folder / name, tmp_path / name)
+    moved = {"new": [tmp_path / "new.jsonl"], "original": [tmp_path / "known.jsonl"], "jobs": 1}
     results = tmp_path / "results"
     results.mkdir()
     runs = results / RUNS_FILE
@@ -179,7 +194,7 @@ def test_all_runs_lie_in_one_file_from_which_alone_a_study_goes_on(whole: Whole,
     assert len(lines) == 10 and lines[1]["run"] == "base"
     with pytest.raises(BadInput, match=rf"{RUNS_FILE}: holds this study, 9 losses measured; this user did not write"):
         carried_out(whole.folder, str(results), jobs=1)
-    told = carried_out(whole.folder, str(results), jobs=1, take_over=True)
+    told = carried_out(whole.folder, str(results), take_over=True, **moved)
     assert told.made == 0 and told.findings == whole.told.findings
     kept = files(whole.told.path)
     assert (
@@ -242,11 +257,12 @@ def test_the_committed_pages_are_drawn_as_now(study: str) -> None:
 
 def test_a_worker_that_fails_says_what_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file beside the study that is called as a module is no part of it."""
+    python = warm()
     for name in ("transformers", "selectors", "tokenizers", "safetensors"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('planted')\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", f":{os.environ.get('PYTHONPATH', '')}")
-    monkeypatch.setattr(workers, "PYTHON", warm())
+    monkeypatch.setattr(workers, "PYTHON", python)
     with workers.Processes(1, logs=tmp_path, gpus=0) as started:
         started.begin({"do": "nothing that it knows"})
         with pytest.raises(
@@ -255,7 +271,9 @@ def test_a_worker_that_fails_says_what_last(tmp_path: Path, monkeypatch: pytest.
             started.wait()
 
 
-def test_more_rates_keep_what_is_there_and_another_study_is_refused(whole: Whole, tmp_path: Path) -> None:
+def test_more_rates_keep_what_is_there_and_another_study_is_refused(
+    whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     results = tmp_path / "results"
     shutil.copytree(whole.told.path, results)
     again = tmp_path / "study.yaml"
@@ -268,14 +286,32 @@ def test_more_rates_keep_what_is_there_and_another_study_is_refused(whole: Whole
 
     told = asked("seeds", "seeds", minutes=1e-9)
     assert told.made == 0 and told.findings == whole.told.findings
-    # A pilot without time says what it left out.
-    told = asked("most_rates: 4", "seeds: 2", minutes=1e-9)
-    assert told.made == 0 and told.findings.missing == (
+    # A pilot without time for one run is refused, and its page says what it left out.
+    with pytest.raises(BadInput, match=r"--minutes 1e-09: too little for one run, which took \d+ s; give"):
+        asked("most_rates: 4", "seeds: 2", minutes=1e-9)
+    assert json.loads((results / "results.json").read_text(encoding="utf-8"))["missing"] == [
         "full, recalled, seed 0: rate 0.03",
         "wide, recalled, seed 0: rate 0.3",
         "full, recalled: 1 more seeds, once its rates are known",
         "wide, recalled: 1 more seeds, once its rates are known",
-    )
+    ]
+    # A record of the first seed that is lost is made again, and those of others are taken in after it.
+    carry_out, made = running.carry_out, []
+
+    def known(task: dict[str, Any]) -> dict[str, Any]:
+        if task["do"] not in ("run", "grow"):
+            return carry_out(task)
+        made.append(task["do"])
+        return {**json.loads(lines[1])["record"], "seconds": 1.0, "cpu_seconds": 1.0}
+
+    lines = gzip.decompress((results / RUNS_FILE).read_bytes()).splitlines()
+    with monkeypatch.context() as patched:
+        patched.setattr(running, "carry_out", known)
+        told = asked("most_rates: 4", "extend: false\nseeds: 2")
+        assert told.made == made.count("run") == 8
+        (results / "work" / "records" / "full+recalled+0.001+0.json").unlink()
+        (results / RUNS_FILE).unlink()
+        assert asked("most_rates: 4", "extend: false\nseeds: 2", minutes=60).made == 1
     for old, new, why in (
         ("steps: 3", "steps: 4", "holds runs of another study"),
         ("plan: neutral-residues,", "plan: pmoe,", "a run of another method of this name"),
@@ -346,7 +382,9 @@ def test_what_runs_would_refuse_is_said_before_the_base_writes(whole: Whole, tmp
         with pytest.raises(BadInput, match=why):
             asked(methods, **changed)
         assert not list((tmp_path / "results").glob("work/*recalled*"))
-    assert asked().findings.missing
+    with pytest.raises(BadInput, match=r"--minutes 1e-09: what comes before .* took .*; no run began; give"):
+        asked()
+    assert (tmp_path / "results" / "comparison.html").exists()
 
 
 def test_methods_that_say_no_more_are_as_the_base_allows(tmp_path: Path) -> None:
@@ -418,7 +456,7 @@ def test_equal_bytes_are_other_steps_of_other_tokens(tmp_path: Path) -> None:
         f"surgeon: 1\noperations:\n  - {{op: grow_vocabulary, tokens: {words}}}\n", encoding="utf-8"
     )
     study = STUDY.partition("recall")[0].replace("steps: 3", "bytes: 500")
-    study += "choosing: 2\nblend: [0.5]\nremedies: [{name: bare}]\n"
+    study += "choosing: 2\nremedies: [{name: bare}]\n"
     study += "methods: [full, {name: words, plan: words.yaml, full: true}]\n"
     (tmp_path / "study.yaml").write_text(study, encoding="utf-8")
     told = carried_out(tmp_path, jobs=1, keep=True)
@@ -439,7 +477,7 @@ def test_equal_bytes_are_other_steps_of_other_tokens(tmp_path: Path) -> None:
     assert len({source["tokens"] for source in measured}) == 2
     # A run's blend is `surgeon blend`'s, and of a model whose vocabulary grew there is none, nor a KL on other tokens.
     assert blended.blended and len(blended.points) == 2 * len(plain.points) and blended.trained == plain.trained
-    assert [note for note in told.findings.notes if note.startswith("words: nothing lies between")]
+    assert [note for note in told.findings.notes if note.startswith("words: none of its runs is blended")]
     assert all(point.kl and point.kl > 0 for point in plain.points) and {point.kl for point in grown.points} == {None}
     key, half = "full+bare+0.01+0", tmp_path / "half"
     surgeon.write_blend(told.path / "runs" / key, half, base=tmp_path / "base", alpha=0.5)

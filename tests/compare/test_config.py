@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from surgeon.compare.config.entries import PEERS
 from surgeon.compare.config.loading import LoadedStudy, json_schema, load_study
-from surgeon.compare.config.schema import PEERS
 from surgeon.compare.config.settings import measured_names, recalled_by, training_config
-from surgeon.compare.schedule import Run, rates_of, runs_left
+from surgeon.compare.schedule import Run, rates_of, rounds_left, runs_left, sizes_left
 from surgeon.errors import BadInput
 from surgeon.plan.shipped import shipped_plans, shipped_studies
 from surgeon.train.config.schema import TrainConfig
@@ -203,21 +203,28 @@ def test_rates_extend_until_the_best_is_inside(tmp_path: Path) -> None:
     assert extended(tmp_path, learns_best_at(1e-2), "seeds: 3\n") == ([*given, 1e-2, 3e-2], "")
 
 
-def test_a_pilot_takes_the_middle_rate_of_every_method_first(tmp_path: Path) -> None:
-    study = written(tmp_path).config
-    runs = list(runs_left(study, {}, broad=True))
-    assert [(run.method, run.rate) for run in runs[:5]] == [
-        ("full", 3e-4),
-        ("lora", 3e-4),
-        ("partial", 3e-4),
-        ("neutral-residues", 3e-4),
-        ("full", 1e-3),
-    ]
+def test_a_pilot_makes_rounds_that_treat_all_rows_alike(tmp_path: Path) -> None:
+    """The middle rate of every method first; a further seed is one round of all rates."""
+    study = written(tmp_path, SMALLEST + "seeds: 2\n").config
+    rounds = list(rounds_left(study, {}))
+    methods = ["full", "lora", "partial", "neutral-residues"]
+    assert [(run.method, run.rate) for run in rounds[0].runs] == [(method, 3e-4) for method in methods]
+    assert [(len(each.runs), each.begun) for each in rounds] == [(4, True)] + [(4, False)] * 3
+    assert sizes_left(study, {}) == [(0, 4)] * 4 + [(1, 16)]
     # What is finished keeps its turn: the next method's first run comes before the first one's second.
-    done = dict.fromkeys(runs[:1], (5.0, 2.0))
-    assert next(iter(runs_left(study, done, broad=True))) == runs[1]
+    done = dict.fromkeys(rounds[0].runs[:1] + rounds[1].runs[:2], (5.0, 2.0))
+    left = list(rounds_left(study, done))
+    assert left[0].runs == rounds[0].runs[1:] and [each.begun for each in left] == [True, True, False, False]
     whole = list(runs_left(study, {}))
-    assert [run.method for run in whole[:5]] == ["full"] * 4 + ["lora"] and set(whole) == set(runs)
+    assert [run.method for run in whole[:5]] == ["full"] * 4 + ["lora"]
+    assert set(whole) == {run for each in rounds for run in each.runs}
+    # A second seed's round has what is left of it, once rates are known: of the best inside them.
+    study = written(tmp_path, SMALLEST + "seeds: 2\npeers: false\n").config
+    done = {run: learns_best_at(1e-3)(run.rate) for run in runs_left(study, {})}
+    (second,) = rounds_left(study, done)
+    assert len(second.runs) == 4 and not second.begun and {run.seed for run in second.runs} == {1}
+    (rest,) = rounds_left(study, done | {second.runs[0]: (5.0, 2.0)})
+    assert rest == (second.runs[1:], True)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from surgeon.compare.analysis import find
+from surgeon.compare.analysis import find, remedied
 from surgeon.compare.findings import Findings
 from surgeon.compare.page import render
 from surgeon.compare.records import Record, SourceLoss
@@ -199,6 +199,10 @@ def test_blends_have_a_frontier_of_their_own_and_other_documents_choose(tmp_path
     # Of the two that are reported the runs know one better, which the blends are indifferent to.
     assert own.documents is not None and own.documents[0] < own.apart.mean - 0.02
     assert own.documents[1] > own.apart.mean + 0.02
+    more = [replace(row, remedy=row.remedy.replace("recalled", "more")) for row in told.rows if row.method == "kept"]
+    pairs = [(each.with_, each.beside) for each in remedied([*told.rows, *more], told.start) if each.method == "kept"]
+    assert pairs[:2] == [("recalled, blended", "recalled"), ("more", "recalled")]
+    assert pairs[2:] == [("more, blended", other) for other in ("recalled", "recalled, blended", "more")]
     assert blended.against is not None and blended.verdict == "agrees"
     assert "All 36 runs" in render(told) and "0.001, α 0.5" in render(told)
     point = told.to_json()["rows"][1]["points"][-1]

@@ -28,13 +28,8 @@ from surgeon.common.checked_yaml import check_yaml, editor_schema
 from surgeon.common.checked_yaml import where as place_of
 from surgeon.common.suggestions import did_you_mean
 from surgeon.common.yaml import Place, parse_yaml, read_text
-from surgeon.compare.config.schema import (
-    PEERS,
-    Study,
-    StudyText,
-    spelled_out,
-    study_replays,
-)
+from surgeon.compare.config.entries import PEERS, StudyText
+from surgeon.compare.config.schema import Study, spelled_out, study_replays
 from surgeon.errors import BadInput, Mistakes, bad_input, printable
 
 Group = Literal["new", "original", "replayed"]

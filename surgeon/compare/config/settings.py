@@ -12,15 +12,9 @@ from pydantic import BaseModel
 
 from surgeon import Checkpoint, GenerateSpec, LoadedPlan, parse_plan
 from surgeon.common.schema import NEW, ORIGINAL, TEMPLATE
+from surgeon.compare.config.entries import MethodSpec, Partial, Remedy, StudyText
 from surgeon.compare.config.loading import LoadedStudy
-from surgeon.compare.config.schema import (
-    MethodSpec,
-    Partial,
-    Remedy,
-    Study,
-    StudyText,
-    study_replays,
-)
+from surgeon.compare.config.schema import Study, study_replays
 from surgeon.errors import BadInput, printable
 
 RECALLED = "recalled"
