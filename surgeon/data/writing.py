@@ -6,7 +6,6 @@ A batch depends on the settings, its number and nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,23 +14,12 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common.schema import BEGIN, TEMPLATE
 from surgeon.data.generation import ANSWER, QUESTION, Prompter, Turn, continued
 from surgeon.data.packing import generator
-from surgeon.data.recalled_text import NearlyNothing
+from surgeon.data.recalled_text import NearlyNothing, Written
 from surgeon.errors import BadInput, printable
 from surgeon.models.load import load_model
 
 # Text loops where more than this share of its runs of tokens of this length stood in it before.
 LOOP_LENGTH, LOOP_SHARE = 8, 0.3
-
-
-@dataclass(frozen=True)
-class Written:
-    """One document as a line of JSON holds it; `tokens` that the model wrote, whether it `ended` by itself."""
-
-    entry: dict[str, Any]
-    tokens: int
-    ended: bool
-    loops: bool
-    empty: bool
 
 
 def loops(ids: Sequence[int]) -> bool:
