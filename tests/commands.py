@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from typer.testing import CliRunner
@@ -26,17 +24,12 @@ def refused(*arguments: object, code: int = 2) -> str:
     return lines[0]
 
 
-def run_surgeon(
-    hub: Hub, home: Path, *arguments: str, command: Sequence[str] = (sys.executable,), **environment: str
-) -> subprocess.CompletedProcess[str]:
-    """The command line in a process of its own: the client reads HF_ENDPOINT when it is imported.
-
-    A plain interpreter: preview and apply of such a plan import no torch, which a warm one's server would do first.
-    """
+def run_surgeon(hub: Hub, home: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command line in a process of its own: the client reads HF_ENDPOINT when it is imported."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
     settings = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
     return subprocess.run(
-        [*command, "-m", "surgeon", *arguments],
+        [*warm(), "-m", "surgeon", *arguments],
         env=clean | settings | environment,
         capture_output=True,
         text=True,

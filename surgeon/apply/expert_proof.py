@@ -6,17 +6,19 @@ together just as the plan says. Routers get large rows, so that scores lie far a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from surgeon.apply.twin_proof import SEEDS, agree, load_into, place_in, running_twin, saved, tensors_of
 from surgeon.blueprint.blueprint import Blueprint
 from surgeon.blueprint.recipes import Below, Constant, Copy, Joined, Recipe, below
 from surgeon.checkpoint.header import TensorInfo
+from surgeon.checkpoint.pieces import Span
 from surgeon.common.devices import one_thread
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
 from surgeon.families.grafted_config import native_config
+from surgeon.families.names import made_of
 from surgeon.families.proof import check_same
 from surgeon.families.skeleton import Skeleton
 from surgeon.families.twin import shrunk, twin_of_small
@@ -34,6 +36,24 @@ def prove_experts(
 
     `counts` are what config.json counts of experts, before and after. Raises BadInput where logits differ.
     """
+    if not _same_on_twins(blueprint, anatomy, config):
+        raise _refusal(anatomy, counts)
+
+
+def prove_moves(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any]) -> None:
+    """Carry a plan that moves bytes to tensors of other names out on a twin, which transformers loads, and compare.
+
+    Raises BadInput where a logit differs, in float32 or bfloat16.
+    """
+    if not _same_on_twins(blueprint, anatomy, config):
+        raise BadInput(
+            f"{printable(anatomy.family.model_type)}: on a twin transformers loads another model from tensors of these"
+            " names; leave them as they are"
+        )
+
+
+def _same_on_twins(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any]) -> bool:
+    """Whether twins have the same logits: the base's, and one of the tensors that a plan makes of the base's."""
     import torch
 
     with one_thread(), torch.no_grad():
@@ -44,7 +64,7 @@ def prove_experts(
         )
         held = _held(base, anatomy)
         load_into(base, dict(held.values()))
-        wanted = _on_disk(result)
+        wanted = _on_disk(result, (output.name for output in blueprint.outputs))
         made: dict[str, Tensor] = {}
         for output in blueprint.outputs:
             place = place_in(output.name, wanted, result)
@@ -56,21 +76,23 @@ def prove_experts(
                 continue
             made[place] = _value(output.recipe, held, tensors_of(anatomy), wanted[place])
         load_into(result, made)
-        same = _same_bits(base, result, blueprint) if blueprint.promise == "exact" else agree(base, result)
-        if not same:
-            raise _refusal(anatomy, counts)
+        return _same_bits(base, result, blueprint) if blueprint.promise == "exact" else agree(base, result)
 
 
-def _on_disk(twin: Skeleton) -> dict[str, Tensor]:
-    """A twin's tensors, by their names in memory, and by those that transformers saves them under."""
-    return dict(twin.model.state_dict()) | saved(twin)
+def _on_disk(twin: Skeleton, names: Iterable[str]) -> dict[str, Tensor]:
+    """A twin's tensors, by names in memory, by those that transformers saves them under, and by others of `names`."""
+    held = dict(twin.model.state_dict()) | saved(twin)
+    others = made_of(twin.model, [name for name in names if place_in(name, held, twin) is None])
+    renamed = {name: made.names[0] for name, made in others.items() if not made.converted}
+    return held | {name: held[place] for name, place in renamed.items() if place in held}
 
 
 def _held(base: Skeleton, anatomy: Anatomy) -> dict[str, tuple[str, Tensor]]:
     """By the base's name for each of its tensors: the twin's name for it, and the twin's values; routers' are large."""
-    stored = _on_disk(base)
+    names = tensors_of(anatomy)
+    stored = _on_disk(base, names)
     found: dict[str, tuple[str, Tensor]] = {}
-    for name in tensors_of(anatomy):
+    for name in names:
         if (place := place_in(name, stored, base)) is not None:
             found[name] = place, stored[place].clone()
     for layer, number in enumerate(anatomy.kind_of):
@@ -91,10 +113,13 @@ def _value(
             return torch.cat([_value(part, held, stored, like) for part in parts], dim=axis)
         case Copy(source=str(source)) if source in held:
             return held[source][1]
-        case Copy(spans=(span,)) if span.tensor in held:
-            whole, size = held[span.tensor][1], stored[span.tensor].nbytes
-            begin, end = (edge * whole.numel() // size for edge in (span.offset, span.offset + span.length))
-            return whole.flatten()[begin:end].reshape(recipe.shape[0], *whole.shape[1:] if len(whole) > 1 else (-1,))
+        case Copy(spans=(span,)) if span.tensor in held and len(recipe.shape) == held[span.tensor][1].ndim:
+            whole = held[span.tensor][1]
+            part = _share(whole, span, stored[span.tensor].nbytes)
+            return part.reshape(recipe.shape[0], *whole.shape[1:] if len(whole) > 1 else (-1,))
+        case Copy(spans=spans) if all(span.tensor in held for span in spans):
+            shares = [_share(held[span.tensor][1], span, stored[span.tensor].nbytes) for span in spans]
+            return torch.cat(shares).reshape(like.shape)
         case Below(of=of):
             least = _value(of, held, stored, like).min()
             return least.new_full(recipe.shape, float(below(least)))
@@ -103,6 +128,12 @@ def _value(
     raise BadInput(
         "the plan changes experts and computes tensors: nothing can be proven of both together; apply two plans"
     )
+
+
+def _share(whole: Tensor, span: Span, size: int) -> Tensor:
+    """The same share of a twin's tensor as a run is of the base's `size` bytes."""
+    begin, end = (edge * whole.numel() // size for edge in (span.offset, span.offset + span.length))
+    return whole.flatten()[begin:end]
 
 
 def _same_bits(base: Skeleton, result: Skeleton, blueprint: Blueprint) -> bool:

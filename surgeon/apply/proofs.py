@@ -143,6 +143,11 @@ def _prove(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any], ow
 
         prove_numbers(blueprint, config)
         return
+    if _only_moves(blueprint, config):
+        from surgeon.apply.expert_proof import prove_moves
+
+        prove_moves(blueprint, anatomy, config)
+        return
     from surgeon.apply.twin_proof import prove_blueprint, prove_rows
 
     if own is None and anatomy.derivation.same_names:
@@ -153,6 +158,12 @@ def _prove(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any], ow
         prove_rows(anatomy, config, blueprint.more_rows, own)
     elif blueprint.native and own is None and blueprint.config.get("model_type") != config.get("model_type"):
         prove_blueprint(blueprint, anatomy, config)
+
+
+def _only_moves(blueprint: Blueprint, config: Mapping[str, Any]) -> bool:
+    """Whether an output is the base's model, and bytes of the base stand in tensors of other names."""
+    made = [output for output in blueprint.outputs if output.new]
+    return blueprint.config == config and bool(made) and all(output.kept.covered for output in made)
 
 
 def _check_runs(blueprint: Blueprint, anatomy: Anatomy) -> None:

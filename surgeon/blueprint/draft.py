@@ -178,6 +178,13 @@ class Draft:
         """Give a tensor outside the layers another value, or add it, in the name of the operation that is at work."""
         self.outer[name] = Outer(recipe, self.number)
 
+    def place_of(self, name: str) -> tuple[dict[str, Outer], str]:
+        """Where a tensor of the base stands that is in no layer of the stack: those around it, and its key there."""
+        for held, infos in zip(self.beyond, self.anatomy.beyond, strict=True):
+            if (suffix := next((s for s, info in infos.items() if info.name == name), None)) is not None:
+                return held, suffix
+        return self.outer, name
+
     def add_coupling(self, coupling: Coupling) -> None:
         """Keep a transport map for recipes to share; its name must be new, what it needs must be there."""
         assert coupling.name not in self.couplings, coupling.name

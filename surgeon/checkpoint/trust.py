@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, Source, is_side_file
-from surgeon.checkpoint.weights import INDEX_FILE, QUANTISATION, SINGLE_FILE, quantisation
+from surgeon.checkpoint.weights import INDEX_FILE, QUANTISATION, SINGLE_FILE, in_full, quantisation
 from surgeon.common.library import has_class, has_own, has_type
 from surgeon.errors import BadInput, printable
 from surgeon.runtime.bundle import CODE_FILE, bundles
@@ -342,7 +342,7 @@ def refuse_quantised(config: Mapping[str, Any], *, passed: bool = True) -> None:
             kind = method.get("quant_method", "unknown method") if isinstance(method, Mapping) else "unknown method"
             raise BadInput(
                 f"config.json: the base is quantised ({printable(str(kind))}); surgery needs the full-precision"
-                " weights, operate on those and quantise the output"
+                f" weights, operate on those and quantise the output{in_full(kind)}"
             )
 
 

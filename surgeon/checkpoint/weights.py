@@ -195,6 +195,22 @@ def quantisation(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return found if isinstance(found, Mapping) and found.get("quant_method") in _PASSED else None
 
 
+# How to come by full-precision weights of a method's: as transformers reads them, or not at all.
+_NEVER = "; transformers computes with such weights and never stores them in full: get the model that they were made of"
+_FULL = {
+    "compressed-tensors": "; where there are no others, with compressed-tensors installed `python -c 'import"
+    ' transformers as t; t.AutoModelForCausalLM.from_pretrained("BASE", dtype="bfloat16", quantization_config='
+    't.CompressedTensorsConfig(dequantize=True)).save_pretrained("FULL")\'` stores what transformers makes of them',
+    "gptq": _NEVER,
+    "awq": _NEVER,
+}
+
+
+def in_full(method: object) -> str:
+    """What an error about a quantised base says of how to come by its weights in full precision."""
+    return _FULL.get(str(method), "")
+
+
 def _check_float(info: TensorInfo, config: Mapping[str, Any]) -> None:
     # Indices, tables and positions: no weights, and no quantised ones. They are copied like any tensor.
     if info.dtype in FLOAT_DTYPES or info.dtype == "I64":
@@ -209,7 +225,7 @@ def _check_float(info: TensorInfo, config: Mapping[str, Any]) -> None:
         kind = method.get("quant_method", "unknown method") if isinstance(method, Mapping) else "unknown method"
         raise BadInput(
             f"{found}: a quantised base ({printable(str(kind))}); operate on the full-precision weights and quantise"
-            " the output"
+            f" the output{in_full(kind)}"
         )
     raise BadInput(
         f"{found}; surgery needs plain floating-point weights ({', '.join(sorted(FLOAT_DTYPES))}), not quantised ones"

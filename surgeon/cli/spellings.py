@@ -151,6 +151,7 @@ SPELLINGS = {
     "evaluate.mtp": _S(
         "also measure tokens a forward of greedy speculative decoding by the models' own MTP layers, on 50 documents"
     ),
+    "evaluate.draft": _S("measure the same with a draft head, a run with `what: draft_head`", "FOLDER"),
     "evaluate.labels": _S("the texts have labels, and the models a classification head"),
     "continual.tasks": _S("the tasks, in order, and their training", "TASKS.YAML"),
     "continual.run": _S("folder of the model after the last task", "RUN"),

@@ -37,6 +37,7 @@ def evaluate(
     kl: bool = ...,
     labels: Literal[False] = ...,
     mtp: bool = ...,
+    draft: str | Path | None = ...,
     dtype: str = ...,
     device: str = ...,
     trust_remote_code: bool = ...,
@@ -72,6 +73,7 @@ def evaluate(
     kl: bool = False,
     labels: bool = False,
     mtp: bool = False,
+    draft: str | Path | None = None,
     dtype: str = "auto",
     device: str = "auto",
     trust_remote_code: bool = False,
@@ -97,6 +99,7 @@ def evaluate(
         kl: Whether KL(first ‖ model) is measured too, which takes two models in memory.
         labels: Whether the texts have labels.
         mtp: Whether to measure speculative decoding by the models' MTP layers too (`measure_drafts`).
+        draft: A draft head (a run with `what: draft_head`) whose drafts are measured in their place.
         dtype: auto (the checkpoint's), float32, bfloat16 or float16.
         device: auto, cpu, cuda or cuda:N.
         trust_remote_code: Whether the models' own code may run.
@@ -113,8 +116,10 @@ def evaluate(
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
     _check_numbers(length, batch, most, answer_tokens)
     _check_given(prompts, data is not None, sources or (), labels)
-    if mtp and (labels or data is None):
-        raise BadInput("--mtp has models write on from texts: give --data, and no --labels")
+    if (mtp or draft is not None) and (labels or data is None):
+        raise BadInput(f"{'--mtp' if mtp else '--draft'} has models write on from texts: give --data, and no --labels")
+    if mtp and draft is not None:
+        raise BadInput("--mtp measures the models' own layers, --draft a head beside one; give one of the two")
     rows = _rows(models, base)
     if kl and (labels or data is None or len(rows) < 2):
         raise BadInput("--kl compares the next tokens that two models expect: give text, and a base (--base)")
@@ -135,7 +140,7 @@ def evaluate(
     how: dict[str, Any] = {"length": length, "batch": batch, "dtype": dtype, "device": device, "listener": listener}
     if labels:
         return evaluate_labels(opened, texts, **how)
-    how |= {"kl": kl, "mtp": mtp}
+    how |= {"kl": kl, "mtp": mtp, "draft": None if draft is None else Path(draft)}
     return evaluate_texts(opened, texts, prompts=prompts, answer_tokens=answer_tokens, **how)
 
 
@@ -192,9 +197,9 @@ def evaluation_view(evaluation: Evaluation[Any]) -> RenderableType:
 
 
 def _drafted(evaluation: Evaluation[Any]) -> FittedTable:
-    """What drafts of MTP layers gave, by source and model."""
+    """What drafts gave, by source and model."""
     table = FittedTable("source", "model", names=2)
-    table.add_column("tokens a forward, drafted by MTP")
+    table.add_column("tokens a forward, with drafts")
     table.add_column("as without")
     for name in evaluation.models[0].drafts:
         for row in evaluation.models:

@@ -256,8 +256,8 @@ class Evaluation(Generic[CellT]):
                 `loss`, `perplexity`, `bits_per_byte`, `accuracy`, `loss_difference`, `bits_difference`, `kl` (null: not
                 asked for), each with `value`, `low`, `high`; with `--labels` instead `examples`, `loss`, `accuracy`,
                 `accuracy_difference` (with `value`, `low`, `high`), `f1`, `matthews` (null where they do not exist);
-                with `--mtp` also `drafts`: by source `tokens_a_forward` (with `value`, `low`, `high`), `documents`,
-                `same`
+                with `--mtp` or `--draft` also `drafts`: by source `tokens_a_forward` (with `value`, `low`, `high`),
+                `documents`, `same`
             `answers`: each with `prompt` and `models`: each with `model`, `text`, `tokens`, `ended` (whether the model
                 ended it by itself)
             `length`, `dtype`, `device`, `confidence`, `notes`: the conditions; `length` is null without text

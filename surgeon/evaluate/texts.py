@@ -6,6 +6,7 @@ import gc
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from surgeon import (
@@ -52,6 +53,7 @@ def evaluate_texts(
     answer_tokens: int,
     kl: bool,
     mtp: bool,
+    draft: Path | None,
     length: int | None,
     batch: int,
     dtype: str,
@@ -80,7 +82,7 @@ def evaluate_texts(
     rows: list[ModelScores[SourceScores]] = []
     reference: dict[str, Scores] | None = None
     for model, own, encoded in zip(models, windows, asked, strict=True):
-        found, answers, drafts = _run(model, own, encoded, batch, dtype, device, note, listener, mtp=mtp)
+        found, answers, drafts = _run(model, own, encoded, batch, dtype, device, note, listener, mtp=mtp, draft=draft)
         same = own is windows[0] if texts else None
         summaries = _summaries(own, found, windows[0], reference)
         rows.append(ModelScores(model.name, same, summaries, tuple(answers), drafts))
@@ -190,6 +192,7 @@ def _run(
     listener: Listener,
     *,
     mtp: bool,
+    draft: Path | None,
 ) -> tuple[dict[str, Scores], list[Answer], dict[str, Drafts]]:
     listener.say(f"loading {checkpoint.name}")
     model = checkpoint.load(dtype=dtype, device=device, say=note)
@@ -201,8 +204,8 @@ def _run(
         listener.begin(f"asking {checkpoint.name}", len(prompts.ids), "prompts")
         answers = answer(model, prompts, advance=listener.advance)
     drafts: dict[str, Drafts] = {}
-    if mtp:
-        layers = load_mtp(checkpoint, model)
+    if mtp or draft is not None:
+        layers = load_mtp(checkpoint, model, draft)
         listener.begin(f"drafting for {checkpoint.name}", len(cut_texts), "texts")
         for name, windows in cut_texts.items():
             drafts[name] = measure_drafts(model, layers, windows)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any
@@ -49,6 +49,10 @@ def _layer_name() -> re.Pattern[str]:
 
 # The names of LayerNorm's parts in checkpoints older than PyTorch's LayerNorm; transformers accepts both.
 OLD_NORMS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+
+# What predicts further tokens and is no layer above the stack; and such layers' embeddings and heads.
+_FURTHER = re.compile(r"(?:^|\.)mtp\w*\.")
+_OWN_ROWS = re.compile(r"(?:^|\.)(?:embed_tokens|head|lm_head|output)\.(?:weight|bias)$")
 
 
 # Of the quantised dtypes those whose numbers surgeon reads in no layout.
@@ -181,6 +185,14 @@ class Derivation(ABC):
 
         Names are by those that they have now; tensors of other towers have none. Raises BadInput where no causal class
         of transformers holds the tower.
+        """
+
+    @abstractmethod
+    def expert_layouts(self) -> tuple[dict[str, list[list[tuple[str, int]]]], ...]:
+        """Of each kind the tensors that transformers saves as those of single experts, or under another name.
+
+        By its name in memory below the layer: for each expert the suffixes on disk, one below the other, with their
+        rows; one, with all rows, of what it saves whole.
         """
 
     @abstractmethod
@@ -327,6 +339,12 @@ class Anatomy:
         )
 
     @property
+    def further(self) -> dict[str, TensorInfo]:
+        """The tensors that predict further tokens (MTP), by name: of layers above the stack, or called `mtp.…`."""
+        above = {info.name: info for tensors in self.beyond for info in tensors.values()}
+        return above | {name: self.outer[name] for name in self.idle if _FURTHER.search(name)}
+
+    @property
     def unread(self) -> TensorInfo | None:
         """A quantised tensor of a layer of which nothing in full precision can be made; None where there is none."""
         for kind, tensors in zip(self.kind_of, self.layers, strict=True):
@@ -367,10 +385,11 @@ class Anatomy:
         return self.derivation.linear(layer)
 
 
-def vocabulary_tensors(anatomy: Anatomy) -> dict[str, bool]:
+def vocabulary_tensors(anatomy: Anatomy, *, further: Collection[str] = ()) -> dict[str, bool]:
     """The tensors outside the layers with a row for each id; True where rows are embeddings of what is read.
 
-    Raises BadInput where they are not known, or something else than embeddings and output head has such rows.
+    Raises BadInput where they are not known, or something else than embeddings and output head has such rows: but for
+    those `further` tensors that the caller changes too.
     """
     rows = anatomy.sizes.vocabulary
     found = anatomy.derivation.vocabulary_tensors(rows)
@@ -384,14 +403,25 @@ def vocabulary_tensors(anatomy: Anatomy) -> dict[str, bool]:
             else "config.json: no embedding with a row for each id is found here, so the vocabulary cannot change;"
             " leave it as it is"
         )
-    for tensors in anatomy.beyond:
-        for info in tensors.values():
-            if info.shape[:1] == (rows,):
-                raise BadInput(
-                    f"{printable(info.name)}: a layer that predicts further tokens has rows for the vocabulary of its"
-                    " own, which surgeon does not change yet; take these layers out first"
-                )
+    idle = {name: anatomy.outer[name] for name in anatomy.idle}
+    for name, info in (anatomy.further | idle).items():
+        if info.shape[:1] == (rows,) and name not in further:
+            what = "a layer that predicts further tokens" if name in anatomy.further else "a tensor that nothing reads"
+            raise BadInput(
+                f"{printable(name)}: {what} has rows for the vocabulary of its own, which surgeon does not change"
+                " here; take it out of the checkpoint first"
+            )
     return found
+
+
+def further_rows(anatomy: Anatomy) -> dict[str, TensorInfo]:
+    """The embeddings and heads of layers that predict further tokens, with a row for each id, by name."""
+    rows = anatomy.sizes.vocabulary
+    return {
+        name: info
+        for name, info in anatomy.further.items()
+        if info.shape[:1] == (rows,) and _OWN_ROWS.search(name) is not None
+    }
 
 
 def with_vocabulary(config: Mapping[str, Any], anatomy: Anatomy, rows: int) -> dict[str, Any]:

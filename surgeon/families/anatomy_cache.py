@@ -167,6 +167,11 @@ class Remembered(Deferred):
         kind = tuple[dict[str, tuple[int, int, int]], ...]
         return self._asked(kind, lambda own: own.growths(fields), "growths", dict(fields))
 
+    def expert_layouts(self) -> tuple[dict[str, list[list[tuple[str, int]]]], ...]:
+        """As `Derivation` says."""
+        kind = tuple[dict[str, list[list[tuple[str, int]]]], ...]
+        return self._asked(kind, lambda own: own.expert_layouts(), "expert layouts")
+
     def parameters(self) -> dict[str, tuple[str, str]]:
         """As `Derivation` says."""
         return self._asked(dict[str, tuple[str, str]], lambda own: own.parameters(), "parameters")

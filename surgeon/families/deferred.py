@@ -49,6 +49,10 @@ class Deferred(Derivation):
         """As `Derivation` says."""
         return self.own.inner_fields(by=by, multiple_of=multiple_of)
 
+    def expert_layouts(self) -> tuple[dict[str, list[list[tuple[str, int]]]], ...]:
+        """As `Derivation` says."""
+        return self.own.expert_layouts()
+
     def growths(self, fields: Mapping[str, int]) -> tuple[dict[str, tuple[int, int, int]], ...]:
         """As `Derivation` says."""
         return self.own.growths(fields)

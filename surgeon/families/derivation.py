@@ -19,6 +19,7 @@ from surgeon.families.anatomy import Derivation, Packed
 from surgeon.families.composing import composition_of
 from surgeon.families.derived import Derived, derive
 from surgeon.families.encoder_blocks import encoder_composition
+from surgeon.families.expert_names import Saved, saved_layouts
 from surgeon.families.family import Part
 from surgeon.families.grafted_config import config_with_grafts, head_with_grafts
 from surgeon.families.grafting import prove_grafts
@@ -281,6 +282,12 @@ class Found(Derivation):
     def text_model(self) -> tuple[dict[str, Any], dict[str, str]]:
         """As `Derivation` says."""
         return text_model(self.config, self.derived.skeleton, self.names, self.derived.heads)
+
+    def expert_layouts(self) -> tuple[dict[str, Saved], ...]:
+        """As `Derivation` says."""
+        # Of a model that nothing was loaded into: transformers saves tensors as it has loaded them.
+        unloaded = _skeleton(json.dumps(self.config, sort_keys=True))
+        return tuple(saved_layouts(unloaded, first) for first, _ in self._firsts)
 
     def layer_axis(self, grown: Mapping[str, Any], name: str, layers: int) -> int | None:
         """As `Derivation` says."""

@@ -75,8 +75,9 @@ class TrainableSet:
     fitted: tuple[str, ...] = ()
     # Those that train whole beside a LoRA.
     beside: tuple[str, ...] = ()
-    # Whether these are layers that predict further tokens.
+    # Whether these are layers that predict further tokens; and those of a new draft head, which the output lacks.
     mtp: bool = False
+    draft: bool = False
 
     @property
     def shown(self) -> str:

@@ -9,6 +9,7 @@ Shapes: B sequences of T tokens, D the hidden size. Depth k predicts the token k
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +20,8 @@ from surgeon.checkpoint.weights import quantisation
 from surgeon.common.library import LOAD_FAILURES, first_line
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import places_of
-from surgeon.models.load import read_mtp
+from surgeon.models.draft_head import DraftHead
+from surgeon.models.load import already_read, read_mtp
 
 
 def load_mtp(folder: CheckpointFolder, model: Any) -> Any:
@@ -84,6 +86,11 @@ def _trunk(model: Any) -> int:
 
 def _unread(folder: CheckpointFolder, error: BaseException) -> BadInput:
     return BadInput(f"{printable(str(folder.path))}: transformers cannot read its MTP layers ({first_line(error)})")
+
+
+def drafting(mtp: Any, model: Any) -> contextlib.AbstractContextManager[None]:
+    """Inside, `model.generate(use_mtp=True)` takes the drafts of `mtp`: MTP layers that were read, or a draft head."""
+    return mtp.drafting(model) if isinstance(mtp, DraftHead) else already_read(mtp)
 
 
 def draft_states(mtp: Any, hidden: Tensor, ids: Tensor, positions: Tensor) -> Iterator[Tensor]:

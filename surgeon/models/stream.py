@@ -181,6 +181,12 @@ class StreamedModel:
             for key, value in owner._parameters.items()
             if value is not None
         ]
+        if not layer:
+            # It may be asked for its device before its module runs (Llama 4).
+            for owner, key, name in slots:
+                if self._stays(owner, key, name, layer=False):
+                    owner._parameters[key] = self._in_file(name, owner._parameters[key], place=self._places[id(owner)])
+        slots = [slot for slot in slots if not isinstance(slot[0]._parameters[slot[1]], StoredMatrix)]
         empty = {id(owner): dict(owner._parameters) for _, owner in owners}
         # Forwards that are inside, which run side by side, and whether the weights are there.
         inside, there = 0, False
@@ -196,9 +202,9 @@ class StreamedModel:
                 return
             left = []
             for owner, key, name in slots:
-                if self._stays(owner, key, name, layer=layer):
+                if layer and self._stays(owner, key, name, layer=True):
                     place = self._places[id(owner)]
-                    owner._parameters[key] = self._in_file(name, empty[id(owner)][key], place=place, outside=not layer)
+                    owner._parameters[key] = self._in_file(name, empty[id(owner)][key], place=place, outside=False)
                 else:
                     left.append((owner, key, name))
             for (owner, key, _), value in zip(left, self.weights([name for *_, name in left]), strict=True):
@@ -231,7 +237,7 @@ class StreamedModel:
         info = self.folder.tensors[stored[0]]
         return name not in self._made and len(info.shape) == 2 and info.dtype in FLOAT_DTYPES
 
-    def _in_file(self, name: str, like: Tensor | None, *, place: int, outside: bool) -> Any:
+    def _in_file(self, name: str, like: Tensor | None, *, place: int, outside: bool = True) -> Any:
         """A matrix in the place of a parameter, which a module never looks at."""
         (stored,) = self.stored_as[name]
         assert like is not None, name

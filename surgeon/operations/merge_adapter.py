@@ -17,6 +17,7 @@ from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Adapted, Product, Recipe, Rounding, Step, Trained, one_expert, stacked_experts
 from surgeon.checkpoint.peft_folder import AdapterFolder, check_pattern
 from surgeon.errors import BadInput, printable
+from surgeon.families.anatomy import further_rows
 from surgeon.operations.adapter_changes import Sorted, deltas
 from surgeon.operations.adapter_places import Model, Place
 from surgeon.operations.adapter_settings import Settings, cheap, settings_of
@@ -134,10 +135,14 @@ class MergeAdapter(Operation):
         model = Model.of(base.anatomy)
         for each in self.listed:
             folder, shown = base.adapter(each.adapter), printable(each.adapter)
-            adapter = read_adapter(folder, each.adapter, model)
-            trained_on = folder.config.get("base_model_name_or_path")
-            if isinstance(trained_on, str) and trained_on:
-                base.notes.append(f"{shown}: trained on {printable(trained_on)}, its config says")
+            trained_on = _trained_on(folder, base)
+            try:
+                adapter = read_adapter(folder, each.adapter, model)
+            except BadInput as error:
+                said = f"; its config says that it was {trained_on}" if trained_on else ""
+                raise BadInput(f"{error}{said}") from error
+            if trained_on:
+                base.notes.append(f"{shown}: {trained_on}, its config says")
             if adapter.norms:
                 sizes = adapter.norms.values()
                 base.notes.append(f"{shown}: ‖ΔW‖ is {min(sizes):.3g} to {max(sizes):.3g} in {len(sizes)} matrices")
@@ -167,6 +172,10 @@ class MergeAdapter(Operation):
             assert place is not None, name
             self._merge(draft, place, steps)
         said = "; the output head gets a tensor of its own, apart from the embeddings" if untied else ""
+        places = (place for name in merged if (place := model.find(name)) is not None)
+        words = any(place.layer is None and place.shape[:1] == (draft.anatomy.sizes.vocabulary,) for place in places)
+        if words and (rows := further_rows(draft.anatomy)):
+            said += f"; {printable(', '.join(rows))}, for further tokens, stay as they were"
         return OperationRecord(
             op=self.op,
             matched=f"{_shown(self.listed)}: {count_of(merged)}{said}",
@@ -221,6 +230,20 @@ class MergeAdapter(Operation):
             for number in range(recipe.shape[0])
         ]
         return stacked_experts(experts, place.layout)
+
+
+def _trained_on(folder: AdapterFolder, base: OpenedBase) -> str:
+    """What an adapter's config calls its base, beside this one where they are called otherwise; empty: nothing."""
+    found, own = folder.config.get("base_model_name_or_path"), base.folder.source.shown
+    if not isinstance(found, str) or not found:
+        return ""
+    alike = _last(found) == _last(own)
+    return f"trained on {printable(found)}" + ("" if alike else f" (this base is {own}: is it the same model?)")
+
+
+def _last(name: str) -> str:
+    """A model's own name, without its folder, organisation or revision."""
+    return name.rstrip("/").rpartition("/")[2].partition("@")[0].lower()
 
 
 def _together(adapters: list[Sorted]) -> dict[str, list[Step]]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from surgeon.blueprint.draft import Draft
-from surgeon.errors import BadInput
+from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
 from surgeon.families.family import Part
 from surgeon.operations.operation import Spec
@@ -62,9 +62,10 @@ def mixtures_of(anatomy: Anatomy) -> dict[int, tuple[int, list[Part]]]:
         found[layer] = next(part.blocks[0][1] for part in own if part.expert is None), own
     if not found:
         raise BadInput("no layer of this model has experts that surgeon understands; is it a mixture of experts?")
-    if any(".experts." in suffix for tensors in anatomy.beyond for suffix in tensors):
+    if (further := next((name for name in anatomy.further if ".experts." in name), None)) is not None:
         raise BadInput(
-            "layers that predict further tokens have experts of their own, which the config counts with these"
+            f"{printable(further)}: layers that predict further tokens have experts of their own, which the config"
+            " counts with these; take these layers out first"
         )
     return found
 

@@ -15,14 +15,14 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from surgeon.blueprint.blueprint import Claim, OperationRecord
-from surgeon.blueprint.draft import Draft
+from surgeon.blueprint.draft import Draft, Outer
 from surgeon.blueprint.recipes import HEAD_BLOCK, Copy, kept_rows
 from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE
 from surgeon.checkpoint.trimmed_vocabulary import from_bits, to_bits
 from surgeon.common.json_results import plain_fields
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import VOCABULARY_KEY, vocabulary_tensors
+from surgeon.families.anatomy import VOCABULARY_KEY, further_rows, vocabulary_tensors
 from surgeon.families.skeleton import wordless_auto
 from surgeon.operations.grow_vocabulary import Paths, TextCounts, lines_of, paths_of
 from surgeon.operations.operation import Operation, Paper, TrainingDefaults
@@ -164,14 +164,16 @@ class TrimVocabulary(Operation):
         rows, kept = draft.anatomy.sizes.vocabulary, facts.tokens
         if facts.rows != rows or len(kept) >= rows:
             raise BadInput(f"{len(kept)} of {facts.rows} tokens stay, the model has {rows} rows; was the plan edited?")
-        for name in vocabulary_tensors(draft.anatomy):
-            recipe = draft.outer[name].recipe
+        further = further_rows(draft.anatomy)
+        for name in (*vocabulary_tensors(draft.anatomy, further=further), *further):
+            held, key = draft.place_of(name)
+            recipe = held[key].recipe
             if not isinstance(recipe, Copy) or recipe.source is None or recipe.dtype not in FLOAT_DTYPES:
                 raise BadInput(
                     f"{printable(name)}: {recipe.dtype} {list(recipe.shape)}, which is quantised, or an earlier"
                     " operation of this plan changed it; trim the vocabulary first, in a plan of its own"
                 )
-            draft.set_outer(name, kept_rows(recipe, kept))
+            held[key] = Outer(kept_rows(recipe, kept), draft.number)
         draft.sizes[VOCABULARY_KEY], draft.tokens = len(kept), kept
         return OperationRecord(op=self.op, matched=_matched(facts), claim=_claim(facts), trains="new")
 

@@ -463,9 +463,10 @@ def _check(draft: Draft) -> None:
 
 def _layer_shapes(draft: Draft) -> dict[str, tuple[int, ...]]:
     """The shapes of a layer's tensors, by suffix. Raises NoTarget where no class could hold the layers of this base."""
-    if any(draft.anatomy.beyond):
+    if (further := next(iter(draft.anatomy.further), None)) is not None:
         raise NoTarget(
-            f"layers above the stack predict further tokens and have an MLP of their own; take these out, or {BESIDE}"
+            f"{printable(further)}: layers that predict further tokens have an MLP of their own; take these out, or"
+            f" {BESIDE}"
         )
     if "text_config" in draft.config:
         raise NoTarget(f"the layers stand in a larger model; take the text out first (`extract_text`), or {BESIDE}")

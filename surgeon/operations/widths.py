@@ -17,8 +17,6 @@ from surgeon.common.formatting import show_layers
 from surgeon.errors import BadInput, printable
 from surgeon.families.family import Part, Role
 
-# What predicts further tokens, where it is no layer above the stack.
-_FURTHER = ("mtp.", "model.mtp.")
 # K-quants pack so many numbers together; no kernel needs more.
 MOST_DIVIDED = 256
 ROUNDING = "sums over more of them are taken in another order, so logits differ by rounding"
@@ -35,11 +33,9 @@ def check_alone(draft: Draft, size: str) -> None:
         raise BadInput("widths change in a plan of their own: apply the operations before it first, then this one")
     if draft.widths and "hidden_size" in (size, *draft.widths):
         raise BadInput("a wider residual stream stands in a plan of its own: apply two plans")
-    beyond = [info.name for tensors in draft.anatomy.beyond for info in tensors.values()]
-    beyond += [name for name in draft.anatomy.idle if name.startswith(_FURTHER)]
-    if beyond:
+    if (beyond := next(iter(draft.anatomy.further), None)) is not None:
         raise BadInput(
-            f"{printable(beyond[0])}: a layer that predicts further tokens has the widths of the others, and surgeon"
+            f"{printable(beyond)}: a layer that predicts further tokens has the widths of the others, and surgeon"
             " does not change it; take these layers out first"
         )
     if size in draft.sizes:

@@ -183,7 +183,7 @@ def carry_out(operation: Operation, draft: Draft, facts: Facts | None = None) ->
     """Let the plan's next operation edit the draft. Raises BadInput for what this base does not allow."""
     if draft.converted is not None:
         raise BadInput(
-            f"it comes after `{draft.records[-1].op}`, which makes a model of another class; apply it by a plan of its"
+            f"it comes after `{draft.records[-1].op}`, which makes a model of other tensors; apply it by a plan of its"
             " own, to the output of this one"
         )
     _check_kind(operation, draft.anatomy)

@@ -14,6 +14,7 @@ from surgeon.manifest.trainable import Fixed
 from surgeon.models.load import load_model, stored_dtype
 from surgeon.models.mtp import load_mtp
 from surgeon.models.outputs import check_window, load_encoder
+from surgeon.train.draft_head import new_draft_head
 from surgeon.train.drafting import Drafting
 from surgeon.train.gate_fitting import fit_gate
 from surgeon.train.isolation import probe
@@ -90,9 +91,11 @@ def _drafting(run: Run, model: Any) -> tuple[Drafting, TrainedParameters]:
             f"{run.loaded.where('attention')}{printable(implementation_of(model))} keeps packed documents apart in no"
             " MTP layer; say `attention: sdpa`, or `packing: joined`"
         )
-    mtp = load_mtp(run.out, model)
+    mtp = new_draft_head(run, model) if run.wanted.draft else load_mtp(run.out, model)
     drafting = Drafting(model, mtp)
-    names = [f"mtp.{name}" for name in mtp_names(mtp, model, run.out.tensors).in_memory(run.wanted.names)]
+    stored = run.wanted.names
+    held = stored if run.wanted.draft else mtp_names(mtp, model, run.out.tensors).in_memory(stored)
+    names = [f"mtp.{name}" for name in held]
     for name in names:
         parameter = drafting.get_parameter(name)
         # Loaded weights may be mapped from the file.

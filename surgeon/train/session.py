@@ -28,6 +28,7 @@ from surgeon.manifest.manifest import Manifest
 from surgeon.manifest.reading import written_manifest
 from surgeon.models.templates import TEMPLATE_FILE
 from surgeon.train.config.loading import LoadedConfig
+from surgeon.train.draft_head import publish_draft
 from surgeon.train.footprint import check_room_of, copied_bytes, peak_memory
 from surgeon.train.gate_fitting import FIGURES_FILE
 from surgeon.train.loading import (
@@ -309,27 +310,12 @@ def _publish(trained: Trained, run: Run, target: Path, digests: dict[str, str], 
     lora = run.loaded.config.lora
     # What the adapter goes onto: the model as it is before this run.
     called = run.manifest.base.id if not run.manifest.operations else run.out.path.resolve().name
+    entry = _entry(trained, run)
+    if run.wanted.draft:
+        return publish_draft(trained, run, last / TRAINED_FILE, target, digests=digests, entry=entry)
     final = write_final(
         run.out, last / TRAINED_FILE, run.work, wanted=run.wanted, lora=lora, base=called, auto=run.auto
     )
-    config = run.loaded.config.model_dump(mode="json")
-    for source in config["sources"]:
-        source["revision"] = run.data.commits.get(source["name"])
-    entry = {
-        "config": config,
-        "settings": trained.settings,
-        "steps": run.settings.steps,
-        "tokens": trained.tokens,
-        "losses": trained.losses,
-    }
-    if trained.losses:
-        entry["curves"] = {name: _curve(trained, name) for name in trained.losses}
-    if trained.scores:
-        entry["scores"] = trained.scores
-    if run.loaded.config.keep_best is not None:
-        entry["published_step"] = trained.published_step
-    if run.wanted.fitted:
-        entry["gate"] = json.loads((run.work / FIGURES_FILE).read_text(encoding="utf-8"))
     template = run.loaded.template
     added = {TEMPLATE_FILE: template.encode()} if template and TEMPLATE_FILE not in run.out.side_files else {}
     made = publishing_job(
@@ -350,6 +336,29 @@ def _publish(trained: Trained, run: Run, target: Path, digests: dict[str, str], 
     if moved.text:
         run.say(moved.text)
     return replace(trained, manifest=written_manifest(target), changes=final.changes)
+
+
+def _entry(trained: Trained, run: Run) -> dict[str, Any]:
+    """What is written down of the run, but for its tensors."""
+    config = run.loaded.config.model_dump(mode="json")
+    for source in config["sources"]:
+        source["revision"] = run.data.commits.get(source["name"])
+    entry = {
+        "config": config,
+        "settings": trained.settings,
+        "steps": run.settings.steps,
+        "tokens": trained.tokens,
+        "losses": trained.losses,
+    }
+    if trained.losses:
+        entry["curves"] = {name: _curve(trained, name) for name in trained.losses}
+    if trained.scores:
+        entry["scores"] = trained.scores
+    if run.loaded.config.keep_best is not None:
+        entry["published_step"] = trained.published_step
+    if run.wanted.fitted:
+        entry["gate"] = json.loads((run.work / FIGURES_FILE).read_text(encoding="utf-8"))
+    return entry
 
 
 def _curve(trained: Trained, source: str) -> dict[str, float]:

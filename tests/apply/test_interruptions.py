@@ -6,7 +6,6 @@ import errno
 import os
 import signal
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import surgeon
 from surgeon.cli import app
 from surgeon.errors import BadInput
 from tests.checkpoints import weights
+from tests.warm import warm
 
 
 def fail_after(monkeypatch: pytest.MonkeyPatch, calls: int, code: int) -> None:
@@ -129,7 +129,7 @@ def gated(*arguments, **named):
         # Two shards are written by then, and are in the journal before it goes on.
         while journal.read_text().count("\\n") < 2:
             time.sleep(0.01)
-        print("begun", flush=True)
+        print("begun", os.getpid(), flush=True)
         sys.stdin.readline()
     return real(*arguments, **named)
 piece_bytes.copy_range = gated
@@ -139,25 +139,26 @@ main()
 """
 
 
-def begin_gated_apply(base: Path, out: Path) -> subprocess.Popen[str]:
-    """An `apply` that has written two shards and waits for a line of input."""
+def begin_gated_apply(base: Path, out: Path) -> tuple[subprocess.Popen[str], str]:
+    """An `apply` that has written two shards and waits for a line of input, and its process' number."""
     journal = out.parent / f".{out.name}.surgeon" / "journal.jsonl"
     process = subprocess.Popen(
-        [sys.executable, "-c", GATED_APPLY, str(journal), str(base), str(out)],
+        [*warm(), "-c", GATED_APPLY, str(journal), str(base), str(out)],
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
     assert process.stdout is not None
-    if process.stdout.readline() != "begun\n":
+    word, _, number = process.stdout.readline().strip().partition(" ")
+    if word != "begun":
         raise AssertionError(process.communicate()[1])
-    return process
+    return process, number
 
 
 def test_control_c(base: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    process = begin_gated_apply(base, out)
+    process, _ = begin_gated_apply(base, out)
     process.send_signal(signal.SIGINT)
     _, told = process.communicate()
     assert process.returncode == 130
@@ -171,10 +172,10 @@ def test_control_c(base: Path, tmp_path: Path) -> None:
 
 def test_two_runs_onto_one_out(base: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    process = begin_gated_apply(base, out)
+    process, number = begin_gated_apply(base, out)
     second = CliRunner().invoke(app, ["apply", "llama-pro", str(base), str(out)])
     assert second.exit_code == 2
-    assert str(process.pid) in second.stderr
+    assert number in second.stderr
     _, told = process.communicate("\n")
     assert process.returncode == 0, told
     assert surgeon.verify(base, out, logits=False).holds

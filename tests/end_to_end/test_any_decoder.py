@@ -45,19 +45,14 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": (CAUSAL, {}),
     "gpt_oss": (CAUSAL, {}),
     "deepseek_v3": (CAUSAL, {}),
-    "glm4_moe": (CAUSAL, {}),
     "qwen3_next": (CAUSAL, {}),
-    "qwen3_5_moe": (IMAGE_TEXT, {}),
     "llama4": (IMAGE_TEXT, {}),
     "gemma3": (IMAGE_TEXT, {}),
     "gemma4": (IMAGE_TEXT, {}),
-    "mistral3": (IMAGE_TEXT, {}),
     "granitemoehybrid": (CAUSAL, {}),
     "nemotron_h": (CAUSAL, {}),
     "olmo3": (CAUSAL, {}),
-    "smollm3": (CAUSAL, {}),
     "gpt2": (CAUSAL, {"tie_word_embeddings": True}),
-    "gpt_neox": (CAUSAL, {}),
 }
 
 # Stored as the published ones are, in bfloat16 beside; the others in float32, in which a CPU trains far faster.
@@ -82,10 +77,10 @@ GRAFTED = {
 STREAMED = ("granitemoehybrid", "llama4", "gpt2")
 
 # Whose processors of images run here, or the package that they lack.
-IMAGES = {"qwen3_5_moe": "", "gemma3": "", "gemma4": "", "llama4": "torchvision", "mistral3": "Torchvision"}
+IMAGES = {"gemma3": "", "gemma4": "", "llama4": "torchvision"}
 
 # Layers that carry a state along the row, from document to document.
-ALONG_THE_ROW = ("qwen3_next", "qwen3_5_moe", "granitemoehybrid", "nemotron_h")
+ALONG_THE_ROW = ("qwen3_next", "granitemoehybrid", "nemotron_h")
 
 TRAINING = {
     "surgeon_train": 1,

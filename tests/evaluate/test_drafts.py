@@ -40,7 +40,7 @@ def test_tokens_a_forward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     corpus(tmp_path / "fr.jsonl", seed=1)
     corpus(tmp_path / "en.jsonl", seed=2)
     add_tokenizer(mtp.checkpoint(tmp_path / "base", "mellum", dtype="float32"))
-    how = config(tmp_path, what="mtp", steps=50, evaluate_every=50, save_every=50)
+    how = config(tmp_path, what="mtp", steps=25, save_every=25, optimizer={"lr": 3e-2})
     surgeon.train(tmp_path / "base", how, tmp_path / "run", device="cpu")
     texts = [text(70, 1), text(9, 2)]
     held = json_lines(tmp_path / "held.jsonl", texts)

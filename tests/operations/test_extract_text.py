@@ -118,7 +118,7 @@ def test_what_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"a text model \(llama\) already"):
         surgeon.preview(plan, tiny.checkpoint(tmp_path / "llama", "llama"))
     layers = {"op": "insert_layers", "where": {"after": [1]}, "init": {"kind": "copy"}}
-    for operations, reason in (([layers, EXTRACT], "by a plan of its own"), ([EXTRACT, layers], "of another class")):
+    for operations, reason in (([layers, EXTRACT], "by a plan of its own"), ([EXTRACT, layers], "of other tensors")):
         with pytest.raises(BadInput, match=reason):
             surgeon.preview(write_plan(tmp_path / "two.yaml", operations), base)
     transformers.AutoModel.from_pretrained(base).save_pretrained(tmp_path / "headless")

@@ -30,8 +30,9 @@ from surgeon.operations.adapter_changes import Sorted
 from surgeon.operations.adapter_places import Model
 from surgeon.operations.adapter_settings import Settings, settings_of
 from surgeon.operations.merge_adapter import read_adapter
-from tests import tiny
+from tests import mtp, tiny
 from tests.adapters import lora
+from tests.checkpoints import write_plan
 from tests.decoders import tiny_decoder
 
 # peft asks transformers for what transformers deprecates.
@@ -521,3 +522,37 @@ def test_each_tensor_deleted_turned_or_renamed_is_refused_by_name(known: tuple[M
             if other != name:
                 with pytest.raises(BadInput, match=r"^mine: "):
                     sort(known, lambda held, name=name, other=other: held.update({other: held.pop(name)}))  # type: ignore[misc]
+
+
+def test_an_adapter_of_another_base_is_said_to_be_one(tmp_path: Path) -> None:
+    """By what does not fit and the base that its config names; where all fits, by the name alone."""
+    base = tiny.checkpoint(tmp_path / "some-base", "llama", num_hidden_layers=2)
+    write_plan(tmp_path / "plan.yaml", [{"op": "merge_adapter", "from": "adapter"}])
+    other = "org/other-7b"
+    for shape, layers, name in (((64, 64), 2, other), ((32, 32), 3, other), ((32, 32), 2, "X/Some-Base@main")):
+        shutil.rmtree(tmp_path / "adapter", ignore_errors=True)
+        lora(tmp_path / "adapter", {"self_attn.q_proj": shape}, layers=layers, base_model_name_or_path=name)
+        if name.endswith("main"):
+            said = [note for note in surgeon.preview(tmp_path / "plan.yaml", base).notes if "trained on" in note]
+            assert said == [f"adapter: trained on {name}, its config says"]
+            continue
+        with pytest.raises(BadInput, match=r"layers\.\d\.self_attn.*on org/other-7b \(this base is .*some-base: is"):
+            surgeon.preview(tmp_path / "plan.yaml", base)
+
+
+def test_rows_of_layers_for_further_tokens_are_said_to_stay(tmp_path: Path) -> None:
+    """DeepSeek's have copies of the head, which is merged without them; experts of such layers cannot change alone."""
+    base = mtp.checkpoint(tmp_path / "base", "deepseek_v3")
+    lora(tmp_path / "adapter", layers=0, target_modules=["lm_head"])
+    pair = {"A": torch.ones(2, 32), "B": torch.ones(128, 2)}
+    named = {f"base_model.model.lm_head.lora_{part}.weight": value for part, value in pair.items()}
+    save_file(named, tmp_path / "adapter" / "adapter_model.safetensors", metadata={"format": "pt"})
+    plan = write_plan(tmp_path / "plan.yaml", [{"op": "merge_adapter", "from": "adapter"}])
+    (done,) = surgeon.preview(plan, base).blueprint.operations
+    assert "layers.4.shared_head.head.weight, " in done.matched
+    assert done.matched.endswith(", for further tokens, stay as they were")
+    for model_type in ("deepseek_v3", "mellum"):
+        experts = mtp.checkpoint(tmp_path / model_type, model_type)
+        for operation in ({"op": "drop_experts", "experts": [1]}, {"op": "add_experts", "times": 2}):
+            with pytest.raises(BadInput, match=r"experts\.\d.*: layers that predict further tokens have experts"):
+                surgeon.preview(write_plan(tmp_path / "plan.yaml", [operation]), experts)

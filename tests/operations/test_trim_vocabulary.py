@@ -16,6 +16,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 import surgeon
@@ -26,7 +27,7 @@ from surgeon.families.skeleton import CAUSAL, IMAGE_TEXT
 from surgeon.models.tokenizer import open_tokenizer
 from surgeon.models.vocabulary.growing import Old
 from surgeon.models.vocabulary.trim import check_ids
-from tests import tiny, vocabularies
+from tests import mtp, tiny, vocabularies
 from tests.checkpoints import edit_config, edit_tensor, weights, write_plan
 from tests.decoders import tiny_decoder
 from tests.vocabularies import ENGLISH, FRENCH, SPECIAL, write_text
@@ -264,3 +265,42 @@ def test_models_that_read_ids_elsewhere_are_refused(
     edit_config(base, **changes)
     with pytest.raises(BadInput, match=message):
         surgeon.preview(plan, base)
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "mellum"])
+def test_rows_of_layers_that_predict_further_tokens_go_too(model_type: str, tmp_path: Path) -> None:
+    """Of layers above the stack and of `mtp.…`; transformers' own drafts are the base's, at the tokens that stay."""
+    base = mtp.checkpoint(tmp_path / "base", model_type, vocab_size=160)
+    names = ["mtp.embed_tokens.weight", "mtp.lm_head.weight"]
+    if model_type == "deepseek_v3":
+        names = [f"model.layers.{mtp.LAYERS}.{name}.weight" for name in ("embed_tokens", "shared_head.head")]
+    else:
+        first = min(base.glob("*.safetensors"))
+        save_file(load_file(first) | {name: torch.randn(160, 32) for name in names}, first, metadata={"format": "pt"})
+        index = json.loads((base / "model.safetensors.index.json").read_text())
+        index["weight_map"] |= dict.fromkeys(names, first.name)
+        (base / "model.safetensors.index.json").write_text(json.dumps(index))
+    vocabularies.word_piece(base, size=140)
+    trim = {"op": "trim_vocabulary", "tokens": ["the sea", "cat"], "pad_to_multiple_of": 4}
+    out = surgeon.apply(write_plan(tmp_path / "plan.yaml", [trim]), base, tmp_path / "out", device="cpu")
+    kept, before, after = torch.tensor(out.manifest.trimmed["0"].tokens), weights(base), weights(out.path)
+    assert all(torch.equal(after[name], before[name][kept]) for name in names)
+    assert surgeon.verify(base, out.path, device="cpu", windows=1, window=16).holds
+    ids = torch.randint(len(kept), (1, 12), generator=torch.Generator().manual_seed(0))
+    drafted, expected = mtp.drafts(mtp.loaded(out.path), ids), mtp.drafts(mtp.loaded(base), kept[ids])
+    assert all(torch.equal(one, other[..., kept]) for one, other in zip(drafted, expected, strict=True))
+    # Where rows are added they are not known; and what nothing reads cannot be cut.
+    for tokens in ({"op": "grow_vocabulary", "tokens": ["zebra"]}, {"op": "pad_to", "vocabulary": 256}):
+        with pytest.raises(BadInput, match=rf"({'|'.join(names)}): .*has rows for the vocabulary"):
+            surgeon.preview(write_plan(tmp_path / "plan.yaml", [tokens]), base)
+
+
+def test_what_nothing_reads_and_has_rows_is_refused(tmp_path: Path) -> None:
+    base = MADE["byte-level"](tiny.checkpoint(tmp_path / "base", "llama", vocab_size=ROWS, num_hidden_layers=1))
+    held = weights(base) | {"value_head.weight": torch.zeros(ROWS, 2)}
+    for file in (*base.glob("*.safetensors"), *base.glob("*.index.json")):
+        file.unlink()
+    save_file(held, base / "model.safetensors", metadata={"format": "pt"})
+    write_plan(tmp_path / "plan.yaml", [{"op": "trim_vocabulary", "tokens": ["the"]}])
+    with pytest.raises(BadInput, match=r"value_head\.weight: a tensor that nothing reads has rows"):
+        surgeon.preview(tmp_path / "plan.yaml", base)

@@ -631,7 +631,7 @@ def test_a_mixture_is_not_upcycled_again_and_nothing_follows_in_the_plan(tmp_pat
         surgeon.preview(plan_of(tmp_path, form="copies"), tiny_decoder(tmp_path / "cohere", "cohere"))
     insert = {"op": "insert_layers", "where": {"after": [0]}, "init": {"kind": "copy"}}
     for operations, words in (
-        ([{"op": OP}, insert], "comes after `upcycle_experts`, which makes a model of another class"),
+        ([{"op": OP}, insert], "comes after `upcycle_experts`, which makes a model of other tensors"),
         ([insert, {"op": OP}], "an earlier operation of this plan changes layers"),
         ([{"op": "gated_adapters", "layers": "all", "size": 4}, {"op": OP}], "the model carries grafts"),
     ):

@@ -257,7 +257,7 @@ def test_an_adapter_on_the_hub_is_pinned(plan: Callable[..., Path], base: Path, 
         assert "gone" in told.stderr
     kept = surgeon.inspect(tmp_path / "out").manifest.adapters["user/adapter"]
     assert (kept.id, kept.revision) == ("user/adapter", COMMIT)
-    offline = run_surgeon(hub, home, "apply", str(chosen), str(base), str(tmp_path / "again"), HF_HUB_OFFLINE="1")
+    offline = run_surgeon(hub, home, "preview", str(chosen), str(base), HF_HUB_OFFLINE="1")
     assert offline.returncode == 0, offline.stderr
     assert surgeon.verify(base, tmp_path / "out", logits=False).holds
 

@@ -238,12 +238,13 @@ class TrainConfig(Entry):
         int, Field(ge=0, lt=2**32, description="seed of document order, dropout, LoRA, new heads and generated text")
     ] = 0
     what: Annotated[
-        Literal["last", "added", "base", "all", "head", "mtp"] | LayersSpec | list[int] | None,
+        Literal["last", "added", "base", "all", "head", "mtp", "draft_head"] | LayersSpec | list[int] | None,
         Field(
             description="what trains. last (default): new tensors of the last surgery; added: new tensors of all"
             " surgeries; [0, 2]: those of these operations of the last one; base: tensors that no surgery added; all:"
             " every tensor; {layers: …}: these layers, whole; head: the classification head alone (with labels, it"
-            " always trains); mtp: the layers that predict further tokens, taught by the frozen model"
+            " always trains); mtp: the layers that predict further tokens, taught by the frozen model; draft_head: a"
+            " new head that drafts for it, which is all that RUN holds"
         ),
     ] = None
     labels: Annotated[
@@ -332,8 +333,8 @@ class TrainConfig(Entry):
             self._check_keep_best(self.keep_best)
         if self.lora is not None and self.what is not None:
             raise ValueError("`what` and `lora` exclude each other: under a LoRA the model is frozen; leave one out")
-        if self.what == "mtp":
-            self._check_mtp()
+        if self.what in ("mtp", "draft_head"):
+            self._check_drafting()
         if self.classifies:
             self._check_classifies()
         elif self.labels is not None or self.what == "head":
@@ -367,10 +368,12 @@ class TrainConfig(Entry):
             if given:
                 raise ValueError(f"`{key}` is for language models; leave it out with `kind: labels`")
 
-    def _check_mtp(self) -> None:
-        """Refuse what is for a model that trains: `what: mtp` leaves it as it is."""
+    def _check_drafting(self) -> None:
+        """Refuse what is for a model that trains: `what: mtp` and `what: draft_head` leave it as it is."""
         if self.classifies:
-            raise ValueError("`what: mtp` trains layers that predict further tokens, which texts with labels have not")
+            raise ValueError(
+                f"`what: {self.what}` trains layers that predict further tokens, which texts with labels have not"
+            )
         given = {
             "preserve": self.preserve is not None,
             "sharding": self.sharding != "none",
@@ -378,7 +381,9 @@ class TrainConfig(Entry):
             "checkpointing": self.checkpointing,
         }
         if named := next((key for key, asked in given.items() if asked), None):
-            raise ValueError(f"`{named}` is for a model that trains, and under `what: mtp` it is frozen; leave it out")
+            raise ValueError(
+                f"`{named}` is for a model that trains, and under `what: {self.what}` it is frozen; leave it out"
+            )
 
     def _check_keep_best(self, wanted: str) -> None:
         held = {source.name: bool(source.validation) for source in self.sources}
