@@ -4,8 +4,8 @@
 
 A Llama of a 1B shape in bfloat16, of random numbers, and a random LoRA of rank 16 on all seven kinds of its matrices.
 Each way runs in turn in a process of its own, one thread, from files to files: seconds on the clock and of the
-processor, without imports, the least of the rounds; and the peaks of the resident set (with pages of mapped files) and of what the process
-holds itself, above what it holds after imports. Results go to benchmarks/results/merging_cost.md.
+processor, without imports, the least of the rounds; and the peaks of the resident set (with pages of mapped files) and
+of what the process holds itself, above what it holds after imports. Results go to benchmarks/results/merging_cost.md.
 """
 
 from __future__ import annotations
