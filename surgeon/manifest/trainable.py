@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -27,9 +27,6 @@ from surgeon.manifest.moves import Box, boxes_of
 from surgeon.manifest.recipe_words import base_bytes_of
 from surgeon.operations.operation import Spec
 from surgeon.operations.selectors import LayerSelector, select_layers
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # Layers that predict further tokens, where they do not lie above the stack.
 MTP_NAME = re.compile(r"(model\.)?mtp\.")
@@ -62,9 +59,10 @@ class Fixed:
             left = [part for box in left for part in _around(box, taken)]
         return Fixed(tuple(sorted(left)))
 
-    def of(self, value: Tensor) -> Iterator[Tensor]:
-        """Those parts of a tensor, themselves."""
-        return (value[tuple(itertools.starmap(slice, box))] for box in self.boxes)
+    @property
+    def slices(self) -> Iterator[tuple[slice, ...]]:
+        """What a tensor is indexed with for each of those parts."""
+        return (tuple(itertools.starmap(slice, box)) for box in self.boxes)
 
 
 def _numbers(box: Box) -> int:

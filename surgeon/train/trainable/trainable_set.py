@@ -93,8 +93,8 @@ def _made_of_parts(
     """What trains of a parameter that transformers makes of these tensors on disk: true there, of its shape."""
     parts = {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
     for name, part in parts.items():
-        for held in fixed[name].of(part) if name in fixed else ():
-            held.zero_()
+        for held in fixed[name].slices if name in fixed else ():
+            part[held] = 0
     made: Tensor = as_loaded(model, parts, [target])[target]
     return made.bool()
 
@@ -104,8 +104,8 @@ def _without(fixed: Fixed) -> Callable[[Tensor], Tensor]:
 
     def hook(gradient: Tensor) -> Tensor:
         gradient = gradient.clone()
-        for part in fixed.of(gradient):
-            part.zero_()
+        for part in fixed.slices:
+            gradient[part] = 0
         return gradient
 
     return hook
