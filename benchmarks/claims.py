@@ -118,6 +118,15 @@ def more_is_not_told_apart() -> bool:
     return all(row["verdict"] == "not told apart" for row in remedied("more"))
 
 
+def blends_do_it() -> bool:
+    """Whether surgeries' blends forget so much on the second base, and nowhere, where judged, less with `both`."""
+    parts = [row["share"]["mean"] for row in remedied("recalled, blended", "recalled", "copy", "nr")[-2:]]
+    rows = remedied("both, blended", "recalled, blended", "copy", "nr")
+    judged = [row for row in rows if row["verdict"] not in ("range too narrow", "no common range")]
+    told = {row["verdict"] for row in judged if row["apart"]["seeds"] == 3}
+    return all(0.5 <= part <= 0.62 for part in parts) and len(judged) > 1 and told == {"not told apart"}
+
+
 def half_and_two_thirds() -> bool:
     """Whether `both` forgets about so much of what `recalled` does on the two bases, and its blends less."""
     both, blended = parts_of("both"), parts_of("both, blended")
@@ -192,6 +201,11 @@ SENTENCES = (
         EVIDENCE,
         r"\*both\* forgets half of what \*recalled\* does on the first base, two thirds on the second, and blends take",
         half_and_two_thirds,
+    ),
+    Sentence(
+        EVIDENCE,
+        r"Of surgeries, blends of \*recalled\* forget half to three fifths of what it does on the second base, and",
+        blends_do_it,
     ),
     Sentence(
         EVIDENCE,

@@ -120,7 +120,8 @@ Forgotten is original loss above the base's, in nats a token, at equal new loss,
 reach (`over`). Intervals are 95 %, over seeds, paired; *over documents*: the difference's, with these seeds, over
 documents drawn with replacement; verdicts by Holm's correction over a base's table, and none for
 a range below 0.1 nats or 5 % of what full fine-tuning learns. Rates, and the runs of a frontier, are chosen on other
-documents than those reported. The baseline replays the base's own text already;
+documents than those reported. Of a row with one rate the range is that of its blends, or a point, of which there is no
+verdict. The baseline replays the base's own text already;
 [text of another kind](frontier_en-llama-8m.md) protects less. One recalled file serves all seeds of a base."""
 
 

@@ -288,12 +288,22 @@ def indices(tensor: str, shape: Sequence[int], bits: int, axis: int, order: Sequ
     before, size = math.prod(shape[:axis]), shape[axis]
     spans: list[Span] = []
     at = 0
-    for _, group in itertools.groupby(enumerate(order), key=lambda item: item[1] - item[0]):
-        members = [index for _, index in group]
-        length = len(members) * width
+    for first, count in _runs(order):
+        length = count * width
         if not length * before:
             continue
         pitch = (size * width, len(order) * width) if before > 1 else (0, 0)
-        spans.append(Span(tensor, members[0] * width, length, at, before, *pitch).merged())
+        spans.append(Span(tensor, first * width, length, at, before, *pitch).merged())
         at += length
     return Pieces.of(before * len(order) * width, spans)
+
+
+def _runs(order: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The runs of numbers that follow each other, by their first and how many they are."""
+    if isinstance(order, range) and order.step == 1:
+        if order:
+            yield order.start, len(order)
+        return
+    for _, group in itertools.groupby(enumerate(order), key=lambda item: item[1] - item[0]):
+        members = [index for _, index in group]
+        yield members[0], len(members)

@@ -92,7 +92,14 @@ BROKEN_BASES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     ),
     "shape against config": (lambda b: edit_config(b, intermediate_size=64), ["mlp", "shape"]),
     "pickle only": (pickle_only, ["safetensors"]),
-    "quantised": (lambda b: edit_config(b, quantization_config={"quant_method": "gptq"}), ["gptq"]),
+    "quantised": (
+        lambda b: edit_config(b, quantization_config={"quant_method": "gptq"}),
+        ["gptq", "never stores them"],
+    ),
+    "packed": (
+        lambda b: edit_config(b, quantization_config={"quant_method": "compressed-tensors"}),
+        ["compressed-tensors", "CompressedTensorsConfig(dequantize=True)"],
+    ),
     "own remote code": (
         lambda b: edit_config(b, model_type="own", auto_map={"AutoModel": "modeling_x.X"}),
         ["--trust-remote-code"],
