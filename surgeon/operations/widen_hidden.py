@@ -209,7 +209,8 @@ def _along(of: Copy, axis: Axis, times: int, beside: Callable[[Copy], Recipe]) -
         own = of if len(shares) == 1 else sliced_along(of, number, begin, end)
         pieces.append(beside(own))
         if new is None:
-            pieces += [beside(sliced_along(of, number, begin, end, again=True)) for _ in range(times - 1)]
+            where = (number, begin, end) if len(shares) > 1 else (0, 0, of.shape[0])
+            pieces += [beside(sliced_along(of, *where, again=True)) for _ in range(times - 1)]
         else:
             pieces.append(_filled(pieces[-1], number, (end - begin) * (times - 1), new))
         begin = end
