@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import shutil
 import sys
 import threading
@@ -139,10 +140,12 @@ def main() -> None:
     if not (work / "adapter").exists():
         in_a_process(__file__, "make", work)
     runs: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
+    loads = [os.getloadavg()[0]]
     for _ in range(given.rounds):
         for way in WAYS:
             shutil.rmtree(work / "out", ignore_errors=True)
             runs[way].append(in_a_process(__file__, way, work))
+            loads.append(os.getloadavg()[0])
             print(way, runs[way][-1], flush=True)
     shutil.rmtree(work / "out", ignore_errors=True)
     least = {way: {key: min(run[key] for run in found) for key in found[0]} for way, found in runs.items()}
@@ -157,7 +160,8 @@ def main() -> None:
         f"`python benchmarks/merging_cost.py --work DIR`, {machine()}, one thread. A Llama of {LAYERS} layers,"
         f" hidden size {WIDTH}, {WORDS} tokens, tied, in bfloat16 (2.5 GB); a LoRA of rank {RANK} on all its matrices."
         " From files to files, without imports: the least of the rounds, which took turns. `apply` also digests the"
-        " base, proves the plan's names on a twin, flushes every shard to disk and reads it back.",
+        " base, measures what rounding leaves of each change, flushes every shard to disk and reads it back."
+        f" Load average {min(loads):.0f} to {max(loads):.0f}: where that is above the cores, compare processor seconds.",
         "",
         "| | seconds | processor seconds | resident set, GiB | of its own, GiB |",
         "|---|---|---|---|---|",

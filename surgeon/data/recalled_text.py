@@ -8,23 +8,31 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from surgeon.common.schema import TEMPLATE
 from surgeon.common.signed import check_own, read_signed, write_signed
 from surgeon.common.work_folders import WorkFolder, read_own
 from surgeon.errors import BadInput, printable
 
-if TYPE_CHECKING:
-    from surgeon.data.writing import Written
-
 RECORD, _PART = "run.json", "part.jsonl"
 # With fewer documents kept than this share, of this many batches, something is wrong.
 _LEAST_KEPT, _JUDGED = 0.05, 4
 
 
+@dataclass(frozen=True)
+class Written:
+    """One document as a line of JSON holds it; `tokens` that the model wrote, whether it `ended` by itself."""
+
+    entry: dict[str, Any]
+    tokens: int
+    ended: bool
+    loops: bool
+    empty: bool
+
+
 class NearlyNothing(BadInput):
-    """Raised where nearly nothing of what a model writes can be kept."""
+    """Raised where nearly nothing of what a model writes can be kept, or it has nothing to begin with."""
 
     @classmethod
     def of(cls, counts: Counts, settings: dict[str, Any]) -> NearlyNothing:

@@ -6,7 +6,6 @@ A batch depends on the settings, its number and nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,22 +14,12 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common.schema import BEGIN, TEMPLATE
 from surgeon.data.generation import ANSWER, QUESTION, Prompter, Turn, continued
 from surgeon.data.packing import generator
+from surgeon.data.recalled_text import NearlyNothing, Written
 from surgeon.errors import BadInput, printable
 from surgeon.models.load import load_model
 
 # Text loops where more than this share of its runs of tokens of this length stood in it before.
 LOOP_LENGTH, LOOP_SHARE = 8, 0.3
-
-
-@dataclass(frozen=True)
-class Written:
-    """One document as a line of JSON holds it; `tokens` that the model wrote, whether it `ended` by itself."""
-
-    entry: dict[str, Any]
-    tokens: int
-    ended: bool
-    loops: bool
-    empty: bool
 
 
 def loops(ids: Sequence[int]) -> bool:
@@ -63,7 +52,7 @@ class Writer:
         match settings["prompts"]:
             case "begin":
                 if begin is None:
-                    raise BadInput(
+                    raise NearlyNothing(
                         f"{shown}: it has no begin-of-text token to start from; give `prompts`, a text file with a"
                         " beginning a line"
                     )
@@ -147,7 +136,7 @@ class Writer:
     def _before_words(self) -> list[int]:
         """Return the tokens that the template writes before a user's words."""
         if not self.tokenizer.chat_template:
-            raise BadInput(
+            raise NearlyNothing(
                 f"{printable(str(self.folder.path))}: its tokenizer has no chat template to begin with; use `prompts:"
                 " begin`, or a file with a beginning a line, or add chat_template.jinja"
             )
@@ -156,8 +145,8 @@ class Writer:
             raise self._not_as_they_are()
         return self.tokenizer.ids(around[0], special=False)
 
-    def _not_as_they_are(self) -> BadInput:
-        return BadInput(
+    def _not_as_they_are(self) -> NearlyNothing:
+        return NearlyNothing(
             f"{printable(str(self.folder.path))}: its chat template does not write a user's words as they are, so"
             " there is no bare template; use `prompts: begin`, or a file"
         )
@@ -168,7 +157,7 @@ class Writer:
         if found is None:
             raise self._not_as_they_are()
         if not found and not (whose == "assistant's" and self.ends):
-            raise BadInput(
+            raise NearlyNothing(
                 f"{printable(str(self.folder.path))}: its chat template ends a {whose} turn by no token of its own; use"
                 " `prompts: begin`, or a file"
             )

@@ -22,7 +22,7 @@ from surgeon.runtime.gate_rules import FORMS, GATE, OPENS, READS, GateSpec
 from surgeon.runtime.registry import GRAFTS
 
 # Evidence of original text, in nats, that closes a gate where nothing is said.
-_CLOSES = 5.0
+_CLOSES = 6.0
 
 
 class DomainGate(Operation):
@@ -95,7 +95,7 @@ class DomainGate(Operation):
         Literal[False] | Annotated[float, Field(ge=0, allow_inf_nan=False)] | None,
         Field(
             description="evidence of original text, in nats, that closes an open gate; for prefix_mean and token how"
-            " far the score falls below the threshold; false: it stays open to the end of the document; default: 5 for"
+            " far the score falls below the threshold; false: it stays open to the end of the document; default: 6 for"
             " cusum, else false"
         ),
     ] = None

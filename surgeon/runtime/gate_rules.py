@@ -1,7 +1,7 @@
 """A domain gate: what `config.surgery` says of it and of what it switches, and what it is born with.
 
-    "domain_gate": [{"layer": 2, "reads": "cusum", "form": "mlp", "units": 64, "prior": 8, "closes": 5.0,
-                     "false_positives": 0.03, "opens": 14.0}],
+    "domain_gate": [{"layer": 2, "reads": "cusum", "form": "mlp", "units": 64, "prior": 8, "closes": 6.0,
+                     "false_positives": 0.03, "opens": 7.0}],
     "gated": [{"layer": 3, "inserted": true, "grafts": []}, {"layer": 4, "inserted": false, "grafts": ["adapters"]}]
 
 The gate reads what goes into its `layer`. `gated` names what takes part only where it is open: of each layer the
@@ -21,7 +21,7 @@ GATE = "domain_gate."
 READS = ("cusum", "prefix_mean", "token")
 FORMS = ("mlp", "linear")
 # Evidence of new text, in nats, that opens a gate at least where nothing is said.
-OPENS = 14.0
+OPENS = 7.0
 _WORDS = {"cusum": "the evidence gathered (CUSUM)", "prefix_mean": "the mean of the prefix", "token": "the token"}
 
 

@@ -1,8 +1,9 @@
 """What a domain gate must stay closed for, whatever the sources are: passages of many kinds of text and languages.
 
 One source of original text shows a gate one kind of it. The passages are in `kinds_of_text.jsonl`, whose first line
-has their licence. Kinds of which the new text itself is are left out, by its characters alone: by how much likelier
-their trigrams are in the new text than in the original one.
+has their licence; beside them stands what the base itself wrote (`self_generated`). Kinds of which the new text itself
+is are left out, by its characters alone: by how much likelier their trigrams are in the new text than in the original
+one.
 """
 
 from __future__ import annotations
@@ -20,12 +21,16 @@ from surgeon.data.layouts import Document, Labelled
 from surgeon.data.masking import Encoded
 from surgeon.data.packing import PackedSequence, Packer, Packing, SourceStream
 
-# What the passages are called among sources, of which none can have such a name: kinds of text, and other languages.
-# Each counts as one source, for a gate may do well on one and not on the other.
-KINDS, LANGUAGES = "(kinds)", "(languages)"
-NAMES = (KINDS, LANGUAGES)
+# What they are called among sources, of which none can have such a name: kinds of text, other languages, what the
+# base wrote. Each counts as one source, for a gate may do well on one and not on the other.
+KINDS, LANGUAGES, RECALLED = "(kinds)", "(languages)", "(recalled)"
+NAMES = (KINDS, LANGUAGES, RECALLED)
+# What stands in texts of every kind, and so is no kind of its own, however often it stands in the new text.
+_EVERYWHERE = {"addresses", "names", "rules", "numbers", "labels", "paths"}
 # A language is called by its code alone.
 _CODE = 2
+# Of the base's own documents each so manieth chooses the threshold.
+_HELD = 4
 # Characters of either domain that are read; the new text's last tenth is what kinds are measured by.
 _CHARACTERS = 2**18
 # A kind whose trigrams are by this share as telling of new text as its own are is left out.
@@ -46,13 +51,16 @@ class Negatives:
     left_out: dict[str, str]
 
     @classmethod
-    def beside(cls, streams: Sequence[SourceStream], length: int, held_length: int) -> Self:
+    def beside(
+        cls, streams: Sequence[SourceStream], length: int, held_length: int, recalled: Sequence[Document] = ()
+    ) -> Self:
         """Encode the passages that are neither of the kind of the new sources among `streams`, nor unreadable.
 
         Args:
             streams: all sources.
             length: tokens of a sequence to fit on, in which documents stand apart.
             held_length: tokens of the others, in which one passage follows the other as one document.
+            recalled: what the base wrote.
         """
         encoder = streams[0].encoder
         domains = [
@@ -60,7 +68,13 @@ class Negatives:
         ]
         passages = kinds_of_text()
         left_out = dict.fromkeys(_like_new(passages, *domains), "of the new text's own kind")
-        packed = {name: (_Packed.of(length, "isolated"), _Packed.of(held_length, "joined")) for name in NAMES}
+        held_how: dict[str, Packing] = {RECALLED: "isolated"}
+        packed = {
+            name: (_Packed.of(length, "isolated"), _Packed.of(held_length, held_how.get(name, "joined")))
+            for name in NAMES
+        }
+        for nth, document in enumerate(recalled):
+            packed[RECALLED][nth % _HELD == _HELD - 1].add(encoder.encode(document))
         for kind, texts in passages.items():
             if kind in left_out:
                 continue
@@ -150,7 +164,7 @@ def _like_new(passages: dict[str, list[str]], original: str, new: str) -> list[s
     own = of_new.mean(new[last:]) - of_original.mean(new[last:])
     if own <= 0:
         return []
-    texts = {kind: "\n".join(texts) for kind, texts in passages.items()}
+    texts = {kind: "\n".join(texts) for kind, texts in passages.items() if kind not in _EVERYWHERE}
     return [kind for kind, text in texts.items() if of_new.mean(text) - of_original.mean(text) > _OWN * own]
 
 

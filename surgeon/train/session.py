@@ -19,6 +19,7 @@ from surgeon.apply.write import execute
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.staging import check_destination, check_space
 from surgeon.common.disk_space import writing
+from surgeon.common.distributed import Ranks
 from surgeon.common.formatting import size
 from surgeon.common.listener import Listener, Quiet, Stopwatch
 from surgeon.data.examples import batch_of_examples
@@ -45,7 +46,7 @@ from surgeon.train.losses.cached_teacher import CachedTeacher
 from surgeon.train.losses.held_out import figures_by_source
 from surgeon.train.losses.preserving import NUMBERS
 from surgeon.train.opening import Run, as_it_is, check_as_left, opened_run
-from surgeon.train.preparing import Prepared
+from surgeon.train.preparing import Prepared, prepare
 from surgeon.train.processes.sharding import let_go, shard, sharded_here
 from surgeon.train.publishing import Trained, publishing_job, write_final
 from surgeon.train.saved.checkpoints import (
@@ -103,7 +104,10 @@ def run_training(
         Diverged: the loss is no number any more.
         PromiseBroken: a tensor that did not train changed.
     """
-    write_sources(out, loaded, target, device=device, listener=listener, take_over=take_over)
+    if prepared is None:
+        prepared = prepare(out, manifest, loaded, target, device=device, processes=Ranks.of_environment().size)
+    fitted = bool(prepared.wanted.fitted)
+    write_sources(out, loaded, target, gate=fitted, device=device, listener=listener, take_over=take_over)
     run = opened_run(out, manifest, loaded, target, device=device, listener=listener, prepared=prepared)
     settings, data, ranks, say = run.settings, run.data, run.ranks, run.say
     digests = check_as_left(out, manifest, listener)

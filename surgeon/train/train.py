@@ -135,7 +135,10 @@ def rehearse(
     from surgeon.train.self_generated import imagined_sources
 
     listener = listener or Quiet()
-    imagined = imagined_sources(checked.out, checked.loaded, checked.target, device=device, say=listener.say)
+    fitted = bool(checked.prepared.wanted.fitted)
+    imagined = imagined_sources(
+        checked.out, checked.loaded, checked.target, gate=fitted, device=device, say=listener.say
+    )
     with (
         tempfile.TemporaryDirectory(prefix="surgeon-head-") as room,
         _with_head(checked, Path(room) / "head", device, trust_remote_code, listener) as headed,

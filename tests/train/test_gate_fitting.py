@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ import torch
 
 import surgeon
 from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.common.listener import Quiet
+from surgeon.data import recalled_text
 from surgeon.errors import BadInput
 from surgeon.manifest.reading import manifest_of
 from surgeon.manifest.trainable import LayersSpec, trainable_set
@@ -23,6 +27,7 @@ from surgeon.train.config.loading import load_config
 from surgeon.train.preparing import prepare
 from tests.train.test_train import base_of, config
 from tests.train.texts import corpus
+from tests.warm import warm
 
 OPERATIONS = [
     {"op": "insert_layers", "where": {"after": [2]}, "count": 1, "init": {"kind": "copy"}},
@@ -48,9 +53,23 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(made: Path, out: str, to: str, **changes: Any) -> Any:
-    given = {"steps": 3, "sources": SOURCES, "optimizer": OPTIMIZER, "evaluate_every": 100} | changes
-    trained = surgeon.train(made / out, config(made, **given), made / to, device="cpu")
+# The base is random, so what it writes has as much of one domain as of the other: most runs do without.
+SETTINGS = {"steps": 3, "sources": SOURCES, "optimizer": OPTIMIZER, "evaluate_every": 100, "recall_for_gate": 0}
+
+
+class Heard(Quiet):
+    """What was said, line by line."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def train(made: Path, out: str, to: str, heard: Heard | None = None, **changes: Any) -> Any:
+    given = config(made, **SETTINGS | changes)
+    trained = surgeon.train(made / out, given, made / to, device="cpu", listener=heard)
     assert trained is not None
     return trained
 
@@ -142,27 +161,53 @@ def test_the_share_is_kept_on_every_original_source(made: Path) -> None:
     assert gate_fitting._threshold(gate, [large, small], torch.float32, least) == least
 
 
+# `surgeon`, whose process is killed at the n-th call of some function.
+KILLED_IN = """
+import os, signal, sys
+from surgeon.data import recalled_text
+from surgeon.train import gate_fitting
+
+gate_fitting._STEPS = 200
+name, left = sys.argv[1], int(sys.argv[2])
+home = recalled_text.TextSoFar if name == "save" else gate_fitting
+real = getattr(home, name)
+
+def killed(*given):
+    global left
+    left -= 1
+    if not left:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(*given)
+
+setattr(home, name, killed)
+sys.argv[1:3] = []
+from surgeon.cli import main
+main()
+"""
+
+
 def test_a_fitting_that_was_killed_ends_as_one_that_was_not(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between its two files, and behind them; byte for byte."""
+    """Before the second part of what the base writes, and behind the fitting's files; byte for byte. What is written is
+    an original source, which is kept as the others are, and no source of the run."""
     # Enough for these texts.
     monkeypatch.setattr(gate_fitting, "_STEPS", 200)
-    train(made, "out", "whole", steps=1)
-
-    def killed(*_given: Any) -> None:
-        raise KeyboardInterrupt
-
-    for name in ("write_durably", "_digest_of"):
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(gate_fitting, name, killed)
-            train(made, "out", "cut", steps=1)
-    train(made, "out", "cut", steps=1)
+    train(made, "out", "whole", steps=1, recall_for_gate=2500)
+    called = ["train", *(str(made / name) for name in ("out", "train.yaml", "cut")), "--device", "cpu"]
+    for name, call in (("save", 2), ("_digest_of", 1)):
+        ran = subprocess.run([*warm(), "-c", KILLED_IN, name, str(call), *called], capture_output=True, check=False)
+        assert ran.returncode == -signal.SIGKILL, ran.stderr[-2000:]
+    kept = {path.name for path in (made / ".cut.memory").iterdir() if path.suffix == ".jsonl"}
+    assert kept == {"gate.recalled.jsonl"}
+    trained = train(made, "out", "cut", steps=1, recall_for_gate=2500)
+    assert not (made / ".cut.memory").exists() and trained.losses.keys() == {"fr", "en"}
     whole, cut = (CheckpointFolder.open(made / name) for name in ("whole", "cut"))
     assert whole.tensors.keys() == cut.tensors.keys()
     assert all(whole.read(name) == cut.read(name) for name in whole.tensors)
     figures = [
         json.loads((made / name / "surgery.json").read_text())["training"][-1]["gate"] for name in ("whole", "cut")
     ]
-    assert figures[0] == figures[1] and figures[0]["kept"]["en"] >= 0.95
+    assert figures[0] == figures[1] and min(figures[0]["kept"][name] for name in ("en", "(recalled)")) >= 0.95
+    assert figures[0]["by_source"].keys() == {"fr", "en"}
 
 
 @pytest.mark.parametrize("form", ["mlp", "linear"])
@@ -229,7 +274,9 @@ def test_a_gate_has_the_models_dtype_however_it_is_loaded(made: Path, dtype: str
     )
 
 
-def test_preserve_behind_a_gate_has_nothing_to_teach(made: Path, tmp_path: Path) -> None:
+def test_preserve_behind_a_gate_has_nothing_to_teach(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So it is said, and so it is: the term is 0. Where the base itself trains it has something to teach."""
     shared = {"sources": [SOURCES[0] | {"share": 0.5}, SOURCES[1] | {"share": 0.5}], "preserve": {}, "steps": 1}
     out = CheckpointFolder.open(made / "out")
@@ -240,5 +287,10 @@ def test_preserve_behind_a_gate_has_nothing_to_teach(made: Path, tmp_path: Path)
 
     assert "`preserve` teaches nothing here" in notes()
     assert "teaches nothing" not in (said := notes(what="all")) and "the domain gate comes to read other states" in said
-    log = train(made, "out", "taught", **shared).log
+    # A base of whose text nothing can be kept is no reason to stop.
+    monkeypatch.setattr(recalled_text, "_JUDGED", 1)
+    monkeypatch.setattr(recalled_text, "_LEAST_KEPT", 2.0)
+    log = train(made, "out", "taught", heard := Heard(), recall_for_gate=9000, **shared).log
+    (said,) = (line for line in heard.lines if "is fitted without what the model writes" in line)
+    assert "documents (" in said and "keep the base less often" in said
     assert [entry["loss.preserve"] for entry in log if "loss.preserve" in entry] == [0.0]

@@ -257,6 +257,14 @@ class TrainConfig(Entry):
         ),
     ] = None
     lora: Annotated[LoraSpec | None, Field(description="train a LoRA over the frozen model, instead of `what`")] = None
+    recall_for_gate: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="tokens that the model writes before a domain gate is fitted, which must keep the base's bits"
+            " too, if no original source has `generate`; 0: none",
+        ),
+    ] = 2**15
     keep_base: Annotated[
         bool, Field(description="keep the old values of base tensors that train in RUN, for `surgeon revert`")
     ] = False
