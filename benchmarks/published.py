@@ -133,9 +133,8 @@ KINDS = (
         "grafts",
     ),
     Kind(
-        "whether it reads or writes the residual stream is not known",
-        "a wider stream needs to know of every tensor which side of it is the stream; this layer has others than norms,"
-        " attention and a plain FFN",
+        "multiplies embeddings by a number that depends on `hidden_size`",
+        "the class multiplies embeddings by the root of the hidden size, so a wider stream begins with other numbers",
         "`widen_ffn`",
     ),
     Kind(
@@ -147,11 +146,6 @@ KINDS = (
         "normalised over all heads together",
         "a norm over all heads mixes old and new ones, so old heads would compute something else",
         "`widen_ffn`, or new layers",
-    ),
-    Kind(
-        "code wants other tensors at these widths",
-        "the class divides the wider stream by the number of heads, so heads would become larger",
-        "another size, or new layers",
     ),
 )
 

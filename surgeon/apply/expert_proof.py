@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from surgeon.apply.twin_proof import SEEDS, agree, load_into, place_in, running_twin, saved, tensors_of
+from surgeon.apply.twin_proof import SEEDS, load_into, place_in, running_twin, saved, tensors_of
 from surgeon.blueprint.blueprint import Blueprint
 from surgeon.blueprint.recipes import Below, Constant, Copy, Joined, Recipe, below
 from surgeon.checkpoint.header import TensorInfo
@@ -19,7 +19,7 @@ from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
 from surgeon.families.grafted_config import native_config
 from surgeon.families.names import made_of
-from surgeon.families.proof import check_same
+from surgeon.families.proof import agree, check_same
 from surgeon.families.skeleton import Skeleton
 from surgeon.families.twin import shrunk, twin_of_small
 

@@ -29,7 +29,7 @@ from surgeon.families.grafted_config import is_grafted, native_config
 from surgeon.families.grafting import check_grafts, with_grafts
 from surgeon.families.names import as_loaded, made_of, under_base
 from surgeon.families.own_classes import trusted
-from surgeon.families.proof import check_same, run_cached, run_prefill
+from surgeon.families.proof import agree, check_same, run_cached, run_prefill
 from surgeon.families.silence import some_tokens
 from surgeon.families.skeleton import Skeleton
 from surgeon.families.twin import twin_of
@@ -45,8 +45,6 @@ _WORDS, _MORE_WORDS = 240, 16
 _EXPERT = re.compile(r"\.experts\.[0-9]+\.")
 # Of a graft, a multiple of what kernels take at once.
 _NEURONS = 64
-# Of the largest logit: what sums in another order may change in float32.
-_ROUNDING = 1e-5
 
 
 def prove_blueprint(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any]) -> None:
@@ -365,19 +363,6 @@ def _check_encoded(base: Skeleton, result: Skeleton) -> None:
         one, other = (each.model.base_model(input_ids=tokens, attention_mask=mask)[0] for each in (base, result))
     if not torch.equal(one[mask.bool()], other[mask.bool()]):
         raise BadInput("on a twin of this model the states of tokens are not the base's")
-
-
-def agree(base: Skeleton, result: Skeleton) -> bool:
-    """Whether two models' logits differ by no more than sums in another order do, with and without a cache."""
-    import torch
-
-    tokens = some_tokens(base)
-    with torch.no_grad():
-        for run in (run_prefill, run_cached):
-            one, other = run(base, tokens), run(result, tokens)
-            if float((one - other).abs().max()) > _ROUNDING * float(one.abs().max()):
-                return False
-    return True
 
 
 def _staying(words: int) -> list[int]:

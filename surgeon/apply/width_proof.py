@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from surgeon.apply.shapes import HEAD, HEADS, HIDDEN, KEYS, field_in, widened_sizes
 from surgeon.apply.twin_proof import (
     SEEDS,
-    agree,
     held_tensor,
     load_into,
     place_in,
@@ -31,11 +30,13 @@ from surgeon.common.devices import one_thread
 from surgeon.common.library import LOAD_FAILURES, first_line
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy, with_fields
+from surgeon.families.derived import derive
 from surgeon.families.family import LARGEST_SIZE
 from surgeon.families.grafted_config import is_grafted, native_config
-from surgeon.families.proof import run_prefill
+from surgeon.families.proof import agree
 from surgeon.families.silence import some_tokens
 from surgeon.families.skeleton import Skeleton
+from surgeon.families.stream_width import hidden_fields, stream_twins, why_not
 from surgeon.families.twin import shrunk, twin_of_small
 
 if TYPE_CHECKING:
@@ -61,10 +62,13 @@ def prove_widths(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, An
     if not path and "head_dim" in blueprint.config:
         # A class that states it, as the output's does, is shrunk otherwise than one that does not.
         before["head_dim"] = blueprint.config["head_dim"]
+    derived = derive(native_config(before))
+    wider = not is_grafted(config) and any(key in sizes for key in hidden_fields(derived.skeleton))
     with one_thread(), torch.no_grad():
+        stream = stream_twins(native_config(before), derived, blueprint.resized) if wider else None
         # A class that rounds a width may make nothing of a few neurons more.
         for most in (_NEURONS, LARGEST_SIZE):
-            base, result = _twins(before, anatomy, sizes, most)
+            base, result = _twins(before, anatomy, sizes, most) if stream is None else stream
             if _shapes(base) != _shapes(result):
                 break
         else:
@@ -79,16 +83,8 @@ def prove_widths(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, An
                 f"a twin of this model cannot be run as wide as planned ({first_line(error)}); choose other widths"
             ) from error
         if not same:
-            told, grows = printable(anatomy.family.model_type), " and ".join(f"`{key}`" for key in sizes)
-            if _embeddings_differ(base, result):
-                raise BadInput(
-                    f"{told}: its code multiplies embeddings by a number that depends on {grows}, as a twin shows, so a"
-                    " wider stream would change them; widen_ffn and widen_attention leave that as it is"
-                )
-            raise BadInput(
-                f"on a twin of this {told} the logits are not the base's once {grows} grows: something else in its code"
-                " depends on it; widen something else, or insert layers"
-            )
+            grows = " and ".join(f"`{key}`" for key in sizes)
+            raise BadInput(why_not(base, result, printable(anatomy.family.model_type), grows))
 
 
 def _twins(
@@ -196,38 +192,17 @@ def part_at(config: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
     return config
 
 
-def _embeddings_differ(base: Skeleton, wider: Skeleton) -> bool:
-    """Whether what reaches the first layer begins otherwise than in the base already."""
-    import torch
-
-    reached: list[Tensor] = []
-    for twin in (base, wider):
-
-        def reach(_module: Any, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-            reached.append(given[0] if given else named["hidden_states"])
-
-        handle = twin.layers[0].register_forward_pre_hook(reach, with_kwargs=True)
-        with torch.no_grad():
-            run_prefill(twin, some_tokens(base))
-        handle.remove()
-    one, other = reached
-    return not torch.allclose(one, other[..., : one.shape[-1]])
-
-
 def _widen(small: dict[str, Any], path: tuple[str, ...], sizes: Mapping[str, tuple[int, int]], most: int) -> None:
     """Give the small config's text part a little more of what the plan widens, of neurons at `most` so many."""
     part = part_at(small, path)
     heads, keys = part.get(HEADS, 0), part.get(KEYS) or part.get(HEADS, 0)
-    if heads and not sizes.keys().isdisjoint((HEADS, HIDDEN)):
+    if heads and HEADS in sizes:
         part.setdefault("head_dim", part.get(HIDDEN, 0) // heads)
     if HEADS in sizes:
         part[HEADS], part[KEYS] = heads + heads // keys, keys + 1
     for field, (old, new) in sizes.items():
-        if field not in (HEAD, HIDDEN) and not _of_heads(field):
+        if field != HEAD and not _of_heads(field):
             part.update(with_fields(part, (), {field: (field_in(part, field) or old) + min(new - old, most)}))
-    if HIDDEN in sizes:
-        old, new = sizes[HIDDEN]
-        part[HIDDEN] *= new // old
 
 
 @dataclass(frozen=True)
@@ -253,18 +228,8 @@ class _Twin:
 
 def _value(recipe: Recipe, twin: _Twin, like: Tensor, name: str) -> Tensor:
     """What a recipe makes of a twin's tensors, of the shape of `like`. Raises BadInput where it makes another shape."""
-    import torch
-
     if isinstance(recipe, Joined):
-        axis = recipe.axis
-        old = [twin.rows(each) if isinstance(each, Copy) and not each.trains else None for each in recipe.parts]
-        more = like.shape[axis] - sum(each.shape[axis] for each in old if each is not None)
-        total = sum(each.shape[axis] for each, found in zip(recipe.parts, old, strict=True) if found is None)
-        pieces = []
-        for part, found in zip(recipe.parts, old, strict=True):
-            count = more * part.shape[axis] // total if total else 0
-            pieces.append(_new(part, count, axis, twin, like) if found is None else found)
-        value = torch.cat(pieces, dim=axis)
+        value = _joined(recipe, twin, like, name)
     else:
         value = value_of(recipe, twin.base, twin.held, twin.stored, like, twin.draws)
     if value.shape != like.shape:
@@ -273,6 +238,33 @@ def _value(recipe: Recipe, twin: _Twin, like: Tensor, name: str) -> Tensor:
             f" {list(like.shape)}"
         )
     return value
+
+
+def _joined(recipe: Joined, twin: _Twin, like: Tensor, name: str) -> Tensor:
+    """What is put together of a twin's tensors, of the shape of `like`; what is new in its share of what is more."""
+    import torch
+
+    axis = recipe.axis
+    if any(isinstance(part, Joined) for part in recipe.parts):
+        # Wider along two axes: a row of parts is as high as what it holds of the base, and one of constants as is left.
+        pieces: list[Tensor] = []
+        for part in recipe.parts:
+            held = next((each for each in part.walk() if isinstance(each, Copy)), None)
+            count = (
+                like.shape[axis] - sum(each.shape[axis] for each in pieces)
+                if held is None
+                else twin.rows(held).shape[axis]
+            )
+            pieces.append(_value(part, twin, like.narrow(axis, 0, count), name))
+        return torch.cat(pieces, dim=axis)
+    old = [twin.rows(each) if isinstance(each, Copy) and not each.trains else None for each in recipe.parts]
+    more = like.shape[axis] - sum(each.shape[axis] for each in old if each is not None)
+    total = sum(each.shape[axis] for each, found in zip(recipe.parts, old, strict=True) if found is None)
+    pieces = []
+    for part, found in zip(recipe.parts, old, strict=True):
+        count = more * part.shape[axis] // total if total else 0
+        pieces.append(_new(part, count, axis, twin, like) if found is None else found)
+    return torch.cat(pieces, dim=axis)
 
 
 def _new(part: Recipe, count: int, axis: int, twin: _Twin, like: Tensor) -> Tensor:

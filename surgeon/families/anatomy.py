@@ -64,6 +64,14 @@ _UNREAD = tuple(dtype for dtype in QUANTISED_DTYPES if dtype not in ("F8_E4M3", 
 FORMS = ("linear", "turned", "embedding", "experts", "turned experts", "other")
 
 
+# How an axis of a tensor grows: along which, what is new there (None: copies of what there is), and the parts that each
+# grow for themselves, in proportion.
+Axis = tuple[int, float | None, tuple[int, ...]]
+Axes = tuple[Axis, ...]
+# The fields of a wider model's config, the axes of the tensors of each kind of layers by suffix, and of those outside.
+Stream = tuple[dict[str, int], tuple[dict[str, Axes], ...], dict[str, Axes]]
+
+
 class Derivation(ABC):
     """What was found out about a model type, and what can be done with it."""
 
@@ -207,6 +215,13 @@ class Derivation(ABC):
         """Of each kind of layers the tensors that grow with these fields, as `Growth` says, by suffix on disk.
 
         Raises BadInput where one grows in a way that cannot be followed.
+        """
+
+    @abstractmethod
+    def stream(self, times: int) -> Stream:
+        """What grows in a model whose stream is so many times as wide, by names on disk, and what is new of it.
+
+        Raises BadInput where no twin with random values computes what the base's does.
         """
 
     # Where the fields of the text decoder stand in config.json.

@@ -31,7 +31,7 @@ from surgeon.checkpoint.own_code import OwnCode
 from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.common.cache import MAX_ENTRY_BYTES, cache_folder, is_off, read_entry, write_entry
 from surgeon.errors import BadInput
-from surgeon.families.anatomy import Anatomy, Derivation, LayerKind
+from surgeon.families.anatomy import Anatomy, Derivation, LayerKind, Stream
 from surgeon.families.deferred import Deferred
 from surgeon.families.dissect import dissect
 from surgeon.families.family import Family, Sizes
@@ -166,6 +166,10 @@ class Remembered(Deferred):
         """As `Derivation` says."""
         kind = tuple[dict[str, tuple[int, int, int]], ...]
         return self._asked(kind, lambda own: own.growths(fields), "growths", dict(fields))
+
+    def stream(self, times: int) -> Stream:
+        """As `Derivation` says."""
+        return self._asked(Stream, lambda own: own.stream(times), "stream", times)
 
     def expert_layouts(self) -> tuple[dict[str, list[list[tuple[str, int]]]], ...]:
         """As `Derivation` says."""

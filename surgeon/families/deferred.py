@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from surgeon.families.anatomy import Derivation
+from surgeon.families.anatomy import Derivation, Stream
 
 
 class Deferred(Derivation):
@@ -56,6 +56,10 @@ class Deferred(Derivation):
     def growths(self, fields: Mapping[str, int]) -> tuple[dict[str, tuple[int, int, int]], ...]:
         """As `Derivation` says."""
         return self.own.growths(fields)
+
+    def stream(self, times: int) -> Stream:
+        """As `Derivation` says."""
+        return self.own.stream(times)
 
     def parameters(self) -> dict[str, tuple[str, str]]:
         """As `Derivation` says."""

@@ -13,14 +13,14 @@ from typing import Any
 from surgeon.checkpoint.weights import QUANTISATION, quantisation
 from surgeon.common.devices import one_thread
 from surgeon.common.library import LOAD_FAILURES
-from surgeon.errors import BadInput
+from surgeon.errors import BadInput, printable
 from surgeon.families.activation import activation_in
-from surgeon.families.anatomy import Derivation, Packed
+from surgeon.families.anatomy import Axes, Derivation, Packed, Stream
 from surgeon.families.composing import composition_of
 from surgeon.families.derived import Derived, derive
 from surgeon.families.encoder_blocks import encoder_composition
 from surgeon.families.expert_names import Saved, saved_layouts
-from surgeon.families.family import Part
+from surgeon.families.family import Part, hidden_axis
 from surgeon.families.grafted_config import config_with_grafts, head_with_grafts
 from surgeon.families.grafting import prove_grafts
 from surgeon.families.growth import grown
@@ -32,6 +32,7 @@ from surgeon.families.quantised import left_out, renumbered, skips, without_scal
 from surgeon.families.silence import some_tokens
 from surgeon.families.skeleton import Skeleton, build, wordless_auto
 from surgeon.families.stream_blocks import told_class
+from surgeon.families.stream_width import wider_stream
 from surgeon.families.text_tower import text_model
 from surgeon.families.twin import twin_of
 from surgeon.families.vocabulary import rows_of_ids
@@ -139,6 +140,36 @@ class Found(Derivation):
     def growths(self, fields: Mapping[str, int]) -> tuple[dict[str, Growth], ...]:
         """As `Derivation` says."""
         return growths(self.config, self.derived.skeleton, self._firsts, fields)
+
+    def stream(self, times: int) -> Stream:
+        """As `Derivation` says."""
+        fields, kinds, outer = _stream(json.dumps(self.config, sort_keys=True), times)
+        found = [self._stored_axes(kind, grown) for kind, grown in enumerate(kinds)]
+        outside = {name: outer[target] for name, target in self.names.outer.items() if target in outer}
+        return dict(fields), tuple(found), outside
+
+    def _stored_axes(self, kind: int, grown: Mapping[str, Axes]) -> dict[str, Axes]:
+        """The axes of a kind's tensors as they are stored, of those in memory. Raises BadInput for one made of others.
+
+        Experts that transformers gathers are matrices of their own on disk.
+        """
+        first = self.derived.kind_of.index(kind)
+        found: dict[str, Axes] = {}
+        for part in self.parts[kind]:
+            targets = self.names.layers[first][part.suffix]
+            axes = next((grown[target] for target in targets if target in grown), None)
+            if axes is None:
+                continue
+            if len(targets) > 1 or f"{self.names.stem}{first}.{part.suffix}" in self.names.converted:
+                if part.expert is None or len(axes) != 1:
+                    raise BadInput(
+                        f"layer {first} ({printable(part.suffix)}): transformers makes other tensors of it"
+                        f" ({printable(', '.join(targets))}), and which side of it is the stream is not known;"
+                        " widen_ffn may widen it"
+                    )
+                axes = ((hidden_axis(part), *axes[0][1:]),)
+            found[part.suffix] = axes
+        return found
 
     @property
     def _firsts(self) -> list[tuple[int, Mapping[str, tuple[str, ...]]]]:
@@ -390,6 +421,13 @@ def composition_for(kept: str) -> Composition:
     firsts = [found.kind_of.index(kind) for kind in range(len(found.titles))]
     compose = encoder_composition if found.skeleton.encoder else composition_of
     return compose(config, found.skeleton, twin_of(config, heads=found.heads), firsts)
+
+
+@lru_cache(maxsize=8)
+def _stream(kept: str, times: int) -> Stream:
+    """Once for what preview and apply ask alike; nobody may change it."""
+    config = json.loads(kept)
+    return wider_stream(config, derive(config), times)
 
 
 @lru_cache(maxsize=16)

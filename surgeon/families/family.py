@@ -112,6 +112,15 @@ def inner_width(part: Part) -> int:
     return part.shape[-2 if part.expert is not None and part.expert.transposed else -1]
 
 
+def hidden_axis(part: Part) -> int:
+    """Along which axis a tensor of an FFN, or of experts, has a number for each dimension of the stream."""
+    stacked = int(part.expert is not None and part.expert.number is None)
+    if part.kind != "weight":
+        return stacked
+    turned = part.expert is not None and part.expert.transposed
+    return stacked + int((part.blocks[0][0] == "down") == turned)
+
+
 @dataclass(frozen=True)
 class Family:
     """What a checkpoint's layers are called: a tensor is `{prefix}{stem}{number}.{suffix}`.

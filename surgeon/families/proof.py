@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _NEW_SEED = 7
+# Of the largest logit: what sums in another order may change in float32.
+_ROUNDING = 1e-5
 
 
 def layer_axis(before: tuple[int, ...], after: tuple[int, ...], old: int, new: int) -> int | None:
@@ -94,6 +96,19 @@ def check_same(base: Skeleton, result: Skeleton, order: Sequence[int], kept: Seq
                 " would not be the base; choose places above those layers, or `zero_init: false` to go without the"
                 " promise"
             )
+
+
+def agree(base: Skeleton, result: Skeleton) -> bool:
+    """Whether two models' logits differ by no more than sums in another order do, with and without a cache."""
+    import torch
+
+    tokens = some_tokens(base)
+    with torch.no_grad():
+        for run in (run_prefill, run_cached):
+            one, other = run(base, tokens), run(result, tokens)
+            if float((one - other).abs().max()) > _ROUNDING * float(one.abs().max()):
+                return False
+    return True
 
 
 def check_runs(config: Mapping[str, Any], grown: Mapping[str, Any], *, heads: int) -> None:

@@ -275,13 +275,13 @@ def _nulls(layer: nn.Module, kept: dict[str, Tensor]) -> tuple[dict[str, float],
         if scale is None or scale.ndim != 1 or "norm" not in type(module).__name__.lower():
             continue
         name = f"{prefix}.weight"
-        null = _null_of(module, scale, kept[name])
+        null = null_of(module, scale, kept[name])
         if null is not None:
             nulls[name], identities[name] = null, null + 1.0
     return nulls, identities
 
 
-def _null_of(module: nn.Module, scale: nn.Parameter, kept: Tensor) -> float | None:
+def null_of(module: nn.Module, scale: nn.Parameter, kept: Tensor) -> float | None:
     """The stored scale with which a norm gives zeros, whatever it is given; None where neither 0 nor −1 does."""
     import torch
 

@@ -22,7 +22,7 @@ from surgeon.runtime.composition import PREFIX
 if TYPE_CHECKING:
     from torch import Generator, Tensor, nn
 
-_WIDTHS = re.compile(
+WIDTHS = re.compile(
     r"hidden_size|d_model|n_embd|n_embed|embed_dim|emb_dim|embedding_(size|dim)|word_embed_proj_dim|lru_width"
     r"|(out|text|mm|llm|encoder|moe|projector)_hidden_size|adapter_in(_dim|put_size)|projection_dim|output_dim|hidden_dim|dim_model|text_(embed_)?dim"
 )
@@ -77,7 +77,7 @@ def shrunk(config: Mapping[str, Any], *, heads_left: int = _HEADS_LEFT, all_expe
             fewer = heads if old_heads and value >= old_heads else 2 if key.startswith("linear_num_value") else 1
             return min(value, fewer)
         for pattern, most in (
-            (_WIDTHS, width),
+            (WIDTHS, width),
             (_INNER, _INNER_OF_MANY if all_experts else _INNER_SIZE),
             (_EXPERTS, value if all_experts else 8),
             (_CHOSEN, value if all_experts else 2),

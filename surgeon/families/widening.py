@@ -133,13 +133,14 @@ def _candidates(config: Mapping[str, Any], skeleton: Skeleton) -> Iterator[tuple
         part = part.get(key) or {}
     seen: set[str] = set()
     for fields in (part, skeleton.text.to_dict()):
-        for name, value in _flat(fields):
+        for name, value in flat_fields(fields):
             if name not in seen and type(value) is int and 1 < value <= LARGEST_SIZE and _INNER.fullmatch(name):
                 seen.add(name)
                 yield name, value
 
 
-def _flat(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def flat_fields(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The fields of a part of a config, those of parts of it with a dot behind the part's name."""
     for key, value in fields.items():
         if isinstance(value, Mapping):
             yield from ((f"{key}.{name}", inner) for name, inner in value.items())

@@ -8,32 +8,45 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from surgeon.checkpoint.pieces import Pieces, turned
+from surgeon.checkpoint.pieces import Pieces, Span, turned
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import of_graft, places_of
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, StoredTensor, Surgery
 from surgeon.manifest.recipe_words import BaseBytes, base_bytes_of
 
+# Of a part of a tensor, (from, to) along every axis.
+Box = tuple[tuple[int, int], ...]
 
-def slices_of(pieces: Pieces, shape: Sequence[int], bits: int) -> tuple[int, tuple[tuple[int, int], ...]]:
-    """What a tensor of `shape` holds of others, as an axis and (from, to) of slices along it."""
+
+def boxes_of(pieces: Pieces, shape: Sequence[int], bits: int) -> tuple[Box, ...]:
+    """What a tensor of `shape` holds of others, as parts of it."""
+    return tuple(sorted(_box(span, shape, bits) for span in pieces.spans))
+
+
+def _box(span: Span, shape: Sequence[int], bits: int) -> Box:
+    """The part of a tensor that a span covers: some of one axis in each run, whose runs are rows of those before it."""
     for axis in range(len(shape)):
-        before, width = math.prod(shape[:axis]), math.prod(shape[axis + 1 :]) * bits // 8
-        spans = pieces.spans
-        if all(s.count == before and not s.at % width and not s.length % width for s in spans):
-            found = sorted((s.at // width, (s.at + s.length) // width) for s in spans)
-            return axis, tuple(_merged(found))
-    raise AssertionError(pieces)
+        width = math.prod(shape[axis + 1 :]) * bits // 8
+        (row, first), count = divmod(span.at // width, shape[axis]), span.length // width
+        whole = not span.at % width and not span.length % width and first + count <= shape[axis]
+        if whole and (span.count == 1 or span.every == width * shape[axis]):
+            above = _rows(row, span.count, shape[:axis])
+            if above is not None:
+                return (*above, (first, first + count), *((0, size) for size in shape[axis + 1 :]))
+    raise AssertionError(span)
 
 
-def _merged(found: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    merged: list[tuple[int, int]] = []
-    for begin, end in found:
-        if merged and merged[-1][1] == begin:
-            merged[-1] = (merged[-1][0], end)
-        else:
-            merged.append((begin, end))
-    return merged
+def _rows(first: int, count: int, shape: Sequence[int]) -> Box | None:
+    """Rows of axes of `shape`, counted through, as (from, to) along each; None where they are no such part."""
+    if not shape:
+        return () if (first, count) == (0, 1) else None
+    *before, size = shape
+    row, begin = divmod(first, size)
+    if begin == 0 and count % size == 0:
+        above, own = _rows(row, count // size, before), (0, size)
+    else:
+        above, own = (_rows(row, 1, before) if begin + count <= size else None), (begin, begin + count)
+    return None if above is None else (*above, own)
 
 
 def layers_of(manifest: Manifest, *, file: str) -> dict[int, int]:

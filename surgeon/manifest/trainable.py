@@ -6,8 +6,10 @@ The manifest decides, not names or strides. Of a tensor that holds rows of the b
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -21,7 +23,7 @@ from surgeon.families.anatomy import Anatomy
 from surgeon.families.dissect_folder import dissect_folder
 from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import Manifest
-from surgeon.manifest.moves import slices_of
+from surgeon.manifest.moves import Box, boxes_of
 from surgeon.manifest.recipe_words import base_bytes_of
 from surgeon.operations.operation import Spec
 from surgeon.operations.selectors import LayerSelector, select_layers
@@ -41,21 +43,42 @@ What = Literal["last", "added", "base", "all", "mtp"] | LayersSpec | Sequence[in
 
 @dataclass(frozen=True)
 class Fixed:
-    """The `spans` (from, to) of a tensor along `axis` that do not train."""
+    """The `boxes` of a tensor that do not train: of each, (from, to) along every axis; none over another."""
 
-    axis: int
-    spans: tuple[tuple[int, int], ...]
+    boxes: tuple[Box, ...]
 
     @property
     def size(self) -> int:
-        """How many rows, or columns, these are."""
-        return sum(end - begin for begin, end in self.spans)
+        """How many numbers these are."""
+        return sum(map(_numbers, self.boxes))
 
-    def reversed(self, size: int) -> Fixed:
-        """What trains instead, of `size` rows or columns in all."""
-        edges = [0, *(edge for span in sorted(self.spans) for edge in span), size]
-        spans = zip(edges[::2], edges[1::2], strict=True)
-        return Fixed(self.axis, tuple((begin, end) for begin, end in spans if begin < end))
+    def reversed(self, shape: Sequence[int]) -> Fixed:
+        """What trains instead, of a tensor of this shape."""
+        left: list[Box] = [tuple((0, size) for size in shape)]
+        for taken in self.boxes:
+            left = [part for box in left for part in _around(box, taken)]
+        return Fixed(tuple(sorted(left)))
+
+    @property
+    def slices(self) -> Iterator[tuple[slice, ...]]:
+        """What a tensor is indexed with for each of those parts."""
+        return (tuple(itertools.starmap(slice, box)) for box in self.boxes)
+
+
+def _numbers(box: Box) -> int:
+    return math.prod(end - begin for begin, end in box)
+
+
+def _around(box: Box, taken: Box) -> Iterator[Box]:
+    """The parts of a box that are not in another one."""
+    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, taken, strict=True))
+    if any(begin >= end for begin, end in common):
+        yield box
+        return
+    for axis, ((begin, end), (first, last)) in enumerate(zip(box, common, strict=True)):
+        for part in ((begin, first), (last, end)):
+            if part[0] < part[1]:
+                yield (*common[:axis], part, *box[axis + 1 :])
 
 
 @dataclass(frozen=True)
@@ -141,7 +164,7 @@ def _whole(out: CheckpointFolder, manifest: Manifest | None, what: What, anatomy
         names = out.tensors.keys() - added.names - added.still
         for name, part in added.fixed.items():
             names |= {name}
-            fixed[name] = part.reversed(out.tensors[name].shape[part.axis])
+            fixed[name] = part.reversed(out.tensors[name].shape)
         title = "the base's own tensors"
     else:
         names, title = set(out.tensors), "every tensor"
@@ -211,7 +234,7 @@ def _of(
             chosen[place] = None
             if start.kept.spans:
                 # Where a vocabulary grew twice, all that came after the first base trains.
-                fixed.setdefault(place, Fixed(*slices_of(start.kept, tensor.shape, DTYPE_BITS[tensor.dtype])))
+                fixed.setdefault(place, Fixed(boxes_of(start.kept, tensor.shape, DTYPE_BITS[tensor.dtype])))
         if lineage is not None and nth < lineage.count:
             # A later merge may have folded an earlier surgery's branches away.
             chosen = {name: None for name in chosen if name in out.tensors}

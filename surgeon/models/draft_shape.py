@@ -3,6 +3,9 @@
 The head is EAGLE-3's (arXiv 2503.01840), with the base's last hidden state in place of three layers' fused: one Llama
 layer whose attention reads [norm(embedding); norm(hidden state)], and a norm, whose output the base's own head reads
 and the next step goes on from. Embeddings and head are the base's, so the folder has neither.
+
+Not as here: where every layer of a base has a sliding window, vLLM 0.32 gives the head's layer that window too, so on
+longer texts its drafts are others, and fewer are right; the tokens are the base's all the same.
 """
 
 from __future__ import annotations

@@ -8,27 +8,29 @@ all of a reader's weight on the first copy). The native class with a larger `hid
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
-from surgeon.blueprint.recipes import Constant, Copy, Joined, Recipe, side_by_side, sliced
+from surgeon.blueprint.recipes import Constant, Copy, Joined, Recipe, side_by_side, sliced_along
 from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy
+from surgeon.families.anatomy import Anatomy, Axes, Axis, Stream
+from surgeon.families.decoders import USUAL_DECODERS
 from surgeon.families.family import LARGEST_SIZE, Part, Role
+from surgeon.families.growth import part_of
 from surgeon.operations.operation import Operation, Paper, TrainingDefaults
 from surgeon.operations.widths import ROUNDING, check_alone
 
 _READING: tuple[Role, ...] = ("query", "key", "value", "gate", "up")
-_WRITING: tuple[Role, ...] = ("output", "down")
-_NORMS: tuple[Role, ...] = ("pre_attention_norm", "post_attention_norm", "pre_mlp_norm", "post_mlp_norm")
 # What has nothing of the stream's width: norms of query and key.
 _INSIDE: tuple[Role, ...] = ("query_norm", "key_norm")
 # Far beyond any use; each copy is a part of each tensor that writes.
 _MOST = 64
+_MOST_AXES = 2
 
 
 class WidenHidden(Operation):
@@ -77,20 +79,19 @@ class WidenHidden(Operation):
         _check(draft)
         before = draft.anatomy.sizes.hidden
         times = self._times(before)
-        for index, layer in enumerate(draft.layers):
-            for part in draft.kind_of(index).parts:
-                wider = _of_layer(layer.tensors[part.suffix], part, times, where=f"layer {index}")
-                if wider is not None:
-                    layer.tensors[part.suffix] = wider
-                    layer.rewritten[part.suffix] = number
-        for name, recipe in _outside(draft, times).items():
-            draft.set_outer(name, recipe)
-        # Without `head_dim` a class would divide the hidden size by the heads.
-        draft.sizes |= {"hidden_size": before * times, "head_dim": draft.anatomy.sizes.head_dim}
+        usual = draft.anatomy.family.model_type in USUAL_DECODERS
+        fields, kinds, outer = _of_roles(draft.anatomy, times) if usual else draft.anatomy.derivation.stream(times)
+        for layer in draft.layers:
+            for suffix, axes in kinds[draft.anatomy.kind_of[layer.like]].items():
+                layer.tensors[suffix] = _wider(_plain(layer.tensors[suffix], suffix), axes, times)
+                layer.rewritten[suffix] = number
+        for name, axes in outer.items():
+            draft.set_outer(name, _wider(_plain(Copy.of(draft.anatomy.outer[name]), name), axes, times))
+        draft.sizes |= fields
         return OperationRecord(
             op=self.op,
             matched=f"a stream of {before} becomes {before * times}, itself {times} times, in all {len(draft.layers)}"
-            " layers, embeddings and head",
+            f" layers, embeddings and head{_other_fields(draft, fields)}",
             claim=Claim("rounding", f"what reads the stream has zeros for all but its first part; {ROUNDING}"),
             trains="new",
         )
@@ -121,15 +122,12 @@ def _check(draft: Draft) -> None:
         raise BadInput(f"{what} as wide as the stream is now; revert it, or fold or merge it first")
 
 
-def _again(source: Copy, times: int) -> tuple[Recipe, ...]:
-    """A tensor and copies of it."""
-    return (source, *(sliced(source, 0, source.shape[0], again=True) for _ in range(times - 1)))
-
-
-def _zeros(source: Copy, times: int) -> tuple[Recipe, ...]:
-    """A matrix, and zeros for the further copies of what it reads."""
-    rows, columns = source.shape
-    return (source, Constant(0.0, source.dtype, (rows, columns * (times - 1))))
+def _other_fields(draft: Draft, fields: dict[str, int]) -> str:
+    """The fields that change beside the stream's width, in words."""
+    part = part_of(draft.config, draft.anatomy.derivation.path)
+    hidden = draft.anatomy.sizes.hidden
+    others = {key: value for key, value in fields.items() if key in part and part[key] not in (hidden, value)}
+    return "".join(f", `{key}` {printable(str(part[key]))} becomes {value}" for key, value in others.items())
 
 
 def _null_scale(anatomy: Anatomy) -> float:
@@ -148,49 +146,75 @@ def _plain(recipe: Recipe, name: str) -> Copy:
     return recipe
 
 
-def _of_layer(recipe: Recipe, part: Part, times: int, *, where: str) -> Joined | None:
-    """A layer's tensor for the wider stream; None for one that it does not touch.
+def _of_roles(anatomy: Anatomy, times: int) -> Stream:
+    """What grows in a usual type, which is known without building anything, as `Derivation.stream` says."""
+    kinds: list[dict[str, Axes]] = []
+    for kind in anatomy.kinds:
+        axes = {part.suffix: _of_role(part) for part in kind.parts}
+        kinds.append({suffix: found for suffix, found in axes.items() if found})
+    # Without `head_dim` a class would divide the hidden size by the heads.
+    fields = {"hidden_size": anatomy.sizes.hidden * times, "head_dim": anatomy.sizes.head_dim}
+    return fields, tuple(kinds), _outside(anatomy)
 
-    Raises BadInput for one of which this is not known.
-    """
+
+def _of_role(part: Part) -> Axes:
+    """How a layer's tensor grows; not at all, inside of attention."""
     roles = {role for role, _ in part.blocks}
     reads = bool(roles) and roles <= set(_READING)
-    if roles and (roles <= set(_INSIDE) or (reads and part.kind == "bias")):
-        return None
-    source = _plain(recipe, part.suffix)
-    if reads and part.expert is None and part.kind == "weight":
-        return side_by_side(_zeros(source, times), 1)
-    if roles and roles <= {*_WRITING, *_NORMS} and part.expert is None:
-        return side_by_side(_again(source, times), 0)
-    raise BadInput(
-        f"{where} ({printable(part.suffix)}): whether it reads or writes the residual stream is not known, so the"
-        " stream of this model cannot become wider; widen_ffn may widen it"
-    )
+    if roles <= set(_INSIDE) or (reads and part.kind == "bias"):
+        return ()
+    return ((1, 0.0, (1,)),) if reads else ((0, None, (1,)),)
 
 
-def _outside(draft: Draft, times: int) -> dict[str, Joined]:
-    """Embeddings, last norm and head for the wider stream, by name. Raises BadInput for what is neither.
+def _outside(anatomy: Anatomy) -> dict[str, Axes]:
+    """How embeddings, last norm and head grow, by name. Raises BadInput for what is neither.
 
     Of tied embeddings, which write several times, the last norm silences all but the first copy: its further values
     learn. Of a head of its own further columns are zero, and learn as the norm passes all copies.
     """
-    anatomy = draft.anatomy
-    found: dict[str, Joined] = {}
-    for name, info in anatomy.outer.items():
-        if name in anatomy.idle or "rotary_emb" in name:
-            continue
-        source = _plain(Copy.of(info), name)
-        if name == anatomy.outer_name("embed_tokens.weight"):
-            found[name] = side_by_side(_again(source, times), 1)
-        elif name == anatomy.outer_name("norm.weight"):
-            off = Constant(_null_scale(anatomy), info.dtype, (info.shape[0] * (times - 1),))
-            found[name] = side_by_side((source, off) if anatomy.tied else _again(source, times), 0)
-        elif name == anatomy.outer_name("norm.bias"):
-            # The mean of [x; x] is that of x too, so LayerNorm takes both as it takes one.
-            off = Constant(0.0, info.dtype, (info.shape[0] * (times - 1),))
-            found[name] = side_by_side((source, off) if anatomy.tied else _again(source, times), 0)
-        elif name == "lm_head.weight":
-            found[name] = side_by_side(_again(source, times) if anatomy.tied else _zeros(source, times), 1)
+    known: dict[str, Axes] = {
+        anatomy.outer_name("embed_tokens.weight"): ((1, None, (1,)),),
+        anatomy.outer_name("norm.weight"): ((0, _null_scale(anatomy) if anatomy.tied else None, (1,)),),
+        "lm_head.weight": ((1, None if anatomy.tied else 0.0, (1,)),),
+    }
+    left = [name for name in anatomy.outer if name not in anatomy.idle and "rotary_emb" not in name]
+    if odd := next((name for name in left if name not in known), None):
+        raise BadInput(f"{printable(odd)}: what it does with the stream is not known, so that cannot become wider")
+    return {name: known[name] for name in left}
+
+
+def _wider(of: Copy, axes: Axes, times: int) -> Joined:
+    """A tensor for the wider stream, along one axis or two; parts of one axis grow each for itself."""
+    if len(axes) == 1:
+        return _along(of, axes[0], times, lambda part: part)
+    # Copies of what there is are those of the tensor that reads the wider stream.
+    one, other = sorted(axes, key=lambda axis: axis[1] is not None)
+    axis, new, shares = other
+    if len(axes) > _MOST_AXES or len(shares) > 1 or new is None:
+        raise BadInput(
+            f"{printable(str(of.source))}: grows along {len(axes)} axes in a way that surgeon cannot follow; widen_ffn"
+            " may widen this model"
+        )
+    more = of.shape[axis] * (times - 1)
+    return _along(of, one, times, lambda part: side_by_side((part, _filled(part, axis, more, new)), axis))
+
+
+def _along(of: Copy, axis: Axis, times: int, beside: Callable[[Copy], Recipe]) -> Joined:
+    """A tensor with what is new along one axis, each of its parts made wider `beside` it."""
+    (number, new, shares), size = axis, of.shape[axis[0]]
+    pieces: list[Recipe] = []
+    begin = 0
+    for share in shares:
+        end = begin + size * share // sum(shares)
+        own = of if len(shares) == 1 else sliced_along(of, number, begin, end)
+        pieces.append(beside(own))
+        if new is None:
+            pieces += [beside(sliced_along(of, number, begin, end, again=True)) for _ in range(times - 1)]
         else:
-            raise BadInput(f"{printable(name)}: what it does with the stream is not known, so that cannot become wider")
-    return found
+            pieces.append(_filled(pieces[-1], number, (end - begin) * (times - 1), new))
+        begin = end
+    return side_by_side(pieces, number)
+
+
+def _filled(like: Recipe, axis: int, more: int, value: float) -> Constant:
+    return Constant(value, like.dtype, (*like.shape[:axis], more, *like.shape[axis + 1 :]))

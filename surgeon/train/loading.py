@@ -13,7 +13,6 @@ from surgeon.data.documents import Documents
 from surgeon.data.layouts import Document
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.lineage import Lineage
-from surgeon.manifest.trainable import Fixed
 from surgeon.models.load import load_model, stored_dtype
 from surgeon.models.mtp import load_mtp
 from surgeon.models.outputs import check_window, load_encoder
@@ -57,7 +56,7 @@ def loaded_model(run: Run) -> tuple[Any, TrainedParameters]:
     _isolate(run, model)
     if run.wanted.mtp:
         return _drafting(run, model)
-    fixed: dict[str, Fixed] = {}
+    fixed: dict[str, int] = {}
     if config.lora is not None:
         # PEFT is an extra.
         from surgeon.train.trainable.lora import attach
@@ -77,7 +76,7 @@ def loaded_model(run: Run) -> tuple[Any, TrainedParameters]:
             # Loaded weights may be mapped from the file.
             parameter = model.get_parameter(name)
             parameter.data = parameter.data.clone()
-        fixed = hold_fixed(model, run.wanted, base_names=run.out.tensors)
+        fixed = hold_fixed(model, run.wanted, tensors=run.out.tensors)
     run.say(f"trains {len(names)} tensors, {trained_numbers(model, fixed):,} numbers: {run.wanted.shown}")
     model.config.use_cache = False
     if _spreads(run, model):
@@ -291,9 +290,9 @@ def cached_teacher(run: Run) -> CachedTeacher | None:
     return CachedTeacher(run.work, spec.cached, spec.on, run.data.mixture, sequences, settings.length)
 
 
-def trained_numbers(model: Any, fixed: Mapping[str, Fixed]) -> int:
+def trained_numbers(model: Any, fixed: Mapping[str, int]) -> int:
     """How many numbers train, without those that are fixed."""
     training = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    left: int = sum(p.numel() // p.shape[fixed[n].axis] * fixed[n].size for n, p in training if n in fixed)
+    left = sum(fixed.get(name, 0) for name, _ in training)
     total: int = sum(p.numel() for _, p in training)
     return total - left

@@ -229,15 +229,14 @@ def _with_lora(
 def _with_fixed(name: str, value: Tensor, stored: Tensor, fixed: Fixed) -> Tensor:
     """The trained value in the stored dtype with what is fixed as it is stored. Raises PromiseBroken."""
     made = value.to(stored.dtype)
-    for begin, end in fixed.spans:
-        kept, after = (each.narrow(fixed.axis, begin, end - begin) for each in (stored, value))
-        if not torch.equal(after, kept.to(value.dtype)):
+    for part in fixed.slices:
+        if not torch.equal(value[part], stored[part].to(value.dtype)):
+            shown = ", ".join(f"{axis.start} to {axis.stop}" for axis in part)
             raise PromiseBroken(
-                f"{printable(name)}: {begin} to {end} along axis {fixed.axis} changed in training, which were to"
-                " stay; nothing was published"
+                f"{printable(name)}: [{shown}] of it changed in training, which was to stay; nothing was published"
             )
         # A run in a narrower dtype held them rounded.
-        made.narrow(fixed.axis, begin, end - begin).copy_(kept)
+        made[part] = stored[part]
     return made
 
 

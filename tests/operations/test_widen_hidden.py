@@ -11,8 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import surgeon
+from benchmarks.published import published
 from surgeon.errors import BadInput
-from surgeon.families.skeleton import CAUSAL
+from surgeon.families.skeleton import IMAGE_TEXT
+from surgeon.families.stream_sides import Probe
 from tests.checkpoints import weights
 from tests.decoders import tiny_decoder
 from tests.operations.test_grow_vocabulary import assert_same, plan_of, train
@@ -47,7 +49,6 @@ def widened(held: dict[str, torch.Tensor], times: int, *, tied: bool) -> dict[st
         ("llama", {"attention_bias": True, "mlp_bias": True}, {"times": 2}),
         ("qwen3", {}, {"to": 96}),
         ("phi3", {}, {"times": 2}),
-        ("olmo2", {}, {"times": 2}),
     ],
 )
 def test_a_wider_stream_computes_the_same(
@@ -71,22 +72,60 @@ def test_a_wider_stream_computes_the_same(
     assert_same(base, tmp_path / "back")
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_mean_and_a_shift_are_those_of_one_copy(tied: bool, tmp_path: Path) -> None:
+def test_a_mean_and_a_shift_are_those_of_one_copy(tmp_path: Path) -> None:
     """LayerNorm with biases, an FFN without a gate: the last norm of tied embeddings silences all but the first."""
-    base = tiny_decoder(tmp_path / "base", "starcoder2", dtype="bfloat16", layers=2, tie_word_embeddings=tied)
+    base = tiny_decoder(tmp_path / "base", "starcoder2", dtype="bfloat16", layers=2, tie_word_embeddings=True)
     out = apply(tmp_path, base, "out", TWICE)
     held, found = (weights(folder)["model.norm.bias"] for folder in (base, out))
-    assert held.any() and torch.equal(found, torch.cat([held, torch.zeros_like(held) if tied else held]))
+    assert held.any() and torch.equal(found, torch.cat([held, torch.zeros_like(held)]))
     proof = surgeon.verify(base, out, device="cpu", windows=1, window=16)
     assert proof.holds and proof.promise == "rounding" and proof.rounded
 
 
-def test_training_moves_what_is_new_alone_and_all_of_it_learns(tmp_path: Path) -> None:
-    base = base_of(tmp_path, "qwen2", num_hidden_layers=2)
+def read(value: torch.Tensor) -> torch.Tensor:
+    return torch.cat([value, torch.zeros_like(value)], 1)
+
+
+def each_twice(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return torch.cat([part for part in parts for _ in range(2)])
+
+
+@pytest.mark.parametrize("model_type", ["dbrx", "lfm2"])
+def test_axes_and_sides_of_a_derived_type_are_found(model_type: str, tmp_path: Path) -> None:
+    """dbrx divides its width by its heads, which become twice as many; lfm2 has three matrices in one, and a filter."""
+    base = published(tmp_path / "base", model_type)
     out = apply(tmp_path, base, "out", TWICE)
+    held, found = weights(base), weights(out)
+    if model_type == "dbrx":
+        stem = "transformer.blocks.3."
+        fused = f"{stem}norm_attn_norm.attn.Wqkv.weight"
+        queries, keys, values = held[fused].split([64, 32, 32])
+        expected = {
+            fused: read(each_twice((queries, keys, values))),
+            f"{stem}ffn.experts.mlp.w1": read(held[f"{stem}ffn.experts.mlp.w1"]),
+            f"{stem}ffn.experts.mlp.w2": torch.cat([held[f"{stem}ffn.experts.mlp.w2"]] * 2, 1),
+            f"{stem}ffn.router.layer.weight": read(held[f"{stem}ffn.router.layer.weight"]),
+        }
+    else:
+        stem = "model.layers.0.conv."
+        expected = {
+            f"{stem}in_proj.weight": read(each_twice(held[f"{stem}in_proj.weight"].chunk(3))),
+            f"{stem}conv.weight": torch.cat([held[f"{stem}conv.weight"]] * 2),
+            f"{stem}out_proj.weight": read(torch.cat([held[f"{stem}out_proj.weight"]] * 2)),
+        }
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    proof = surgeon.verify(base, out, device="cpu", windows=1, window=16)
+    assert proof.holds and proof.promise == "rounding"
+    surgeon.revert(out, tmp_path / "back")
+    assert_same(base, tmp_path / "back")
+
+
+def test_of_gathered_experts_and_of_corners_what_is_new_trains(tmp_path: Path) -> None:
+    """olmoe has each expert on disk and all in one parameter, and gets more heads: matrices grow on both sides."""
+    base = published(tmp_path / "base", "olmoe")
+    apply(tmp_path, base, "out", TWICE)
     train(tmp_path, "out", weight_decay=0.5)
-    held, born, after = (weights(folder) for folder in (base, out, tmp_path / "out-run"))
+    held, born, after = (weights(tmp_path / name) for name in ("base", "out", "out-run"))
     for name, value in after.items():
         kept = value[tuple(slice(size) for size in held[name].shape)]
         assert torch.equal(kept.view(torch.uint8), held[name].contiguous().view(torch.uint8)), name
@@ -96,8 +135,18 @@ def test_training_moves_what_is_new_alone_and_all_of_it_learns(tmp_path: Path) -
     apply(tmp_path, tmp_path / "out-run", "wider", TWICE)
     surgeon.revert(tmp_path / "wider", tmp_path / "one")
     assert_same(tmp_path / "out-run", tmp_path / "one")
-    surgeon.revert(tmp_path / "out-run", tmp_path / "none")
-    assert_same(base, tmp_path / "none")
+    surgeon.revert(tmp_path / "out-run", tmp_path / "back")
+    assert_same(base, tmp_path / "back")
+
+
+def test_a_side_that_is_wrong_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = published(tmp_path / "base", "qwen2_moe")
+    told = Probe._writes
+    monkeypatch.setattr(
+        Probe, "_writes", lambda self, name, axis: told(self, name, axis) != name.endswith("gate.weight")
+    )
+    with pytest.raises(BadInput, match="on a twin of this qwen2_moe the logits are not the base's"):
+        surgeon.preview(plan_of(tmp_path, TWICE), base)
 
 
 def test_a_copy_that_is_none_is_found(tmp_path: Path) -> None:
@@ -117,7 +166,8 @@ def test_a_copy_that_is_none_is_found(tmp_path: Path) -> None:
 def test_what_cannot_be_wider_is_refused_in_a_line(tmp_path: Path) -> None:
     base, ffn = base_of(tmp_path), {"op": "widen_ffn", "by": 8}
     grafted = apply(tmp_path, base, "grafted", {"op": "gated_adapters", "size": 4})
-    experts = tiny_decoder(tmp_path / "experts", "qwen3_moe", CAUSAL, dtype="bfloat16")
+    pictures = tiny_decoder(tmp_path / "pictures", "qwen3_vl", IMAGE_TEXT, dtype="bfloat16", layers=1)
+    alibi = tiny_decoder(tmp_path / "alibi", "bloom", dtype="bfloat16", layers=1)
     gemma = base_of(tmp_path / "gemma", "gemma2")
     for on, operations, words in (
         (base, [{"op": "widen_hidden", "to": 48}], "give a multiple of 32, 64 say"),
@@ -128,7 +178,8 @@ def test_what_cannot_be_wider_is_refused_in_a_line(tmp_path: Path) -> None:
         (base, [TWICE, {"op": "gated_adapters", "size": 4}], "apply two plans"),
         (grafted, [TWICE], "layer 0 carries a graft as wide as the stream"),
         (gemma, [TWICE], r"plan\.yaml:\d+: operations\[0\] \(widen_hidden\): gemma2: .* multiplies embeddings"),
-        (experts, [TWICE], "whether it reads or writes the residual stream is not known"),
+        (pictures, [TWICE], "other parts of it put states as wide as the stream among the text's"),
+        (alibi, [TWICE], "on a twin of this bloom the logits are not the base's once `hidden_size` grows"),
     ):
         with pytest.raises(BadInput, match=words) as refused:
             surgeon.preview(plan_of(tmp_path, *operations), on)

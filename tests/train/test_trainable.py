@@ -15,7 +15,7 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
 from surgeon.manifest.manifest import Manifest
 from surgeon.manifest.reading import parse
-from surgeon.manifest.trainable import Fixed, TrainableSet, trainable_set
+from surgeon.manifest.trainable import TrainableSet, trainable_set
 from surgeon.models.load import load_model
 from surgeon.train.config.settings import Settings
 from surgeon.train.steps import trainer
@@ -192,7 +192,7 @@ def test_nothing_decays_of_what_trains_in_part(monkeypatch: pytest.MonkeyPatch) 
     seen: dict[str, Any] = {}
     monkeypatch.setattr(trainer, "make_optimizer", lambda whole, settings, *, decayed: seen.update(decayed=decayed))
     monkeypatch.setattr(trainer, "check_set", lambda model, names, *, optimizer: seen.update(names=names))
-    fixed = {"1.weight": Fixed(0, ((0, 1),))}
+    fixed = {"1.weight": 2}
     made = SimpleNamespace(
         optimizer=None,
         model=model,

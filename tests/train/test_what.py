@@ -360,11 +360,18 @@ def test_of_grown_tensors_the_bases_part_trains(tmp_path: Path) -> None:
     manifest = manifest_of(out)
     last, own = (trainable_set(out, manifest, what) for what in ("last", "base"))
     for name, fixed in last.fixed.items():
-        size = out.tensors[name].shape[fixed.axis]
-        assert fixed.size + own.fixed[name].size == size
-        assert fixed.reversed(size) == own.fixed[name]
+        shape = out.tensors[name].shape
+        assert fixed.size + own.fixed[name].size == math.prod(shape)
+        assert fixed.reversed(shape) == own.fixed[name]
     assert own.fixed.keys() == last.fixed.keys() == set(last.names)
-    assert Fixed(0, ((2, 4), (6, 8))).reversed(8) == Fixed(0, ((0, 2), (4, 6)))
+    corners = Fixed((((2, 4), (0, 3)), ((6, 8), (1, 2))))
+    left = torch.ones(8, 3)
+    for part in corners.slices:
+        left[part] = 0
+    for part in corners.reversed((8, 3)).slices:
+        assert left[part].all()
+        left[part] = 0
+    assert not left.any() and corners.size + corners.reversed((8, 3)).size == 24
     assert trainable_set(out, manifest, "all").fixed == {}
 
 

@@ -95,8 +95,7 @@ class Joined(Recipe):
     @property
     def kept(self) -> Pieces:
         """The parts that are the base's own, in the one place that they have. What a graft held is new."""
-        own = [part.pieces if _is_own(part) else Pieces(part.nbytes, ()) for part in self.parts]
-        return self._stacked(own)
+        return self._stacked([_own(part) for part in self.parts])
 
     def _stacked(self, parts: Sequence[Pieces]) -> Pieces:
         return stacked(parts, before=self._before) if self._as_they_are else Pieces(self.nbytes, ())
@@ -128,9 +127,12 @@ class Joined(Recipe):
         return math.prod(self.parts[0].shape[: self.axis])
 
 
-def _is_own(part: Recipe) -> bool:
-    """Whether a part is the base's own, in the one place that it has, and no graft's."""
-    return isinstance(part, Copy) and not part.trains and not any(map(of_graft, part.pieces.tensors))
+def _own(part: Recipe) -> Pieces:
+    """What of a part is the base's own, in the one place that it has, and no graft's."""
+    if isinstance(part, Joined):
+        return part.kept
+    own = isinstance(part, Copy) and not part.trains and not any(map(of_graft, part.pieces.tensors))
+    return part.pieces if own else Pieces(part.nbytes, ())
 
 
 def side_by_side(parts: Sequence[Recipe], axis: int) -> Joined:

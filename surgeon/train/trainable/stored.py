@@ -63,6 +63,10 @@ class StoredNames:
                 )
         return list(found)
 
+    def targets(self, name: str) -> tuple[str, ...]:
+        """The parameters, or buffers, that this tensor on disk is a part of."""
+        return self._made[name].names
+
     def sources(self, target: str) -> list[str]:
         """The tensors on disk that make a parameter."""
         return self._sources.get(target, [])

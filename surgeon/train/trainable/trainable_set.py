@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from surgeon.checkpoint.header import TensorInfo
 from surgeon.errors import printable
+from surgeon.families.names import as_loaded
 from surgeon.manifest.trainable import Fixed, TrainableSet
 from surgeon.train.trainable.stored import StoredNames, WrongSet
 
@@ -17,12 +21,12 @@ from surgeon.train.trainable.stored import StoredNames, WrongSet
 class TrainedParameters:
     """Parameters of a loaded model that a run publishes.
 
-    `names` train, in the model's order; of some of them a part is `fixed`. `fitted` got their values before the first
-    step.
+    `names` train, in the model's order; of some of them so many numbers are `fixed`. `fitted` got their values before
+    the first step.
     """
 
     names: tuple[str, ...]
-    fixed: Mapping[str, Fixed] = field(default_factory=dict)
+    fixed: Mapping[str, int] = field(default_factory=dict)
     fitted: tuple[str, ...] = ()
 
     @property
@@ -53,26 +57,46 @@ def unfreeze(model: nn.Module, wanted: TrainableSet, *, base_names: Collection[s
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
-def hold_fixed(model: nn.Module, wanted: TrainableSet, *, base_names: Collection[str]) -> dict[str, Fixed]:
-    """Keep the gradient from what is fixed of parameters that train in part; what that is, by names in the model.
+def hold_fixed(model: nn.Module, wanted: TrainableSet, *, tensors: Mapping[str, TensorInfo]) -> dict[str, int]:
+    """Keep the gradient from what is fixed of parameters that train in part; how many numbers, by names in the model.
 
     Their gradient is zero from the beginning, so AdamW's moments are, and without weight decay an update of exactly
-    zero leaves them as they are. Raises WrongSet where such a parameter is made of several tensors.
+    zero leaves them as they are. `tensors` are all of the checkpoint's: of what transformers makes of several, or
+    converts, is fixed what it makes of their fixed parts.
     """
-    stored = StoredNames(model, dict.fromkeys((*base_names, *wanted.names))) if wanted.fixed else None
-    held: dict[str, Fixed] = {}
+    stored = StoredNames(model, dict.fromkeys((*tensors, *wanted.names))) if wanted.fixed else None
+    held: dict[str, int] = {}
     parameters = dict(model.named_parameters())
     for name in wanted.names:
-        if stored is None or (fixed := wanted.fixed.get(name)) is None:
+        if stored is None or name not in wanted.fixed:
             continue
-        targets = stored.in_memory([name])
-        if len(targets) != 1:
-            raise WrongSet(f"{printable(name)}: a part of it trains, yet it makes several parameters; nothing trained")
-        # Of tied embeddings one name is the parameter's, the other only leads to it.
-        if targets[0] in parameters and targets[0] not in held:
-            held[targets[0]] = fixed
-            parameters[targets[0]].register_hook(_without(fixed))  # type: ignore[no-untyped-call]
+        for target in stored.targets(name):
+            # Of tied embeddings one name is the parameter's, the other only leads to it.
+            if target not in parameters or target in held:
+                continue
+            if stored.alone(name) == target:
+                fixed = wanted.fixed[name]
+                held[target] = fixed.size
+                parameters[target].register_hook(_without(fixed))  # type: ignore[no-untyped-call]
+            else:
+                sources = {each: tensors[each].shape for each in stored.sources(target)}
+                still = ~_made_of_parts(model, target, sources, wanted.fixed).to(parameters[target].device)
+                held[target] = int(still.sum())
+                hook = partial(Tensor.masked_fill, mask=still, value=0.0)
+                parameters[target].register_hook(hook)  # type: ignore[no-untyped-call]
     return held
+
+
+def _made_of_parts(
+    model: nn.Module, target: str, shapes: Mapping[str, tuple[int, ...]], fixed: Mapping[str, Fixed]
+) -> Tensor:
+    """What trains of a parameter that transformers makes of these tensors on disk: true there, of its shape."""
+    parts = {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    for name, part in parts.items():
+        for held in fixed[name].slices if name in fixed else ():
+            part[held] = 0
+    made: Tensor = as_loaded(model, parts, [target])[target]
+    return made.bool()
 
 
 def _without(fixed: Fixed) -> Callable[[Tensor], Tensor]:
@@ -80,8 +104,8 @@ def _without(fixed: Fixed) -> Callable[[Tensor], Tensor]:
 
     def hook(gradient: Tensor) -> Tensor:
         gradient = gradient.clone()
-        for begin, end in fixed.spans:
-            gradient.narrow(fixed.axis, begin, end - begin).zero_()
+        for part in fixed.slices:
+            gradient[part] = 0
         return gradient
 
     return hook
