@@ -161,7 +161,8 @@ def main() -> None:
         f" hidden size {WIDTH}, {WORDS} tokens, tied, in bfloat16 (2.5 GB); a LoRA of rank {RANK} on all its matrices."
         " From files to files, without imports: the least of the rounds, which took turns. `apply` also digests the"
         " base, measures what rounding leaves of each change, flushes every shard to disk and reads it back."
-        f" Load average {min(loads):.0f} to {max(loads):.0f}: where that is above the cores, compare processor seconds.",
+        f" Load average {min(loads):.0f} to {max(loads):.0f}: where that is above the cores, compare processor"
+        " seconds.",
         "",
         "| | seconds | processor seconds | resident set, GiB | of its own, GiB |",
         "|---|---|---|---|---|",
