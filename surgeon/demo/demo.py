@@ -217,6 +217,8 @@ def _write_config(
         f"validation_sequences: {_VALIDATION_SEQUENCES}",
         *([f"what: {what}"] if what else []),
         *(["preserve: {loss: kl}"] if preserve else []),
+        # What the base wrote is among the sources already.
+        *(["recall_for_gate: 0"] if replayed else []),
         "sources:",
         f"  - {{name: {NEW}, path: texts/{NEW}.jsonl, share: {1 - share}, validation: texts/{NEW}-held-out.jsonl}}",
         f"  - name: {KNOWN}",

@@ -118,7 +118,10 @@ GATED_APPLY = """
 import os, signal, sys, time
 from pathlib import Path
 # A shell that starts jobs in the background has them ignore Ctrl-C, and so would this one.
-signal.signal(signal.SIGINT, signal.default_int_handler)
+def interrupted(*given):
+    print("interrupted", flush=True)
+    signal.default_int_handler(*given)
+signal.signal(signal.SIGINT, interrupted)
 from surgeon.checkpoint import piece_bytes
 from surgeon.cli import main
 real, copies = piece_bytes.copy_range, 0
@@ -160,6 +163,8 @@ def test_control_c(base: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     process, _ = begin_gated_apply(base, out)
     process.send_signal(signal.SIGINT)
+    # Its input ends afterwards, which lets it go on.
+    assert process.stdout is not None and process.stdout.readline() == "interrupted\n"
     _, told = process.communicate()
     assert process.returncode == 130
     proven, *said = [line for line in told.splitlines() if line]

@@ -413,8 +413,8 @@ print("the same")
 # A part of a larger model with experts and linear attention; layers of one block each.
 @pytest.mark.parametrize("model_type", ["qwen3_5_moe", "nemotron_h"])
 def test_grafts_work_as_a_native_model_does_where_surgeon_is_not(model_type: str, tmp_path: Path) -> None:
-    auto, changes = LAYOUTS[model_type]
-    base = tiny_decoder(tmp_path / "base", model_type, auto, **changes)
+    auto = IMAGE_TEXT if model_type == "qwen3_5_moe" else CAUSAL
+    base = tiny_decoder(tmp_path / "base", model_type, auto)
     path = tmp_path / "plan.yaml"
     path.write_text("surgeon: 1\noperations:\n" + "".join(f"  - {operation}\n" for operation in GRAFTS))
     surgeon.apply(path, str(base), tmp_path / "out")

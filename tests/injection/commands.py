@@ -89,10 +89,11 @@ def inputs(folder: Path) -> Path:
         "train": {"sources": [source]},
         "preserve": {"preserve": {"loss": "kl"}, "sources": [new, itself]},
         "gate": {
+            "recall_for_gate": 100,
             "sources": [
                 new | {"name": "fr", "path": "fr.jsonl"},
                 known | {"name": "en", "path": "en.jsonl", "validation": 0.2},
-            ]
+            ],
         },
         "cached": {
             "what": "all",

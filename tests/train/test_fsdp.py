@@ -106,7 +106,11 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
         "unsharded": ("control-llm", "base", {**shared, "micro_batch": 2, "sharding": "none"}),
         # Fitted by each process, and then the first one's. What the base says is asked of both, and kept, before the
         # first step; new text too, as on other text the gate is closed.
-        "gated": ("domain-gate", "base", shared | {"preserve": {"teacher": {"cached": 16}, "on": "all"}}),
+        "gated": (
+            "domain-gate",
+            "base",
+            shared | {"preserve": {"teacher": {"cached": 16}, "on": "all"}, "recall_for_gate": 300},
+        ),
         "resumed": ("mixture-of-control", "small-base", RESUMED | {"sharding": "fsdp"}),
         "wild": ("mixture-of-control", "small-base", wild),
         "spoiled": ("mixture-of-control", "small-base", RESUMED | written),
