@@ -25,9 +25,10 @@ from surgeon.checkpoint.weights import quantisation
 from surgeon.common.cache import MAX_ENTRY_BYTES, cache_folder, read_entry, write_entry
 from surgeon.common.formatting import show_layers
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy, with_vocabulary
+from surgeon.families.anatomy import Anatomy
 from surgeon.families.anatomy_cache import digest_of, found_with, versions
 from surgeon.families.grafted_config import is_grafted, native_config
+from surgeon.families.vocabulary import with_vocabulary
 from surgeon.runtime.bundle import bundle
 
 # Raised whenever entries mean something else.

@@ -11,12 +11,13 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
 from surgeon.checkpoint.own_code import OwnCode
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import VOCABULARY_KEY, Anatomy
+from surgeon.families.anatomy import Anatomy
 from surgeon.families.dissect import dissect
 from surgeon.families.family import OWN_CONFIG
 from surgeon.families.grafted_config import native_config
 from surgeon.families.growth import part_of
 from surgeon.families.names import ANOTHER
+from surgeon.families.vocabulary import VOCABULARY_KEY
 from surgeon.operations.growing import groups_that_fit, head_growths
 from surgeon.operations.widths import divisor_of
 

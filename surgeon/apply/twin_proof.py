@@ -24,7 +24,7 @@ from surgeon.checkpoint.weights import SINGLE_FILE
 from surgeon.common.devices import one_thread
 from surgeon.common.library import LOAD_FAILURES, first_line, quiet_transformers
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import OLD_NORMS, Anatomy, with_vocabulary
+from surgeon.families.anatomy import OLD_NORMS, Anatomy
 from surgeon.families.grafted_config import is_grafted, native_config
 from surgeon.families.grafting import check_grafts, with_grafts
 from surgeon.families.names import as_loaded, made_of, under_base
@@ -33,6 +33,7 @@ from surgeon.families.proof import agree, check_same, run_cached, run_prefill
 from surgeon.families.silence import some_tokens
 from surgeon.families.skeleton import Skeleton
 from surgeon.families.twin import twin_of
+from surgeon.families.vocabulary import with_vocabulary
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor

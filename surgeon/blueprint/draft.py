@@ -39,16 +39,15 @@ from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
 from surgeon.checkpoint.trimmed_vocabulary import with_tokens
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import (
-    VOCABULARY_KEY,
     Anatomy,
     Derivation,
     LayerKind,
     with_dtype,
     with_fields,
-    with_vocabulary,
 )
 from surgeon.families.family import MOST_LAYERS
 from surgeon.families.grafted_config import native_config
+from surgeon.families.vocabulary import VOCABULARY_KEY, with_vocabulary
 from surgeon.runtime.bundle import CODE_FILE
 from surgeon.runtime.rules import BRANCH
 from surgeon.runtime.states_rules import BANK

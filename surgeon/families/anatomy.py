@@ -8,13 +8,13 @@ from __future__ import annotations
 import copy
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any
 
 from surgeon.checkpoint.header import QUANTISED_DTYPES, TensorInfo
-from surgeon.errors import BadInput, printable
+from surgeon.errors import printable
 from surgeon.families.family import Family, Part, Sizes
 from surgeon.runtime.registry import kinds
 from surgeon.runtime.rules import BRANCH, Kind
@@ -50,9 +50,8 @@ def _layer_name() -> re.Pattern[str]:
 # The names of LayerNorm's parts in checkpoints older than PyTorch's LayerNorm; transformers accepts both.
 OLD_NORMS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
-# What predicts further tokens and is no layer above the stack; and such layers' embeddings and heads.
+# What predicts further tokens and is no layer above the stack.
 _FURTHER = re.compile(r"(?:^|\.)mtp\w*\.")
-_OWN_ROWS = re.compile(r"(?:^|\.)(?:embed_tokens|head|lm_head|output)\.(?:weight|bias)$")
 
 
 # Of the quantised dtypes those whose numbers surgeon reads in no layout.
@@ -400,63 +399,6 @@ class Anatomy:
         return self.derivation.linear(layer)
 
 
-def vocabulary_tensors(anatomy: Anatomy, *, further: Collection[str] = ()) -> dict[str, bool]:
-    """The tensors outside the layers with a row for each id; True where rows are embeddings of what is read.
-
-    Raises BadInput where they are not known, or something else than embeddings and output head has such rows: but for
-    those `further` tensors that the caller changes too.
-    """
-    rows = anatomy.sizes.vocabulary
-    found = anatomy.derivation.vocabulary_tensors(rows)
-    odd = next((name for name in found if anatomy.outer[name].shape[0] != rows), None)
-    if odd is not None or True not in found.values():
-        shape = list(anatomy.outer[odd].shape) if odd else []
-        raise BadInput(
-            f"{printable(odd)}: {shape}, with other rows than the {rows} of the vocabulary, so these cannot change;"
-            " leave the vocabulary as it is"
-            if odd
-            else "config.json: no embedding with a row for each id is found here, so the vocabulary cannot change;"
-            " leave it as it is"
-        )
-    idle = {name: anatomy.outer[name] for name in anatomy.idle}
-    for name, info in (anatomy.further | idle).items():
-        if info.shape[:1] == (rows,) and name not in further:
-            what = "a layer that predicts further tokens" if name in anatomy.further else "a tensor that nothing reads"
-            raise BadInput(
-                f"{printable(name)}: {what} has rows for the vocabulary of its own, which surgeon does not change"
-                " here; take it out of the checkpoint first"
-            )
-    return found
-
-
-def further_rows(anatomy: Anatomy) -> dict[str, TensorInfo]:
-    """The embeddings and heads of layers that predict further tokens, with a row for each id, by name."""
-    rows = anatomy.sizes.vocabulary
-    return {
-        name: info
-        for name, info in anatomy.further.items()
-        if info.shape[:1] == (rows,) and _OWN_ROWS.search(name) is not None
-    }
-
-
-def with_vocabulary(config: Mapping[str, Any], anatomy: Anatomy, rows: int) -> dict[str, Any]:
-    """The config with so many ids, in the text decoder's part of it and, where it says the same, at its top."""
-    made = copy.deepcopy(dict(config))
-    before = anatomy.sizes.vocabulary
-    part = made
-    for key in anatomy.derivation.path:
-        if part.get(VOCABULARY_KEY) == before:
-            part[VOCABULARY_KEY] = rows
-        part = part.setdefault(key, {})
-    part.update(dict.fromkeys(vocabulary_fields(part, before), rows))
-    return made
-
-
-def vocabulary_fields(part: Mapping[str, Any], rows: int) -> list[str]:
-    """The fields of a text decoder's part of a config that say how many ids there are; Gemma 4 has two."""
-    return [VOCABULARY_KEY, *(key for key in part if key.startswith(f"{VOCABULARY_KEY}_") and part[key] == rows)]
-
-
 def with_fields(config: Mapping[str, Any], path: Sequence[str], fields: Mapping[str, int]) -> dict[str, Any]:
     """The config with these fields in its part at `path`; a dot in a field's name leads into a part of that."""
     made = copy.deepcopy(dict(config))
@@ -478,9 +420,6 @@ def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     named = [key for key in ("dtype", "torch_dtype") if made.get(key) is not None]
     # The text's part is read by its own name, and the top by the newer one.
     return made | dict.fromkeys(named or (["dtype"] if "model_type" in made else []), dtype)
-
-
-VOCABULARY_KEY = "vocab_size"
 
 
 def layer_of(name: str) -> tuple[str, int, str] | None:

@@ -24,8 +24,8 @@ from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
 from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, GrownVocabulary
 from surgeon.common.json_results import plain_fields
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import VOCABULARY_KEY, vocabulary_tensors
 from surgeon.families.family import LARGEST_SIZE
+from surgeon.families.vocabulary import VOCABULARY_KEY, vocabulary_tensors
 from surgeon.operations.operation import Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.prepare import Facts, OpenedBase
 

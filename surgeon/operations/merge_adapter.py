@@ -17,7 +17,7 @@ from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Adapted, Product, Recipe, Rounding, Step, Trained, one_expert, stacked_experts
 from surgeon.checkpoint.peft_folder import AdapterFolder, check_pattern
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import further_rows
+from surgeon.families.vocabulary import further_rows
 from surgeon.operations.adapter_changes import Sorted, deltas
 from surgeon.operations.adapter_places import Model, Place
 from surgeon.operations.adapter_settings import Settings, cheap, settings_of

@@ -19,8 +19,8 @@ from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft, LayerDraft
 from surgeon.blueprint.recipes import Constant, Copy, Recipe, extended, side_by_side, sliced, sliced_columns
 from surgeon.errors import BadInput
-from surgeon.families.anatomy import VOCABULARY_KEY, vocabulary_tensors
 from surgeon.families.family import LARGEST_SIZE, Role
+from surgeon.families.vocabulary import VOCABULARY_KEY, vocabulary_tensors
 from surgeon.operations.grow_vocabulary import bound_of_rows, claim_of_rows
 from surgeon.operations.growing import inner_widths, lengthen, norms_of_all_heads, shown_growth, wider_ffns, wider_heads
 from surgeon.operations.operation import Operation, Paper, TrainingDefaults

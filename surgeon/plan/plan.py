@@ -16,7 +16,8 @@ from surgeon.blueprint.draft import Draft
 from surgeon.common.checked_yaml import check_yaml, editor_schema
 from surgeon.common.yaml import Place, override, parse_yaml, read_text, written_yaml
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import VOCABULARY_KEY, Anatomy
+from surgeon.families.anatomy import Anatomy
+from surgeon.families.vocabulary import VOCABULARY_KEY
 from surgeon.operations import OPERATIONS, AnyOperation
 from surgeon.operations.classification_head import ClassificationHead
 from surgeon.operations.operation import Operation

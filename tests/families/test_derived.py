@@ -12,7 +12,6 @@ import surgeon
 from benchmarks.published_configs import PUBLISHED
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
-from surgeon.families.anatomy import vocabulary_tensors
 from surgeon.families.decoders import USUAL_DECODERS
 from surgeon.families.derived import derive
 from surgeon.families.dissect import dissect
@@ -22,6 +21,7 @@ from surgeon.families.proof import prove
 from surgeon.families.silence import silences
 from surgeon.families.skeleton import IMAGE_TEXT, build
 from surgeon.families.twin import shrunk, twin_of
+from surgeon.families.vocabulary import vocabulary_tensors
 from tests import tiny
 from tests.decoders import checkpoint_of, tiny_config, tiny_decoder
 

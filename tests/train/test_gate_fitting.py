@@ -25,6 +25,7 @@ from surgeon.runtime.gate_rules import GateSpec
 from surgeon.train import gate_fitting
 from surgeon.train.config.loading import load_config
 from surgeon.train.preparing import prepare
+from tests.checkpoints import weights
 from tests.train.test_train import base_of, config
 from tests.train.texts import corpus
 from tests.warm import warm
@@ -74,13 +75,18 @@ def train(made: Path, out: str, to: str, heard: Heard | None = None, **changes: 
     return trained
 
 
-def test_a_run_fits_the_gate_and_keeps_original_text(made: Path) -> None:
+def test_a_run_fits_the_gate_and_keeps_original_text(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fitted, classifier = [], gate_fitting._classifier
+    monkeypatch.setattr(gate_fitting, "_classifier", lambda *given: fitted.append(classifier(*given)) or fitted[-1])
     trained = train(made, "out", "run", checkpointing=True)
     figures = trained.manifest.training[-1].gate
     assert figures is not None and figures["original"] <= 0.05 < 0.7 < figures["new"]
     assert figures["accuracy"] == pytest.approx((1 - figures["original"] + figures["new"]) / 2)
     gate = {name for name in trained.changes if ".domain_gate." in name}
     assert {name.rpartition(".")[2] for name in gate} == {"weight", "offset", "bias", "out", "threshold"}
+    # The odds, which every token pays.
+    (offset,) = (value for name, value in weights(made / "run").items() if name.endswith(".domain_gate.offset"))
+    assert torch.equal(offset, (fitted[0]["offset"] - 0.25).to(offset.dtype))
     assert trained.losses["fr"][1] < trained.losses["fr"][0]
     text = made / "en.jsonl"
     found = surgeon.verify(made / "base", made / "run", text=text, window=16, windows=8, dtypes=["auto", "float32"])
