@@ -134,6 +134,10 @@ def _probed(twin: Skeleton, layers: Sequence[int]) -> tuple[tuple[SiteClass, ...
             told = [(run, role) for run in runs[index] if (role := _role(run, twin.text.hidden_size)) is not None]
             chosen = {role: _chosen([run for run, kind in told if kind == role], role) for role in (ATTENTION, FFN)}
             found = _without_modules(twin, index, chosen)
+            if chosen[FFN] is None and FFN not in found:
+                # It may stand in a module that runs before a token mixer and adds nothing by itself (Zamba 2).
+                inner = _captured(twin, [index], inside=True)[0][index]
+                chosen[FFN] = _chosen([run for run in inner if _role(run, twin.text.hidden_size) == FFN], FFN)
             for role, run in chosen.items():
                 if role in found:
                     spans[found[role].told(role)] = None
@@ -188,8 +192,10 @@ def _chosen(runs: Sequence[_Run], role: str) -> _Run | None:
     return next(reversed(named or list(runs)), None)
 
 
-def _captured(twin: Skeleton, layers: Sequence[int]) -> tuple[dict[int, list[_Run]], type[Any]]:
-    """What blocks of these layers get and make when the model reads a text."""
+def _captured(
+    twin: Skeleton, layers: Sequence[int], *, inside: bool = False
+) -> tuple[dict[int, list[_Run]], type[Any]]:
+    """What blocks of these layers get and make when the model reads a text; with `inside`, those in their blocks."""
     runs: dict[int, list[_Run]] = {index: [] for index in layers}
 
     def keep(index: int, name: str, reads: str) -> Callable[..., None]:
@@ -203,9 +209,11 @@ def _captured(twin: Skeleton, layers: Sequence[int]) -> tuple[dict[int, list[_Ru
             keep(index, name, next(iter(inspect.signature(block.forward).parameters), "")), with_kwargs=True
         )
         for index in layers
-        for name, block in twin.layers[index].named_children()
+        for name, block in twin.layers[index].named_modules()
         # A block is a class of its own, made of parts: norms and single matrices are none.
-        if type(block).__module__.startswith("transformers.")
+        if name
+        and name.count(".") == int(inside)
+        and type(block).__module__.startswith("transformers.")
         and any(True for _ in block.children())
         and any(held.ndim > 1 for held in block.parameters())
     ]

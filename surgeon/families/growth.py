@@ -17,6 +17,7 @@ from surgeon.errors import BadInput, printable
 from surgeon.families.kinds import described_kinds, holds_numbers, numbered
 from surgeon.families.periods import period_of
 from surgeon.families.proof import layer_axis
+from surgeon.families.shared import Shared, first_of_another, shared_in
 from surgeon.families.skeleton import Skeleton, build
 
 # Fields that may count layers from the bottom or the top, or be the number of one.
@@ -54,22 +55,24 @@ def grown(
     a tensor outside the layers that cannot follow.
     """
     part = part_of(config, skeleton.path)
-    kinds = described_kinds(skeleton)
+    kinds, shared = described_kinds(skeleton), shared_in(skeleton)
     wanted = [kinds[source] for source in order]
     worst, found, others = -1, "", list[Any]()
     for trial in itertools.islice(_trials(part, skeleton, order), _MOST_TRIALS):
-        made = _with_part(config, skeleton.path, trial)
+        made, words = _with_part(config, skeleton.path, trial), ""
         try:
             built = build(made)
-            wrong = _first_other(built, wanted, len(order) if trunk is None else trunk)
+            wrong = _first_other(built, wanted, len(order) if trunk is None else trunk, shared)
         except BadInput as error:
             wrong, words = 0, str(error)
         else:
+            if wrong is None and trunk is None:
+                wrong, words = first_of_another(built, shared, order)
             if wrong is None:
                 _check_outside(skeleton, built)
                 return made
-            made_kinds = described_kinds(built)
-            words = _difference(made_kinds[wrong], wanted[wrong]) if wrong < len(made_kinds) else ""
+            made_kinds = described_kinds(built, shared.paths if shared is not None else ())
+            words = words or _difference(made_kinds[wrong], wanted[wrong]) if wrong < len(made_kinds) else ""
             others = others or made_kinds
         if wrong > worst:
             worst, found = wrong, words
@@ -121,9 +124,9 @@ def _check_outside(skeleton: Skeleton, built: Skeleton) -> None:
         )
 
 
-def _first_other(built: Skeleton, wanted: Sequence[Any], trunk: int) -> int | None:
+def _first_other(built: Skeleton, wanted: Sequence[Any], trunk: int, shared: Shared | None) -> int | None:
     """The number of the first layer that is not of the kind wanted; None where all are."""
-    made = described_kinds(built)
+    made = described_kinds(built, shared.paths if shared is not None else ())
     # Lists that the grown config alone has, or has no more, are no difference of kind.
     for index, (one, other) in enumerate(zip(made, wanted, strict=False)):
         common = {key for key, _ in one[1]} & {key for key, _ in other[1]}

@@ -6,9 +6,10 @@ Two layers are of one kind if their modules, shapes and settings are the same, a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from surgeon.families.shared import shared_in, within
 from surgeon.families.skeleton import Skeleton
 
 if TYPE_CHECKING:
@@ -22,8 +23,11 @@ Settings = tuple[tuple[str, Any], ...]
 Signature = tuple[tuple[str, str, tuple[tuple[str, Any], ...], Settings], ...]
 
 
-def signature(layer: nn.Module) -> Signature:
-    """Everything about a layer but its weights: of every module the class, shapes and settings, numbers left out."""
+def signature(layer: nn.Module, shared: Sequence[str] = ()) -> Signature:
+    """Everything about a layer but its weights: of every module the class, shapes and settings, numbers left out.
+
+    Of blocks that layers share, at these paths, it is only said that they are there.
+    """
     return tuple(
         (
             name,
@@ -31,7 +35,10 @@ def signature(layer: nn.Module) -> Signature:
             tuple((key, None if held is None else tuple(held.shape)) for key, held in _stored(module)),
             _settings(module),
         )
+        if not within(name, shared)
+        else (name, type(module).__name__, (), ())
         for name, module in layer.named_modules()
+        if name in shared or not within(name, shared)
     )
 
 
@@ -79,9 +86,17 @@ def holds_numbers(key: str, value: list[Any], count: int) -> bool:
     )
 
 
-def described_kinds(skeleton: Skeleton) -> list[tuple[Signature, tuple[tuple[str, str], ...]]]:
-    """Of each layer what makes its kind: equal for layers of one kind."""
-    return [(signature(layer), own) for layer, own in zip(skeleton.layers, entries(skeleton), strict=True)]
+def described_kinds(
+    skeleton: Skeleton, shared: Sequence[str] | None = None
+) -> list[tuple[Signature, tuple[tuple[str, str], ...]]]:
+    """Of each layer what makes its kind: equal for layers of one kind.
+
+    `shared` are the paths of blocks that layers share (None: those that this model's do).
+    """
+    if shared is None:
+        found = shared_in(skeleton)
+        shared = found.paths if found is not None else ()
+    return [(signature(layer, shared), own) for layer, own in zip(skeleton.layers, entries(skeleton), strict=True)]
 
 
 def numbered(keys: list[Any]) -> list[int]:

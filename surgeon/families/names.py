@@ -7,7 +7,6 @@ in its names. transformers knows how each becomes the model's; here it is asked,
 from __future__ import annotations
 
 import functools
-import itertools
 import re
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.common.library import LOAD_FAILURES, first_line, passed_over, quiet_transformers
 from surgeon.errors import BadInput, printable
+from surgeon.families.shared import shared_in, within
 from surgeon.families.skeleton import Skeleton
 
 # What to ask of tensors that do not fit.
@@ -28,7 +28,8 @@ class Names:
     """How a checkpoint's tensors are called: layer `i`'s as `{stem}{i}.{suffix}`.
 
     `layers[i]` maps a suffix on disk to the names in memory, below the layer, of what it becomes (none for a tensor
-    that nothing reads); `outer` maps a whole name on disk to the whole name in memory, or to nothing. `beyond` are
+    that nothing reads); `outer` maps a whole name on disk to the whole name in memory, or to nothing: what stands beside
+    the layers, and the blocks that layers share (shared.py), by their name in a layer. `beyond` are
     layers above the stack that the text model does not run (for predicting several tokens), by their number.
     `converted` has the tensors of layers that become others in more than name, by whole name, and what is done to them.
     """
@@ -63,7 +64,7 @@ def match(skeleton: Skeleton, kinds: Sequence[int], tensors: Mapping[str, Tensor
     outer: dict[str, str] = {}
     beyond: dict[int, list[str]] = {}
     inside = re.compile(rf"{re.escape(stem)}(0|[1-9]\d{{0,8}})\.(.+)", re.DOTALL)
-    held = skeleton.model.state_dict(keep_vars=True)
+    held, shared = skeleton.model.state_dict(keep_vars=True), shared_in(skeleton)
     for name, targets in renamed.items():
         on_disk = inside.fullmatch(name)
         if on_disk is None:
@@ -74,14 +75,17 @@ def match(skeleton: Skeleton, kinds: Sequence[int], tensors: Mapping[str, Tensor
             beyond.setdefault(index, []).append(suffix)
             continue
         known = [found[2] for target in targets if target in held and (found := below.fullmatch(target))]
-        layers[index][suffix] = tuple(known)
+        if shared is not None and known and all(within(each, shared.paths) for each in known):
+            outer[name] = targets[0]
+        else:
+            layers[index][suffix] = tuple(known)
     _check_beyond(beyond, layers, stem, tensors)
     ignored = passed_over(skeleton.model)
     read = [
         {suffix: targets for suffix, targets in layer.items() if targets or not ignored(f"{stem}{index}.{suffix}")}
         for index, layer in enumerate(layers)
     ]
-    _check_alike(read, kinds, stem, tensors, skeleton)
+    _check_alike(read, kinds, stem, tensors)
     _check_loads(skeleton, kinds, stem, renamed, layers, outer, tensors, quantizer)
     return Names(
         stem=stem,
@@ -285,11 +289,9 @@ def _check_alike(
     kinds: Sequence[int],
     stem: str,
     tensors: Mapping[str, TensorInfo],
-    skeleton: Skeleton,
 ) -> None:
     """Layers of one kind must hold the same tensors, each its own."""
     first: dict[int, int] = {}
-    tied = tuple(skeleton.model.all_tied_weights_keys)
     for index, kind in enumerate(kinds):
         like = first.setdefault(kind, index)
         if extra := min(layers[like].keys() ^ layers[index].keys(), default=None):
@@ -297,15 +299,6 @@ def _check_alike(
                 lacking = printable(f"{stem}{index}.{extra}")
                 raise BadInput(f"{lacking}: the config requires this tensor, no shard has it; {ANOTHER}")
             has, lacks = (index, like) if extra in layers[index] else (like, index)
-            if any(name.startswith(f"{skeleton.stack}.{lacks}.") for name in tied):
-                shared = sorted(layers[has].keys() - layers[lacks].keys())
-                words = zip(*(each.split(".") for each in shared), strict=False)
-                block = ".".join(same[0] for same in itertools.takewhile(lambda each: len({*each}) == 1, words))
-                raise BadInput(
-                    f"{printable(f'{stem}{has}.{extra}')}: layers {has} and {lacks} share this tensor, which is stored"
-                    f" once, and all {len(shared)} of `{printable(block)}`: a plan would change it in both, and surgeon"
-                    " gives each tensor to one layer; use a model whose layers share none"
-                )
             raise BadInput(
                 f"{printable(f'{stem}{has}.{extra}')}: layer {lacks}, which is of the same kind, has no such tensor;"
                 f" {ANOTHER}"

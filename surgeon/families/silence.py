@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from surgeon.families.shared import shared_in, within
 from surgeon.families.skeleton import Skeleton
 from surgeon.families.twin import stored_buffers
 
@@ -84,32 +84,16 @@ class Run:
 
 def silences(twin: Skeleton, layers: list[int]) -> dict[int, Silence]:
     """For each of these layers of a twin what silences it; the twin's weights stay as they were."""
-    runs = captured(twin, layers)
-    shared = _shared(twin)
+    runs, shared = captured(twin, layers), shared_in(twin)
+    paths = shared.paths if shared is not None else ()
     return {
-        index: _refused(reason) if (reason := _unfit(runs.get(index), shared[index])) else _search(runs[index])
+        index: _search(runs[index], paths) if index in runs else _refused("it does not run on text alone")
         for index in layers
     }
 
 
 def _refused(reason: str) -> Silence:
     return Silence({}, reason, {})
-
-
-def _unfit(run: Run | None, shared: str) -> str:
-    if run is None:
-        return "it does not run on text alone"
-    return f"it shares {shared} with other layers" if shared else ""
-
-
-def _shared(twin: Skeleton) -> dict[int, str]:
-    """Of each layer a tensor that another layer has too; nothing where it has its own."""
-    held = [dict(layer.named_parameters()) | stored_buffers(layer) for layer in twin.layers]
-    owners = Counter(id(value) for tensors in held for value in tensors.values())
-    return {
-        index: next((name for name, value in tensors.items() if owners[id(value)] > 1), "")
-        for index, tensors in enumerate(held)
-    }
 
 
 def captured(twin: Skeleton, layers: list[int]) -> dict[int, Run]:
@@ -146,12 +130,14 @@ def some_tokens(twin: Skeleton, *, seed: int = 1) -> Tensor:
     return torch.randint(5, min(twin.text.vocab_size, 120), _TOKENS, generator=draws)
 
 
-def _search(run: Run) -> Silence:
+def _search(run: Run, shared: Sequence[str]) -> Silence:
+    """What silences a layer; blocks at `shared` are other layers' too, and stay as they are."""
     import torch
 
-    held, buffers = dict(run.layer.named_parameters()), stored_buffers(run.layer)
+    held = {name: value for name, value in run.layer.named_parameters() if not within(name, shared)}
+    buffers = {name: value for name, value in stored_buffers(run.layer).items() if not within(name, shared)}
     kept = {name: value.detach().clone() for name, value in (*held.items(), *buffers.items())}
-    order = _order(run)
+    order = [name for name in _order(run) if name in held]
     with torch.no_grad():
         nulls, identities = _nulls(run.layer, kept)
         try:
@@ -161,7 +147,8 @@ def _search(run: Run) -> Silence:
             if not _silent(run):
                 found = _of_stream(run, held, buffers, kept, identities)
                 if found is None:
-                    return _refused("even with all its weights zero a layer changes what passes through it")
+                    own = f" but those that it shares with others ({', '.join(shared)})" if shared else ""
+                    return _refused(f"even with all its weights{own} zero a layer changes what passes through it")
                 nulls |= found
                 values = {name: value for name, value in found.items() if name in buffers}
             for name in order:
@@ -173,7 +160,8 @@ def _search(run: Run) -> Silence:
         finally:
             for name, tensor in (*held.items(), *buffers.items()):
                 tensor.copy_(kept[name])
-                tensor.grad = None
+            for parameter in run.layer.parameters():
+                parameter.grad = None
     if dead:
         return _refused(f"{dead[0]} would have to be zero and would then never learn")
     return Silence(values, "", identities)
@@ -272,9 +260,9 @@ def _nulls(layer: nn.Module, kept: dict[str, Tensor]) -> tuple[dict[str, float],
     identities: dict[str, float] = {}
     for prefix, module in layer.named_modules():
         scale = module._parameters.get("weight")
-        if scale is None or scale.ndim != 1 or "norm" not in type(module).__name__.lower():
-            continue
         name = f"{prefix}.weight"
+        if scale is None or name not in kept or scale.ndim != 1 or "norm" not in type(module).__name__.lower():
+            continue
         null = null_of(module, scale, kept[name])
         if null is not None:
             nulls[name], identities[name] = null, null + 1.0

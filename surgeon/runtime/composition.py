@@ -48,7 +48,7 @@ ENCODER_AUTOS = ("AutoModelForMaskedLM", *OTHER_AUTOS)
 
 @dataclass(frozen=True)
 class SiteClass:
-    """A block of a layer that can carry grafts: its name there, its class, and the name by which grafts know it."""
+    """A block of a layer that can carry grafts: its path there, its class, and the name by which grafts know it."""
 
     block: str
     native: str
@@ -124,12 +124,12 @@ class Composition:
                 raise ValueError(f"config.anatomy: `{told}` names no class of transformers' models")
         if _MODEL_TYPE.fullmatch(self.model_type) is None:
             raise ValueError(f"config.model_type: `{self.model_type}` is no name of a model type")
-        blocks = (site.block for site in self.sites)
         stated = (self.activation, *(head.prefix for head in self.heads))
-        for name in (*self.path, *blocks, *filter(None, stated)):
+        for name in (*self.path, *filter(None, stated)):
             if _NAME.fullmatch(name) is None:
                 raise ValueError(f"config.anatomy: `{name}` is no name of a module or field")
-        for name in (self.stack, *(path for span in self.spans for path in (span.reads, span.writes))):
+        blocks = (site.block for site in self.sites)
+        for name in (self.stack, *blocks, *(path for span in self.spans for path in (span.reads, span.writes))):
             if _PATH.fullmatch(name) is None:
                 raise ValueError(f"config.anatomy: `{name}` is no path of a module")
         roles = {site.role for site in self.sites} | {span.role for span in self.spans}

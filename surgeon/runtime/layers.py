@@ -80,7 +80,7 @@ class UpcycledLayer(nn.Module):
 
     `forward` is a pure function of tensors, so that gradient checkpointing may run it again; `__call__` carries what
     crosses layers in and out of this thread's flow, as native code passes nothing of ours. `sites` are blocks that can
-    carry grafts: name, native class, the name by which grafts know them, and class with grafts.
+    carry grafts: path, native class, the name by which grafts know them, and class with grafts.
     """
 
     # None where transformers builds another layer of this class: for MTP it takes the class of the model's last one.
@@ -113,8 +113,9 @@ class UpcycledLayer(nn.Module):
 
         def open_blocks(self, index: int, surgery: Surgery) -> None:
             """Make the blocks beside which grafts stand able to carry them."""
+            held = dict(self.named_modules())
             for name, native, role, kind in self.sites:
-                found = self._modules.get(name)
+                found = held.get(name)
                 beside = tuple(graft for graft in surgery.rules if role in graft.blocks(surgery, index))
                 if type(found) is native and beside:
                     found.__class__ = kind
