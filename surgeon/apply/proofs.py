@@ -136,7 +136,7 @@ def _prove(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any], ow
 
             prove_widths(blueprint, anatomy, config)
         return
-    if blueprint.left_behind:
+    if blueprint.extracted:
         _check_text(blueprint, anatomy)
         return
     if quantisation(config) is not None and quantisation(blueprint.config) is None:

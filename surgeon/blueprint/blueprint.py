@@ -130,8 +130,11 @@ class Blueprint:
     resized: Mapping[str, int] = field(default_factory=dict)
     # Whether an operation gave the head tensors of its own that were the embeddings'.
     untied: bool = False
-    # The tensors of the base's towers beside the text that each operation left behind, by its number.
+    # The tensors of the base that each operation left behind, by its number: of towers beside the text, and what a
+    # layer that was taken out alone used of a block that it shared with others.
     left_behind: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    # Whether it is the text tower of a larger model.
+    extracted: bool = False
 
     @cached_property
     def words(self) -> Mapping[str, dict[str, Any]]:
@@ -162,7 +165,7 @@ class Blueprint:
     @property
     def files_left(self) -> frozenset[str]:
         """The side files of the base that do not come along: those of images, where their towers do not."""
-        return IMAGE_FILES if self.left_behind else frozenset()
+        return IMAGE_FILES if self.extracted else frozenset()
 
     @property
     def promise(self) -> Promise:

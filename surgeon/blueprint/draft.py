@@ -42,6 +42,7 @@ from surgeon.families.anatomy import (
     Anatomy,
     Derivation,
     LayerKind,
+    layer_of,
     with_dtype,
     with_fields,
 )
@@ -302,7 +303,7 @@ class Draft:
             config = with_dtype(config, self.dtype)
         outer = [Output(name, each.recipe, each.operation) for name, each in self.outer.items()]
         known = len(self.anatomy.outer)
-        outputs = [*self._with_parts(outer[:known], config), *outer[known:]]
+        outputs, unused = self._with_shared([*self._with_parts(outer[:known], config), *outer[known:]])
         if VOCABULARY_KEY in self.sizes:
             config = with_vocabulary(config, self.anatomy, self.sizes[VOCABULARY_KEY])
         if self.untied:
@@ -345,7 +346,8 @@ class Draft:
             dropped=dict(self.dropped),
             resized=self.widths,
             untied=self.untied,
-            left_behind={len(self.records) - 1: left} if left else {},
+            left_behind=({len(self.records) - 1: left} if left else {}) | unused,
+            extracted=self.renamed is not None,
         )
 
     def _with_parts(self, outputs: list[Output], config: Mapping[str, Any]) -> list[Output]:
@@ -359,9 +361,7 @@ class Draft:
         if count == before:
             return outputs
         native = dict(config) | {key: self.config.get(key) for key in ("model_type", "architectures")}
-        made_by = [layer.operation for layer in self.layers if layer.operation is not None]
-        last = max([*made_by, *self.dropped], default=None)
-        order = tuple(layer.like for layer in self.layers)
+        last, order = self._last_of_depth, tuple(layer.like for layer in self.layers)
         made: list[Output] = []
         for output in outputs:
             axis = found.layer_axis(native, output.name, count)
@@ -380,6 +380,41 @@ class Draft:
                 )
             made.append(Output(output.name, per_layer(output.recipe, axis, before, order), last))
         return made
+
+    def _with_shared(self, outputs: list[Output]) -> tuple[list[Output], dict[int, tuple[str, ...]]]:
+        """The tensors outside the layers, those of blocks that layers share where these layers want them now.
+
+        A new layer that has tensors of its own in such a block gets copies of those of the layer that it is like. The
+        second are the tensors that were a dropped layer's alone, by the operation.
+        """
+        shared = {output.name: output for output in outputs if layer_of(output.name) is not None}
+        order, last = [layer.like for layer in self.layers], self._last_of_depth
+        if not shared or last is None:
+            return outputs, {}
+        number = {layer.base: index for index, layer in enumerate(self.layers) if layer.base is not None}
+        made = [output for output in outputs if output.name not in shared]
+        places = self.anatomy.derivation.shared_places(order)
+        for name, (source, users) in places.items():
+            output, (stem, index, suffix) = shared[source], layer_of(source) or ("", 0, "")
+            if all(self.layers[user].base is None for user in users):
+                made.append(Output(name, output.recipe, self.layers[users[0]].operation))
+            elif name == f"{stem}{number.get(index)}.{suffix}":
+                made.append(Output(name, output.recipe, output.operation))
+            elif isinstance(output.recipe, Copy):
+                made.append(Output(name, whole(output.recipe), last))
+            else:
+                raise BadInput(
+                    f"{printable(source)}: stands elsewhere with these layers, and a plan changes it: change it by a"
+                    " plan of its own"
+                )
+        left = tuple(sorted(shared.keys() - {source for source, _ in places.values()}))
+        return made, {last: left} if left else {}
+
+    @property
+    def _last_of_depth(self) -> int | None:
+        """The last operation that changed which layers there are."""
+        made_by = [layer.operation for layer in self.layers if layer.operation is not None]
+        return max([*made_by, *self.dropped], default=None)
 
     def _finished_config(self, *, grafted: bool) -> dict[str, Any]:
         if self.converted is not None:

@@ -223,6 +223,14 @@ class Derivation(ABC):
         Raises BadInput where no twin with random values computes what the base's does.
         """
 
+    @abstractmethod
+    def shared_places(self, order: Sequence[int]) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """The tensors of blocks that layers share in a model whose layer `n` is as layer `order[n]`, by name.
+
+        Of each its name in the base, and the numbers of the new model's layers that compute with it. Raises BadInput
+        where they cannot be told.
+        """
+
     # Where the fields of the text decoder stand in config.json.
     path: tuple[str, ...]
 
@@ -310,7 +318,7 @@ class Anatomy:
     """A base checkpoint by parts.
 
     `layers[i]` maps a tensor's suffix (`self_attn.q_proj.weight`) to its entry in the header; `outer`
-    maps full names outside the layers; `prefix` is the base model's in names (`model.` or nothing). Of a base that
+    maps full names outside the layers, and of blocks that several layers run (shared.py); `prefix` is the base model's in names (`model.` or nothing). Of a base that
     carries grafts, family, sizes and layers are those of its trunk; `grafted[i]` holds the tensors of a layer's
     grafts, `bank` those of control states, by what follows the prefix. `idle` are tensors outside the layers that no
     model of this config has a place for: they are copied like any other, and compute nothing.

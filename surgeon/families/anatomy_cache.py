@@ -176,6 +176,11 @@ class Remembered(Deferred):
         kind = tuple[dict[str, list[list[tuple[str, int]]]], ...]
         return self._asked(kind, lambda own: own.expert_layouts(), "expert layouts")
 
+    def shared_places(self, order: Sequence[int]) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """As `Derivation` says."""
+        kind = dict[str, tuple[str, tuple[int, ...]]]
+        return self._asked(kind, lambda own: own.shared_places(order), "shared places", [*order])
+
     def parameters(self) -> dict[str, tuple[str, str]]:
         """As `Derivation` says."""
         return self._asked(dict[str, tuple[str, str]], lambda own: own.parameters(), "parameters")

@@ -126,12 +126,15 @@ def _probed(twin: Skeleton, layers: Sequence[int]) -> tuple[tuple[SiteClass, ...
     """The blocks of these layers beside which something can stand, and the class of what the model returns."""
     import torch
 
+    kinds = {type(layer) for layer in twin.layers}
     sites: dict[SiteClass, None] = {}
     spans: dict[SpanClass, None] = {}
     with torch.no_grad(), one_thread():
         runs, output = _captured(twin, layers)
         for index in layers:
-            told = [(run, role) for run in runs[index] if (role := _role(run, twin.text.hidden_size)) is not None]
+            # A layer inside another (Zamba's) adds to the stream by itself.
+            blocks = [run for run in runs[index] if type(run.block) not in kinds]
+            told = [(run, role) for run in blocks if (role := _role(run, twin.text.hidden_size)) is not None]
             chosen = {role: _chosen([run for run, kind in told if kind == role], role) for role in (ATTENTION, FFN)}
             found = _without_modules(twin, index, chosen)
             if chosen[FFN] is None and FFN not in found:

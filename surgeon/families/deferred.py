@@ -61,6 +61,10 @@ class Deferred(Derivation):
         """As `Derivation` says."""
         return self.own.stream(times)
 
+    def shared_places(self, order: Sequence[int]) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """As `Derivation` says."""
+        return self.own.shared_places(order)
+
     def parameters(self) -> dict[str, tuple[str, str]]:
         """As `Derivation` says."""
         return self.own.parameters()

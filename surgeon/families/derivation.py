@@ -30,6 +30,7 @@ from surgeon.families.own_classes import code_of, like, written
 from surgeon.families.proof import check_runs, layer_axis, prove, run_cached
 from surgeon.families.quantised import left_out, renumbered, skips, without_scales
 from surgeon.families.silence import some_tokens
+from surgeon.families.shared_places import shared_places
 from surgeon.families.skeleton import Skeleton, build, wordless_auto
 from surgeon.families.stream_blocks import told_class
 from surgeon.families.stream_width import wider_stream
@@ -215,6 +216,11 @@ class Found(Derivation):
 
     def _grown(self, order: Sequence[int], trunk: int | None = None) -> dict[str, Any]:
         return copy.deepcopy(_grown(json.dumps(self.config), tuple(order), trunk))
+
+    def shared_places(self, order: Sequence[int]) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """As `Derivation` says."""
+        names, heads = self.names, self.derived.heads
+        return shared_places(self.config, self._grown(order), order, names.outer, names.stem, heads=heads)
 
     def _modules(self, layer: int) -> list[str]:
         """The modules of a layer that hold its quantised tensors."""

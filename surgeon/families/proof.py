@@ -15,6 +15,7 @@ from surgeon.common.devices import one_thread
 from surgeon.common.library import LOAD_FAILURES, first_line
 from surgeon.errors import BadInput
 from surgeon.families.family import OWN_CONFIG
+from surgeon.families.shared_places import places_between
 from surgeon.families.silence import some_tokens
 from surgeon.families.skeleton import Skeleton
 from surgeon.families.twin import stored_buffers, twin_of
@@ -148,10 +149,16 @@ def _fill(
     """Give the grown twin the weights of the other; what is new keeps its own, but for what is silenced."""
     import torch
 
-    held = base.model.state_dict()
+    held, shared = base.model.state_dict(), places_between(base, result, order)
     below = f"{base.stack}."
+    tied = {name for name in result.model.all_tied_weights_keys if shared and name.startswith(below)}
     with torch.no_grad():
         for name, value in result.model.state_dict().items():
+            if name in tied:
+                continue
+            if name in shared:
+                value.copy_(held[shared[name][0]])
+                continue
             if not name.startswith(below):
                 source = held[name]
                 if source.shape != value.shape:

@@ -351,7 +351,7 @@ def _gate(figures: Mapping[str, Any] | None) -> list[str]:
 
 def _training(manifest: Manifest, repo_id: str | None) -> str:
     head = "## How to train on\n\n"
-    if not manifest.operations or manifest.left_behind:
+    if not manifest.operations or (manifest.left_behind and not manifest.dropped):
         return head + "As the base: every parameter, some layers, or a LoRA (`surgeon train`).\n"
     if any(entry.trains == "all" for entry in manifest.operations):
         return head + "Every parameter: the surgery is meant to be healed by training the whole model.\n"
