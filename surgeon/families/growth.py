@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from surgeon.common.formatting import show_layers
 from surgeon.errors import BadInput, printable
 from surgeon.families.kinds import described_kinds, holds_numbers, numbered
 from surgeon.families.periods import period_of
@@ -78,12 +79,18 @@ def grown(
             worst, found = wrong, words
     raise BadInput(
         f"config.json: a model of {len(order)} layers cannot be described: its layer {worst}, which is to be as layer"
-        f" {order[worst]} of the base, would be another kind ({printable(found, 200)}); {_advice(kinds, others)}"
+        f" {order[worst]} of the base, would be another kind ({printable(found, 200)}); {_advice(kinds, others, shared)}"
     )
 
 
-def _advice(kinds: Sequence[Any], others: Sequence[Any]) -> str:
+def _advice(kinds: Sequence[Any], others: Sequence[Any], shared: Shared | None) -> str:
     """What to do where layers cannot stand at the places asked for; `others` are kinds of such a model."""
+    if shared is not None and len({*shared.owner} - {None}) > 1:
+        free = [index for index, owner in enumerate(shared.owner) if owner is None]
+        return (
+            f"layers take turns with the {len({*shared.owner} - {None})} blocks that they share: change as many of them"
+            f" together as there are blocks, or others alone ({show_layers(free)})"
+        )
     if others and not set(kinds) & set(others):
         return "its code computes something of every layer from how many there are, so use grafts, which keep the depth"
     period = period_of(numbered([*kinds]))

@@ -39,13 +39,17 @@ def shared_places(
     found = places_between(base, twin_of(grown, heads=heads), order)
     stack = f"{base.stack}."
     named = {target: name for name, target in outer.items() if target.startswith(stack)}
-    odd = next((name for target, name in named.items() if name != stem + target.removeprefix(stack)), None)
-    stored = {source for source, _ in found.values()}
-    several = next((name for target, name in named.items() if target not in stored), odd)
-    lacking = next((source for source in stored if source not in named), several)
-    if lacking is not None:
+    blocks = shared_in(base)
+    owners = {str(owner) for owner in blocks.owner} if blocks is not None else set()
+    odd = [
+        name
+        for target, name in named.items()
+        if name != stem + target.removeprefix(stack) or target.removeprefix(stack).partition(".")[0] not in owners
+    ]
+    odd += [source for source, _ in found.values() if source not in named]
+    if odd:
         raise BadInput(
-            f"{printable(lacking)}: a block that several layers run is not stored once, under the name that it has in"
+            f"{printable(odd[0])}: a block that several layers run is not stored once, under the name that it has in"
             " the lowest of them, so other layers cannot be described; save the model with transformers once, or use"
             " operations that leave the layers as they are"
         )
