@@ -110,6 +110,7 @@ def shrunk(config: Mapping[str, Any], *, heads_left: int = _HEADS_LEFT, all_expe
             made[key] = copy.deepcopy(value)
     _fit_towers(config, made)
     _fit_state_space(made, width)
+    _fit_joined(made, old_width, width)
     _fit_boxes(made, width)
     if head and width // heads != head:
         _fit_rotary(made, head, width // heads)
@@ -169,6 +170,16 @@ def _first(config: Mapping[str, Any], *keys: str) -> int:
     return next((config[key] for key in keys if type(config.get(key)) is int), 0)
 
 
+def _fit_joined(made: dict[str, Any], old: int, new: int) -> None:
+    """Attention that reads the stream beside the embeddings is as many times as wide as the stream (Zamba)."""
+    before = made.get("attention_hidden_size")
+    if type(before) is int and old and before % old == 0:
+        made["attention_hidden_size"] = before // old * new
+        heads = made.get("num_attention_heads")
+        if type(made.get("attention_head_dim")) is int and type(heads) is int:
+            made["attention_head_dim"] = made["attention_hidden_size"] // heads
+
+
 def _fit_state_space(made: dict[str, Any], width: int) -> None:
     """Mamba's heads are as many as its inner width has room for."""
     for count, size, expand in (
@@ -177,6 +188,7 @@ def _fit_state_space(made: dict[str, Any], width: int) -> None:
         ("n_mamba_heads", "mamba_headdim", "mamba_expand"),
     ):
         if all(type(made.get(key)) in (int, float) for key in (count, size, expand)):
+            made[size] = min(made[size], int(made[expand] * width))
             made[count] = max(1, int(made[expand] * width) // made[size])
     if type(made.get("mamba_d_ssm")) is int and type(made.get("mamba_d_head")) is int:
         made["mamba_n_heads"], made["mamba_d_ssm"] = _HEADS_LEFT, _HEADS_LEFT * made["mamba_d_head"]
