@@ -76,9 +76,20 @@ _BESIDE = "`form: shared` (modules beside the MLP)"
 # A line that none of them has, or two, ends a run: somebody has to look at it.
 KINDS = (
     Kind(
-        "share this tensor",
-        "one block computes at several depths and is stored once; recipes and plans give each tensor to one layer",
-        "a model whose layers share none",
+        "stands in a block that several layers share",
+        "the FFN stands in a block that layers share, with adapters of each in it, and which of its rows are neurons is"
+        " not known",
+        "new layers, `gated_adapters`",
+    ),
+    Kind(
+        "its layers share a block",
+        "which sides of a shared block's tensors are the stream is not known",
+        "new layers, or grafts",
+    ),
+    Kind(
+        "runs a block that layers share",
+        "a shared block is tied, and its cache kept, by the number of a layer, and a branch has none",
+        "the layers without it, or `expansion: stack`",
     ),
     Kind(
         "nobody has described how to align|which tensors of a .* layer are query",

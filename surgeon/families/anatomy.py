@@ -318,7 +318,8 @@ class Anatomy:
     """A base checkpoint by parts.
 
     `layers[i]` maps a tensor's suffix (`self_attn.q_proj.weight`) to its entry in the header; `outer`
-    maps full names outside the layers, and of blocks that several layers run (shared.py); `prefix` is the base model's in names (`model.` or nothing). Of a base that
+    maps full names outside the layers, and of blocks that several layers run (shared.py); `prefix` is the base model's
+    in names (`model.` or nothing). Of a base that
     carries grafts, family, sizes and layers are those of its trunk; `grafted[i]` holds the tensors of a layer's
     grafts, `bank` those of control states, by what follows the prefix. `idle` are tensors outside the layers that no
     model of this config has a place for: they are copied like any other, and compute nothing.
@@ -365,6 +366,11 @@ class Anatomy:
         """The tensors that predict further tokens (MTP), by name: of layers above the stack, or called `mtp.…`."""
         above = {info.name: info for tensors in self.beyond for info in tensors.values()}
         return above | {name: self.outer[name] for name in self.idle if _FURTHER.search(name)}
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """The tensors of blocks that several layers run, by name."""
+        return tuple(name for name in self.outer if layer_of(name) is not None)
 
     @property
     def unread(self) -> TensorInfo | None:

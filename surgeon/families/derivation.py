@@ -12,6 +12,7 @@ from typing import Any
 
 from surgeon.checkpoint.weights import QUANTISATION, quantisation
 from surgeon.common.devices import one_thread
+from surgeon.common.formatting import show
 from surgeon.common.library import LOAD_FAILURES
 from surgeon.errors import BadInput, printable
 from surgeon.families.activation import activation_in
@@ -29,8 +30,9 @@ from surgeon.families.names import Names, stored_name, words_of
 from surgeon.families.own_classes import code_of, like, written
 from surgeon.families.proof import check_runs, layer_axis, prove, run_cached
 from surgeon.families.quantised import left_out, renumbered, skips, without_scales
-from surgeon.families.silence import some_tokens
+from surgeon.families.shared import shared_in
 from surgeon.families.shared_places import shared_places
+from surgeon.families.silence import some_tokens
 from surgeon.families.skeleton import Skeleton, build, wordless_auto
 from surgeon.families.stream_blocks import told_class
 from surgeon.families.stream_width import wider_stream
@@ -182,7 +184,15 @@ class Found(Derivation):
         self, trunk: Mapping[str, Any], order: Sequence[int], twins: Sequence[int], modules: Sequence[str]
     ) -> dict[str, Any]:
         """As `Derivation` says."""
-        composition = self.composition
+        composition, shared = self.composition, shared_in(self.derived.skeleton)
+        odd = [twin for twin in twins if shared is not None and shared.owner[order[twin]] is not None]
+        if shared is not None and odd:
+            free = [index for index, source in enumerate(order) if shared.owner[source] is None]
+            raise BadInput(
+                f"layer {odd[0]} runs a block that layers share (`{shared.paths[0]}`), which is tied, and kept in a"
+                f" cache, by the number of a layer, and a branch has none: choose `layers` among {show(free)}, or use"
+                " `expansion: stack`"
+            )
         head = head_with_grafts(composition, trunk)
         made = copy.deepcopy(dict(trunk))
         if twins:
@@ -266,7 +276,11 @@ class Found(Derivation):
     def parameters(self) -> dict[str, tuple[str, str]]:
         """As `Derivation` says."""
         names, stack = self.names, self.stack
-        stored = {target: name for name, target in names.outer.items() if target}
+        # What several layers compute with is more than the parameter of one of them.
+        shared = {
+            of for name, of in self.derived.skeleton.model.all_tied_weights_keys.items() if name.startswith(f"{stack}.")
+        }
+        stored = {target: name for name, target in names.outer.items() if target and target not in shared}
         for index, layer in enumerate(names.layers):
             for suffix, targets in layer.items():
                 name = f"{names.stem}{index}.{suffix}"

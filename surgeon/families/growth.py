@@ -79,7 +79,8 @@ def grown(
             worst, found = wrong, words
     raise BadInput(
         f"config.json: a model of {len(order)} layers cannot be described: its layer {worst}, which is to be as layer"
-        f" {order[worst]} of the base, would be another kind ({printable(found, 200)}); {_advice(kinds, others, shared)}"
+        f" {order[worst]} of the base, would be another kind ({printable(found, 200)});"
+        f" {_advice(kinds, others, shared)}"
     )
 
 

@@ -28,9 +28,9 @@ class Names:
     """How a checkpoint's tensors are called: layer `i`'s as `{stem}{i}.{suffix}`.
 
     `layers[i]` maps a suffix on disk to the names in memory, below the layer, of what it becomes (none for a tensor
-    that nothing reads); `outer` maps a whole name on disk to the whole name in memory, or to nothing: what stands beside
-    the layers, and the blocks that layers share (shared.py), by their name in a layer. `beyond` are
-    layers above the stack that the text model does not run (for predicting several tokens), by their number.
+    that nothing reads); `outer` maps a whole name on disk to the whole name in memory, or to nothing: what stands
+    beside the layers, and blocks that layers share (shared.py), by their name in a layer. `beyond` are layers above the
+    stack that the text model does not run (for predicting several tokens), by their number.
     `converted` has the tensors of layers that become others in more than name, by whole name, and what is done to them.
     """
 

@@ -53,9 +53,7 @@ def shared_places(
             " the lowest of them, so other layers cannot be described; save the model with transformers once, or use"
             " operations that leave the layers as they are"
         )
-    return {
-        stem + name.removeprefix(stack): (named[source], users) for name, (source, users) in sorted(found.items())
-    }
+    return {stem + name.removeprefix(stack): (named[source], users) for name, (source, users) in sorted(found.items())}
 
 
 def places_between(base: Skeleton, result: Skeleton, order: Sequence[int]) -> Places:

@@ -331,7 +331,9 @@ class Sorted:
         if found is None:
             raise self._refused(tensor, f"the base has no {printable(name)}: the adapter is for another base")
         if not found.stored:
-            raise self._refused(tensor, f"the base stores {printable(found.parameter)} in parts, or as another's")
+            raise self._refused(
+                tensor, f"the base stores {printable(found.parameter)} in parts, as another's, or for several layers"
+            )
         return found
 
     def _check_shape(self, tensor: str, expected: tuple[int, ...]) -> None:

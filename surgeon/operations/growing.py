@@ -66,6 +66,8 @@ class New:
 
 
 _FFN: tuple[Role, ...] = ("gate", "up", "down")
+# What is said of an FFN that is no layer's own.
+IN_SHARED = "the model's FFN stands in a block that several layers share"
 
 
 def wider_ffns(draft: Draft, *, by: int = 0, multiple_of: int = 1) -> tuple[dict[str, int], Growths]:
@@ -116,6 +118,11 @@ def _check_experts(draft: Draft, number: int, grown: Mapping[str, tuple[int, int
 def inner_widths(draft: Draft) -> list[int]:
     """The widths of FFNs and of experts, each once, from the smallest. Raises BadInput where none is known."""
     widths = {inner_width(p) for kind in draft.anatomy.kinds for p in kind.parts if p.kind == "weight" and _writes(p)}
+    if not widths and draft.anatomy.shared:
+        raise BadInput(
+            f"{printable(draft.anatomy.shared[0])}: {IN_SHARED}, and which of its rows are neurons is not known; insert"
+            " layers, or use grafts"
+        )
     if not widths:
         raise BadInput("no layer has an FFN whose projections are known, so none can become wider; widen another model")
     return sorted(widths)

@@ -12,6 +12,7 @@ from surgeon.errors import BadInput, printable
 from surgeon.families.family import Part, Role
 from surgeon.families.sparse.dense import Mixture, Take
 from surgeon.families.sparse.target import Made
+from surgeon.operations.growing import IN_SHARED
 from surgeon.operations.selectors import LayerSelector
 from surgeon.operations.sites import select_sites
 from surgeon.runtime.composition import FFN
@@ -53,6 +54,11 @@ def dense_sites(draft: Draft, selector: LayerSelector) -> dict[int, PlainFFN]:
     lacking = next((index for index in sites if index not in found), None)
     if lacking is None or (selector == "all" and found):
         return found
+    if draft.anatomy.shared and not any(part.blocks for part in draft.kind_of(lacking).parts):
+        raise BadInput(
+            f"layer {lacking}: {IN_SHARED}, and experts begin as copies of a layer's own; use gated_adapters, or a"
+            " dense model whose layers share none"
+        )
     mixed = any(part.expert is not None for part in draft.kind_of(lacking).parts)
     why = (
         "is a mixture of experts already; use the dense original"
