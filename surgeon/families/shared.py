@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from surgeon.families.skeleton import Skeleton
+from surgeon.families.twin import stored_buffers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,7 +36,7 @@ def shared_in(skeleton: Skeleton, paths: Sequence[str] | None = None) -> Shared 
 
     None where there are none.
     """
-    held = [dict(layer.named_parameters(remove_duplicate=False)) for layer in skeleton.layers]
+    held = [dict(layer.named_parameters(remove_duplicate=False)) | stored_buffers(layer) for layer in skeleton.layers]
     tied, first = skeleton.model.all_tied_weights_keys, dict[int, str]()
 
     def stored(index: int, name: str) -> str:

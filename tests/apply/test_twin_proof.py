@@ -67,8 +67,8 @@ def test_a_wrong_finding_is_refused_before_a_byte_is_written(tmp_path: Path, mon
     base = changed(tiny_decoder(tmp_path / "base", "smollm3", layers=6), **WITHOUT_LISTS)
     search = silence._search
 
-    def wrong(run: silence.Run) -> silence.Silence:
-        found = search(run)
+    def wrong(run: silence.Run, shared: tuple[str, ...]) -> silence.Silence:
+        found = search(run, shared)
         return replace(found, values={"self_attn.q_proj.weight": 0.0, "mlp.down_proj.weight": 0.0})
 
     monkeypatch.setattr(silence, "_search", wrong)

@@ -97,7 +97,7 @@ REFUSED: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
         )
         | leaves("hidden_states * self.gain"),
         {},
-        "it shares gain with other layers",
+        "those that it shares with others \\(gain\\) zero",
     ),
     "a part outside that scales the stream": (
         each_layer(
