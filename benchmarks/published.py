@@ -128,11 +128,6 @@ KINDS = (
         _BESIDE,
     ),
     Kind(
-        "has no matrices that are known as its up and down|has an FFN whose projections are known",
-        "its experts are stacked in one matrix, of which no rows are one expert's input or output",
-        "grafts",
-    ),
-    Kind(
         "multiplies embeddings by a number that depends on `hidden_size`",
         "the class multiplies embeddings by the root of the hidden size, so a wider stream begins with other numbers",
         "`widen_ffn`",
