@@ -32,6 +32,7 @@ from surgeon.blueprint.recipes import (
     Coupling,
     Dequantised,
     Recipe,
+    Unpacked,
     per_layer,
     whole,
 )
@@ -456,7 +457,7 @@ def _check_stored(output: Output) -> None:
 def _inside(recipe: Recipe) -> Iterator[Recipe]:
     """A recipe and all that it is made of, as far as it is numbers: what is dequantised is not."""
     yield recipe
-    for source in () if isinstance(recipe, Dequantised) else recipe.inputs:
+    for source in () if isinstance(recipe, (Dequantised, Unpacked)) else recipe.inputs:
         yield from _inside(source)
 
 
