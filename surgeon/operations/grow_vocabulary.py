@@ -19,13 +19,13 @@ from pydantic import Field, model_validator
 
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
-from surgeon.blueprint.recipes import HEAD_BLOCK, Copy, extended
+from surgeon.blueprint.recipes import HEAD_BLOCK, extended
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
 from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, GrownVocabulary
 from surgeon.common.json_results import plain_fields
 from surgeon.errors import BadInput, printable
 from surgeon.families.family import LARGEST_SIZE
-from surgeon.families.vocabulary import VOCABULARY_KEY, vocabulary_tensors
+from surgeon.families.vocabulary import VOCABULARY_KEY
 from surgeon.operations.operation import Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.prepare import Facts, OpenedBase
 
@@ -206,10 +206,9 @@ class GrowVocabulary(Operation):
             raise BadInput(f"the vocabulary would have {rows + added} ids; beyond 2^31 is refused")
         pieces = not tied and self.input_init != "mean"
         means: tuple[tuple[int, ...], ...] = ((),) * added
-        for name, reads in vocabulary_tensors(draft.anatomy).items():
-            info = draft.anatomy.outer[name]
+        for name, reads in draft.vocabulary_tensors().items():
             made_of = (*facts.pieces, *means[tokens:]) if reads and pieces else means
-            draft.set_outer(name, extended(Copy.of(info), made_of))
+            draft.set_outer(name, extended(draft.stored(name), made_of))
         draft.sizes[VOCABULARY_KEY] = rows + added
         return OperationRecord(
             op=self.op,
