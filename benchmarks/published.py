@@ -39,7 +39,7 @@ PLANS = {
     "experts": "{op: upcycle_experts, form: shared, experts: 4}",
     "copies": "{op: upcycle_experts, form: copies, experts: 4}",
     "ffn": "{op: widen_ffn, by: 32}",
-    "heads": "{op: widen_attention, groups: 2}",
+    "heads": "{op: widen_attention, groups: double}",
     "stream": "{op: widen_hidden, times: 2}",
 }
 
@@ -138,8 +138,8 @@ KINDS = (
         "`widen_ffn`, or new layers",
     ),
     Kind(
-        "normalised over all heads together",
-        "a norm over all heads mixes old and new ones, so old heads would compute something else",
+        "makes this norm over all heads as wide as the stream",
+        "the class gives a norm over all heads the width of the stream, whatever the number of heads",
         "`widen_ffn`, or new layers",
     ),
 )

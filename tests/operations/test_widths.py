@@ -136,6 +136,7 @@ def test_what_was_folded_learns_as_it_did_beside_the_ffn(tmp_path: Path) -> None
     [
         ("phi3", [FFN | {"init": "copy", "by": 60}, ATTENTION | {"init": "copy"}]),
         ("qwen2", [ATTENTION]),
+        ("olmo2", [ATTENTION]),
         ("gemma3_text", [ATTENTION | {"init": "he"}, FFN | {"init": "he"}]),
         ("starcoder2", [FFN]),
     ],
@@ -166,6 +167,10 @@ def test_wider_models_compute_the_same(family: str, operations: list[dict[str, A
         gate, up = held["model.layers.1.mlp.gate_up_proj.weight"].chunk(2)
         expected_rows = torch.cat([gate, gate, gate[:12], up, up, up[:12]])
         assert torch.equal(found["model.layers.1.mlp.gate_up_proj.weight"], expected_rows)
+    if family == "olmo2":  # under a norm over all heads
+        for name in ("q_proj", "k_proj", "q_norm", "k_norm"):
+            old, new = found[f"model.layers.1.self_attn.{name}.weight"].chunk(2)
+            assert torch.equal(old, new), name
     assert same_function(base, out) and verified(base, out)
     surgeon.revert(out, tmp_path / "back")
     assert_same(base, tmp_path / "back")
@@ -246,8 +251,8 @@ def test_what_cannot_be_wider_is_refused_in_a_line(case: str, tmp_path: Path) ->
 
 
 def test_norms_over_all_heads_and_rows_that_kernels_do_not_take_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="normalised over all heads together"):
-        surgeon.preview(plan_of(tmp_path, ATTENTION), base_of(tmp_path, "olmo2"))
+    with pytest.raises(BadInput, match=r"must be a multiple of the 2 that there are \(`groups: double`\)"):
+        surgeon.preview(plan_of(tmp_path, ATTENTION | {"groups": 1}), base_of(tmp_path, "olmo2"))
     neox = tiny_decoder(tmp_path / "neox", "gpt_neox", CAUSAL, dtype="bfloat16")
     with pytest.raises(BadInput, match=r"with 3 heads transformers' class builds heads of another size"):
         surgeon.preview(plan_of(tmp_path, ATTENTION), neox)
