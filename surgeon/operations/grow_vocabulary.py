@@ -193,6 +193,11 @@ class GrowVocabulary(Operation):
         if facts is None:
             raise BadInput("the tokens to add are not known: give a base with its tokenizer.json")
         rows, tied = draft.anatomy.sizes.vocabulary, draft.anatomy.tied
+        if draft.untied and self.input_init != "mean":
+            raise BadInput(
+                "an earlier operation of this plan unties embeddings, whose new rows are then not the head's; write"
+                " this one before it, say `input_init: mean`, or apply two plans"
+            )
         if facts.rows != rows:
             raise BadInput(f"the tokens begin at id {facts.rows}, the model has {rows} rows; was the plan edited?")
         if tied and self.input_init == "pieces":

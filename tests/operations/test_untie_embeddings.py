@@ -121,7 +121,7 @@ def test_a_base_with_grafts_and_a_quantised_one(tmp_path: Path) -> None:
 
 VOCABULARIES = (
     {"op": "trim_vocabulary", "tokens": ["abc", "the"], "pad_to_multiple_of": 8},
-    {"op": "grow_vocabulary", "tokens": ["qqq", "xyxy"]},
+    {"op": "grow_vocabulary", "tokens": ["qqq", "xyxy"], "input_init": "mean"},
     {"op": "pad_to", "vocabulary": 192},
 )
 
@@ -169,6 +169,9 @@ def test_what_cannot_be_untied_is_refused(tmp_path: Path) -> None:
     untied = tiny.checkpoint(tmp_path / "llama", "llama")
     with pytest.raises(BadInput, match="untied already"):
         surgeon.preview(plan, untied)
+    pieces = {"op": "grow_vocabulary", "tokens": ["qqq"]}
+    with pytest.raises(BadInput, match="before it, say `input_init: mean`"):
+        surgeon.preview(write_plan(tmp_path / "pieces.yaml", [UNTIE, pieces]), add_letters(tied(tmp_path / "letters")))
     labels = tmp_path / "labels"
     transformers.AutoModelForSequenceClassification.from_pretrained(base).save_pretrained(labels)
     with pytest.raises(BadInput, match="returns no words"):
