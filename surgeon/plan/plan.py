@@ -18,7 +18,6 @@ from surgeon.common.checked_yaml import check_yaml, editor_schema
 from surgeon.common.yaml import Place, override, parse_yaml, read_text, written_yaml
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
-from surgeon.families.vocabulary import VOCABULARY_KEY
 from surgeon.operations import OPERATIONS, AnyOperation
 from surgeon.operations.classification_head import ClassificationHead
 from surgeon.operations.operation import Operation
@@ -197,10 +196,6 @@ def carry_out(operation: Operation, draft: Draft, facts: Facts | None = None) ->
         )
     before = draft.widths
     draft.records.append(operation.edit(draft, facts))
-    if draft.untied and VOCABULARY_KEY in draft.sizes:
-        raise BadInput(
-            "embeddings are untied and the vocabulary changes, and each has a say in the head's rows; apply two plans"
-        )
     if before and draft.widths == before:
         raise BadInput("an earlier operation of this plan changes widths, which others do not know; apply two plans")
 
