@@ -39,7 +39,7 @@ PLANS = {
     "experts": "{op: upcycle_experts, form: shared, experts: 4}",
     "copies": "{op: upcycle_experts, form: copies, experts: 4}",
     "ffn": "{op: widen_ffn, by: 32}",
-    "heads": "{op: widen_attention, groups: 2}",
+    "heads": "{op: widen_attention, groups: double}",
     "stream": "{op: widen_hidden, times: 2}",
 }
 
@@ -139,11 +139,6 @@ KINDS = (
         _BESIDE,
     ),
     Kind(
-        "has no matrices that are known as its up and down|has an FFN whose projections are known",
-        "its experts are stacked in one matrix, of which no rows are one expert's input or output",
-        "grafts",
-    ),
-    Kind(
         "multiplies embeddings by a number that depends on `hidden_size`",
         "the class multiplies embeddings by the root of the hidden size, so a wider stream begins with other numbers",
         "`widen_ffn`",
@@ -154,8 +149,8 @@ KINDS = (
         "`widen_ffn`, or new layers",
     ),
     Kind(
-        "normalised over all heads together",
-        "a norm over all heads mixes old and new ones, so old heads would compute something else",
+        "makes this norm over all heads as wide as the stream",
+        "the class gives a norm over all heads the width of the stream, whatever the number of heads",
         "`widen_ffn`, or new layers",
     ),
 )

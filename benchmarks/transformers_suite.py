@@ -39,6 +39,8 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 PAGE = HERE / "results" / "transformers_suite.md"
 RECORD = PAGE.with_suffix(".jsonl")
+# Which sources the committed rows took what the sdist lacks from.
+CHECKOUT = "5.16.0.dev0"
 
 # By what the table calls a base: the module of its tests, its test case there.
 BASES: Mapping[str, tuple[str, str]] = {
@@ -82,20 +84,14 @@ HEADS = {
         "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
     ),
 }
-# The most that one test may take.
-LIMIT_S = 120
-_GRAFTS = ("adapters", "slots", "control", "states", "gate", "all together")
+# The most that one test may take, on a machine that has other work too.
+LIMIT_S = 900
 # Why a test that the base passes cannot be passed: the tests, the outputs, the line.
 EXPLAINED: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
     (
         ("test_num_layers_is_small",),
         ("native insertion", "control", "all together"),
         "the test allows the model of its own tester two layers, and the surgery adds one",
-    ),
-    (
-        ("test_model_weights_reload_no_missing_tied_weights", "test_can_init_all_missing_weights"),
-        _GRAFTS,
-        "a checkpoint without a graft's tensors is refused, where the base's are filled at random with a warning",
     ),
     (
         ("test_custom_4d_attention_mask",),
@@ -110,10 +106,10 @@ EXPLAINED: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
         " part in what the test generates",
     ),
     (
-        ("test_reverse_loading_mapping", "test_tp_plan_matches_params"),
-        _GRAFTS,
-        "the test changes the config so that a layer is of a kind that the base lacks (dense, where all have experts),"
-        " beside which the grafts have no place",
+        ("test_tp_plan_matches_params",),
+        ("control", "all together"),
+        "the plan names blocks of every kind of layer, those of twins too, and the surgery adds a twin of one layer,"
+        " which is of one kind",
     ),
 )
 
@@ -313,7 +309,8 @@ def page(rows: Mapping[tuple[str, str], Row]) -> str:
         "`python -m benchmarks.transformers_suite --tests PATH`, with transformers"
         f" {version('transformers')} and torch {version('torch')} on a CPU: the tests of every model and those of"
         " generation, on a base and on outputs of it, passed / failed / skipped. Tests of pipelines and of several"
-        " devices are left out; what asks for the Hub fails on a base too.",
+        " devices are left out; what asks for the Hub fails on a base too. Tests that the sdist lacks were of a public"
+        f" copy of {CHECKOUT}.",
         "",
         "| base | " + " | ".join(OUTPUTS) + " |",
         "|---" * (len(OUTPUTS) + 1) + "|",

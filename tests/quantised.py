@@ -8,9 +8,11 @@ import json
 import re
 import shutil
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -95,5 +97,123 @@ def quantised(folder: Path, method: str, *, skipped: list[str] | None = None) ->
         index.write_text(json.dumps(json.loads(index.read_text()) | {"weight_map": places}))
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": method, **settings, "modules_to_not_convert": skipped}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def pack(values: Tensor, bits: int) -> Tensor:
+    """Whole numbers (rows × columns) as compressed-tensors packs them: `bits` each, end to end, in words of 32."""
+    rows, columns = values.shape
+    stored = (values + (1 << bits - 1)).numpy().astype("<i8")[..., None] >> np.arange(bits) & 1
+    words = -(-columns * bits // 32)
+    single = np.zeros((rows, words * 32), dtype=np.uint8)
+    single[:, : columns * bits] = stored.reshape(rows, -1)
+    return torch.from_numpy(np.packbits(single, axis=1, bitorder="little").view("<i4").copy())
+
+
+@dataclass(frozen=True)
+class Coded:
+    """A way in which compressed-tensors stores a matrix, and numbers made up for it."""
+
+    format: str = "pack-quantized"
+    bits: int = 4
+    type: str = "int"
+    symmetric: bool = True
+    strategy: str = "group"
+    size: int = 16
+    ordered: bool = False
+    scales: str = "bfloat16"
+
+    @property
+    def weights(self) -> dict[str, Any]:
+        """What config.json says of it."""
+        told = {"num_bits": self.bits, "type": self.type, "symmetric": self.symmetric, "strategy": self.strategy}
+        group, block = {"group": (self.size, None), "channel": (-1, None), "block": (None, [self.size, self.size])}.get(
+            self.strategy, (None, None)
+        )
+        return told | {"dynamic": False, "group_size": group} | ({"block_structure": block} if block else {})
+
+    def _drawn(self, name: str, shape: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """Numbers, scales, zero points and the block of each column."""
+        (rows, columns), size = shape, self.size
+        heights, widths = {"tensor": shape, "channel": (1, columns), "group": (1, size)}.get(
+            self.strategy, (size, size)
+        )
+        grid = (-(-rows // heights), -(-columns // widths))
+        draw = torch.Generator().manual_seed(len(name))
+        low, high = -(1 << self.bits - 1), 1 << self.bits - 1
+        numbers = torch.randint(low, high, shape, generator=draw)
+        scales = (torch.rand(grid, generator=draw) / 16 / high).to(getattr(torch, self.scales))
+        zeros = None if self.symmetric else torch.randint(low, high, grid, generator=draw)
+        order = torch.randperm(columns, generator=draw) if self.ordered else torch.arange(columns)
+        return numbers, scales, zeros, order // widths
+
+    def plain(self, name: str, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """(q − z) · s in float64, rounded to the scales' dtype as the library does, and to the model's."""
+        numbers, scales, zeros, order = self._drawn(name, shape)
+        rows = torch.arange(shape[0]) // -(-shape[0] // scales.shape[0])
+        if self.type == "float":
+            numbers = (numbers / 2).to(torch.float8_e4m3fn)
+        whole = numbers.double() - (0 if zeros is None else zeros[rows][:, order])
+        return (whole * scales.double()[rows][:, order]).to(scales.dtype).to(dtype)
+
+    def quantise(self, name: str, value: Tensor) -> dict[str, Tensor]:
+        """The stored tensors of a matrix."""
+        module = name.removesuffix(".weight")
+        numbers, scales, zeros, order = self._drawn(name, (value.shape[0], value.shape[1]))
+        single = self.strategy == "tensor"
+        held = {f"{module}.weight_scale": scales.reshape(1) if single else scales}
+        if self.format == "pack-quantized":
+            held |= {f"{module}.weight_packed": pack(numbers, self.bits)}
+            held |= {f"{module}.weight_shape": torch.tensor(value.shape)}
+        else:
+            whole = self.type == "int"
+            held[name] = numbers.to(torch.int8) if whole else (numbers / 2).to(torch.float8_e4m3fn)
+        if zeros is not None:
+            packed = self.format == "pack-quantized" and self.strategy in ("group", "channel")
+            zeros = pack(zeros.T, self.bits).T.contiguous() if packed else zeros.to(torch.int8)
+            held[f"{module}.weight_zero_point"] = zeros.reshape(1) if single else zeros
+        if self.ordered:
+            held[f"{module}.weight_g_idx"] = order.to(torch.int32)
+        return held
+
+
+def compressed(folder: Path, *coded: Coded, skipped: tuple[str, ...] = ("lm_head",), **told: Any) -> Path:
+    """Store a checkpoint's linear modules in its place as compressed-tensors does, attention apart."""
+    groups = {
+        f"group_{number}": {
+            "targets": ["Linear"] if number == len(coded) - 1 else ["re:.*self_attn.*"],
+            "weights": each.weights,
+            "input_activations": None,
+            "output_activations": None,
+            "format": each.format,
+        }
+        for number, each in enumerate(coded)
+    }
+    for shard in sorted(folder.glob("*.safetensors")):
+        held: dict[str, Tensor] = {}
+        for name, value in load_file(shard).items():
+            linear = value.ndim == 2 and "_proj" in name
+            each = coded[0] if "self_attn" in name else coded[-1]
+            held |= each.quantise(name, value) if linear else {name: value}
+        save_file(held, shard, metadata={"format": "pt"})
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        from safetensors import safe_open
+
+        places = {}
+        for shard in folder.glob("*.safetensors"):
+            with safe_open(shard, "pt") as opened:
+                places |= dict.fromkeys(opened.keys(), shard.name)
+        index.write_text(json.dumps(json.loads(index.read_text()) | {"weight_map": places}))
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": coded[0].format,
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": list(skipped),
+        **told,
+    }
     (folder / "config.json").write_text(json.dumps(config))
     return folder

@@ -33,7 +33,14 @@ from surgeon.models.load import stored_dtype
 from surgeon.transport.maps import TransportMap
 
 # What torch calls quantised tensors.
-PACKED = {"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu, "U8": torch.uint8}
+PACKED = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
 
 # Lists of prompts, one an expert.
 _Prompts = Sequence[Sequence[str]]

@@ -74,7 +74,7 @@ def _same_on_twins(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, 
                         f"{printable(output.name)}: the plan makes this tensor, transformers' class has no place for it"
                     )
                 continue
-            made[place] = _value(output.recipe, held, tensors_of(anatomy), wanted[place])
+            made[place] = _value(output.recipe, held, tensors_of(anatomy), wanted[place], output.recipe.shape[0])
         load_into(result, made)
         return _same_bits(base, result, blueprint) if blueprint.promise == "exact" else agree(base, result)
 
@@ -103,28 +103,32 @@ def _held(base: Skeleton, anatomy: Anatomy) -> dict[str, tuple[str, Tensor]]:
 
 
 def _value(
-    recipe: Recipe, held: Mapping[str, tuple[str, Tensor]], stored: Mapping[str, TensorInfo], like: Tensor
+    recipe: Recipe, held: Mapping[str, tuple[str, Tensor]], stored: Mapping[str, TensorInfo], like: Tensor, rows: int
 ) -> Tensor:
-    """What a recipe makes of the twin's tensors, as wide as `like`. Raises BadInput for a tensor that has no place."""
+    """What a recipe makes of the twin's tensors, as wide as `like`; `rows` are those of the whole in the output.
+
+    Raises BadInput for a tensor that has no place.
+    """
     import torch
 
     match recipe:
         case Joined(parts=parts, axis=axis):
-            return torch.cat([_value(part, held, stored, like) for part in parts], dim=axis)
+            return torch.cat([_value(part, held, stored, like, rows) for part in parts], dim=axis)
         case Copy(source=str(source)) if source in held:
             return held[source][1]
         case Copy(spans=(span,)) if span.tensor in held and len(recipe.shape) == held[span.tensor][1].ndim:
             whole = held[span.tensor][1]
             part = _share(whole, span, stored[span.tensor].nbytes)
-            return part.reshape(recipe.shape[0], *whole.shape[1:] if len(whole) > 1 else (-1,))
+            return part.reshape(-1, *whole.shape[1:]) if len(whole) > 1 else part.reshape(recipe.shape[0], -1)
         case Copy(spans=spans) if all(span.tensor in held for span in spans):
             shares = [_share(held[span.tensor][1], span, stored[span.tensor].nbytes) for span in spans]
             return torch.cat(shares).reshape(like.shape)
         case Below(of=of):
-            least = _value(of, held, stored, like).min()
+            least = _value(of, held, stored, like, rows).min()
             return least.new_full(recipe.shape, float(below(least)))
         case Constant(float(value)):
-            return torch.full((recipe.shape[0], *like.shape[1:]), value)
+            # Where experts lie below one another, a twin's have fewer rows.
+            return torch.full((recipe.shape[0] * len(like) // rows, *like.shape[1:]), value)
     raise BadInput(
         "the plan changes experts and computes tensors: nothing can be proven of both together; apply two plans"
     )

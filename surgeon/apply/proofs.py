@@ -141,8 +141,10 @@ def _prove(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any], ow
         return
     if quantisation(config) is not None and quantisation(blueprint.config) is None:
         from surgeon.apply.number_proof import prove_numbers
+        from surgeon.apply.pack_proof import prove_packs
 
         prove_numbers(blueprint, config)
+        prove_packs(blueprint.outputs)
         return
     if _only_moves(blueprint, config):
         from surgeon.apply.expert_proof import prove_moves
@@ -230,10 +232,11 @@ def _check_text(blueprint: Blueprint, anatomy: Anatomy) -> None:
 
 def _check_head(blueprint: Blueprint, anatomy: Anatomy) -> None:
     """Raise BadInput where an untied head is something else than what it was tied to, as it is in the twin's."""
-    made = {output.name: output.recipe for output in blueprint.outputs if output.new}
+    made = {output.name: output.recipe for output in blueprint.outputs}
     for name, source in anatomy.derivation.head_tensors().items():
         recipe = made.get(name)
-        if not isinstance(recipe, Copy) or recipe.source != source:
+        same = recipe is not None and recipe == made[source]
+        if not same and not (isinstance(recipe, Copy) and recipe.source == source):
             raise BadInput(
                 f"{printable(name)}: the plan makes it something else than {printable(source)}, so"
                 " logits are not the base's"

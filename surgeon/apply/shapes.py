@@ -18,6 +18,7 @@ from surgeon.families.grafted_config import native_config
 from surgeon.families.growth import part_of
 from surgeon.families.names import ANOTHER
 from surgeon.families.vocabulary import VOCABULARY_KEY
+from surgeon.families.widening import flat_fields
 from surgeon.operations.growing import groups_that_fit, head_growths
 from surgeon.operations.widths import divisor_of
 
@@ -35,7 +36,7 @@ def widened_sizes(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, A
     found: dict[str, tuple[int, int]] = {}
     for field, after in blueprint.resized.items():
         before = field_in(part, field) or known.get(field) or _left_out(config, field)
-        if before != after and not _COUNTS.fullmatch(field):
+        if before != after and not _counts(field):
             found[field] = before, after
     return found
 
@@ -59,12 +60,17 @@ def _left_out(config: Mapping[str, Any], field: str) -> int:
 def changed_counts(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     """What the base's config counts of experts that an output has otherwise, before and after."""
     path = anatomy.derivation.path
-    before, after = part_of(native_config(config), path), part_of(blueprint.config, path)
+    before, after = (dict(flat_fields(part_of(each, path))) for each in (native_config(config), blueprint.config))
     return {
         key: (value, after[key])
         for key, value in before.items()
-        if type(value) is int and type(after.get(key)) is int and value != after[key] and _COUNTS.match(key)
+        if type(value) is int and type(after.get(key)) is int and value != after[key] and _counts(key)
     }
+
+
+def _counts(field: str) -> bool:
+    """Whether a field counts experts; of a part of the config, whether its own name says so."""
+    return _COUNTS.match(field.rpartition(".")[2]) is not None
 
 
 def lost_divisors(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any]) -> Iterator[str]:

@@ -6,7 +6,7 @@ No weight is read here.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,7 @@ from surgeon.blueprint.recipes import (
     Coupling,
     Dequantised,
     Recipe,
+    Unpacked,
     per_layer,
     whole,
 )
@@ -48,7 +49,7 @@ from surgeon.families.anatomy import (
 )
 from surgeon.families.family import MOST_LAYERS
 from surgeon.families.grafted_config import native_config
-from surgeon.families.vocabulary import VOCABULARY_KEY, with_vocabulary
+from surgeon.families.vocabulary import VOCABULARY_KEY, vocabulary_tensors, with_vocabulary
 from surgeon.runtime.bundle import CODE_FILE
 from surgeon.runtime.rules import BRANCH
 from surgeon.runtime.states_rules import BANK
@@ -177,6 +178,19 @@ class Draft:
     def set_outer(self, name: str, recipe: Recipe) -> None:
         """Give a tensor outside the layers another value, or add it, in the name of the operation that is at work."""
         self.outer[name] = Outer(recipe, self.number)
+
+    def vocabulary_tensors(self, *, further: Collection[str] = ()) -> dict[str, bool]:
+        """As the anatomy's, and the tensors of a head that an earlier operation of the plan gave its own."""
+        found = vocabulary_tensors(self.anatomy, further=further)
+        heads = self.anatomy.derivation.head_tensors() if self.untied else {}
+        return found | {name: False for name, source in heads.items() if source in found}
+
+    def stored(self, name: str) -> Copy:
+        """A tensor outside the layers, as the base's bytes. Raises BadInput where an operation has changed it."""
+        recipe = self.outer[name].recipe
+        if not isinstance(recipe, Copy):
+            raise BadInput(f"{printable(name)}: an earlier operation of this plan changed it; apply two plans")
+        return recipe
 
     def place_of(self, name: str) -> tuple[dict[str, Outer], str]:
         """Where a tensor of the base stands that is in no layer of the stack: those around it, and its key there."""
@@ -491,7 +505,7 @@ def _check_stored(output: Output) -> None:
 def _inside(recipe: Recipe) -> Iterator[Recipe]:
     """A recipe and all that it is made of, as far as it is numbers: what is dequantised is not."""
     yield recipe
-    for source in () if isinstance(recipe, Dequantised) else recipe.inputs:
+    for source in () if isinstance(recipe, (Dequantised, Unpacked)) else recipe.inputs:
         yield from _inside(source)
 
 

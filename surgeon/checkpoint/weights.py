@@ -21,7 +21,8 @@ _MASKS = (".attn.bias", ".attention.bias", "attention.masked_bias", "attn.masked
 
 # Where a config.json says that its weights are quantised, and the methods whose tensors surgery can move as bytes.
 QUANTISATION = "quantization_config"
-_PASSED = ("fp8", "mxfp4")
+COMPRESSED = "compressed-tensors"
+_PASSED = ("fp8", "mxfp4", COMPRESSED)
 
 _LONGEST_NAME = 500
 # How many parts the name of a shard has at most: folders below the checkpoint's, and the file.
@@ -195,15 +196,9 @@ def quantisation(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return found if isinstance(found, Mapping) and found.get("quant_method") in _PASSED else None
 
 
-# How to come by full-precision weights of a method's: as transformers reads them, or not at all.
+# How to come by full-precision weights of a method's that transformers never stores in full.
 _NEVER = "; transformers computes with such weights and never stores them in full: get the model that they were made of"
-_FULL = {
-    "compressed-tensors": "; where there are no others, with compressed-tensors installed `python -c 'import"
-    ' transformers as t; t.AutoModelForCausalLM.from_pretrained("BASE", dtype="bfloat16", quantization_config='
-    't.CompressedTensorsConfig(dequantize=True)).save_pretrained("FULL")\'` stores what transformers makes of them',
-    "gptq": _NEVER,
-    "awq": _NEVER,
-}
+_FULL = {"gptq": _NEVER, "awq": _NEVER}
 
 
 def in_full(method: object) -> str:

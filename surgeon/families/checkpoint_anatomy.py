@@ -10,6 +10,7 @@ from surgeon.checkpoint.own_code import OwnCode
 from surgeon.checkpoint.trust import refuse_quantised
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy, LayerKind, Packed, layer_of, owner_of
+from surgeon.families.compressed import packs_of, unpacked
 from surgeon.families.decoders import HINTS
 from surgeon.families.derivation import Found
 from surgeon.families.derived import Derived, derive
@@ -17,7 +18,7 @@ from surgeon.families.family import Family, Part
 from surgeon.families.mixture import groups_of
 from surgeon.families.names import Names, match
 from surgeon.families.own_classes import trusted
-from surgeon.families.quantised import check_stored, packed_of, quantizer_of, without_scales
+from surgeon.families.quantised import check_stored, is_scale, packed_of, quantizer_of, without_scales
 from surgeon.families.roles import InMemory, with_roles
 from surgeon.families.silence import Silence
 from surgeon.families.skeleton import Skeleton, is_known
@@ -44,7 +45,9 @@ def anatomy_of(
     _check_part(config, found.skeleton)
     tensors, grafts, bank = _without_grafts(tensors) if carries_grafts else (tensors, {}, {})
     check_stored(config, tensors)
-    names = match(found.skeleton, found.kind_of, tensors, quantizer_of(config))
+    packs = packs_of(config, tensors)
+    names = match(found.skeleton, found.kind_of, unpacked(tensors, packs), quantizer_of(config))
+    names = names.with_parts({pack.name: pack.all for pack in packs.values()})
     if (named := next(filter(_of_bank, tensors), None)) is not None:
         raise BadInput(
             f"{printable(named)} ({tensors[named].file}): the name of control states, which this checkpoint has none"
@@ -52,7 +55,7 @@ def anatomy_of(
         )
     _check_stems(names, (*tensors, *(info.name for graft in grafts.values() for info in graft.values())))
     _check_numbers(names, tensors)
-    _check_floats(names, tensors, found.skeleton)
+    _check_floats(names, {n: info for n, info in tensors.items() if not is_scale(config, n)}, found.skeleton)
     count = len(found.kind_of)
     layers = tuple({s: tensors[f"{names.stem}{index}.{s}"] for s in names.layers[index]} for index in range(count))
     firsts = [found.kind_of.index(kind) for kind in range(len(found.titles))]
@@ -102,9 +105,11 @@ def _check_floats(names: Names, tensors: Mapping[str, TensorInfo], skeleton: Ske
     held = skeleton.model.state_dict(keep_vars=True)
     for index, layer in enumerate(names.layers):
         for suffix, targets in layer.items():
-            _check_float(tensors[f"{names.stem}{index}.{suffix}"], whole=not targets)
+            if (info := tensors.get(f"{names.stem}{index}.{suffix}")) is not None:
+                _check_float(info, whole=not targets)
     for name, target in names.outer.items():
-        _check_float(tensors[name], whole=target not in held or not held[target].is_floating_point())
+        if name in tensors:
+            _check_float(tensors[name], whole=target not in held or not held[target].is_floating_point())
 
 
 def _check_float(info: TensorInfo, *, whole: bool) -> None:

@@ -7,22 +7,17 @@ what it did. With a wrong reading of its tensors it does not. So nothing depends
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from surgeon.families.expert_trial import DOWN, Trial
+from surgeon.families.family import Role
+from surgeon.families.row_experts import for_each, matrices_of_rows, roles_of_rows, routers_of_rows
 from surgeon.families.silence import Run, captured
 from surgeon.families.skeleton import Skeleton
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-_DOWN = "down_proj"
-# What an expert's input passes first; in one matrix, gate and up are halves of it, or its rows in turn.
-_BOTH = "gate_up_proj"
-_FIRST = (_BOTH, "gate_proj", "up_proj")
-# Of the layer's largest output: rounding stays below the one, what is computed otherwise is above the other.
-_SAME, _OTHER = 1e-4, 1e-3
 
 
 @dataclass(frozen=True)
@@ -30,13 +25,15 @@ class Mixture:
     """The experts of a layer, by names below it: `experts` is the module that holds a matrix of each in one parameter.
 
     `transposed`: matrices are inputs by outputs; `interleaved`: in `gate_up_proj`, rows of gate and up alternate.
-    `router` are parameters and buffers with a row, or a number, for each expert.
+    `router` are parameters and buffers with a row, or a number, for each expert. Where experts lie below one another in
+    the rows of matrices of two axes, a row for each neuron, `in_rows` are these, by their names, with their roles.
     """
 
     experts: str
     transposed: bool
     interleaved: bool
     router: tuple[str, ...]
+    in_rows: tuple[tuple[str, Role], ...] = ()
 
 
 def groups_of(text: object) -> int:
@@ -50,7 +47,7 @@ def mixtures(twin: Skeleton, layers: list[int]) -> dict[int, Mixture | None]:
 
     The twin's weights stay as they were.
     """
-    if not any(_expert_modules(twin.layers[index]) for index in layers):
+    if not any(_expert_modules(layer) or matrices_of_rows(layer) for layer in (twin.layers[i] for i in layers)):
         return dict.fromkeys(layers)
     runs, groups = captured(twin, layers), groups_of(twin.text)
     found: dict[int, Mixture | None] = dict.fromkeys(layers)
@@ -65,7 +62,7 @@ def _expert_modules(layer: nn.Module) -> list[str]:
     return [
         name
         for name, module in layer.named_modules()
-        if (down := module._parameters.get(_DOWN)) is not None and down.ndim == 3
+        if (down := module._parameters.get(DOWN)) is not None and down.ndim == 3
     ]
 
 
@@ -74,10 +71,12 @@ def _understood(run: Run, groups: int) -> Mixture | None:
     import torch
 
     modules = _expert_modules(run.layer)
-    if len(modules) != 1:
-        return None
     with torch.no_grad():
-        trial = _Trial(run, modules[0])
+        if not modules:
+            return _in_rows(run, groups)
+        if len(modules) != 1:
+            return None
+        trial = Trial(run, *_held(run, modules[0]))
         try:
             for transposed, interleaved in trial.readings():
                 if trial.neurons_move(transposed, interleaved):
@@ -88,110 +87,36 @@ def _understood(run: Run, groups: int) -> Mixture | None:
     return None
 
 
-class _Trial:
-    """A layer's experts and router with their values as they were."""
-
-    def __init__(self, run: Run, experts: str) -> None:
-        import torch
-
-        self._run = run
-        inside = f"{experts}." if experts else ""
-        held = {**dict(run.layer.named_parameters()), **dict(run.layer.named_buffers())}
-        self.experts = {name.removeprefix(inside): value for name, value in held.items() if name.startswith(inside)}
-        self._count = len(self.experts[_DOWN])
-        block = experts.rpartition(".")[0]
-        self.router = {
-            name: value
-            for name, value in held.items()
-            if not name.startswith(inside)
-            and (name.startswith(f"{block}.") if block else "router" in name)
-            and value.is_floating_point()
-            and (value.shape[:1] == (self._count,) or tuple(value.shape) == (1, self._count))
-        }
-        self._kept = [(value, value.detach().clone()) for value in (*self.experts.values(), *self.router.values())]
-        self._draws = torch.Generator().manual_seed(0)
-        self._before = run.output()
-        self._now = [(value, value.detach().clone()) for value, _ in self._kept]
-
-    def restore(self) -> None:
-        """Give every tensor the value that it had."""
-        for value, kept in self._kept:
-            value.copy_(kept)
-
-    def readings(self) -> Iterator[tuple[bool, bool]]:
-        """(transposed, interleaved), as far as the shapes allow."""
-        hidden, down = self._run.stream.shape[-1], self.experts[_DOWN]
-        held = [key for key in _FIRST if key in self.experts]
-        for transposed in (False, True):
-            inputs, outputs = (1, 2) if transposed else (2, 1)
-            inner = down.shape[inputs]
-            fits = down.shape[outputs] == hidden and all(self._fits(key, inputs, hidden, inner) for key in held)
-            if held and fits:
-                yield transposed, False
-                if _BOTH in self.experts:
-                    yield transposed, True
-
-    def _fits(self, key: str, inputs: int, hidden: int, inner: int) -> bool:
-        """Whether a matrix that reads the stream, and its bias, are as large as for `inner` neurons."""
-        value, bias = self.experts[key], self.experts.get(f"{key}_bias")
-        rows = inner * (2 if key == _BOTH else 1)
-        wanted = (self._count, hidden, rows) if inputs == 1 else (self._count, rows, hidden)
-        return value.shape == wanted and (bias is None or bias.shape == (self._count, rows))
-
-    def neurons_move(self, transposed: bool, interleaved: bool) -> bool:
-        """Whether each expert's neurons may change places; and whether that is seen where only half of them moves."""
-        import torch
-
-        down = self.experts[_DOWN]
-        inner = down.shape[1 if transposed else 2]
-        moved = [torch.randperm(inner, generator=self._draws) for _ in range(self._count)]
-        for key in _FIRST:
-            for name in (key, f"{key}_bias"):
-                value = self.experts.get(name)
-                if value is None:
-                    continue
-                axis = 1 if transposed and value.ndim == 3 else 0
-                for number, order in enumerate(moved):
-                    rows = _both(order, inner, interleaved) if key == _BOTH else order
-                    value[number] = value[number].index_select(axis, rows)
-        half = self._difference()
-        for number, order in enumerate(moved):
-            down[number] = down[number].index_select(0 if transposed else 1, order)
-        return self._settled(half)
-
-    def experts_move(self, groups: int) -> bool:
-        """Whether experts may change places, groups and those within each; and whether the router must follow them."""
-        import torch
-
-        size = self._count // groups
-        if not self.router or size * groups != self._count:
-            return False
-        order = torch.cat(
-            [
-                group * size + torch.randperm(size, generator=self._draws)
-                for group in torch.randperm(groups, generator=self._draws)
-            ]
-        )
-        for value in self.experts.values():
-            if len(value) == self._count:
-                value.copy_(value[order])
-        half = self._difference()
-        for value in self.router.values():
-            value.copy_(value[order] if len(value) == self._count else value[:, order])
-        return self._settled(half)
-
-    def _settled(self, half: float) -> bool:
-        whole = self._difference()
-        for value, now in self._now:
-            value.copy_(now)
-        return whole < _SAME and half > _OTHER
-
-    def _difference(self) -> float:
-        return float((self._run.output() - self._before).abs().max() / self._before.abs().max())
+def _held(run: Run, experts: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The tensors of the module `experts`, by their names in it, and those that may be its router's."""
+    inside = f"{experts}." if experts else ""
+    held = {**dict(run.layer.named_parameters()), **dict(run.layer.named_buffers())}
+    own = {name.removeprefix(inside): value for name, value in held.items() if name.startswith(inside)}
+    block = experts.rpartition(".")[0]
+    return own, {
+        name: value
+        for name, value in held.items()
+        if not name.startswith(inside)
+        and (name.startswith(f"{block}.") if block else "router" in name)
+        and for_each(value, len(own[DOWN]))
+    }
 
 
-def _both(order: Tensor, inner: int, interleaved: bool) -> Tensor:
-    """The rows of gate and up in one matrix, neurons in this order."""
-    import torch
-
-    return torch.stack([2 * order, 2 * order + 1], 1).flatten() if interleaved else torch.cat([order, order + inner])
+def _in_rows(run: Run, groups: int) -> Mixture | None:
+    """The same of experts that lie below one another in the rows of matrices."""
+    for path, matrices in matrices_of_rows(run.layer).items():
+        roles = roles_of_rows(run, path, matrices)
+        for router in routers_of_rows(run, path, matrices) if roles else ():
+            count = next(len(value) for value in router.values() if value.ndim == 2 and len(value) > 1)
+            views = {
+                f"{roles[name]}_proj": value.detach().view(count, -1, value.shape[-1])
+                for name, value in matrices.items()
+            }
+            views[DOWN] = views[DOWN].transpose(1, 2)
+            trial = Trial(run, views, router)
+            try:
+                if trial.neurons_move(transposed=False, interleaved=False) and trial.experts_move(groups):
+                    return Mixture(path, False, False, tuple(router), tuple(roles.items()))
+            finally:
+                trial.restore()
+    return None

@@ -10,7 +10,7 @@ import functools
 import re
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from surgeon.checkpoint.header import TensorInfo
@@ -39,6 +39,25 @@ class Names:
     outer: dict[str, str]
     beyond: dict[int, tuple[str, ...]]
     converted: dict[str, tuple[str, ...]]
+
+    def with_parts(self, parts: Mapping[str, tuple[str, ...]]) -> Names:
+        """The same where some tensors are stored as several, whose whole names on disk `parts` has by the tensor's."""
+        if not parts:
+            return self
+
+        def spread(stem: str, held: Mapping[str, Any]) -> dict[str, Any]:
+            named = ((parts.get(stem + name, (stem + name,)), target) for name, target in held.items())
+            return {name.removeprefix(stem): target for names, target in named for name in names}
+
+        return replace(
+            self,
+            layers=tuple(spread(f"{self.stem}{index}.", held) for index, held in enumerate(self.layers)),
+            outer=spread("", self.outer),
+            beyond={
+                index: tuple(spread(f"{self.stem}{index}.", dict.fromkeys(held))) for index, held in self.beyond.items()
+            },
+            converted=spread("", self.converted),
+        )
 
 
 def match(skeleton: Skeleton, kinds: Sequence[int], tensors: Mapping[str, TensorInfo], quantizer: Any = None) -> Names:

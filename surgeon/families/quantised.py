@@ -1,4 +1,6 @@
-"""Bases stored in FP8 blocks or MXFP4: what belongs to which tensor, how transformers loads it, and which modules not.
+"""Quantised bases: what belongs to which tensor, how transformers loads it, and which modules are not.
+
+They are stored in FP8 blocks, in MXFP4, or as compressed-tensors has them (compressed.py).
 
 Weights stay the bytes that they are. transformers is asked what a quantised tensor becomes when it loads it
 dequantised, with shapes alone; what is nothing in such a format is zero bytes, whatever the scale beside them.
@@ -12,15 +14,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from surgeon.checkpoint.header import FLOAT_DTYPES, QUANTISED_DTYPES, TensorInfo
-from surgeon.checkpoint.weights import QUANTISATION, quantisation
+from surgeon.checkpoint.weights import COMPRESSED, QUANTISATION, quantisation
 from surgeon.common.library import LOAD_FAILURES, first_line
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Packed
+from surgeon.families.compressed import BESIDE, PACK, WEIGHT, packs_of
 from surgeon.families.family import OWN_CONFIG
 from surgeon.families.skeleton import Skeleton
 
 # What stands beside a quantised tensor and says how large its numbers are.
-_SCALES = {"fp8": ("_scale_inv", "activation_scale"), "mxfp4": ("_scales",)}
+_SCALES = {"fp8": ("_scale_inv", "activation_scale"), "mxfp4": ("_scales",), COMPRESSED: BESIDE}
 # By method, what quantised tensors are stored in.
 _STORED = {"fp8": ("F8_E4M3", "I8"), "mxfp4": ("U8",)}
 _SCALE_DTYPES = (*FLOAT_DTYPES, "F8_E8M0", "U8")
@@ -43,7 +46,7 @@ def quantizer_of(config: Mapping[str, Any]) -> Any:
     Raises BadInput where transformers cannot make one of the config's settings.
     """
     settings = quantisation(config)
-    if settings is None:
+    if settings is None or settings["quant_method"] == COMPRESSED:
         return None
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
     from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
@@ -90,6 +93,9 @@ def check_stored(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -
     if settings is None:
         return
     method = settings["quant_method"]
+    if method == COMPRESSED:
+        # `packs_of` has its own checks.
+        return
     for name, info in tensors.items():
         if is_scale(config, name):
             fits = info.dtype in _SCALE_DTYPES
@@ -210,6 +216,13 @@ def packed_of(
     """
     settings = quantisation(config)
     found: dict[str, Packed] = {}
+    if settings is not None and settings["quant_method"] == COMPRESSED:
+        suffix_of = {tensors[suffix].name: suffix for suffix in stored}
+        for name, pack in packs_of(config, {tensors[suffix].name: tensors[suffix] for suffix in stored}).items():
+            plain = suffix_of[name].removesuffix(PACK).removesuffix(WEIGHT) + WEIGHT
+            module = stored[suffix_of[name]][0].rpartition(".")[0]
+            found[suffix_of[name]] = Packed(suffix_of[pack.scales], plain, pack.shape, pack.code.block, module)
+        return found
     for suffix, targets in stored.items() if settings is not None else ():
         info = tensors[suffix]
         if is_scale(config, suffix) or info.dtype not in QUANTISED_DTYPES or not targets:

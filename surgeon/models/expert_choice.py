@@ -21,6 +21,7 @@ from torch.nn import functional
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common import devices
 from surgeon.errors import BadInput, printable
+from surgeon.families.row_experts import matrices_of_rows
 from surgeon.models.load import running
 from surgeon.models.stream import StreamedModel
 from surgeon.models.tokens import token_batches
@@ -43,12 +44,12 @@ class Estimate(NamedTuple):
 
 @dataclass
 class _Block:
-    """The experts of one layer: their module, what has a row for each (owner, key, axis), and who counts them."""
+    """The experts of one layer: their module, what has rows for each (owner, key, axis, how many), who counts them."""
 
     layer: nn.Module
     experts: nn.Module
     count: int
-    held: list[tuple[nn.Module, str, int]]
+    held: list[tuple[nn.Module, str, int, int]]
     counters: list[tuple[nn.Module, str]]
     kept: Tensor | None = None
     buffers: list[tuple[nn.Module, str, Tensor]] = field(default_factory=list)
@@ -57,11 +58,11 @@ class _Block:
 class Experts:
     """A base and two parts of a text: on the first experts are judged, on the other it is measured what they cost."""
 
-    def __init__(self, folder: CheckpointFolder, layers: Sequence[int], judged: Tensor, measured: Tensor) -> None:
+    def __init__(self, folder: CheckpointFolder, layers: Mapping[int, int], judged: Tensor, measured: Tensor) -> None:
         self.model = StreamedModel(folder, device=devices.resolve("auto"))
         self._judged, self._measured = judged, measured
         self.predictions = measured.numel() - len(measured)
-        self._blocks = {layer: _block(self.model.layers[layer], layer) for layer in layers}
+        self._blocks = {layer: _block(self.model.layers[layer], layer, count) for layer, count in layers.items()}
         counts = {layer: block.count for layer, block in self._blocks.items()}
         self.reap = {layer: torch.zeros(count, dtype=torch.float64) for layer, count in counts.items()}
         self.frequency = {layer: torch.zeros(count, dtype=torch.float64) for layer, count in counts.items()}
@@ -72,7 +73,7 @@ class Experts:
     def of(
         cls,
         base: CheckpointFolder,
-        layers: Sequence[int],
+        layers: Mapping[int, int],
         texts: tuple[Path, Path | None],
         *,
         vocabulary: int,
@@ -81,8 +82,8 @@ class Experts:
     ) -> Experts:
         """Read the texts by the base's tokenizer: one, and another that is kept out of what experts are judged by.
 
-        Without another one, it is what follows in the first. Raises BadInput where one is too short, or the base
-        cannot be run.
+        `layers` says how many experts each layer has that has some. Without another one, it is what follows in the
+        first. Raises BadInput where one is too short, or the base cannot be run.
         """
         first, other = texts
         judged = _windows(base, first, window, windows if other else 2 * windows, vocabulary)
@@ -140,7 +141,7 @@ class Experts:
             own = states[at[:, 0]]
             alone = torch.full((len(own), 1), number, dtype=index.dtype, device=index.device)
             made = module.forward(own, alone, torch.ones_like(alone, dtype=weights.dtype))
-            norms = made.double().norm(dim=-1) * weights[at[:, 0], at[:, 1]].double()
+            norms = made.reshape(own.shape).double().norm(dim=-1) * weights[at[:, 0], at[:, 1]].double()
             self.reap[layer][number] += float(norms.sum())
             self.frequency[layer][number] += len(own)
 
@@ -167,7 +168,7 @@ class Experts:
         handles = []
         for block, numbers in blocks:
             block.kept = numbers
-            block.buffers = [(o, key, o._buffers[key]) for o, key, _ in block.held if key in o._buffers]  # type: ignore[misc]
+            block.buffers = [(o, key, o._buffers[key]) for o, key, *_ in block.held if key in o._buffers]  # type: ignore[misc]
             handles.append(block.layer.register_forward_pre_hook(lambda _, __, block=block: _cut(block)))
             for module, name in block.counters:
                 setattr(module, name, len(numbers))
@@ -187,40 +188,44 @@ def _cut(block: _Block) -> None:
     """Take the rows of experts that are gone out of weights that were just read, and of buffers."""
     assert block.kept is not None
     stored = {(id(owner), key): value for owner, key, value in block.buffers}
-    for owner, key, axis in block.held:
+    for owner, key, axis, each in block.held:
         value = owner._parameters.get(key)
         whole = stored[id(owner), key] if value is None else value.data
-        cut = whole.index_select(axis, block.kept.to(whole.device))
+        rows = block.kept if each == 1 else (each * block.kept[:, None] + torch.arange(each)).flatten()
+        cut = whole.index_select(axis, rows.to(whole.device))
         if value is None:
             owner._buffers[key] = cut
         else:
             owner._parameters[key] = nn.Parameter(cut, requires_grad=False)
 
 
-def _block(layer: nn.Module, number: int) -> _Block:
+def _block(layer: nn.Module, number: int, count: int) -> _Block:
     """The experts of a layer in memory. Raises BadInput where they are not in one module."""
     found = [
-        (path, module)
+        path
         for path, module in layer.named_modules()
         if (down := module._parameters.get("down_proj")) is not None and down.ndim == 3
     ]
-    if len(found) != 1:
+    # Of experts in rows, what holds the matrices computes with those of one.
+    in_rows = {} if found else matrices_of_rows(layer)
+    found += [path.rpartition(".")[0] for path in in_rows]
+    if len(found) != 1 or not found[0]:
         raise BadInput(f"layer {number}: transformers has its experts in {len(found)} modules, which are not measured")
-    path, experts = found[0]
-    around = layer.get_submodule(path.rpartition(".")[0])
-    down = experts._parameters["down_proj"]
-    assert down is not None
-    count = len(down)
+    experts = layer.get_submodule(found[0])
+    around = layer.get_submodule(found[0].rpartition(".")[0])
     inside = {id(module) for module in experts.modules()}
-    held: list[tuple[nn.Module, str, int]] = []
+    of_rows = {id(value) for matrices in in_rows.values() for value in matrices.values()}
+    held: list[tuple[nn.Module, str, int, int]] = []
     for module in around.modules():
         for key, value in (*module._parameters.items(), *module._buffers.items()):
             if value is None:
                 continue
-            if value.shape[:1] == (count,) and (id(module) in inside or value.is_floating_point()):
-                held.append((module, key, 0))
+            if id(value) in of_rows:
+                held.append((module, key, 0, len(value) // count))
+            elif value.shape[:1] == (count,) and (id(module) in inside or value.is_floating_point()):
+                held.append((module, key, 0, 1))
             elif tuple(value.shape) == (1, count):
-                held.append((module, key, 1))
+                held.append((module, key, 1, 1))
     counters = [
         (module, name)
         for module in around.modules()

@@ -18,10 +18,11 @@ import torch
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import FLOAT_DTYPES, check_dtype
 from surgeon.checkpoint.peft_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from surgeon.checkpoint.weights import QUANTISATION, quantisation
+from surgeon.checkpoint.weights import COMPRESSED, QUANTISATION, quantisation
 from surgeon.common.library import LOAD_FAILURES, config_of, described, first_line, quiet_transformers
 from surgeon.errors import BadInput, SurgeonError, printable
 from surgeon.families.anatomy import layer_of, places_of, without_a_place
+from surgeon.families.compressed import cannot_be_loaded
 from surgeon.families.names import made_of, stored_twice
 from surgeon.families.skeleton import CAUSAL, IMAGE_TEXT, auto_of
 from surgeon.models.view import PROCESSOR_FILES, TOKENIZER_FILES, view_of_model, view_of_tokenizer
@@ -186,6 +187,11 @@ def load_model(
     in the model is not an error (layers are checked by name before), nor is a base model's missing pooler.
     """
     folder = opened(folder, failure)
+    if why := _unreadable(folder):
+        raise failure(
+            f"{printable(str(folder.path))}: {why}; `dequantise` it first, or compare tensors alone (`surgeon verify"
+            " --static`)"
+        )
     auto = auto or decoder_class(folder.config)
     wanted = torch_dtype(dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
     options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
@@ -213,6 +219,18 @@ def load_model(
         if parameter.device.type == "cpu" and parameter.data_ptr() % ALIGNMENT:
             parameter.data = parameter.data.clone()
     return model.eval()
+
+
+def _unreadable(folder: CheckpointFolder) -> str:
+    """Why transformers cannot read the weights of a quantised folder, if it cannot."""
+    settings = quantisation(folder.config)
+    if settings is None or settings["quant_method"] != COMPRESSED:
+        return ""
+    from transformers.utils import is_compressed_tensors_available
+
+    if not is_compressed_tensors_available():
+        return f"transformers reads {COMPRESSED} with the package of that name (`pip install {COMPRESSED}`)"
+    return cannot_be_loaded(folder.config, folder.tensors)
 
 
 def read_mtp(folder: CheckpointFolder, model: Any, kind: Any) -> Any:

@@ -161,7 +161,7 @@ class AddExperts(Operation):
         other = None if self.held_out is None else base.text(self.held_out)
         measured = Experts.of(
             base.folder,
-            [*mixtures],
+            {layer: count for layer, (count, _) in mixtures.items()},
             (path, other),
             vocabulary=anatomy.sizes.vocabulary,
             window=self.window,

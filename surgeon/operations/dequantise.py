@@ -1,7 +1,8 @@
-"""`dequantise`: the numbers that quantised tensors stand for, in bfloat16.
+"""`dequantise`: the numbers that quantised tensors stand for, in full precision.
 
-transformers multiplies a number of FP8 (in blocks) or of four bits (MXFP4) by its scale when it loads such a model in
-full precision. Here the products are stored, each rounded once, and config.json no longer says that they are quantised.
+transformers multiplies a number of FP8 (in blocks), of four bits (MXFP4) or of few bits (as compressed-tensors packs
+them) by its scale when it loads such a model in full precision. Here the products are stored, each rounded once, and
+config.json no longer says that they are quantised.
 """
 
 from __future__ import annotations
@@ -11,19 +12,22 @@ from typing import Any, ClassVar, Literal
 
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft, Outer
-from surgeon.blueprint.recipes import Copy, Dequantised, Recipe
+from surgeon.blueprint.recipes import Copy, Dequantised, Recipe, Unpacked
 from surgeon.checkpoint.header import QUANTISED_DTYPES, TensorInfo
-from surgeon.checkpoint.weights import QUANTISATION, quantisation
+from surgeon.checkpoint.weights import COMPRESSED, QUANTISATION, quantisation
 from surgeon.errors import BadInput, printable
+from surgeon.families.compressed import packs_of
 from surgeon.families.quantised import is_scale, packed_of
 from surgeon.operations.operation import Operation, Paper, TrainingDefaults
 
-# What transformers makes of the numbers, and what they are stored in.
-_DTYPE, _STORED = "bfloat16", "BF16"
+# What transformers makes of the numbers where config.json does not say, and what they are stored in.
+_DTYPE = "bfloat16"
+_STORED = {"bfloat16": "BF16", "float16": "F16"}
+_SHOWN = {"fp8": "FP8", "mxfp4": "MXFP4"}
 
 
 class Dequantise(Operation):
-    """The numbers that quantised tensors stand for, in bfloat16, as transformers computes them."""
+    """The numbers that quantised tensors stand for, in full precision, as transformers computes them."""
 
     papers: ClassVar[tuple[Paper, ...]] = (
         Paper(
@@ -42,35 +46,38 @@ class Dequantise(Operation):
 
     def edit(self, draft: Draft, facts: None) -> OperationRecord:
         """Put products in the place of quantised tensors and their scales, in layers, outside and above them."""
-        settings = _check(draft)
-        config, number, made = draft.config, draft.number, 0
+        method = _check(draft)
+        config, number = draft.config, draft.number
+        # What transformers makes of the numbers.
+        dtype = next(iter(_dtypes(config)), _DTYPE)
         for index, layer in enumerate(draft.layers):
             draft.open(index)
-            computed = [suffix for suffix, recipe in layer.tensors.items() if isinstance(recipe, Dequantised)]
-            layer.rewritten |= dict.fromkeys(computed, number)
-            made += len(computed)
-        outside = _opened(config, draft.anatomy.outer)
-        above = [_opened(config, tensors) for tensors in draft.anatomy.beyond]
-        draft.outer, *draft.beyond = (
-            {name: Outer(recipe, number if isinstance(recipe, Dequantised) else None) for name, recipe in each.items()}
-            for each in (outside, *above)
+            if method == COMPRESSED:
+                # Layers of one kind may be coded each in its own way.
+                layer.tensors = _opened(config, draft.anatomy.layers[index], _STORED[dtype])
+            layer.rewritten |= dict.fromkeys((name for name, each in layer.tensors.items() if _is_made(each)), number)
+        outer, *beyond = (
+            _opened(config, each, _STORED[dtype]) for each in (draft.anatomy.outer, *draft.anatomy.beyond)
         )
-        made += sum(isinstance(recipe, Dequantised) for each in (outside, *above) for recipe in each.values())
+        draft.outer, *draft.beyond = (
+            {name: Outer(recipe, number if _is_made(recipe) else None) for name, recipe in each.items()}
+            for each in (outer, *beyond)
+        )
         _check_all(draft)
         draft.converted = {key: value for key, value in config.items() if key != QUANTISATION}
-        method = "MXFP4" if settings["quant_method"] == "mxfp4" else "FP8"
+        made = sum(_is_made(each) for held in (*_layers(draft), outer, *beyond) for each in held.values())
         return OperationRecord(
             op=self.op,
-            matched=f"{made:,} {method} tensors become {_DTYPE}, without scales",
+            matched=f"{made:,} {_SHOWN.get(method, method)} tensors become {dtype}, without scales",
             claim=Claim(
-                "exact", f"its numbers are those that transformers dequantises to {_DTYPE}, and so are its logits"
+                "exact", f"its numbers are those that transformers dequantises to {dtype}, and so are its logits"
             ),
             trains="new",
         )
 
 
-def _check(draft: Draft) -> Mapping[str, Any]:
-    """The base's settings. Raises BadInput where there is nothing to dequantise, or another operation is in the way."""
+def _check(draft: Draft) -> str:
+    """The base's method. Raises BadInput where there is nothing to dequantise, or another operation is in the way."""
     if draft.records:
         raise BadInput("a model is dequantised by a plan of its own: apply the operations before it first")
     settings = quantisation(draft.config)
@@ -78,24 +85,63 @@ def _check(draft: Draft) -> Mapping[str, Any]:
         raise BadInput(f"config.json: no `{QUANTISATION}`, so nothing is quantised here; leave `dequantise` out")
     if draft.bank is not None or any(layer.grafts for layer in draft.layers):
         raise BadInput("the model carries grafts beside quantised layers; dequantise its base and graft onto that")
-    parts = [draft.config, *(part for part in draft.config.values() if isinstance(part, Mapping))]
-    for found in (part.get(key) for part in parts for key in ("dtype", "torch_dtype")):
-        if found not in (None, _DTYPE):
+    allowed = _STORED if settings["quant_method"] == COMPRESSED else (_DTYPE,)
+    for found in _dtypes(draft.config):
+        if found not in allowed:
             raise BadInput(
-                f"config.json: dtype {printable(str(found), 40)}: surgeon dequantises to {_DTYPE} alone, in which such"
-                " models are published; is config.json another model's?"
+                f"config.json: dtype {printable(str(found), 40)}: surgeon dequantises to {' or '.join(allowed)} alone,"
+                " in which such models are published; is config.json another model's?"
             )
-    return settings
+    if len(found := dict.fromkeys(_dtypes(draft.config))) > 1:
+        raise BadInput(f"config.json: several dtypes ({', '.join(found)}); is config.json another model's?")
+    return str(settings["quant_method"])
 
 
-def _opened(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> dict[str, Recipe]:
-    """Tensors that are in no layer of the stack, by name; quantised ones as numbers, without scales."""
+def _dtypes(config: Mapping[str, Any]) -> list[Any]:
+    """What a config.json says of its dtype, and of its parts'."""
+    parts = [config, *(part for part in config.values() if isinstance(part, Mapping))]
+    found = (part.get(key) for part in parts for key in ("dtype", "torch_dtype"))
+    return [dtype for dtype in found if dtype is not None]
+
+
+def _layers(draft: Draft) -> list[dict[str, Recipe]]:
+    return [layer.tensors for layer in draft.layers]
+
+
+def _is_made(recipe: Recipe) -> bool:
+    return isinstance(recipe, (Dequantised, Unpacked))
+
+
+def _opened(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], dtype: str) -> dict[str, Recipe]:
+    """Tensors by whatever name, quantised ones as numbers, without scales."""
+    if quantisation(config)["quant_method"] == COMPRESSED:  # type: ignore[index]
+        return _unpacked(config, tensors, dtype)
     packed = packed_of(config, {name: (name,) for name in tensors}, tensors)
     made: dict[str, Recipe] = {}
     for name, info in tensors.items():
         if (found := packed.get(name)) is not None:
             weight, scales = Copy.of(info), Copy.of(tensors[found.scales])
-            made[found.suffix] = Dequantised(weight, scales, found.block, _STORED, found.shape)
+            made[found.suffix] = Dequantised(weight, scales, found.block, dtype, found.shape)
+        elif not is_scale(config, name):
+            made[name] = Copy.of(info)
+    return made
+
+
+def _unpacked(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], dtype: str) -> dict[str, Recipe]:
+    """The same in the formats of compressed-tensors, whose groups know modules by their whole names."""
+    whole = {info.name: info for info in tensors.values()}
+    packs = packs_of(config, whole)
+    made: dict[str, Recipe] = {}
+    for name, info in tensors.items():
+        if (pack := packs.get(info.name)) is not None:
+            weight, scales, zeros, order, sizes = (
+                None if each is None else Copy.of(whole[each])
+                for each in (pack.weight, pack.scales, pack.zeros, pack.order, pack.sizes)
+            )
+            assert weight is not None, name
+            assert scales is not None, name
+            plain = pack.name[len(info.name) - len(name) :]
+            made[plain] = Unpacked(weight, scales, zeros, order, sizes, pack.code, dtype, pack.shape)
         elif not is_scale(config, name):
             made[name] = Copy.of(info)
     return made

@@ -146,7 +146,7 @@ class DropExperts(Operation):
         other = None if self.held_out is None else base.text(self.held_out)
         measured = Experts.of(
             base.folder,
-            [*mixtures],
+            {layer: count for layer, (count, _) in mixtures.items()},
             (path, other),
             vocabulary=anatomy.sizes.vocabulary,
             window=self.window,
@@ -267,7 +267,7 @@ def _take_out(home: LayerDraft, mixture: tuple[int, list[Part]], gone: Sequence[
         assert isinstance(recipe, Copy), suffix
         number = None if part.expert is None else part.expert.number
         if number is None:
-            made[suffix] = _only(recipe, kept)
+            made[suffix] = _only(recipe, kept, count)
             home.rewritten[suffix] = draft.number
         elif number in kept:
             place = kept.index(number)
@@ -278,14 +278,15 @@ def _take_out(home: LayerDraft, mixture: tuple[int, list[Part]], gone: Sequence[
     home.tensors = made
 
 
-def _only(of: Copy, kept: Sequence[int]) -> Recipe:
-    """The rows, slices or numbers of the experts that stay."""
+def _only(of: Copy, kept: Sequence[int], count: int) -> Recipe:
+    """The rows, slices or numbers of the experts that stay, of `count`."""
     if of.shape[0] == 1 and len(of.shape) == 2:
         return side_by_side([sliced_columns(of, number, number + 1) for number in kept], 1)
+    each = of.shape[0] // count
     ends = [number for number in kept if number + 1 not in kept]
     begins = [number for number in kept if number - 1 not in kept]
-    runs = [(of, begin, end + 1) for begin, end in zip(begins, ends, strict=True)]
-    return rows(runs, (len(kept), *of.shape[1:]), still=True)
+    runs = [(of, each * begin, each * (end + 1)) for begin, end in zip(begins, ends, strict=True)]
+    return rows(runs, (each * len(kept), *of.shape[1:]), still=True)
 
 
 def _said(cost: ExpertCost | None) -> str:

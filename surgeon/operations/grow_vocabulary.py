@@ -19,13 +19,13 @@ from pydantic import Field, model_validator
 
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
-from surgeon.blueprint.recipes import HEAD_BLOCK, Copy, extended
+from surgeon.blueprint.recipes import HEAD_BLOCK, extended
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
 from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, GrownVocabulary
 from surgeon.common.json_results import plain_fields
 from surgeon.errors import BadInput, printable
 from surgeon.families.family import LARGEST_SIZE
-from surgeon.families.vocabulary import VOCABULARY_KEY, vocabulary_tensors
+from surgeon.families.vocabulary import VOCABULARY_KEY
 from surgeon.operations.operation import Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.prepare import Facts, OpenedBase
 
@@ -193,6 +193,11 @@ class GrowVocabulary(Operation):
         if facts is None:
             raise BadInput("the tokens to add are not known: give a base with its tokenizer.json")
         rows, tied = draft.anatomy.sizes.vocabulary, draft.anatomy.tied
+        if draft.untied and self.input_init != "mean":
+            raise BadInput(
+                "an earlier operation of this plan unties embeddings, whose new rows are then not the head's; write"
+                " this one before it, say `input_init: mean`, or apply two plans"
+            )
         if facts.rows != rows:
             raise BadInput(f"the tokens begin at id {facts.rows}, the model has {rows} rows; was the plan edited?")
         if tied and self.input_init == "pieces":
@@ -206,10 +211,9 @@ class GrowVocabulary(Operation):
             raise BadInput(f"the vocabulary would have {rows + added} ids; beyond 2^31 is refused")
         pieces = not tied and self.input_init != "mean"
         means: tuple[tuple[int, ...], ...] = ((),) * added
-        for name, reads in vocabulary_tensors(draft.anatomy).items():
-            info = draft.anatomy.outer[name]
+        for name, reads in draft.vocabulary_tensors().items():
             made_of = (*facts.pieces, *means[tokens:]) if reads and pieces else means
-            draft.set_outer(name, extended(Copy.of(info), made_of))
+            draft.set_outer(name, extended(draft.stored(name), made_of))
         draft.sizes[VOCABULARY_KEY] = rows + added
         return OperationRecord(
             op=self.op,

@@ -164,11 +164,13 @@ def _plain_neurons(kind: LayerKind, width: int) -> dict[str, int] | None:
 def neurons_of(part: Part) -> tuple[int, tuple[tuple[Role, int], ...]]:
     """Along which axis a tensor of an FFN, or of experts, holds neurons; and its modules there, with how many each.
 
-    Where rows of gate and up alternate they are one module's.
+    Where rows of gate and up alternate they are one module's; where experts lie below one another, each is named.
     """
     expert, role = part.expert, part.blocks[0][0]
+    if expert is not None and expert.in_rows:
+        return 0, ((role, inner_width(part)),) * expert.in_rows
     turned = expert is not None and expert.transposed
-    stacked = expert is not None and expert.number is None
+    stacked = expert is not None and expert.stacked
     axis = int(stacked) + (int((role == "down") != turned) if part.kind == "weight" else 0)
     if role == "down" or (expert is not None and expert.interleaved):
         return axis, ((role, part.shape[axis]),)
@@ -264,11 +266,14 @@ def norms_of_all_heads(kind: LayerKind, head_dim: int) -> list[Part]:
     return [part for part in norms if part.shape[0] != head_dim]
 
 
-def lengthen(draft: Draft, growths: Growths, born: Callable[[New], Sequence[Recipe]]) -> list[int]:
+def lengthen(
+    draft: Draft, growths: Growths, born: Callable[[New], Sequence[Recipe]], *, scales: bool = False
+) -> list[int]:
     """Make the tensors of all layers as long as `growths` says; return which layers changed.
 
     What is new in a matrix that reads the stream is as `born` makes it; columns that write, biases and numbers by
-    themselves are zeros, and norms scale by one. Raises BadInput where a layer is quantised, or nothing grows.
+    themselves are zeros, and norms scale by one, or (`scales`) as they do. Raises BadInput where a layer is quantised,
+    or nothing grows.
     """
     changed: list[int] = []
     for index, layer in enumerate(draft.layers):
@@ -280,14 +285,20 @@ def lengthen(draft: Draft, growths: Growths, born: Callable[[New], Sequence[Reci
         for suffix, growth in grown.items():
             recipe = layer.tensors[suffix]
             assert isinstance(recipe, Copy), suffix
-            layer.tensors[suffix] = _longer(index, recipe, parts[suffix], growth, born)
+            layer.tensors[suffix] = _longer(index, recipe, parts[suffix], growth, born, scales=scales)
             layer.rewritten[suffix] = draft.number
         changed += [index] if grown else []
     return changed
 
 
 def _longer(
-    layer: int, of: Copy, part: Part, growth: tuple[int, int, int], born: Callable[[New], Sequence[Recipe]]
+    layer: int,
+    of: Copy,
+    part: Part,
+    growth: tuple[int, int, int],
+    born: Callable[[New], Sequence[Recipe]],
+    *,
+    scales: bool,
 ) -> Joined:
     """A tensor with more behind each of its modules, in the proportion in which it grows."""
     axis, before, after = growth
@@ -301,6 +312,10 @@ def _longer(
     for role, count in blocks:
         new = New(layer, part, role, of, axis, begin, count, count * (after - before) // before)
         pieces.append(of if len(blocks) == 1 else sliced_along(of, axis, begin, begin + count))
-        pieces += born(new) if new.reads else (Constant(part.identity or 0.0, of.dtype, new.shape),)
+        if new.reads:
+            pieces += born(new)
+        else:
+            again = scales and part.kind == "norm"
+            pieces += new.repeated if again else (Constant(part.identity or 0.0, of.dtype, new.shape),)
         begin += count
     return side_by_side(pieces, axis)

@@ -20,7 +20,7 @@ from surgeon.blueprint.draft import Draft, LayerDraft
 from surgeon.blueprint.recipes import Constant, Copy, Recipe, extended, side_by_side, sliced, sliced_columns
 from surgeon.errors import BadInput
 from surgeon.families.family import LARGEST_SIZE, Role
-from surgeon.families.vocabulary import VOCABULARY_KEY, vocabulary_tensors
+from surgeon.families.vocabulary import VOCABULARY_KEY
 from surgeon.operations.grow_vocabulary import bound_of_rows, claim_of_rows
 from surgeon.operations.growing import inner_widths, lengthen, norms_of_all_heads, shown_growth, wider_ffns, wider_heads
 from surgeon.operations.operation import Operation, Paper, TrainingDefaults
@@ -182,8 +182,8 @@ class PadTo(Operation):
             raise BadInput("an earlier operation of this plan changes the vocabulary; apply two plans")
         if before + more > LARGEST_SIZE:
             raise BadInput(f"the vocabulary would have {before + more} rows; beyond 2^31 is refused")
-        for name in vocabulary_tensors(draft.anatomy):
-            draft.set_outer(name, extended(Copy.of(draft.anatomy.outer[name]), ((),) * more))
+        for name in draft.vocabulary_tensors():
+            draft.set_outer(name, extended(draft.stored(name), ((),) * more))
         draft.sizes[VOCABULARY_KEY] = before + more
         return more
 

@@ -23,7 +23,7 @@ from surgeon.checkpoint.trimmed_vocabulary import from_bits, to_bits
 from surgeon.common.json_results import plain_fields
 from surgeon.errors import BadInput, printable
 from surgeon.families.skeleton import wordless_auto
-from surgeon.families.vocabulary import VOCABULARY_KEY, further_rows, vocabulary_tensors
+from surgeon.families.vocabulary import VOCABULARY_KEY, further_rows
 from surgeon.operations.grow_vocabulary import Paths, TextCounts, lines_of, paths_of
 from surgeon.operations.operation import Operation, Paper, TrainingDefaults
 from surgeon.operations.prepare import Facts, OpenedBase
@@ -165,7 +165,7 @@ class TrimVocabulary(Operation):
         if facts.rows != rows or len(kept) >= rows:
             raise BadInput(f"{len(kept)} of {facts.rows} tokens stay, the model has {rows} rows; was the plan edited?")
         further = further_rows(draft.anatomy)
-        for name in (*vocabulary_tensors(draft.anatomy, further=further), *further):
+        for name in (*draft.vocabulary_tensors(further=further), *further):
             held, key = draft.place_of(name)
             recipe = held[key].recipe
             if not isinstance(recipe, Copy) or recipe.source is None or recipe.dtype not in FLOAT_DTYPES:

@@ -10,7 +10,6 @@ from typing import ClassVar, Literal
 
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
-from surgeon.blueprint.recipes import Copy
 from surgeon.errors import BadInput, printable
 from surgeon.operations.operation import Operation, Paper, TrainingDefaults
 
@@ -57,6 +56,7 @@ def untie(draft: Draft) -> dict[str, str]:
     """
     lacking = draft.anatomy.derivation.head_tensors()
     for name, source in lacking.items():
-        draft.set_outer(name, Copy.of(draft.anatomy.outer[source]))
+        # With the rows that an earlier operation of the plan left or added.
+        draft.set_outer(name, draft.outer[source].recipe)
     draft.untied = True
     return lacking

@@ -2,6 +2,9 @@
 
 A group is a key-value head with the query heads that read it, as many as in the base. [W_q; Q], [W_k; K], [W_v; V] and
 [W_o, 0], heads of the same size: the native class with more heads, and the same function (Gesmundo and Maile, 2023).
+
+Under a norm over all heads, x / √(mean x² + ε), Q and K are copies: with every head there as often as every other, the
+mean is what it was.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Recipe
 from surgeon.errors import BadInput
-from surgeon.operations.growing import New, lengthen, wider_heads
+from surgeon.operations.growing import New, lengthen, norms_of_all_heads, wider_heads
 from surgeon.operations.operation import OneOf, Operation, Paper, TrainingDefaults
 from surgeon.operations.widen_ffn import COMPOSABLE, drawn
 from surgeon.operations.widths import ROUNDING, check_alone, check_free, which_layers
@@ -43,7 +46,8 @@ class WidenAttention(Operation):
         OneOf(lambda: ("copy", *VARIANCES)),
         Field(
             description="new rows of query, key and value: copies of the lowest groups in turn, or normal with variance"
-            " 1/(d·L) (low_variance) or 2/d (he); the columns of the output projection are zero"
+            " 1/(d·L) (low_variance) or 2/d (he); under a norm over all heads queries and keys are copies; the columns"
+            " of the output projection are zero"
         ),
     ] = "low_variance"
 
@@ -54,30 +58,60 @@ class WidenAttention(Operation):
         sizes = draft.anatomy.sizes
         groups = sizes.kv_heads if self.groups == "double" else self.groups
         fields, growths = wider_heads(draft, groups)
-        check_norms(draft, growths)
-        wider = lengthen(draft, growths, partial(self._born, draft))
+        _check_widths_of_norms(draft, growths)
+        normed = norms_that_grow(draft, growths)
+        if normed and groups % sizes.kv_heads:
+            layer, suffix = next(iter(normed.items()))
+            raise BadInput(
+                f"layer {layer} ({suffix}): queries and keys are normalised over all heads together, which new heads"
+                f" leave as it is where every old one is copied as often: `groups` must be a multiple of the"
+                f" {sizes.kv_heads} that there are (`groups: double`)"
+            )
+        wider = lengthen(draft, growths, partial(self._born, draft, bool(normed)), scales=True)
         draft.sizes |= fields
         heads, kv_heads = fields["num_attention_heads"], fields["num_key_value_heads"]
         return OperationRecord(
             op=self.op,
             matched=f"heads of {sizes.head_dim}: {sizes.heads} become {heads}, key-value heads {sizes.kv_heads} become"
-            f" {kv_heads}, in {which_layers(wider, draft)}, {self.init}",
+            f" {kv_heads}, in {which_layers(wider, draft)}, {self.init}"
+            + (" (queries and keys are copies, as they are normalised over all heads together)" if normed else ""),
             claim=Claim("rounding", f"new columns of the output projections are zero; {ROUNDING}"),
             trains="new",
         )
 
-    def _born(self, draft: Draft, new: New) -> tuple[Recipe, ...]:
-        if self.init == "copy":
+    def _born(self, draft: Draft, normed: bool, new: New) -> tuple[Recipe, ...]:
+        if self.init == "copy" or (normed and new.role != "value"):
             return new.repeated
         return (drawn(draft, new, self.init, new.of.shape[-1]),)
 
 
+def _check_widths_of_norms(draft: Draft, growing: Sequence[Collection[str]]) -> None:
+    """Raise BadInput where a norm over all heads stays as wide as it is."""
+    sizes = draft.anatomy.sizes
+    for number, (kind, grown) in enumerate(zip(draft.anatomy.kinds, growing, strict=True)):
+        for part in norms_of_all_heads(kind, sizes.head_dim) if grown else ():
+            if part.shape in ((sizes.query_width,), (sizes.kv_width,)) and part.suffix not in grown:
+                raise BadInput(
+                    f"layer {draft.anatomy.kind_of.index(number)} ({part.suffix}): transformers' class makes this norm"
+                    " over all heads as wide as the stream, whatever their number, so no head can be added; widen_ffn"
+                    " may widen it"
+                )
+
+
 def check_norms(draft: Draft, growing: Sequence[Collection[str]]) -> None:
     """Raise BadInput where a norm grows, of each kind by suffix: queries or keys are normalised over all heads then."""
+    for layer, suffix in norms_that_grow(draft, growing).items():
+        raise BadInput(
+            f"layer {layer} ({suffix}): queries and keys are normalised over all heads together, so new heads of zeros"
+            " would change what the old ones compute; `widen_attention` adds copies of all (`groups: double`)"
+        )
+
+
+def norms_that_grow(draft: Draft, growing: Sequence[Collection[str]]) -> dict[int, str]:
+    """A norm over all heads of each kind that has one, by the lowest layer of the kind."""
+    found: dict[int, str] = {}
     for number, (kind, grown) in enumerate(zip(draft.anatomy.kinds, growing, strict=True)):
         wide = [part for part in kind.parts if part.kind == "norm" and len(part.shape) == 1 and part.suffix in grown]
         if wide:
-            raise BadInput(
-                f"layer {draft.anatomy.kind_of.index(number)} ({wide[0].suffix}): queries and keys are normalised over"
-                " all heads together, so new heads would change what the old ones compute"
-            )
+            found[draft.anatomy.kind_of.index(number)] = wide[0].suffix
+    return found

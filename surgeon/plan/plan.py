@@ -13,11 +13,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from surgeon.blueprint.blueprint import Blueprint
 from surgeon.blueprint.draft import Draft
+from surgeon.checkpoint.weights import COMPRESSED, quantisation
 from surgeon.common.checked_yaml import check_yaml, editor_schema
 from surgeon.common.yaml import Place, override, parse_yaml, read_text, written_yaml
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
-from surgeon.families.vocabulary import VOCABULARY_KEY
 from surgeon.operations import OPERATIONS, AnyOperation
 from surgeon.operations.classification_head import ClassificationHead
 from surgeon.operations.operation import Operation
@@ -188,12 +188,14 @@ def carry_out(operation: Operation, draft: Draft, facts: Facts | None = None) ->
             " own, to the output of this one"
         )
     _check_kind(operation, draft.anatomy)
+    settings = quantisation(draft.config)
+    if settings is not None and settings["quant_method"] == COMPRESSED and operation.op != "dequantise":
+        raise BadInput(
+            f"config.json: the base is quantised ({COMPRESSED}); `dequantise` it first, by a plan of its own, or"
+            " operate on the full-precision weights"
+        )
     before = draft.widths
     draft.records.append(operation.edit(draft, facts))
-    if draft.untied and VOCABULARY_KEY in draft.sizes:
-        raise BadInput(
-            "embeddings are untied and the vocabulary changes, and each has a say in the head's rows; apply two plans"
-        )
     if before and draft.widths == before:
         raise BadInput("an earlier operation of this plan changes widths, which others do not know; apply two plans")
 

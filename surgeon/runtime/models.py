@@ -113,9 +113,13 @@ class UpcycledPreTrained(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        """As transformers', but a checkpoint that lacks a graft's tensor is refused, not filled at random."""
+        """As transformers', but a checkpoint that lacks a graft's tensor is refused, not filled at random.
+
+        One that holds nothing of the model at all is filled as transformers fills its own, with its warning.
+        """
         model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
-        if missing := sorted(set(info["missing_keys"]) & set(check_sites(model))):
+        lacked, grafted = set(info["missing_keys"]), check_sites(model)
+        if (missing := sorted(lacked & set(grafted))) and not lacked.issuperset(model.state_dict()):
             raise ValueError(
                 f"the checkpoint lacks {len(missing)} tensors of its config's surgery, first of them `{missing[0]}`;"
                 " download it again in full, or apply the surgery again"

@@ -16,6 +16,7 @@ from surgeon.blueprint.recipes import Copy, MapRef, Place, Predictor, Recipe
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.models.load import stored_dtype
 from surgeon.transport.maps import AssignmentMap, Solution, TransportMap
+from tests.quantised import pack
 
 
 def drawn(name: str, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -23,6 +24,9 @@ def drawn(name: str, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
+
+# Whole numbers of three bits, and zero points of groups of them.
+WHOLE, ZEROS = (torch.arange(size).mul(5).remainder(8).sub(4).view(5, -1) for size in (240, 15))
 
 BASE: dict[str, Tensor] = {
     "a": drawn("a", 6, 4),
@@ -36,6 +40,11 @@ BASE: dict[str, Tensor] = {
     "fp8 scales": drawn("fp8 scales", 2, 2, dtype=torch.float32),
     "mxfp4": torch.arange(2 * 3 * 2 * 16).mul(37).remainder(256).to(torch.uint8).view(2, 3, 2, 16),
     "mxfp4 scales": torch.arange(12).add(121).to(torch.uint8).view(2, 3, 2),
+    "packed": pack(WHOLE, 3),
+    "packed scales": drawn("packed scales", 5, 3),
+    "packed zeros": pack(ZEROS.T, 3).T.contiguous(),
+    "packed order": torch.arange(48).mul(7).remainder(3).int(),
+    "packed sizes": torch.tensor([5, 48]),
 }
 ELSEWHERE = {
     name: drawn(name, *shape, dtype=torch.float32)
@@ -53,7 +62,14 @@ ELSEWHERE = {
         },
     }.items()
 }
-NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float8_e4m3fn: "F8_E4M3", torch.uint8: "U8"}
+NAMES = {
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.uint8: "U8",
+    torch.int32: "I32",
+    torch.int64: "I64",
+}
 
 
 def base(name: str) -> Copy:

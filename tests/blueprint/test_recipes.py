@@ -44,6 +44,7 @@ from surgeon.blueprint.recipes import (
     Shuffled,
     Summed,
     Trained,
+    Unpacked,
     average,
     columns,
     extended,
@@ -58,7 +59,8 @@ from surgeon.blueprint.recipes import (
     stacked_experts,
 )
 from surgeon.checkpoint.header import TensorInfo
-from tests.blueprint.table import BASE, ELSEWHERE, NAMES, Mixing, Table, base, pieces_by_run
+from surgeon.families.compressed import Code
+from tests.blueprint.table import BASE, ELSEWHERE, NAMES, WHOLE, ZEROS, Mixing, Table, base, pieces_by_run
 
 A, B, C = (BASE[name].double() for name in "abc")
 E = BASE["experts"].double()
@@ -118,6 +120,7 @@ LORA_A, LORA_B, LENGTHS = (ELSEWHERE[name].double() for name in ("A", "B", "magn
 OF_LORA = [{"imported": name, "adapter": "mine"} for name in ("A", "B")]
 LOGIT = float(torch.sigmoid(BASE["logit"].float()))
 STD = 0.02
+GROUPS = BASE["packed order"].long()
 STACK = tuple(base(name) for name in "abc")
 
 CASES: dict[str, Case] = {
@@ -226,6 +229,20 @@ CASES: dict[str, Case] = {
         Dequantised(base("mxfp4"), base("mxfp4 scales"), None, "BF16", (2, 64, 3)),
         unpacked(BASE["mxfp4"], BASE["mxfp4 scales"]),
         {"dequantised": [{"copy": "mxfp4"}, {"copy": "mxfp4 scales"}]},
+    ),
+    "packed": Case(
+        Unpacked(
+            weight=base("packed"),
+            scales=base("packed scales"),
+            zeros=base("packed zeros"),
+            order=base("packed order"),
+            sizes=base("packed sizes"),
+            code=Code(3, packed=True, block=(1, 16), zeros_packed=True),
+            dtype="BF16",
+            shape=(5, 48),
+        ),
+        ((WHOLE - ZEROS[:, GROUPS]) * BASE["packed scales"].double()[:, GROUPS]).bfloat16().double(),
+        {"dequantised": [{"copy": f"packed{each}"} for each in ("", " scales", " zeros", " order", " sizes")]},
     ),
     "below": Case(Below(base("a"), (3,)), (A.min() - 2).expand(3), {"below": OF_A}),
     "average": Case(average(base("a"), base("b")), (A + B) / 2, {"average": [OF_A, OF_B]}),

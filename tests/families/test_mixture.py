@@ -14,6 +14,13 @@ FOUND = {
     "llama4_text": Mixture("feed_forward.experts", True, False, ("feed_forward.router.weight",)),
     "gpt_oss": Mixture("mlp.experts", True, True, ("mlp.router.weight", "mlp.router.bias")),
     "nemotron_h": Mixture("mixer.experts", False, False, ("mixer.gate.weight", "mixer.gate.e_score_correction_bias")),
+    "dbrx": Mixture(
+        "ffn.experts.mlp",
+        False,
+        False,
+        ("ffn.router.layer.weight",),
+        (("w1", "gate"), ("v1", "up"), ("w2", "down")),
+    ),
 }
 
 

@@ -401,7 +401,7 @@ def test_tensors_that_contradict_the_method(case: str, plan: Plan, tmp_path: Pat
         surgeon.preview(plan(INSERT), str(base))
 
 
-@pytest.mark.parametrize("method", ["bitsandbytes", "awq", "gptq", "compressed-tensors", "fbgemm_fp8"])
+@pytest.mark.parametrize("method", ["bitsandbytes", "awq", "gptq", "fbgemm_fp8"])
 def test_other_methods_are_named(method: str, plan: Plan, tmp_path: Path) -> None:
     base = tiny_quantised(tmp_path / "base", "qwen3", "fp8")
     config = json.loads((base / "config.json").read_text())

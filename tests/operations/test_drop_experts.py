@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from surgeon.models.load import load_model
 from surgeon.models.tokens import token_batches
 from tests import tiny, vocabularies
 from tests.checkpoints import weights
+from tests.decoders import checkpoint_of
 from tests.vocabularies import ENGLISH, write_text
 
 WINDOW, WINDOWS = 16, 6
@@ -45,7 +47,22 @@ KINDS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
     },
 }
+# Experts below one another in the rows of three matrices.
+DBRX = {
+    **{"architectures": ["DbrxForCausalLM"], "model_type": "dbrx", "vocab_size": 320, "n_layers": 2},
+    **{"d_model": 32, "n_heads": 4, "max_seq_len": 128, "tie_word_embeddings": False},
+    "attn_config": {"clip_qkv": 8, "kv_n_heads": 2, "rope_theta": 500000, "model_type": ""},
+    "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 8, "moe_top_k": 2, "model_type": ""},
+}
 Base = Callable[[str], Path]
+
+
+def mixture(folder: Path, kind: str, sizes: dict[str, Any]) -> Path:
+    """A tiny mixture with a tokenizer."""
+    if kind == "dbrx":
+        return checkpoint_of(DBRX, folder, dtype="float32")
+    sizes = {"vocab_size": 320, "num_hidden_layers": 2, "dtype": "float32"} | sizes
+    return vocabularies.byte_level(tiny.checkpoint(folder, kind, **sizes))
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +72,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Base:
 
     def base(kind: str) -> Path:
         if not (folder / kind).exists():
-            sizes = {"vocab_size": 320, "num_hidden_layers": 2, "dtype": "float32"} | KINDS[kind]
-            vocabularies.byte_level(tiny.checkpoint(folder / kind, kind, **sizes))
+            mixture(folder / kind, kind, KINDS.get(kind, {}))
         return folder / kind
 
     return base
@@ -97,6 +113,7 @@ GONE: dict[str, Any] = {
     "qwen3_moe": [1, 6],
     "gpt_oss": {"0": [0, 3, 7], "1": [2, 3, 4]},
     "deepseek_v3": {"1": [3, 4]},
+    "dbrx": [0, 5],
 }
 
 
@@ -111,12 +128,12 @@ def test_listed_experts_go_and_the_others_stay_as_they_are(kind: str, made: Base
     for name, value in {**dict(before.named_parameters()), **dict(before.named_buffers())}.items():
         found = after.get_parameter(name) if name in dict(after.named_parameters()) else after.get_buffer(name)
         if value.shape != found.shape:
-            layer = name.split("layers.")[1].split(".")[0]
+            layer = re.split(r"layers\.|blocks\.", name)[1].split(".")[0]
             kept = [number for number in range(8) if number not in gone[layer]]
-            value, cut = value[kept], cut + 1
+            value, cut = value.unflatten(0, (8, -1))[kept].flatten(0, 1), cut + 1
         assert torch.equal(found, value), name
     # Gate and up, down, the router; biases of gpt_oss; the buffer of deepseek.
-    assert cut == {"qwen3_moe": 6, "gpt_oss": 12, "deepseek_v3": 4}[kind]
+    assert cut == {"qwen3_moe": 6, "gpt_oss": 12, "deepseek_v3": 4, "dbrx": 8}[kind]
     assert surgeon.verify(base, done.path, device="cpu", windows=1, window=16).holds
     # What was measured before it was made is what it is.
     (facts,) = done.manifest.facts.values()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 import surgeon
 from surgeon.blueprint.draft import Draft
@@ -118,20 +119,59 @@ def test_a_base_with_grafts_and_a_quantised_one(tmp_path: Path) -> None:
     assert surgeon.verify(quantised, out, logits=False).holds
 
 
+VOCABULARIES = (
+    {"op": "trim_vocabulary", "tokens": ["abc", "the"], "pad_to_multiple_of": 8},
+    {"op": "grow_vocabulary", "tokens": ["qqq", "xyxy"], "input_init": "mean"},
+    {"op": "pad_to", "vocabulary": 192},
+)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "rows"), [*zip(LAYOUTS, VOCABULARIES, strict=True), ("gpt_oss", VOCABULARIES[0])]
+)
+def test_rows_change_in_the_same_plan_before_or_after(model_type: str, rows: dict[str, Any], tmp_path: Path) -> None:
+    """Either order gives the same tensors: those that the rows' operation alone gives, and a head with the same."""
+    auto, head, embedding = LAYOUTS[model_type]
+    base = add_letters(tiny_decoder(tmp_path / "base", model_type, auto, dtype="bfloat16", tie_word_embeddings=True))
+    if auto == IMAGE_TEXT:
+        edit_config(base, tie_word_embeddings=True)
+    alone = weights(apply(tmp_path, base, "alone", rows))
+    outs = [apply(tmp_path, base, "before", UNTIE, rows), apply(tmp_path, base, "after", rows, UNTIE)]
+    for out in outs:
+        assert same_bytes(weights(out), alone | {head: alone[embedding]})
+        part = config_of(out).get("text_config", config_of(out))
+        assert (part["tie_word_embeddings"], part["vocab_size"]) == (False, len(alone[embedding]))
+    proof = surgeon.verify(base, outs[1], device="cpu", windows=1, window=16)
+    assert proof.holds and proof.identical and {c.mode for c in proof.comparisons} >= {"prefill", "cached decode"}
+    if rows["op"] == "trim_vocabulary":
+        with pytest.raises(BadInput, match="take the base of that surgery itself"):
+            surgeon.revert(outs[1], tmp_path / "back")
+    else:
+        surgeon.revert(outs[1], tmp_path / "back")
+        assert_same(base, tmp_path / "back")
+    edited = shutil.copytree(outs[0], tmp_path / "edited")
+    edit_tensor_of(edited, head)
+    assert not surgeon.verify(base, edited, device="cpu", windows=1, window=16).holds
+
+
+def edit_tensor_of(folder: Path, name: str) -> None:
+    """Turn the rows of a tensor around."""
+    file = next(file for file in folder.glob("*.safetensors") if name in load_file(file))
+    held = load_file(file)
+    save_file(held | {name: held[name].flip(0)}, file, metadata={"format": "pt"})
+
+
 def test_what_cannot_be_untied_is_refused(tmp_path: Path) -> None:
     base = tied(tmp_path)
-    grow = {"op": "grow_vocabulary", "tokens": ["abba"]}
-    for operations, reason in (
-        ([UNTIE, UNTIE], "once is enough"),
-        ([UNTIE, grow], "each has a say in the head's rows"),
-        ([grow, UNTIE], "each has a say in the head's rows"),
-    ):
-        with pytest.raises(BadInput, match=reason):
-            surgeon.preview(write_plan(tmp_path / "plan.yaml", operations), base)
+    with pytest.raises(BadInput, match="once is enough"):
+        surgeon.preview(write_plan(tmp_path / "plan.yaml", [UNTIE, UNTIE]), base)
     plan = write_plan(tmp_path / "plan.yaml", [UNTIE])
     untied = tiny.checkpoint(tmp_path / "llama", "llama")
     with pytest.raises(BadInput, match="untied already"):
         surgeon.preview(plan, untied)
+    pieces = {"op": "grow_vocabulary", "tokens": ["qqq"]}
+    with pytest.raises(BadInput, match="before it, say `input_init: mean`"):
+        surgeon.preview(write_plan(tmp_path / "pieces.yaml", [UNTIE, pieces]), add_letters(tied(tmp_path / "letters")))
     labels = tmp_path / "labels"
     transformers.AutoModelForSequenceClassification.from_pretrained(base).save_pretrained(labels)
     with pytest.raises(BadInput, match="returns no words"):

@@ -136,6 +136,7 @@ def test_what_was_folded_learns_as_it_did_beside_the_ffn(tmp_path: Path) -> None
     [
         ("phi3", [FFN | {"init": "copy", "by": 60}, ATTENTION | {"init": "copy"}]),
         ("qwen2", [ATTENTION]),
+        ("olmo2", [ATTENTION]),
         ("gemma3_text", [ATTENTION | {"init": "he"}, FFN | {"init": "he"}]),
         ("starcoder2", [FFN]),
     ],
@@ -166,6 +167,10 @@ def test_wider_models_compute_the_same(family: str, operations: list[dict[str, A
         gate, up = held["model.layers.1.mlp.gate_up_proj.weight"].chunk(2)
         expected_rows = torch.cat([gate, gate, gate[:12], up, up, up[:12]])
         assert torch.equal(found["model.layers.1.mlp.gate_up_proj.weight"], expected_rows)
+    if family == "olmo2":  # under a norm over all heads
+        for name in ("q_proj", "k_proj", "q_norm", "k_norm"):
+            old, new = found[f"model.layers.1.self_attn.{name}.weight"].chunk(2)
+            assert torch.equal(old, new), name
     assert same_function(base, out) and verified(base, out)
     surgeon.revert(out, tmp_path / "back")
     assert_same(base, tmp_path / "back")
@@ -246,8 +251,8 @@ def test_what_cannot_be_wider_is_refused_in_a_line(case: str, tmp_path: Path) ->
 
 
 def test_norms_over_all_heads_and_rows_that_kernels_do_not_take_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="normalised over all heads together"):
-        surgeon.preview(plan_of(tmp_path, ATTENTION), base_of(tmp_path, "olmo2"))
+    with pytest.raises(BadInput, match=r"must be a multiple of the 2 that there are \(`groups: double`\)"):
+        surgeon.preview(plan_of(tmp_path, ATTENTION | {"groups": 1}), base_of(tmp_path, "olmo2"))
     neox = tiny_decoder(tmp_path / "neox", "gpt_neox", CAUSAL, dtype="bfloat16")
     with pytest.raises(BadInput, match=r"with 3 heads transformers' class builds heads of another size"):
         surgeon.preview(plan_of(tmp_path, ATTENTION), neox)
@@ -264,15 +269,21 @@ SIXTEEN = {"op": "widen_ffn", "by": 16}
 
 @pytest.mark.parametrize(
     ("kind", "ffn"),
-    # Experts one by one; fused, turned and alternating, beside sinks; a width that the class rounds.
-    [("qwen3_moe", SIXTEEN | {"init": "copy"}), ("gpt_oss", SIXTEEN), ("lfm2", {"op": "widen_ffn", "by": 32})],
+    # Experts one by one; fused, turned and alternating, beside sinks; below one another; a width that the class rounds.
+    [
+        ("qwen3_moe", SIXTEEN | {"init": "copy"}),
+        ("gpt_oss", SIXTEEN),
+        ("dbrx", SIXTEEN),
+        ("lfm2", {"op": "widen_ffn", "by": 32}),
+    ],
 )
 def test_a_derived_type_becomes_wider_once_a_twin_did(kind: str, ffn: dict[str, Any], tmp_path: Path) -> None:
     changes = {"block_multiple_of": 32} if kind == "lfm2" else {}
     base = tiny_decoder(tmp_path / "base", kind, CAUSAL, dtype="bfloat16", **changes)
-    out = apply(tmp_path, base, "out", ATTENTION, ffn)
+    # dbrx divides its width by its heads.
+    out = apply(tmp_path, base, "out", *([] if kind == "dbrx" else [ATTENTION]), ffn)
     assert verified(base, out)
-    held, found = weights(base), weights(out)
+    held, found = (_each_expert(weights(folder)) for folder in (base, out))
     grown = set()
     for name, value in held.items():
         old = tuple(slice(size) for size in value.shape)
@@ -281,15 +292,23 @@ def test_a_derived_type_becomes_wider_once_a_twin_did(kind: str, ffn: dict[str, 
             grown.add(name.split(".")[-2] if name.endswith("weight") else name.split(".")[-1])
             rest = found[name].clone()
             rest[old] = 0
+            # No two experts draw the same.
+            assert kind != "dbrx" or not rest.any() or not torch.equal(rest[0], rest[1]), name
             written = name.endswith(("sinks", "bias")) or any(f".{each}" in name for each in WRITES)
             assert rest.any() != written, name
     assert grown == GROWN[kind] and same_function(base, out)
 
 
-WRITES = ("down_proj", "o_proj", "out_proj", "w2.")
+def _each_expert(held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors, with an axis of experts where dbrx's lie below one another."""
+    return {name: value.unflatten(0, (4, -1)) if ".experts.mlp." in name else value for name, value in held.items()}
+
+
+WRITES = ("down_proj", "o_proj", "out_proj", "w2")
 HEADS = {"q_proj", "k_proj", "v_proj"}
 GROWN = {
     "qwen3_moe": HEADS | {"o_proj", "gate_proj", "up_proj", "down_proj"},
+    "dbrx": {"w1", "v1", "w2"},
     "gpt_oss": HEADS | {"o_proj", "sinks", "gate_up_proj", "gate_up_proj_bias", "down_proj"} | {"bias"},
     "lfm2": HEADS | {"out_proj", "w1", "w2", "w3"},
 }

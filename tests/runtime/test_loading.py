@@ -170,6 +170,12 @@ def test_a_missing_graft_tensor_is_refused(tmp_path: Path) -> None:
         save_file(cut, folder / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(ValueError, match=f"lacks 1 tensors.*{victim}"):
             classes("llama", "ForCausalLM", control("plerp")).from_pretrained(folder)
+    # What holds nothing of a model at all is filled by transformers, as it fills its own models, with its warning.
+    native, made = next(iter(cut)), grafted("llama", control("plerp"))
+    filled = type(made).from_pretrained(None, config=made.config, state_dict={})
+    assert filled.model.layers[4].interpolator.weight.isfinite().all()
+    with pytest.raises(ValueError, match="lacks"):
+        type(made).from_pretrained(None, config=made.config, state_dict={native: cut[native]})
 
 
 def test_a_base_checkpoint_is_not_taken_for_a_grafted_one(tmp_path: Path) -> None:

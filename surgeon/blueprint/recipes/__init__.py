@@ -28,6 +28,7 @@ from surgeon.blueprint.recipes.layout import ExpertLayout
 from surgeon.blueprint.recipes.means import HEAD_BLOCK, Means, extended
 from surgeon.blueprint.recipes.predicted import Predicted
 from surgeon.blueprint.recipes.recipe import Bench, Place, Predictor, Recipe, Words
+from surgeon.blueprint.recipes.unpacked import Unpacked
 
 __all__ = [
     "HEAD_BLOCK",
@@ -64,6 +65,7 @@ __all__ = [
     "Summed",
     "TextSupport",
     "Trained",
+    "Unpacked",
     "WholeHeads",
     "Words",
     "average",

@@ -22,7 +22,8 @@ Rounding = Literal["auto", "nearest", "guided"]
 
 # The share of a row's change that rounding to nearest may lose.
 MAY_LOSE = 0.01
-_NUMBERS_AT_ONCE = 1 << 24
+# Numbers that are worked on at a time: what is made of them stays in the processor's cache.
+_NUMBERS_AT_ONCE = 1 << 19
 
 
 @dataclass(frozen=True)
@@ -246,21 +247,24 @@ class Adapted(Recipe):
         """Rows of the tensor in float32 (float64 stays) as they are used, with their place; a vector is one row."""
         import torch
 
-        if self._streams and isinstance(self.of, Copy):
-            at_once = max(1, _NUMBERS_AT_ONCE // max(1, self.shape[1]))
-            for begin in range(0, self.shape[0], at_once):
-                end = min(begin + at_once, self.shape[0])
-                read = bench.read_rows(self.of, begin, end)[1].to(bench.device)
-                yield slice(begin, end), read.to(torch.float64 if read.dtype == torch.float64 else torch.float32)
-            return
-        whole = bench.working(self.of)
-        whole = whole[None] if whole.ndim == 1 else whole.T.contiguous() if self.turned else whole
-        yield slice(0, len(whole)), whole
+        streamed = self.of if self._streams and isinstance(self.of, Copy) else None
+        if streamed is None:
+            whole = bench.working(self.of)
+            whole = whole[None] if whole.ndim == 1 else whole.T.contiguous() if self.turned else whole
+        count, length = (len(whole), whole[0].numel()) if streamed is None else (self.shape[0], self.shape[1])
+        at_once = max(1, _NUMBERS_AT_ONCE // max(1, length))
+        for begin in range(0, count, at_once):
+            rows = slice(begin, min(begin + at_once, count))
+            if streamed is None:
+                yield rows, whole[rows]
+            else:
+                read = bench.read_rows(streamed, rows.start, rows.stop)[1].to(bench.device)
+                yield rows, read.to(torch.float64 if read.dtype == torch.float64 else torch.float32)
 
 
 @dataclass
 class _Record:
-    """What a tensor's change is, and what rounding leaves of it, added up over its rows in float64."""
+    """What a tensor's change is, and what rounding leaves of it; rows are added up in float64."""
 
     weight: float = 0.0
     change: float = 0.0
@@ -278,9 +282,9 @@ class _Record:
 
         change = after - before
         made = after.to(dtype).to(after.dtype)
-        lengths = change.square().sum(1, dtype=torch.float64)
-        nearest = ((made - before) * change).sum(1, dtype=torch.float64)
-        self.weight += float(before.square().sum(dtype=torch.float64))
+        lengths = change.square().sum(1).double()
+        nearest = ((made - before) * change).sum(1).double()
+        self.weight += float(before.square().sum(1).double().sum())
         self.change += float(lengths.sum())
         self.nearest += float(nearest.sum())
         lost = (lengths > 0) & ((nearest < (1 - MAY_LOSE) * lengths) | (rounding == "guided"))
@@ -292,7 +296,7 @@ class _Record:
             directions = torch.cat([before.new_zeros(0, before.shape[1]), *each])
             other = torch.nn.functional.normalize(change[poor], dim=1) if own else None
             made[poor] = guided(after[poor], dtype, directions, other)
-            nearest[poor] = ((made[poor] - before[poor]) * change[poor]).sum(1, dtype=torch.float64)
+            nearest[poor] = ((made[poor] - before[poor]) * change[poor]).sum(1).double()
             self.guided += len(poor)
         self.kept += float(nearest.sum())
         return made

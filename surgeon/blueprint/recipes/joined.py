@@ -153,7 +153,8 @@ def repeated(of: Recipe, times: int) -> Joined:
     return Joined((of,) * times, 1, (rows * times, columns), words=(("repeated", of), ("times", times)))
 
 
-def stacked_experts(experts: Sequence[Recipe], layout: ExpertLayout) -> Joined:
-    """The matrices of all experts, as they are used, in one tensor, as it is stored."""
-    shape = (len(experts), *layout.stored_shape(experts[0].shape))
+def stacked_experts(experts: Sequence[Recipe], layout: ExpertLayout, *, in_rows: bool = False) -> Joined:
+    """The matrices of all experts, as they are used, in one tensor, as it is stored; `in_rows`: without their axis."""
+    rows, columns = layout.stored_shape(experts[0].shape)
+    shape = (len(experts) * rows, columns) if in_rows else (len(experts), rows, columns)
     return Joined(tuple(experts), 0, shape, layout, words=(("stacked", tuple(experts)),))
