@@ -190,7 +190,7 @@ class Found(Derivation):
             free = [index for index, source in enumerate(order) if shared.owner[source] is None]
             raise BadInput(
                 f"layer {odd[0]} runs a block that layers share (`{shared.paths[0]}`), which is tied, and kept in a"
-                f" cache, by the number of a layer, and a branch has none: choose `layers` among {show(free)}, or use"
+                f" cache, by the number of a layer, and a branch has none; choose `layers` among {show(free)}, or use"
                 " `expansion: stack`"
             )
         head = head_with_grafts(composition, trunk)

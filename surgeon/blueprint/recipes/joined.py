@@ -154,7 +154,7 @@ def repeated(of: Recipe, times: int) -> Joined:
 
 
 def stacked_experts(experts: Sequence[Recipe], layout: ExpertLayout, *, in_rows: bool = False) -> Joined:
-    """The matrices of all experts, as they are used, in one tensor, as it is stored; `in_rows`: without their axis."""
-    rows, columns = layout.stored_shape(experts[0].shape)
-    shape = (len(experts) * rows, columns) if in_rows else (len(experts), rows, columns)
+    """The matrices or biases of all experts, as used, in one tensor, as stored; `in_rows`: without their axis."""
+    single = layout.stored_shape(experts[0].shape)
+    shape = (len(experts) * single[0], *single[1:]) if in_rows else (len(experts), *single)
     return Joined(tuple(experts), 0, shape, layout, words=(("stacked", tuple(experts)),))
