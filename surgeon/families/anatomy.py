@@ -319,10 +319,10 @@ class Anatomy:
 
     `layers[i]` maps a tensor's suffix (`self_attn.q_proj.weight`) to its entry in the header; `outer`
     maps full names outside the layers, and of blocks that several layers run (shared.py); `prefix` is the base model's
-    in names (`model.` or nothing). Of a base that
-    carries grafts, family, sizes and layers are those of its trunk; `grafted[i]` holds the tensors of a layer's
-    grafts, `bank` those of control states, by what follows the prefix. `idle` are tensors outside the layers that no
-    model of this config has a place for: they are copied like any other, and compute nothing.
+    in names (`model.` or nothing). Of a base that carries grafts, family, sizes and layers are those of its trunk;
+    `grafted[i]` holds the tensors of a layer's grafts, `bank` those of control states, by what follows the prefix.
+    `idle` are tensors outside the layers that no model of this config has a place for: they are copied like any other,
+    and compute nothing.
 
     `kinds[kind_of[i]]` is layer `i`'s kind. `derivation` is what was found out about the model type; `beyond` are
     tensors of layers above the stack, which predict further tokens, by layer and suffix.

@@ -201,7 +201,7 @@ class Remembered(Deferred):
             try:
                 return cast(_Answer, TypeAdapter(kind).validate_python(self.answers[key]))
             except ValidationError:
-                pass
+                pass  # Kept by another version, or changed: asked again.
         answer = ask(self.own)
         self.answers[key] = json.loads(json.dumps(answer))
         return answer

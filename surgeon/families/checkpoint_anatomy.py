@@ -10,7 +10,7 @@ from surgeon.checkpoint.own_code import OwnCode
 from surgeon.checkpoint.trust import refuse_quantised
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy, LayerKind, Packed, layer_of, owner_of
-from surgeon.families.compressed import packs_of, unpacked
+from surgeon.families.compressed import OF_ACTIVATIONS, packs_of, unpacked
 from surgeon.families.decoders import HINTS
 from surgeon.families.derivation import Found
 from surgeon.families.derived import Derived, derive
@@ -45,9 +45,7 @@ def anatomy_of(
     _check_part(config, found.skeleton)
     tensors, grafts, bank = _without_grafts(tensors) if carries_grafts else (tensors, {}, {})
     check_stored(config, tensors)
-    packs = packs_of(config, tensors)
-    names = match(found.skeleton, found.kind_of, unpacked(tensors, packs), quantizer_of(config))
-    names = names.with_parts({pack.name: pack.all for pack in packs.values()})
+    names = _names(config, tensors, found)
     if (named := next(filter(_of_bank, tensors), None)) is not None:
         raise BadInput(
             f"{printable(named)} ({tensors[named].file}): the name of control states, which this checkpoint has none"
@@ -87,6 +85,14 @@ def anatomy_of(
         ),
         derivation=Found(config, found, names, packed, tuple(kind.parts for kind in kinds)),
     )
+
+
+def _names(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], found: Derived) -> Names:
+    """How the checkpoint's tensors are called; a matrix that is stored as several tensors has the names of these."""
+    packs = packs_of(config, tensors)
+    names = match(found.skeleton, found.kind_of, unpacked(tensors, packs), quantizer_of(config))
+    beside = (name for name in tensors if packs and name.endswith(OF_ACTIVATIONS))
+    return names.with_parts({pack.name: pack.all for pack in packs.values()}).with_unread(beside)
 
 
 def _check_stems(names: Names, stored: Iterable[str]) -> None:

@@ -28,11 +28,11 @@ _WHOLE = ("I8", "I32", "I64")
 # What stands beside a matrix, and what is said there of activations, which nobody needs once numbers are plain.
 WEIGHT, PACK = ".weight", ".weight_packed"
 SCALE, ZERO, ORDER, SHAPE = ".weight_scale", ".weight_zero_point", ".weight_g_idx", ".weight_shape"
-_OF_ACTIVATIONS = (
+OF_ACTIVATIONS = (
     *(f".{of}_{what}" for of in ("input", "output") for what in ("scale", "zero_point", "global_scale")),
     *(f".{of}_scale" for of in ("q", "k", "v")),
 )
-BESIDE = (SCALE, ZERO, ORDER, SHAPE, *_OF_ACTIVATIONS)
+BESIDE = (SCALE, ZERO, ORDER, SHAPE, *OF_ACTIVATIONS)
 _LONGEST_PATTERN = 500
 _SECONDS = 0.2
 _WORD = 32
@@ -176,7 +176,7 @@ def _check_owned(packs: Mapping[str, Pack], tensors: Mapping[str, TensorInfo]) -
     """Raise BadInput for scales and the like without a quantised matrix, and for dtypes that no format has."""
     owned = {name for pack in packs.values() for name in pack.all}
     for name, info in tensors.items():
-        if name in owned or name.endswith(_OF_ACTIVATIONS):
+        if name in owned or name.endswith(OF_ACTIVATIONS):
             continue
         if name.endswith(BESIDE):
             raise BadInput(f"{_place(info)}: no quantised matrix stands beside it; {_AGAIN}")

@@ -189,9 +189,9 @@ class Found(Derivation):
         if shared is not None and odd:
             free = [index for index, source in enumerate(order) if shared.owner[source] is None]
             raise BadInput(
-                f"layer {odd[0]} runs a block that layers share (`{shared.paths[0]}`), which is tied, and kept in a"
-                f" cache, by the number of a layer, and a branch has none; choose `layers` among {show(free)}, or use"
-                " `expansion: stack`"
+                f"layer {odd[0]} runs a block that layers share (`{shared.paths[0]}`): transformers ties it, and keeps"
+                f" its cache, by the number of a layer, which a branch does not have; choose `layers` among"
+                f" {show(free)}, or use `expansion: stack`"
             )
         head = head_with_grafts(composition, trunk)
         made = copy.deepcopy(dict(trunk))

@@ -59,6 +59,17 @@ class Names:
             converted=spread("", self.converted),
         )
 
+    def with_unread(self, names: Iterable[str]) -> Names:
+        """The same with tensors that nothing reads, by whole names on disk."""
+        layers, outer = [dict(held) for held in self.layers], dict(self.outer)
+        for name in names:
+            index, _, suffix = name.removeprefix(self.stem).partition(".")
+            if name.startswith(self.stem) and index.isdecimal() and int(index) < len(layers):
+                layers[int(index)][suffix] = ()
+            else:
+                outer[name] = ""
+        return replace(self, layers=tuple(layers), outer=outer)
+
 
 def match(skeleton: Skeleton, kinds: Sequence[int], tensors: Mapping[str, TensorInfo], quantizer: Any = None) -> Names:
     """Match a checkpoint's tensors with a model's; `kinds` are numbers of the layers' kinds.

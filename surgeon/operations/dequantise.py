@@ -16,7 +16,7 @@ from surgeon.blueprint.recipes import Copy, Dequantised, Recipe, Unpacked
 from surgeon.checkpoint.header import QUANTISED_DTYPES, TensorInfo
 from surgeon.checkpoint.weights import COMPRESSED, QUANTISATION, quantisation
 from surgeon.errors import BadInput, printable
-from surgeon.families.compressed import packs_of
+from surgeon.families.compressed import OF_ACTIVATIONS, packs_of
 from surgeon.families.quantised import is_scale, packed_of
 from surgeon.operations.operation import Operation, Paper, TrainingDefaults
 
@@ -66,9 +66,12 @@ class Dequantise(Operation):
         _check_all(draft)
         draft.converted = {key: value for key, value in config.items() if key != QUANTISATION}
         made = sum(_is_made(each) for held in (*_layers(draft), outer, *beyond) for each in held.values())
+        stored = (*draft.anatomy.layers, draft.anatomy.outer, *draft.anatomy.beyond)
+        left = sum(name.endswith(OF_ACTIVATIONS) for held in stored for name in held)
         return OperationRecord(
             op=self.op,
-            matched=f"{made:,} {_SHOWN.get(method, method)} tensors become {dtype}, without scales",
+            matched=f"{made:,} {_SHOWN.get(method, method)} tensors become {dtype}, without scales"
+            + (f"; left out: {left:,} scales of quantised activations and caches" if left else ""),
             claim=Claim(
                 "exact", f"its numbers are those that transformers dequantises to {dtype}, and so are its logits"
             ),

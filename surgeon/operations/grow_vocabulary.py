@@ -195,8 +195,8 @@ class GrowVocabulary(Operation):
         rows, tied = draft.anatomy.sizes.vocabulary, draft.anatomy.tied
         if draft.untied and self.input_init != "mean":
             raise BadInput(
-                "an earlier operation of this plan unties embeddings, whose new rows are then not the head's; write"
-                " this one before it, say `input_init: mean`, or apply two plans"
+                "an earlier operation of this plan unties the head, so with `input_init: pieces` its new rows would"
+                " not be the embeddings'; write grow_vocabulary first, say `input_init: mean`, or apply two plans"
             )
         if facts.rows != rows:
             raise BadInput(f"the tokens begin at id {facts.rows}, the model has {rows} rows; was the plan edited?")

@@ -184,24 +184,6 @@ def test_a_second_embedding_of_tokens_grows_with_the_first(tmp_path: Path) -> No
         vocabulary_tensors(dissect(folder.config, folder.tensors))
 
 
-def test_a_block_that_layers_share_follows_new_layers_and_comes_back(tmp_path: Path) -> None:
-    """Zamba 2 stores it once; its adapters are numbered by the layers that run it, so old ones move up."""
-    base, out, back = checkpoint_of(PUBLISHED["zamba2"], tmp_path / "base"), tmp_path / "out", tmp_path / "back"
-    plan = tmp_path / "plan.yaml"
-    plan.write_text(
-        '{"surgeon": 1, "operations": [{"op": "insert_layers", "where": {"after": [0, 2]}, "init": {"kind": "copy"}}]}'
-    )
-    surgeon.apply(plan, base, out)
-    assert surgeon.verify(base, out, windows=1, window=16).identical
-    held, was = CheckpointFolder.open(out).tensors, CheckpointFolder.open(base).tensors
-    adapters = "shared_transformer.feed_forward.gate_up_proj_adapter_list"
-    assert f"model.layers.3.{adapters}.2.0.weight" in held
-    assert f"model.layers.2.{adapters}.2.0.weight" not in was
-    assert not any(name.startswith("model.layers.4.shared") for name in held)
-    surgeon.revert(out, back, base=base)
-    assert CheckpointFolder.open(back).tensors.keys() == was.keys()
-
-
 def test_positions_that_a_model_counts_from_one_are_known_to_grafts(tmp_path: Path) -> None:
     """PaliGemma gives its decoder positions from 1; what takes a whole text would miss a token before them."""
     for model_type, first in (("paligemma", 1), ("llava", None)):

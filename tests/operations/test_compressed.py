@@ -202,3 +202,18 @@ def test_other_surgery_asks_for_it_first(tmp_path: Path) -> None:
         BadInput, match=r"quantised \(compressed-tensors\); `dequantise` it first, by a plan of its own"
     ):
         surgeon.preview(tmp_path / "plan.yaml", base)
+
+
+def test_scales_of_activations_are_left_out_and_said(tmp_path: Path) -> None:
+    """Nobody needs them once numbers are plain; without them the model computes what the weights alone say."""
+    base = _base(tmp_path / "base")
+    index = json.loads((base / "model.safetensors.index.json").read_text())
+    file = index["weight_map"][f"{_DOWN}.weight_packed"]
+    scale = {name: torch.ones(1) for name in (f"{_DOWN}.input_scale", "model.layers.1.self_attn.k_scale")}
+    save_file(load_file(base / file) | scale, base / file, {"format": "pt"})
+    index["weight_map"] |= dict.fromkeys(scale, file)
+    (base / "model.safetensors.index.json").write_text(json.dumps(index))
+    made = surgeon.apply("dequantise", base, tmp_path / "out", device="cpu")
+    assert "left out: 2 scales of quantised activations and caches" in made.manifest.operations[0].matched
+    assert not scale.keys() & weights(tmp_path / "out").keys()
+    assert surgeon.verify(base, tmp_path / "out", logits=False).holds

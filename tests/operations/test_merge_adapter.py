@@ -459,6 +459,9 @@ def test_rows_at_a_time_make_the_same(gentle: Path, tmp_path: Path, monkeypatch:
         torch.cat(parts), tensors(whole.path)["model.layers.1.mlp.down_proj.weight"]
     )
     assert bench.take_reports()[recipe.name] == pytest.approx(whole.manifest.merged[recipe.name].model_dump())
+    monkeypatch.setattr(Adapted, "_streams", False)
+    assert torch.equal(replace(recipe).compute(bench), torch.cat(parts))
+    assert bench.take_reports()[recipe.name] == pytest.approx(whole.manifest.merged[recipe.name].model_dump())
 
 
 # All of an adapter or nothing.

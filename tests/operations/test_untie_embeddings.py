@@ -170,7 +170,7 @@ def test_what_cannot_be_untied_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="untied already"):
         surgeon.preview(plan, untied)
     pieces = {"op": "grow_vocabulary", "tokens": ["qqq"]}
-    with pytest.raises(BadInput, match="before it, say `input_init: mean`"):
+    with pytest.raises(BadInput, match="write grow_vocabulary first, say `input_init: mean`"):
         surgeon.preview(write_plan(tmp_path / "pieces.yaml", [UNTIE, pieces]), add_letters(tied(tmp_path / "letters")))
     labels = tmp_path / "labels"
     transformers.AutoModelForSequenceClassification.from_pretrained(base).save_pretrained(labels)

@@ -181,10 +181,13 @@ class Adapted(Recipe):
 
     @property
     def working_set(self) -> int:
-        """Rows of the tensor before and after, their neighbours on the grid and what is made of these in float32."""
-        return 4 * 7 * min(self.numel, max(_NUMBERS_AT_ONCE, self.shape[-1])) + 4 * sum(
-            each.numel for each in self.inputs[1:]
-        )
+        """Rows of the tensor before and after, their neighbours on the grid and what is made of these in float32.
+
+        Where it is not read a few rows at a time, all of it before and after.
+        """
+        whole = 0 if self._streams else 2 * self.numel
+        at_once = 7 * min(self.numel, max(_NUMBERS_AT_ONCE, self.shape[-1]))
+        return 4 * (whole + at_once + sum(each.numel for each in self.inputs[1:]))
 
     def own_words(self) -> Words:
         """The tensor, and each step."""
@@ -245,21 +248,22 @@ class Adapted(Recipe):
 
     def _rows(self, bench: Bench) -> Iterator[tuple[slice, Tensor]]:
         """Rows of the tensor in float32 (float64 stays) as they are used, with their place; a vector is one row."""
-        import torch
-
-        streamed = self.of if self._streams and isinstance(self.of, Copy) else None
-        if streamed is None:
-            whole = bench.working(self.of)
+        whole = None if self._streams else bench.working(self.of)
+        if whole is not None:
             whole = whole[None] if whole.ndim == 1 else whole.T.contiguous() if self.turned else whole
-        count, length = (len(whole), whole[0].numel()) if streamed is None else (self.shape[0], self.shape[1])
+        count, length = self.shape if whole is None else (len(whole), whole[0].numel())
         at_once = max(1, _NUMBERS_AT_ONCE // max(1, length))
         for begin in range(0, count, at_once):
             rows = slice(begin, min(begin + at_once, count))
-            if streamed is None:
-                yield rows, whole[rows]
-            else:
-                read = bench.read_rows(streamed, rows.start, rows.stop)[1].to(bench.device)
-                yield rows, read.to(torch.float64 if read.dtype == torch.float64 else torch.float32)
+            yield rows, self._read(bench, rows) if whole is None else whole[rows]
+
+    def _read(self, bench: Bench, rows: slice) -> Tensor:
+        """Some rows of a tensor that is read a few rows at a time."""
+        import torch
+
+        assert isinstance(self.of, Copy)
+        found = bench.read_rows(self.of, rows.start, rows.stop)[1].to(bench.device)
+        return found.to(torch.float64 if found.dtype == torch.float64 else torch.float32)
 
 
 @dataclass
