@@ -174,11 +174,11 @@ def check_isolation(run: Run, model: Any) -> None:
 
 
 def _check_drafts(run: Run, model: Drafting, ids: Sequence[int]) -> None:
-    """Raise BadInput where MTP layers see across packed documents, of tokens among `ids`."""
+    """Raise BadInput where what drafts (MTP layers, a head) sees across packed documents, of tokens among `ids`."""
     drawn = torch.tensor(ids)[torch.randint(len(ids), (run.settings.length,), generator=torch.manual_seed(0))]
     if model.crosses_documents(drawn.to(run.device)):
         raise BadInput(
-            f"{run.loaded.where('packing')}packed documents see each other in the MTP layers; say `packing: joined`"
+            f"{run.loaded.where('packing')}packed documents see each other where tokens ahead are drafted; say `packing: joined`"
         )
 
 
