@@ -178,7 +178,8 @@ def _check_drafts(run: Run, model: Drafting, ids: Sequence[int]) -> None:
     drawn = torch.tensor(ids)[torch.randint(len(ids), (run.settings.length,), generator=torch.manual_seed(0))]
     if model.crosses_documents(drawn.to(run.device)):
         raise BadInput(
-            f"{run.loaded.where('packing')}packed documents see each other where tokens ahead are drafted; say `packing: joined`"
+            f"{run.loaded.where('packing')}packed documents see each other where tokens ahead are drafted;"
+            " say `packing: joined`"
         )
 
 
