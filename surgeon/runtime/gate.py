@@ -148,8 +148,8 @@ class Gating(Reading):
         with torch.no_grad():
             if self.single:
                 rows = self._next(gate, hidden_states)
-                state = torch.tensor(rows, device=hidden_states.device).unsqueeze(1)
-                self.on = on = state[..., 2] > 0
+                state = torch.tensor([[row] for row in rows], device=hidden_states.device)
+                self.on = on = torch.tensor([[row[2] > 0] for row in rows], device=hidden_states.device)
                 self.shut = self.spares and not any(row[2] for row in rows)
             else:
                 self.evidence = gate.evidence(hidden_states) * self.valid.to(hidden_states.device).unsqueeze(-1)
