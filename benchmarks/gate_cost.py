@@ -5,8 +5,8 @@
 The surgeries of `benchmarks.gate` behind a gate, as `apply` writes them, in float32, one thread. A fitted classifier
 costs what one at zero does; the threshold alone decides here. Processor time, base and output in turn: the least of
 `PREFILLS` of a prefill of 4 × 384 tokens; of 96 tokens one at a time over a cache the sum, each the least of `DECODES`;
-the one token that opens the gate after 96 closed ones; and the bytes that the cache then holds, with what it holds in the place of keys and values that
-are not made yet. Results go to benchmarks/results/gate_cost_<base>.md.
+the one token that opens the gate after 96 closed ones. And the bytes that the cache then holds, with what it holds in
+the place of keys and values that are not made yet. Results go to benchmarks/results/gate_cost_<base>.md.
 """
 
 from __future__ import annotations
@@ -106,9 +106,9 @@ def main() -> None:
         f"# What a domain gate costs: {asked.base.name}",
         "",
         f"`python -m benchmarks.gate_cost` ({machine()}, one thread, float32). Processor time beside the base's: a"
-        f" prefill of {ROWS} × {LENGTH} tokens (least of {PREFILLS}), {TOKENS} one at a time over a cache (each the least"
-        f" of {DECODES}), and the token that opens the gate after {TOKENS} closed ones, in tokens of the base. Bytes of the cache after those {TOKENS},"
-        " beside the base's; what stands in the place of keys and values that are not made yet counts.",
+        f" prefill of {ROWS} × {LENGTH} tokens (least of {PREFILLS}), {TOKENS} one at a time over a cache (each the"
+        f" least of {DECODES}), and the token that opens the gate after {TOKENS} closed ones, in tokens of the base."
+        f" Bytes of the cache after those {TOKENS}, beside the base's; what stands in the place of keys and values that are not made yet counts.",
         "",
         "| surgery | prefill closed | open | a token closed | open | the token that opens | cache closed | open |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
