@@ -108,7 +108,8 @@ def main() -> None:
         f"`python -m benchmarks.gate_cost` ({machine()}, one thread, float32). Processor time beside the base's: a"
         f" prefill of {ROWS} × {LENGTH} tokens (least of {PREFILLS}), {TOKENS} one at a time over a cache (each the"
         f" least of {DECODES}), and the token that opens the gate after {TOKENS} closed ones, in tokens of the base."
-        f" Bytes of the cache after those {TOKENS}, beside the base's; what stands in the place of keys and values that are not made yet counts.",
+        f" Bytes of the cache after those {TOKENS}, beside the base's;"
+        " what stands in the place of keys and values that are not made yet counts.",
         "",
         "| surgery | prefill closed | open | a token closed | open | the token that opens | cache closed | open |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
