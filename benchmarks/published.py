@@ -42,6 +42,16 @@ PLANS = {
     "heads": "{op: widen_attention, groups: double}",
     "stream": "{op: widen_hidden, times: 2}",
 }
+# What a type takes in the place of the above: whole periods where config.json says each layer's kind by a period, and
+# gaps whose two sides are of one kind.
+OTHERWISE = {
+    "deepseek_v3": {"fused": "{op: insert_layers, where: {after: [1, 2]}, init: {kind: ot_fusion}}"},
+    "jamba": {
+        "insert": "{op: insert_layers, where: {every_period: 1}, init: {kind: copy}}",
+        "drop": "{op: drop_layers, layers: [0, 1, 2, 3]}",
+    },
+    "lfm2": {"fused": "{op: insert_layers, where: {after: [0, 3]}, init: {kind: ot_fusion}}"},
+}
 
 
 def published(folder: Path, model_type: str, _: str = "", *, dtype: str = "bfloat16") -> Path:
@@ -58,6 +68,7 @@ benchmarks/published_configs.py, which is written as its maker published it (siz
 and every stored buffer random), and a plan for each operation. Every output is verified (every byte; logits of prefill
 and cached generation in bfloat16 and float32) and, where it promises to be the base, reverted to every byte of it.
 `exact` and `rounding` are promises that held, `none` is an operation that promises nothing; numbers are reasons below.
+{otherwise}
 `published.jsonl` has each row's day, versions and seconds.
 """
 
@@ -98,15 +109,9 @@ KINDS = (
         "`unaligned: average`, or " + _OTHERS,
     ),
     Kind(
-        "are of different kinds, so there is nothing between them",
-        "the mean of two layers needs the same tensors in both",
-        "another gap, or init `copy`",
-    ),
-    Kind(
-        "a model of [0-9]+ layers cannot be described",
-        "config.json says each layer's kind by a period or an offset, not by a list, so layers at some places would"
-        " come out another kind",
-        "whole periods",
+        "no two neighbours of this model are alike",
+        "the mean of two layers needs the same tensors in both, and of these stacks no two neighbours have them",
+        "init `copy`",
     ),
     Kind(
         "holds a part for each layer, and surgeon cannot add one for a branch",
@@ -204,7 +209,7 @@ def page(rows: list[Row]) -> str:
     summary += f", refused {len(told) - sum(counts.values())}"
     return "\n".join(
         [
-            _ABOUT.format(versions="; ".join(versions), days=days),
+            _ABOUT.format(versions="; ".join(versions), days=days, otherwise=_others()),
             f"Of {len(rows)} configs and {len(PLANS)} plans, {len(told)} pairs: {summary}.",
             "",
             *lines,
@@ -225,6 +230,12 @@ def page(rows: list[Row]) -> str:
     )
 
 
+def _others() -> str:
+    """Which types take another plan than the others, and which."""
+    plans = [f"{each}: {name} `{plan}`" for each, own in OTHERWISE.items() for name, plan in own.items()]
+    return f"Plans that a type takes in the place of the others': {'; '.join(plans)}."
+
+
 def _reason(words: str) -> str:
     """The line of a refusal without its place in the plan."""
     return words.partition("): ")[2] if "operations[" in words else words
@@ -243,7 +254,8 @@ def main() -> None:
     rows = {row.model_type: row for row in read_rows(asked.rows)}
     for model_type in asked.types or PUBLISHED:
         before = rows.get(model_type)
-        plans = {n: PLANS[n] for n in asked.plans if asked.again or before is None or n not in before.told}
+        own = PLANS | OTHERWISE.get(model_type, {})
+        plans = {n: own[n] for n in asked.plans if asked.again or before is None or n not in before.told}
         if not plans:
             continue
         row = in_a_process(model_type, "published", plans, LIMIT, published)
