@@ -46,11 +46,17 @@ PLANS = {
 # gaps whose two sides are of one kind.
 OTHERWISE = {
     "deepseek_v3": {"fused": "{op: insert_layers, where: {after: [1, 2]}, init: {kind: ot_fusion}}"},
+    # Channels of embeddings per layer, whose order stands outside the layers.
+    "gemma4_text": {
+        "fused": "{op: insert_layers, where: {after: [0, 3]}, init: {kind: ot_fusion, unaligned: average}}",
+    },
     "jamba": {
         "insert": "{op: insert_layers, where: {every_period: 1}, init: {kind: copy}}",
         "drop": "{op: drop_layers, layers: [0, 1, 2, 3]}",
     },
+    "bamba": {"fused": "{op: insert_layers, where: {after: [0, 3]}, init: {kind: ot_fusion}}"},
     "lfm2": {"fused": "{op: insert_layers, where: {after: [0, 3]}, init: {kind: ot_fusion}}"},
+    "zamba2": {"fused": "{op: insert_layers, where: {after: [0, 3]}, init: {kind: ot_fusion}}"},
 }
 
 
@@ -67,7 +73,9 @@ _ABOUT = """# Which operations published checkpoints take
 benchmarks/published_configs.py, which is written as its maker published it (sizes smaller; bfloat16; every parameter
 and every stored buffer random), and a plan for each operation. Every output is verified (every byte; logits of prefill
 and cached generation in bfloat16 and float32) and, where it promises to be the base, reverted to every byte of it.
-`exact` and `rounding` are promises that held, `none` is an operation that promises nothing; numbers are reasons below.
+† are layers of which some modules are averaged as they stand (Gemma 4's channels of embeddings per layer, whose order
+stands outside the layers). `exact` and `rounding` are promises that held, `none` is an operation that promises nothing;
+numbers are reasons below.
 {otherwise}
 `published.jsonl` has each row's day, versions and seconds.
 """
@@ -82,7 +90,6 @@ class Kind:
     instead: str
 
 
-_OTHERS = "another init (`copy`, `average`)"
 _BESIDE = "`form: shared` (modules beside the MLP)"
 # A line that none of them has, or two, ends a run: somebody has to look at it.
 KINDS = (
@@ -101,12 +108,6 @@ KINDS = (
         "runs a block that layers share",
         "a shared block is tied, and its cache kept, by the number of a layer, and a branch has none",
         "the layers without it, or `expansion: stack`",
-    ),
-    Kind(
-        "nobody has described how to align|which tensors of a .* layer are query",
-        "optimal transport pairs neurons by what matrices read and write; these modules (convolutions, state space,"
-        " fused or per-layer ones) have no such description",
-        "`unaligned: average`, or " + _OTHERS,
     ),
     Kind(
         "no two neighbours of this model are alike",
@@ -199,7 +200,7 @@ def page(rows: list[Row]) -> str:
     lines = [f"| model type | {' | '.join(PLANS)} |", "|---" * (len(PLANS) + 1) + "|"]
     for row in rows:
         cells = [
-            row.told[name]
+            row.told[name] + _marked(row.model_type, name)
             if row.told[name] in HELD
             else f"[{reasons.setdefault(_reason(row.told[name]), len(reasons) + 1)}]"
             for name in PLANS
@@ -228,6 +229,11 @@ def page(rows: list[Row]) -> str:
             "",
         ]
     )
+
+
+def _marked(model_type: str, name: str) -> str:
+    """A mark where the plan leaves parts of a layer unaligned."""
+    return " †" if "unaligned: average" in OTHERWISE.get(model_type, {}).get(name, "") else ""
 
 
 def _others() -> str:

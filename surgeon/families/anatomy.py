@@ -15,7 +15,7 @@ from typing import Any
 
 from surgeon.checkpoint.header import QUANTISED_DTYPES, TensorInfo
 from surgeon.errors import printable
-from surgeon.families.family import Family, Part, Sizes
+from surgeon.families.family import Family, Part, Sizes, Space
 from surgeon.runtime.registry import kinds
 from surgeon.runtime.rules import BRANCH, Kind
 
@@ -131,6 +131,13 @@ class Derivation(ABC):
         """Whether whole heads of attention can change places in base layer `layer`, as tried on a twin.
 
         Then they lie in its tensors one after the other.
+        """
+
+    @abstractmethod
+    def spaces(self, layer: int) -> tuple[Space, ...]:
+        """The spaces inside base layer `layer` whose units can change places, by suffix, as tried on a twin.
+
+        Those of which a tensor is stored as another than it is in memory are left out.
         """
 
     @property

@@ -34,7 +34,7 @@ from surgeon.errors import BadInput
 from surgeon.families.anatomy import Anatomy, Derivation, LayerKind, Stream
 from surgeon.families.deferred import Deferred
 from surgeon.families.dissect import dissect
-from surgeon.families.family import Family, Sizes
+from surgeon.families.family import Family, Sizes, Space
 from surgeon.families.grafted_config import is_grafted
 from surgeon.families.usual import known
 
@@ -119,6 +119,10 @@ class Remembered(Deferred):
     def whole_heads(self, layer: int) -> bool:
         """As `Derivation` says."""
         return self._asked(bool, lambda own: own.whole_heads(layer), "heads", layer)
+
+    def spaces(self, layer: int) -> tuple[Space, ...]:
+        """As `Derivation` says."""
+        return self._asked(tuple[Space, ...], lambda own: own.spaces(layer), "spaces", layer)
 
     def linear(self, layer: int) -> Mapping[str, tuple[int, ...]]:
         """As `Derivation` says."""

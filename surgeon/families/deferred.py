@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from surgeon.families.anatomy import Derivation, Stream
+from surgeon.families.family import Space
 
 
 class Deferred(Derivation):
@@ -33,6 +34,10 @@ class Deferred(Derivation):
     def own_activation(self, layer: int) -> str:
         """As `Derivation` says."""
         return self.own.own_activation(layer)
+
+    def spaces(self, layer: int) -> tuple[Space, ...]:
+        """As `Derivation` says."""
+        return self.own.spaces(layer)
 
     def prove(
         self,

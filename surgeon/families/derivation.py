@@ -21,10 +21,11 @@ from surgeon.families.composing import composition_of
 from surgeon.families.derived import Derived, derive
 from surgeon.families.encoder_blocks import encoder_composition
 from surgeon.families.expert_names import Saved, saved_layouts
-from surgeon.families.family import Part, hidden_axis
+from surgeon.families.family import Part, Space, hidden_axis
 from surgeon.families.grafted_config import config_with_grafts, head_with_grafts
 from surgeon.families.grafting import prove_grafts
 from surgeon.families.growth import grown
+from surgeon.families.inner_spaces import inner_spaces
 from surgeon.families.misread import read_otherwise
 from surgeon.families.names import Names, stored_name, words_of
 from surgeon.families.own_classes import code_of, like, written
@@ -117,16 +118,37 @@ class Found(Derivation):
 
     def whole_heads(self, layer: int) -> bool:
         """As `Derivation` says."""
+        kind, first, places = self._places(layer)
+        return heads_move(self.config, first, self.parts[kind], places, self.derived.sizes)
+
+    def spaces(self, layer: int) -> tuple[Space, ...]:
+        """As `Derivation` says."""
+        kind, first, places = self._places(layer)
+        if self.packed[kind]:
+            return ()
+        back = {name: suffix for suffix, name in places.items()}
+        found = _spaces(json.dumps(self.config, sort_keys=True), first)
+        return tuple(
+            space._replace(slots=tuple(slot._replace(suffix=back[slot.suffix]) for slot in space.slots))
+            for space in found
+            if back.keys() >= {slot.suffix for slot in space.slots}
+        )
+
+    def _places(self, layer: int) -> tuple[int, int, dict[str, str]]:
+        """A layer's kind, the lowest layer of it, and the names in memory of what is there as it is on disk."""
         kind = self.derived.kind_of[layer]
         first = self.derived.kind_of.index(kind)
         stem = f"{self.names.stem}{first}."
-        places = {
-            part.suffix: targets[0]
-            for part in self.parts[kind]
-            if len(targets := self.names.layers[first][part.suffix]) == 1
-            and f"{stem}{part.suffix}" not in self.names.converted
-        }
-        return heads_move(self.config, first, self.parts[kind], places, self.derived.sizes)
+        return (
+            kind,
+            first,
+            {
+                part.suffix: targets[0]
+                for part in self.parts[kind]
+                if len(targets := self.names.layers[first][part.suffix]) == 1
+                and f"{stem}{part.suffix}" not in self.names.converted
+            },
+        )
 
     def linear(self, layer: int) -> dict[str, tuple[int, ...]]:
         """As `Derivation` says."""
@@ -441,6 +463,14 @@ def composition_for(kept: str) -> Composition:
     firsts = [found.kind_of.index(kind) for kind in range(len(found.titles))]
     compose = encoder_composition if found.skeleton.encoder else composition_of
     return compose(config, found.skeleton, twin_of(config, heads=found.heads), firsts)
+
+
+@lru_cache(maxsize=16)
+def _spaces(kept: str, layer: int) -> tuple[Space, ...]:
+    """Once for what preview and apply ask alike."""
+    config = json.loads(kept)
+    found = derive(config)
+    return inner_spaces(config, found.skeleton, layer, found.sizes.heads)
 
 
 @lru_cache(maxsize=8)

@@ -24,6 +24,10 @@ _PROJECTIONS: dict[str, Role] = {
 _NORMS: dict[str, Role] = {
     "input_layernorm": "pre_attention_norm",
     "operator_norm": "pre_attention_norm",
+    "attention_layernorm": "pre_attention_norm",
+    "norm_attn_norm.norm_1": "pre_attention_norm",
+    "feedforward_layernorm": "pre_mlp_norm",
+    "norm_attn_norm.norm_2": "pre_mlp_norm",
     "post_attention_layernorm": "pre_mlp_norm",
     "pre_feedforward_layernorm": "pre_mlp_norm",
     "pre_mlp_layernorm": "pre_mlp_norm",

@@ -16,7 +16,7 @@ from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Constant, Predicted, Random, Recipe, Shuffled, TextSupport, average
 from surgeon.common.formatting import show_layers
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import LayerKind
+from surgeon.families.anatomy import Anatomy
 from surgeon.operations.fusion import Flow, Heads, Order, Unaligned, fuse_layers, ways
 from surgeon.operations.operation import Origin, Paper, Spec
 
@@ -114,8 +114,8 @@ class Init(Spec):
         """How it solves optimal transport (keywords of `surgeon.transport.TransportSettings`); None: it does not."""
         return None
 
-    def ways(self, kind: LayerKind, zeroed: frozenset[str]) -> str:
-        """What a preview says of how layers of this kind are made, beyond the init's name; `zeroed` as in `Gap`."""
+    def ways(self, anatomy: Anatomy, layer: int, zeroed: frozenset[str]) -> str:
+        """What a preview says of how layers like base layer `layer` are made; `zeroed` as in `Gap`."""
         return ""
 
     @abstractmethod
@@ -210,9 +210,9 @@ class TransportInit(Init):
             order=self.order,
         )
 
-    def ways(self, kind: LayerKind, zeroed: frozenset[str]) -> str:
+    def ways(self, anatomy: Anatomy, layer: int, zeroed: frozenset[str]) -> str:
         """How experts are matched, and what is averaged."""
-        return str(ways(kind, zeroed))
+        return str(ways(anatomy, layer, anatomy.kinds[anatomy.kind_of[layer]].opened, zeroed))
 
     @property
     def transport_settings(self) -> dict[str, object]:
@@ -339,7 +339,7 @@ class Lesa(Init):
         Field(description="a network that explains no variance of the layers that it learned from: refuse, or keep"),
     ] = "refuse"
 
-    def ways(self, kind: LayerKind, zeroed: frozenset[str]) -> str:
+    def ways(self, anatomy: Anatomy, layer: int, zeroed: frozenset[str]) -> str:
         """What is known of the fit before it is made."""
         poor = "is refused" if self.poor_fit == "refuse" else "is kept, with a warning"
         return (
