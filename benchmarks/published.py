@@ -115,11 +115,6 @@ KINDS = (
         "init `copy`",
     ),
     Kind(
-        "holds a part for each layer, and surgeon cannot add one for a branch",
-        "a branch is a further layer to transformers, whose parts in tensors outside the layers would have to move",
-        "`expansion: stack`, or another graft",
-    ),
-    Kind(
         "is a mixture of experts already",
         "the operation makes experts of one FFN, and this model has experts",
         "the dense original, or grafts",

@@ -369,6 +369,11 @@ class Anatomy:
         )
 
     @property
+    def twins(self) -> tuple[int, ...]:
+        """The layers that have an expanded twin."""
+        return tuple(index for index, held in enumerate(self.grafted) if any(map(in_branch, held)))
+
+    @property
     def further(self) -> dict[str, TensorInfo]:
         """The tensors that predict further tokens (MTP), by name: of layers above the stack, or called `mtp.…`."""
         above = {info.name: info for tensors in self.beyond for info in tensors.values()}
