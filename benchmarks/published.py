@@ -95,9 +95,8 @@ _BESIDE = "`form: shared` (modules beside the MLP)"
 KINDS = (
     Kind(
         "stands in a block that several layers share",
-        "the FFN stands in a block that layers share, with adapters of each in it, and which of its rows are neurons is"
-        " not known",
-        "new layers, `gated_adapters`",
+        "experts begin as copies of a layer's own FFN, and this one is several layers', with adapters of each in it",
+        "`widen_ffn`, `gated_adapters`",
     ),
     Kind(
         "its layers share a block",

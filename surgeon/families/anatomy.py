@@ -217,6 +217,14 @@ class Derivation(ABC):
         """
 
     @abstractmethod
+    def shared_parts(self) -> dict[str, Part]:
+        """The tensors of FFNs in blocks that several layers run that are as wide as these, by name."""
+
+    @abstractmethod
+    def shared_growths(self, fields: Mapping[str, int]) -> dict[str, tuple[int, int, int]]:
+        """Those of them that grow with these fields, as `growths` says it of a layer's."""
+
+    @abstractmethod
     def growths(self, fields: Mapping[str, int]) -> tuple[dict[str, tuple[int, int, int]], ...]:
         """Of each kind of layers the tensors that grow with these fields, as `Growth` says, by suffix on disk.
 

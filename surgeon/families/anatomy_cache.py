@@ -34,7 +34,7 @@ from surgeon.errors import BadInput
 from surgeon.families.anatomy import Anatomy, Derivation, LayerKind, Stream
 from surgeon.families.deferred import Deferred
 from surgeon.families.dissect import dissect
-from surgeon.families.family import Family, Sizes, Space
+from surgeon.families.family import Family, Part, Sizes, Space
 from surgeon.families.grafted_config import is_grafted
 from surgeon.families.usual import known
 
@@ -170,6 +170,15 @@ class Remembered(Deferred):
         """As `Derivation` says."""
         kind = tuple[dict[str, tuple[int, int, int]], ...]
         return self._asked(kind, lambda own: own.growths(fields), "growths", dict(fields))
+
+    def shared_parts(self) -> dict[str, Part]:
+        """As `Derivation` says."""
+        return self._asked(dict[str, Part], lambda own: own.shared_parts(), "shared parts")
+
+    def shared_growths(self, fields: Mapping[str, int]) -> dict[str, tuple[int, int, int]]:
+        """As `Derivation` says."""
+        kind = dict[str, tuple[int, int, int]]
+        return self._asked(kind, lambda own: own.shared_growths(fields), "shared growths", dict(fields))
 
     def stream(self, times: int) -> Stream:
         """As `Derivation` says."""

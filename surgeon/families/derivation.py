@@ -32,6 +32,7 @@ from surgeon.families.own_classes import code_of, like, written
 from surgeon.families.proof import check_runs, layer_axis, prove, run_cached
 from surgeon.families.quantised import left_out, renumbered, skips, without_scales
 from surgeon.families.shared import shared_in
+from surgeon.families.shared_parts import SharedParts, as_layers, shared_parts
 from surgeon.families.shared_places import shared_places
 from surgeon.families.silence import some_tokens
 from surgeon.families.skeleton import Skeleton, build, wordless_auto
@@ -159,8 +160,24 @@ class Found(Derivation):
 
     def inner_fields(self, *, by: int = 0, multiple_of: int = 1) -> dict[str, int]:
         """As `Derivation` says."""
-        skeleton = self.derived.skeleton
-        return inner_fields(self.config, skeleton, self._firsts, self.parts, by=by, multiple_of=multiple_of)
+        blocks, shared = as_layers(self._shared)
+        layers, parts = [*self._firsts, *blocks], [*self.parts, *shared]
+        return inner_fields(self.config, self.derived.skeleton, layers, parts, by=by, multiple_of=multiple_of)
+
+    def shared_parts(self) -> dict[str, Part]:
+        """As `Derivation` says."""
+        return {part.suffix: part for _, parts in self._shared.values() for part in parts}
+
+    def shared_growths(self, fields: Mapping[str, int]) -> dict[str, Growth]:
+        """As `Derivation` says."""
+        layers, _ = as_layers(self._shared)
+        found = growths(self.config, self.derived.skeleton, layers, fields) if layers else ()
+        return {name: growth for here in found for name, growth in here.items()}
+
+    @property
+    def _shared(self) -> SharedParts:
+        """The FFNs that stand in blocks of several layers."""
+        return shared_parts(self.derived.skeleton, self.names.outer, self.derived.sizes.hidden)
 
     def growths(self, fields: Mapping[str, int]) -> tuple[dict[str, Growth], ...]:
         """As `Derivation` says."""
