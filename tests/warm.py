@@ -5,8 +5,8 @@ used where `[sys.executable]` would be: same arguments (`-c CODE`, `-m MODULE`, 
 folder, pipes, signals and exit status are those of the process that the test starts. What reads the environment when
 it is imported (transformers, huggingface_hub, datasets) is not in the server, nor is surgeon: they are imported anew,
 under the test's own settings; only what transformers looks up in its own source files when it is imported, the names
-of all its models, is looked up once. A second process with the same settings is the fork of a nursery: one of the
-server's, which has imported transformers under them. `warmer` is for tests whose processes differ in the path of their
+of all its models, is looked up once. Processes that have their settings in common with earlier ones are forks of a
+nursery, which has imported transformers under these. `warmer` is for tests whose processes differ in the path of their
 packages alone: a server of their own, which has imported transformers too. What measures memory, imports or a terminal
 wants `sys.executable` itself.
 """
@@ -45,6 +45,8 @@ FURTHER = (
 # What no library reads when it is imported: processes that differ in it share a nursery.
 UNREAD = ("PYTEST_CURRENT_TEST", "SURGEON_", "COLUMNS", "PWD", "OMP_", "MASTER_", "TORCHELASTIC_")
 UNREAD += ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "GROUP_", "ROLE_")
+# Of as many processes with the same settings, the last begins a nursery: it costs what a few of them save.
+WORTHWHILE = 3
 ADDRESS = "SURGEON_TESTS_WARM"
 WHERE = "transformers.utils.import_utils"  # of the names of its models
 
@@ -142,7 +144,8 @@ def serve(path: str, further: Sequence[str]) -> dict[str, Any]:
     load(*PRELOADED, *further)
     if not further:
         remember_names()
-    nurseries: dict[frozenset[tuple[str, str]], socket.socket | None] = {}
+    asked_with: dict[frozenset[tuple[str, str]], int] = {}
+    nurseries: dict[frozenset[tuple[str, str]], socket.socket] = {}
     while True:
         readable, _, _ = select.select([listening, sys.stdin], [], [])
         reap()
@@ -154,27 +157,23 @@ def serve(path: str, further: Sequence[str]) -> dict[str, Any]:
         except EOFError:  # it was killed before it had asked
             client.close()
             continue
-        environment = asked["environment"]
-        read = frozenset(each for each in environment.items() if not each[0].startswith(UNREAD))
-        if further or read not in nurseries:
-            nurseries[read] = None
+        read = frozenset(each for each in asked["environment"].items() if not each[0].startswith(UNREAD))
+        asked_with[read] = asked_with.get(read, 0) + 1
+        if asked_with[read] == WORTHWHILE and not further:
+            nurseries[read], theirs = socket.socketpair()
             if os.fork() == 0:
-                for other in (listening, *filter(None, nurseries.values())):
+                for other in (listening, client, *nurseries.values()):
                     other.close()
-                return keep(client, files, asked)
-        else:
-            nursery = nurseries[read]
-            if nursery is None:
-                nursery, theirs = socket.socketpair()
-                if os.fork() == 0:
-                    for other in (listening, client, nursery, *filter(None, nurseries.values())):
-                        other.close()
-                    for file in files:
-                        os.close(file)
-                    return foster(theirs, environment)
-                theirs.close()
-                nurseries[read] = nursery
-            send(nursery, asked, [client.fileno(), *files])
+                for file in files:
+                    os.close(file)
+                return foster(theirs, asked["environment"])
+            theirs.close()
+        if read in nurseries:
+            send(nurseries[read], asked, [client.fileno(), *files])
+        elif os.fork() == 0:
+            for other in (listening, *nurseries.values()):
+                other.close()
+            return keep(client, files, asked)
         client.close()
         for file in files:
             os.close(file)
