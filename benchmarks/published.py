@@ -99,11 +99,6 @@ KINDS = (
         "`widen_ffn`, `gated_adapters`",
     ),
     Kind(
-        "its layers share a block",
-        "which sides of a shared block's tensors are the stream is not known",
-        "new layers, or grafts",
-    ),
-    Kind(
         "runs a block that layers share",
         "a shared block is tied, and its cache kept, by the number of a layer, and a branch has none",
         "the layers without it, or `expansion: stack`",

@@ -83,7 +83,7 @@ def test_each_layer_has_grafts_of_its_own_beside_a_shared_block(base: Path, tmp_
     assert not any(torch.equal(logits[one], logits[two]) for one, two in (("all", "2"), ("all", "5"), ("2", "5")))
 
 
-def test_the_ffn_of_shared_blocks_becomes_wider(tmp_path: Path) -> None:
+def test_the_ffn_of_shared_blocks_becomes_wider_and_so_does_the_stream(tmp_path: Path) -> None:
     """Each block's once; adapters of each layer that runs it grow with its gate and up, and add nothing to new ones."""
     types = ["hybrid", "mamba", "hybrid", "hybrid", "mamba", "hybrid"]
     config = {"num_mem_blocks": 2, "num_hidden_layers": 6, "hybrid_layer_ids": [0, 2, 3, 5], "layers_block_type": types}
@@ -101,8 +101,22 @@ def test_the_ffn_of_shared_blocks_becomes_wider(tmp_path: Path) -> None:
         for one, other in zip(before[name].chunk(2), after[name].chunk(2), strict=True):
             assert torch.equal(other[:-by], one)
             assert bool(other[-by:].any()) == ("adapter" not in name)
-    surgeon.revert(out, tmp_path / "back", base=base)
-    assert all(torch.equal(value, before[name]) for name, value in weights(tmp_path / "back").items())
+    wide = tmp_path / "wide"
+    plan = write_plan(tmp_path / "plan.yaml", [{"op": "widen_hidden", "times": 2}])
+    grew = surgeon.apply(plan, base, wide).manifest.new_tensors
+    assert surgeon.verify(base, wide, windows=1, window=16, dtypes=["float32"]).holds
+    name = "model.layers.2.shared_transformer.self_attn.q_proj.weight"
+    query, made = (weights(each)[name] for each in (base, wide))
+    # The upper rows are the base's, and stay; those below train.
+    assert [[*part] for part in grew[name].recipe["joined"][0]["joined"]] == [
+        ["copy", "axis", "slices"],
+        ["again", "axis", "slices"],
+    ]
+    # What it reads is the stream, and beside it the embeddings: each has its zeros behind it.
+    assert made.shape == (2 * 128, 2 * 128)
+    for rows in made.split(128):
+        for one, other in zip(query.split(64, dim=1), rows.split(2 * 64, dim=1), strict=True):
+            assert torch.equal(other[:, :64], one) and not other[:, 64:].any()
 
 
 @pytest.mark.parametrize("layer", [2, 5])
