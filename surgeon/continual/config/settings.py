@@ -46,7 +46,7 @@ def training_of(config: TasksConfig, number: int) -> TrainConfig:
         seed=(config.seed + number) % 2**32,
         validation_sequences=config.validation_sequences,
         optimizer=OptimizerSpec(**{**config.train.given_optimizer(), **task.train.given_optimizer()}),
-        **{**config.train.given(), **task.train.given()},
+        **config.training(number),
     )
 
 
@@ -134,7 +134,7 @@ def check_tasks(loaded: LoadedTasks, plans: Sequence[LoadedPlan | None], base: C
     none = next((number for number, plan in enumerate(plans) if plan is None), None)
     if asks and none is not None:
         raise BadInput(
-            f"{printable(str(loaded.source))}:{loaded.line_of_surgery(none)}: task {none + 1} gets no slot, and"
+            f"{loaded.where_surgery(none)}task {none + 1} gets no slot, and"
             " `router_loss: {kind: task_id}` takes each task for a slot of its own; leave `router_loss` out, or let the"
             " task add one"
         )
