@@ -128,11 +128,9 @@ def _load(
     config = config.model_copy(update={"rows": None})
     loaded = LoadedTasks(config, path, lines, given)
     if unknown:
-        names = [name for _, name, _ in _named(data)]
-        name = next(iter(unknown))
-        raise BadInput(
-            f"--text {printable(name)}={printable(str(unknown[name]))}: no source{did_you_mean(name, names)}"
-        )
+        name, file = next(iter(unknown.items()))
+        guess = did_you_mean(name, [known for _, known, _ in _named(data)])
+        raise BadInput(f"--text {printable(name)}={printable(str(file))}: the file has no such source{guess}")
     if lacking := [(place, name) for place, name, source in _named(data) if not source.get("path")]:
         raise bad_input(
             [
@@ -149,8 +147,9 @@ def _named(data: Mapping[str, Any]) -> Iterator[tuple[Place, str, dict[str, Any]
         for nth, source in enumerate(_mappings(task.get("sources"))):
             default = str(task.get("name")) if nth == 0 else f"{task.get('name')}-{nth + 1}"
             yield ("tasks", number, "sources", nth), str(source.get("name") or default), source
-    for number, source in enumerate(_mappings(data.get("general"))):
-        yield ("general", number), str(source.get("name")), source
+    for key in ("memory", "general"):
+        for number, source in enumerate(_mappings(data.get(key))):
+            yield (key, number), str(source.get("name")), source
 
 
 def _from_here(path: str) -> str:

@@ -16,7 +16,7 @@ NOTHING = "none"
 _PATH = "file (.jsonl, .json, .txt, .parquet) or folder of them; left out: --text NAME=FILE gives it"
 
 # Of each pair a training takes one.
-_EXCLUDING = (("steps", "epochs"), ("what", "lora"))
+EXCLUDING = (("steps", "epochs"), ("what", "lora"))
 
 # As many as a training config takes: the last task may replay all of them.
 _MOST_SOURCES = 100
@@ -84,7 +84,7 @@ class TaskSource(Entry):
 
 
 class GeneralSource(Entry):
-    """Text that no task trains on, by which general ability is measured (ΔR)."""
+    """Text that belongs to no task: general ability (ΔR) is measured on it, or every task replays it."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,60}$", description="name in results")]
     path: Annotated[str, Field(description=_PATH)] = ""
@@ -112,6 +112,13 @@ class TrainSettings(RunSettings):
         str | None, Field(description="go on from the evaluated step with the lowest held-out loss on this source")
     ] = None
     log_every: Annotated[int | None, Field(ge=1, description="steps between lines of the log")] = None
+
+    @model_validator(mode="after")
+    def _one_of_each(self) -> TrainSettings:
+        for one, other in EXCLUDING:
+            if getattr(self, one) is not None and getattr(self, other) is not None:
+                raise ValueError(f"give `{one}` or `{other}`, not both (null takes a key away)")
+        return self
 
 
 class TaskSpec(Entry):
@@ -174,9 +181,13 @@ class TasksConfig(Entry):
         float,
         Field(ge=0, le=1, description="sequences of each earlier task per sequence of the new task (the paper: 0.01)"),
     ] = 0.01
+    memory: Annotated[
+        list[GeneralSource],
+        Field(max_length=20, description="texts that every task replays as it does an earlier task; LIMA in the paper"),
+    ] = []  # noqa: RUF012  # pydantic copies it
     general: Annotated[
         list[GeneralSource], Field(max_length=100, description="texts that no task trains on, for ΔR")
-    ] = []  # noqa: RUF012  # pydantic copies it
+    ] = []  # noqa: RUF012
     validation_sequences: Annotated[int, Field(ge=1, description="most held-out sequences measured, per source")] = 64
     rows: Annotated[
         dict[Annotated[str, StringConstraints(pattern=_NAME)], dict[str, Any]] | None,
@@ -194,6 +205,7 @@ class TasksConfig(Entry):
         if doubled := first_doubled(names):
             raise ValueError(f"two tasks or general sources are called {doubled!r}; names must differ")
         sources = [name for task in self.tasks for name, _, _ in task.named_sources()]
+        sources += [source.name for source in self.memory]
         if doubled := first_doubled(sources):
             raise ValueError(f"two sources are called {doubled!r}; give one of them another `name:`")
         if len(sources) > _MOST_SOURCES:
@@ -211,6 +223,14 @@ class TasksConfig(Entry):
             )
         if not {"steps", "epochs"} & train.keys():
             raise ValueError(f"task {task.name} has no `steps`: say so many under `train:`")
+        held = [
+            name
+            for each in self.tasks[: number + 1]
+            for name, source, _ in each.named_sources()
+            if source.role == "task"
+        ]
+        if (best := train.get("keep_best")) is not None and best not in held:
+            raise ValueError(f"task {task.name}: `keep_best` names {best!r}; texts held out by then: {', '.join(held)}")
         if number and "epochs" in train and (self.replay if task.replay is None else task.replay):
             raise ValueError(
                 f"task {task.name} has `epochs` and replays earlier tasks, whose text would count too; give `steps`, or"
@@ -220,7 +240,7 @@ class TasksConfig(Entry):
     def training(self, number: int) -> dict[str, Any]:
         """How task `number` (from 0) trains, as plain data, but for the optimizer: the file's, and its own instead."""
         own, general = self.tasks[number].train.given(), self.train.given()
-        for one, other in _EXCLUDING:
+        for one, other in EXCLUDING:
             for key, instead in ((one, other), (other, one)):
                 if key in own and instead in general:
                     del general[instead]
