@@ -1,9 +1,11 @@
 """What remedies against forgetting are worth beside `recalled`, on two small bases: the study of remedies.yaml.
 
-    python -m benchmarks.remedies study CORPORA BASE RESULTS [--methods N] [--remedies N] [--minutes M] [--take-over]
+    python -m benchmarks.remedies study CORPORA BASE RESULTS [--new KIND …] [--methods N] [--remedies N] [--minutes M]
+                                                             [--take-over]
     python -m benchmarks.remedies page
 
-CORPORA has KIND.train.jsonl and KIND.val.jsonl for each of TEXTS. Losses are measured on the beginnings of held-out
+CORPORA has KIND.train.jsonl and KIND.val.jsonl for what is learned, French where `--new` names nothing else
+(benchmarks/texts.py makes some), and for `ORIGINAL`. Losses are measured on the beginnings of held-out
 documents, `LONGEST` characters of each, which are written beside RESULTS. With `--methods N` the first N methods of the
 study run, with `--remedies N` the first N remedies; the same command with more goes on, and with `--take-over` from
 the committed runs. `page` writes benchmarks/results/remedies.md from those.
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,8 @@ from benchmarks.frontier import interval, table
 HERE = Path(__file__).resolve().parent
 STUDY, RESULTS = HERE / "remedies.yaml", HERE / "results"
 BASES = ("en-llama-8m", "en-qwen3-4m")
+# The studies on the page, by what the folders of their results are called: a base, and what it learns but French.
+STUDIES = (*BASES, "en-llama-8m_german", "en-llama-8m_code")
 # What is learned, and what must not be forgotten.
 NEW, ORIGINAL = ("fr_man", "fr_office"), "en_man"
 # Characters of a held-out document.
@@ -41,14 +46,14 @@ def study_data(base: str, methods: int | None = None, remedies: int | None = Non
     return study
 
 
-def study_of(corpora: Path, work: Path, study: dict[str, Any]) -> Path:
-    """Write the study with its texts to `work`; return its file."""
+def study_of(corpora: Path, work: Path, study: dict[str, Any], new: Sequence[str]) -> Path:
+    """Write the study with its texts, `new` to be learned, to `work`; return its file."""
     work.mkdir(parents=True, exist_ok=True)
-    for name in (*NEW, ORIGINAL):
+    for name in (*new, ORIGINAL):
         _cut(corpora / f"{name}.val.jsonl", work / f"{name}.jsonl")
     study["new"] = [
         {"name": name, "path": str((corpora / f"{name}.train.jsonl").absolute()), "validation": f"{name}.jsonl"}
-        for name in NEW
+        for name in new
     ]
     study["original"] = [{"name": ORIGINAL, "path": f"{ORIGINAL}.jsonl"}]
     path = work / "study.yaml"
@@ -205,6 +210,7 @@ def main() -> None:
     runs.add_argument("corpora", type=Path)
     runs.add_argument("base", type=Path)
     runs.add_argument("results", type=Path)
+    runs.add_argument("--new", nargs="+", default=NEW)
     runs.add_argument("--methods", type=int)
     runs.add_argument("--remedies", type=int)
     runs.add_argument("--minutes", type=float)
@@ -215,9 +221,10 @@ def main() -> None:
         (RESULTS / "remedies.md").write_text(page(), encoding="utf-8")
         return
     work = asked.results.with_name(f"{asked.results.name}_texts")
+    study = study_data(asked.base.resolve().name, asked.methods, asked.remedies)
     with surgeon.ProgressListener() as listener:
         surgeon.compare(
-            study_of(asked.corpora, work, study_data(asked.base.resolve().name, asked.methods, asked.remedies)),
+            study_of(asked.corpora, work, study, asked.new),
             asked.base,
             asked.results,
             minutes=asked.minutes,

@@ -105,12 +105,6 @@ EXPLAINED: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
         "a domain gate that was not fitted is closed outside of training, so that what was learned behind it has no"
         " part in what the test generates",
     ),
-    (
-        ("test_tp_plan_matches_params",),
-        ("control", "all together"),
-        "the plan names blocks of every kind of layer, those of twins too, and the surgery adds a twin of one layer,"
-        " which is of one kind",
-    ),
 )
 
 

@@ -6,6 +6,7 @@ So it has the layer's kind, and a cache of its own.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any, ClassVar, cast
 
@@ -15,12 +16,9 @@ from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from .graft import Flow, here
-from .layers import UpcycledLayer, one_tensor
+from .layers import LAYER_NUMBERS, UpcycledLayer, one_tensor
 from .models import UpcycledModel
 from .rules import Surgery
-
-# Attributes by which modules know their layer's number.
-LAYER_NUMBERS = ("layer_idx", "layer_index", "layer_id", "layer_number", "block_idx")
 
 
 class BranchLayer(UpcycledLayer):
@@ -95,13 +93,13 @@ class TwinnedModel(UpcycledModel):
     def init_parallel_plans(self) -> None:
         """As transformers', but the twin of a layer is split over devices as the layer itself."""
         super().init_parallel_plans()
-        surgery: Surgery | None = getattr(self, "surgery", None)
-        if surgery is None or not surgery.homes:
-            return
+        # As plans name modules and parameters; those that twins have, which are not of every kind of layer.
+        held = {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name, _ in (*self.named_modules(), *self.named_parameters())}
         layer = f"{self.stack.rpartition('.')[2]}.*."
         for kind in ("_tp_plan", "_ep_plan", "_fsdp_plan"):
             plan = getattr(self, kind, None) or {}
-            plan.update({name.replace(layer, f"{layer}expanded.", 1): how for name, how in plan.items()})
+            twins = {name.replace(layer, f"{layer}expanded.", 1): how for name, how in plan.items()}
+            plan.update({name: how for name, how in twins.items() if name in held})
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -56,6 +56,11 @@ def test_a_twin_is_split_over_devices_as_its_layer() -> None:
     twin = {name: how for name, how in plans.items() if ".expanded." in name}
     assert {name: plans[name.replace("expanded.", "")] for name in twin} == twin
     assert twin["model.layers.2.expanded.self_attn.q_proj.weight"] == "colwise"
+    # Of blocks that a layer of another kind has, nothing is said of a twin.
+    mixture = grafted("qwen3_moe", control("dlerp", layers=(2,)))
+    names = {name for name, _ in (*mixture.named_modules(), *mixture.named_parameters())}
+    assert any("expanded" in entry for entry in mixture.tp_plan)
+    assert all(entry.replace("*", "2", 1) in names for entry in mixture.tp_plan if "expanded" in entry)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
