@@ -42,6 +42,22 @@ PLANS = {
     "heads": "{op: widen_attention, groups: double}",
     "stream": "{op: widen_hidden, times: 2}",
 }
+# What a type takes in the place of the above: whole periods where config.json says each layer's kind by a period, and
+# gaps whose two sides are of one kind.
+OTHERWISE = {
+    "deepseek_v3": {"fused": "{op: insert_layers, where: {after: [1, 2]}, init: {kind: ot_fusion}}"},
+    # Channels of embeddings per layer, whose order stands outside the layers.
+    "gemma4_text": {
+        "fused": "{op: insert_layers, where: {after: [0, 3]}, init: {kind: ot_fusion, unaligned: average}}",
+    },
+    "jamba": {
+        "insert": "{op: insert_layers, where: {every_period: 1}, init: {kind: copy}}",
+        "drop": "{op: drop_layers, layers: [0, 1, 2, 3]}",
+    },
+    "bamba": {"fused": "{op: insert_layers, where: {after: [0, 3]}, init: {kind: ot_fusion}}"},
+    "lfm2": {"fused": "{op: insert_layers, where: {after: [0, 3]}, init: {kind: ot_fusion}}"},
+    "zamba2": {"fused": "{op: insert_layers, where: {after: [0, 3]}, init: {kind: ot_fusion}}"},
+}
 
 
 def published(folder: Path, model_type: str, _: str = "", *, dtype: str = "bfloat16") -> Path:
@@ -57,7 +73,10 @@ _ABOUT = """# Which operations published checkpoints take
 benchmarks/published_configs.py, which is written as its maker published it (sizes smaller; bfloat16; every parameter
 and every stored buffer random), and a plan for each operation. Every output is verified (every byte; logits of prefill
 and cached generation in bfloat16 and float32) and, where it promises to be the base, reverted to every byte of it.
-`exact` and `rounding` are promises that held, `none` is an operation that promises nothing; numbers are reasons below.
+† are layers of which some modules are averaged as they stand (Gemma 4's channels of embeddings per layer, whose order
+stands outside the layers). `exact` and `rounding` are promises that held, `none` is an operation that promises nothing;
+numbers are reasons below.
+{otherwise}
 `published.jsonl` has each row's day, versions and seconds.
 """
 
@@ -71,20 +90,13 @@ class Kind:
     instead: str
 
 
-_OTHERS = "another init (`copy`, `average`)"
 _BESIDE = "`form: shared` (modules beside the MLP)"
 # A line that none of them has, or two, ends a run: somebody has to look at it.
 KINDS = (
     Kind(
         "stands in a block that several layers share",
-        "the FFN stands in a block that layers share, with adapters of each in it, and which of its rows are neurons is"
-        " not known",
-        "new layers, `gated_adapters`",
-    ),
-    Kind(
-        "its layers share a block",
-        "which sides of a shared block's tensors are the stream is not known",
-        "new layers, or grafts",
+        "experts begin as copies of a layer's own FFN, and this one is several layers', with adapters of each in it",
+        "`widen_ffn`, `gated_adapters`",
     ),
     Kind(
         "runs a block that layers share",
@@ -92,26 +104,9 @@ KINDS = (
         "the layers without it, or `expansion: stack`",
     ),
     Kind(
-        "nobody has described how to align|which tensors of a .* layer are query",
-        "optimal transport pairs neurons by what matrices read and write; these modules (convolutions, state space,"
-        " fused or per-layer ones) have no such description",
-        "`unaligned: average`, or " + _OTHERS,
-    ),
-    Kind(
-        "are of different kinds, so there is nothing between them",
-        "the mean of two layers needs the same tensors in both",
-        "another gap, or init `copy`",
-    ),
-    Kind(
-        "a model of [0-9]+ layers cannot be described",
-        "config.json says each layer's kind by a period or an offset, not by a list, so layers at some places would"
-        " come out another kind",
-        "whole periods",
-    ),
-    Kind(
-        "holds a part for each layer, and surgeon cannot add one for a branch",
-        "a branch is a further layer to transformers, whose parts in tensors outside the layers would have to move",
-        "`expansion: stack`, or another graft",
+        "no two neighbours of this model are alike",
+        "the mean of two layers needs the same tensors in both, and of these stacks no two neighbours have them",
+        "init `copy`",
     ),
     Kind(
         "is a mixture of experts already",
@@ -194,7 +189,7 @@ def page(rows: list[Row]) -> str:
     lines = [f"| model type | {' | '.join(PLANS)} |", "|---" * (len(PLANS) + 1) + "|"]
     for row in rows:
         cells = [
-            row.told[name]
+            row.told[name] + _marked(row.model_type, name)
             if row.told[name] in HELD
             else f"[{reasons.setdefault(_reason(row.told[name]), len(reasons) + 1)}]"
             for name in PLANS
@@ -204,7 +199,7 @@ def page(rows: list[Row]) -> str:
     summary += f", refused {len(told) - sum(counts.values())}"
     return "\n".join(
         [
-            _ABOUT.format(versions="; ".join(versions), days=days),
+            _ABOUT.format(versions="; ".join(versions), days=days, otherwise=_others()),
             f"Of {len(rows)} configs and {len(PLANS)} plans, {len(told)} pairs: {summary}.",
             "",
             *lines,
@@ -225,6 +220,17 @@ def page(rows: list[Row]) -> str:
     )
 
 
+def _marked(model_type: str, name: str) -> str:
+    """A mark where the plan leaves parts of a layer unaligned."""
+    return " †" if "unaligned: average" in OTHERWISE.get(model_type, {}).get(name, "") else ""
+
+
+def _others() -> str:
+    """Which types take another plan than the others, and which."""
+    plans = [f"{each}: {name} `{plan}`" for each, own in OTHERWISE.items() for name, plan in own.items()]
+    return f"Plans that a type takes in the place of the others': {'; '.join(plans)}."
+
+
 def _reason(words: str) -> str:
     """The line of a refusal without its place in the plan."""
     return words.partition("): ")[2] if "operations[" in words else words
@@ -243,7 +249,8 @@ def main() -> None:
     rows = {row.model_type: row for row in read_rows(asked.rows)}
     for model_type in asked.types or PUBLISHED:
         before = rows.get(model_type)
-        plans = {n: PLANS[n] for n in asked.plans if asked.again or before is None or n not in before.told}
+        own = PLANS | OTHERWISE.get(model_type, {})
+        plans = {n: own[n] for n in asked.plans if asked.again or before is None or n not in before.told}
         if not plans:
             continue
         row = in_a_process(model_type, "published", plans, LIMIT, published)

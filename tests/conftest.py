@@ -7,6 +7,7 @@ import gc
 import itertools
 import json
 import os
+import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.warm import start
+from tests.warm import start, warm
 
 # The code that checkpoints bring is cached by the name of their folder: a cache for each process, so that tests that
 # run side by side do not meet there, and none of it stays in the user's own.
@@ -79,9 +80,15 @@ def plan(tmp_path: Path) -> Callable[..., Path]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """One server of warm interpreters for all of xdist's processes; a process alone starts it when it wants one."""
-    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+    """One server of warm interpreters for all of xdist's processes, and they are the first of its forks.
+
+    A process alone starts it when it wants one.
+    """
+    processes = config.getoption("numprocesses", None)
+    if processes and not hasattr(config, "workerinput"):
         start()
+        # What is of its own in its environment keeps each from a nursery: their caches of code are not yet made.
+        config.option.tx = [f"popen//python=env TESTS_PROCESS={n} {shlex.join(warm())}" for n in range(processes)]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -17,6 +17,7 @@ import shlex
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -219,13 +220,19 @@ def _synopses_not_run(page: Path) -> Iterator[str]:
             yield from (line for line in lines if re.match(r"surgeon [a-z]", line))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_commands_and_options_that_are_named_exist(page: Path) -> None:
+@cache
+def options() -> dict[str, set[str]]:
+    """Every command's options."""
     root = typer.main.get_command(app)
-    known = {
+    return {
         name: {option for parameter in command.params for option in parameter.opts + parameter.secondary_opts}
         for name, command in root.commands.items()  # type: ignore[attr-defined]
     }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_and_options_that_are_named_exist(page: Path) -> None:
+    known = options()
     for synopsis in (*_synopses(page.read_text(encoding="utf-8")), *_synopses_not_run(page)):
         command = synopsis.split()[1]
         # `surgeon preview | apply`; options of the whole stand before a command.

@@ -5,8 +5,10 @@ used where `[sys.executable]` would be: same arguments (`-c CODE`, `-m MODULE`, 
 folder, pipes, signals and exit status are those of the process that the test starts. What reads the environment when
 it is imported (transformers, huggingface_hub, datasets) is not in the server, nor is surgeon: they are imported anew,
 under the test's own settings; only what transformers looks up in its own source files when it is imported, the names
-of all its models, is looked up once. `warmer` is for tests whose processes all have one environment: a server of their
-own, which has imported transformers too. What measures memory, imports or a terminal wants `sys.executable` itself.
+of all its models, is looked up once. Processes that have their settings in common with earlier ones are forks of a
+nursery, which has imported transformers under these. `warmer` is for tests whose processes differ in the path of their
+packages alone: a server of their own, which has imported transformers too. What measures memory, imports or a terminal
+wants `sys.executable` itself.
 """
 
 from __future__ import annotations
@@ -40,6 +42,11 @@ FURTHER = (
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mistral", "qwen2", "qwen3", "gemma")),
     *(f"transformers.models.{name}.modeling_{name}" for name in ("gemma2", "gemma3", "phi3", "olmo2")),
 )
+# What no library reads when it is imported: processes that differ in it share a nursery.
+UNREAD = ("PYTEST_CURRENT_TEST", "SURGEON_", "COLUMNS", "PWD", "OMP_", "MASTER_", "TORCHELASTIC_")
+UNREAD += ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "GROUP_", "ROLE_")
+# Of as many processes with the same settings, the last begins a nursery: it costs what a few of them save.
+WORTHWHILE = 3
 ADDRESS = "SURGEON_TESTS_WARM"
 WHERE = "transformers.utils.import_utils"  # of the names of its models
 
@@ -108,16 +115,13 @@ def ask(path: str, arguments: list[str]) -> int:
     """Have the server run `python *arguments` on this process' files, in its folder and environment."""
     umask = os.umask(0)
     os.umask(umask)
-    asked = json.dumps(
-        {"arguments": arguments, "environment": dict(os.environ), "folder": str(Path.cwd()), "umask": umask}
-    ).encode()
+    asked = {"arguments": arguments, "environment": dict(os.environ), "folder": str(Path.cwd()), "umask": umask}
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(path)
         for number in FORWARDED:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, lambda received, _frame: server.sendall(bytes([FORWARDED[received]])))
-        socket.send_fds(server, [len(asked).to_bytes(8, "big")], [0, 1, 2])
-        server.sendall(asked)
+        send(server, asked, [0, 1, 2])
         answer = server.recv(16)
     code = int(answer) if answer else 1
     if code < 0:  # as it died, so dies this one
@@ -129,35 +133,108 @@ def ask(path: str, arguments: list[str]) -> int:
 # --- the server ---------------------------------------------------------------------------------------------------
 
 
-def serve(path: str, further: Sequence[str]) -> dict[str, object]:
+def serve(path: str, further: Sequence[str]) -> dict[str, Any]:
     """Wait for requests; returns only in the forks, each with what it was asked for."""
-    import gc
-    import importlib
     import select
 
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(path)
     listening.listen(100)
     print("listening", flush=True)  # who asks from now on waits
-    for name in (*PRELOADED, *further):
-        with contextlib.suppress(ModuleNotFoundError):  # pandas and sklearn are there only where others need them
-            importlib.import_module(name)
+    load(*PRELOADED, *further)
     if not further:
         remember_names()
-    gc.freeze()  # so that a fork's collector need not look at (and copy) all of it
-    gc.set_threshold(100_000)
+    asked_with: dict[frozenset[tuple[str, str]], int] = {}
+    nurseries: dict[frozenset[tuple[str, str]], socket.socket] = {}
     while True:
         readable, _, _ = select.select([listening, sys.stdin], [], [])
-        with contextlib.suppress(ChildProcessError):  # keepers that are done
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+        reap()
         if sys.stdin in readable:
             os._exit(0)
         client, _ = listening.accept()
-        if os.fork() == 0:
-            listening.close()
-            return keep(client)
+        try:
+            files, asked = received(client)
+        except EOFError:  # it was killed before it had asked
+            client.close()
+            continue
+        read = frozenset(each for each in asked["environment"].items() if not each[0].startswith(UNREAD))
+        asked_with[read] = asked_with.get(read, 0) + 1
+        if asked_with[read] == WORTHWHILE and not further:
+            nurseries[read], theirs = socket.socketpair()
+            if os.fork() == 0:
+                for other in (listening, client, *nurseries.values()):
+                    other.close()
+                for file in files:
+                    os.close(file)
+                return foster(theirs, asked["environment"])
+            theirs.close()
+        if read in nurseries:
+            send(nurseries[read], asked, [client.fileno(), *files])
+        elif os.fork() == 0:
+            for other in (listening, *nurseries.values()):
+                other.close()
+            return keep(client, files, asked)
         client.close()
+        for file in files:
+            os.close(file)
+
+
+def foster(requests: socket.socket, environment: dict[str, str]) -> dict[str, Any]:
+    """Import transformers under these settings, and take the server's requests with them until it is gone."""
+    os.environ.clear()
+    os.environ.update(environment)
+    load(*FURTHER, "transformers.trainer", "transformers.tokenization_utils_tokenizers")
+    while True:
+        try:
+            (client, *files), asked = received(requests, 4)
+        except EOFError:
+            os._exit(0)
+        reap()
+        if os.fork() == 0:
+            requests.close()
+            return keep(socket.socket(fileno=client), files, asked)
+        for file in (client, *files):
+            os.close(file)
+
+
+def load(*names: str) -> None:
+    """Import what forks shall have."""
+    import gc
+    import importlib
+
+    for name in names:
+        with contextlib.suppress(ModuleNotFoundError):  # pandas and sklearn are there only where others need them
+            importlib.import_module(name)
+    gc.freeze()  # so that a fork's collector need not look at (and copy) all of it
+    gc.set_threshold(100_000)
+
+
+def reap() -> None:
+    """Let go of keepers that are done."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def send(to: socket.socket, asked: dict[str, Any], files: list[int]) -> None:
+    """Hand on a request and its files."""
+    request = json.dumps(asked).encode()
+    socket.send_fds(to, [len(request).to_bytes(8, "big")], files)
+    to.sendall(request)
+
+
+def received(sender: socket.socket, most: int = 3) -> tuple[list[int], dict[str, Any]]:
+    """A request's files, and what is asked. Raises EOFError where the sender is gone."""
+    length, files, _, _ = socket.recv_fds(sender, 8, most)
+    left, asked = int.from_bytes(length, "big"), b""
+    while not length or len(asked) < left:
+        part = sender.recv(left - len(asked)) if length else b""
+        if not part:
+            for file in files:
+                os.close(file)
+            raise EOFError
+        asked += part
+    return files, json.loads(asked)
 
 
 def remember_names() -> None:
@@ -206,21 +283,17 @@ def remember_names() -> None:
     os.waitpid(child, 0)
 
 
-def keep(client: socket.socket) -> dict[str, object]:
+def keep(client: socket.socket, files: list[int], asked: dict[str, Any]) -> dict[str, Any]:
     """Fork the asked-for process and wait beside it; returns in the fork alone."""
     import select
 
-    length, files, _, _ = socket.recv_fds(client, 8, 3)
-    left, asked = int.from_bytes(length, "big"), b""
-    while len(asked) < left:
-        asked += client.recv(left - len(asked))
     child = os.fork()
     if child == 0:
         client.close()
         for target, file in enumerate(files):
             os.dup2(file, target)
             os.close(file)
-        return json.loads(asked)
+        return asked
     for file in (*files, 0, 1, 2):
         os.close(file)
     ended = os.pidfd_open(child)
@@ -238,7 +311,7 @@ def keep(client: socket.socket) -> dict[str, object]:
     os._exit(0)
 
 
-def become(asked: dict[str, object]) -> None:
+def become(asked: dict[str, Any]) -> None:
     """Run what was asked for, as a fresh interpreter would; its exceptions and exit are this process'."""
     import runpy
     import types

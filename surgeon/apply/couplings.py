@@ -14,7 +14,7 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
 from surgeon.transport.assignment import match_rows
 from surgeon.transport.heads import AttentionWeights, head_maps
-from surgeon.transport.maps import HalfIdentity, TransportMap, TransportSettings
+from surgeon.transport.maps import HalfIdentity, Spread, TransportMap, TransportSettings
 from surgeon.transport.solving import solve
 
 
@@ -52,6 +52,9 @@ class Maps:
             else:
                 self._solve_heads(coupling.whole_heads)
         found = self._maps[ref.coupling]
+        if ref.spread > 1:
+            settings = TransportSettings(**dict(self._couplings[ref.coupling].settings))
+            return Spread(found, ref.spread, settings.factor(ref.spread) / ref.spread)
         return HalfIdentity(found) if ref.half_identity else found
 
     def aligned(self, coupling: str) -> Tensor:

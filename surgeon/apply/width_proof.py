@@ -246,17 +246,20 @@ def _joined(recipe: Joined, twin: _Twin, like: Tensor, name: str) -> Tensor:
 
     axis = recipe.axis
     if any(isinstance(part, Joined) for part in recipe.parts):
-        # Wider along two axes: a row of parts is as high as what it holds of the base, and one of constants as is left.
-        pieces: list[Tensor] = []
-        for part in recipe.parts:
-            held = next((each for each in part.walk() if isinstance(each, Copy)), None)
-            count = (
-                like.shape[axis] - sum(each.shape[axis] for each in pieces)
-                if held is None
-                else twin.rows(held).shape[axis]
-            )
-            pieces.append(_value(part, twin, like.narrow(axis, 0, count), name))
-        return torch.cat(pieces, dim=axis)
+        # Wider along two axes: a row of parts is as high as what it holds of the base, and those of constants share
+        # what is left.
+        held = [next((each for each in part.walk() if isinstance(each, Copy)), None) for part in recipe.parts]
+        counts = [0 if each is None else twin.rows(each).shape[axis] for each in held]
+        left = like.shape[axis] - sum(counts)
+        sizes = [part.shape[axis] if each is None else 0 for each, part in zip(held, recipe.parts, strict=True)]
+        counts = [count + (left * size // sum(sizes) if size else 0) for count, size in zip(counts, sizes, strict=True)]
+        return torch.cat(
+            [
+                _value(part, twin, like.narrow(axis, 0, count), name)
+                for part, count in zip(recipe.parts, counts, strict=True)
+            ],
+            dim=axis,
+        )
     old = [twin.rows(each) if isinstance(each, Copy) and not each.trains else None for each in recipe.parts]
     more = like.shape[axis] - sum(each.shape[axis] for each in old if each is not None)
     total = sum(each.shape[axis] for each, found in zip(recipe.parts, old, strict=True) if found is None)

@@ -367,33 +367,52 @@ class Draft:
     def _with_parts(self, outputs: list[Output], config: Mapping[str, Any]) -> list[Output]:
         """The tensors outside the layers; what holds a part for each layer gets those of new layers.
 
-        A new layer's part is that of the layer it is like. Raises BadInput where branches would need parts too.
+        A new layer's part, and a branch's, is that of the layer it is like.
         """
         found = self.anatomy.derivation
-        before, twins = self.anatomy.sizes.layers, twins_of([layer.grafts for layer in self.layers])
-        count = len(self.layers) + len(twins)
-        if count == before:
+        twins, stored = twins_of([layer.grafts for layer in self.layers]), self.anatomy.twins
+        layers, order = self.anatomy.sizes.layers, [layer.like for layer in self.layers]
+        # A branch runs with what its trunk layer is given; its own part lets shapes fit, and computes nothing.
+        place = {layer: layers + nth for nth, layer in enumerate(stored)}
+        bases = [(twin, self.layers[twin].base) for twin in twins]
+        order += [order[twin] if base is None else place.get(base, order[twin]) for twin, base in bases]
+        before, count = layers + len(stored), len(order)
+        if order == list(range(before)):
             return outputs
-        native = dict(config) | {key: self.config.get(key) for key in ("model_type", "architectures")}
-        last, order = self._last_of_depth, tuple(layer.like for layer in self.layers)
+        branching = [graft for twin in twins for graft in self.layers[twin].grafts if graft.rules.branching]
+        by = [self._last_of_depth, *(graft.operation for graft in branching)]
+        last = max((operation for operation in by if operation is not None), default=len(self.records) - 1)
+        # Of another depth than the trunk's, so that what has a part for each layer has another shape.
+        full, depth = config, count
+        if count == layers:
+            full, depth = self._of_other_depth()
+        native = dict(full) | {key: self.config.get(key) for key in ("model_type", "architectures")}
         made: list[Output] = []
         for output in outputs:
-            axis = found.layer_axis(native, output.name, count)
+            axis = found.layer_axis(native, output.name, depth)
             if axis is None:
                 made.append(output)
                 continue
-            if twins:
-                raise BadInput(
-                    f"{printable(output.name)} holds a part for each layer, and surgeon cannot add one for a branch;"
-                    " use an operation that adds no branches (control_llm: `expansion: stack`)"
-                )
             if not isinstance(output.recipe, Copy):
                 raise BadInput(
                     f"{printable(output.name)} holds a part for each layer and a row for each id, and a plan changes"
                     " one of them: grow the vocabulary by a plan of its own, and add layers to its output"
                 )
-            made.append(Output(output.name, per_layer(output.recipe, axis, before, order), last))
+            made.append(Output(output.name, per_layer(output.recipe, axis, before, tuple(order)), last))
         return made
+
+    def _of_other_depth(self) -> tuple[Mapping[str, Any], int]:
+        """A config of the base's type with another number of layers, and that number; the base's own if there is none.
+
+        With twins it is the base's own, whose tail they are.
+        """
+        found, layers, twins = self.anatomy.derivation, self.anatomy.sizes.layers, self.anatomy.twins
+        if twins:
+            return found.grafted(self.config, range(layers), twins, ()), layers + len(twins)
+        try:
+            return found.grown((*range(layers), layers - 1)), layers + 1
+        except BadInput:
+            return self.config, layers
 
     def _with_shared(self, outputs: list[Output]) -> tuple[list[Output], dict[int, tuple[str, ...]]]:
         """The tensors outside the layers, those of blocks that layers share where these layers want them now.

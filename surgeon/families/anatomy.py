@@ -15,7 +15,7 @@ from typing import Any
 
 from surgeon.checkpoint.header import QUANTISED_DTYPES, TensorInfo
 from surgeon.errors import printable
-from surgeon.families.family import Family, Part, Sizes
+from surgeon.families.family import Family, Part, Sizes, Space
 from surgeon.runtime.registry import kinds
 from surgeon.runtime.rules import BRANCH, Kind
 
@@ -133,6 +133,13 @@ class Derivation(ABC):
         Then they lie in its tensors one after the other.
         """
 
+    @abstractmethod
+    def spaces(self, layer: int) -> tuple[Space, ...]:
+        """The spaces inside base layer `layer` whose units can change places, by suffix, as tried on a twin.
+
+        Those of which a tensor is stored as another than it is in memory are left out.
+        """
+
     @property
     @abstractmethod
     def activation(self) -> str:
@@ -208,6 +215,14 @@ class Derivation(ABC):
 
         Raises BadInput where no field is known by which one of them becomes wider.
         """
+
+    @abstractmethod
+    def shared_parts(self) -> dict[str, Part]:
+        """The tensors of FFNs in blocks that several layers run that are as wide as these, by name."""
+
+    @abstractmethod
+    def shared_growths(self, fields: Mapping[str, int]) -> dict[str, tuple[int, int, int]]:
+        """Those of them that grow with these fields, as `growths` says it of a layer's."""
 
     @abstractmethod
     def growths(self, fields: Mapping[str, int]) -> tuple[dict[str, tuple[int, int, int]], ...]:
@@ -360,6 +375,11 @@ class Anatomy:
             (kind, title if len(kinds[title]) == 1 else f"{title} (kind {kind})".strip())
             for kind, title in zip(self.kind_of, types, strict=True)
         )
+
+    @property
+    def twins(self) -> tuple[int, ...]:
+        """The layers that have an expanded twin."""
+        return tuple(index for index, held in enumerate(self.grafted) if any(map(in_branch, held)))
 
     @property
     def further(self) -> dict[str, TensorInfo]:

@@ -34,7 +34,7 @@ from surgeon.errors import BadInput
 from surgeon.families.anatomy import Anatomy, Derivation, LayerKind, Stream
 from surgeon.families.deferred import Deferred
 from surgeon.families.dissect import dissect
-from surgeon.families.family import Family, Sizes
+from surgeon.families.family import Family, Part, Sizes, Space
 from surgeon.families.grafted_config import is_grafted
 from surgeon.families.usual import known
 
@@ -120,6 +120,10 @@ class Remembered(Deferred):
         """As `Derivation` says."""
         return self._asked(bool, lambda own: own.whole_heads(layer), "heads", layer)
 
+    def spaces(self, layer: int) -> tuple[Space, ...]:
+        """As `Derivation` says."""
+        return self._asked(tuple[Space, ...], lambda own: own.spaces(layer), "spaces", layer)
+
     def linear(self, layer: int) -> Mapping[str, tuple[int, ...]]:
         """As `Derivation` says."""
         return self._asked(dict[str, tuple[int, ...]], lambda own: dict(own.linear(layer)), "linear", layer)
@@ -166,6 +170,15 @@ class Remembered(Deferred):
         """As `Derivation` says."""
         kind = tuple[dict[str, tuple[int, int, int]], ...]
         return self._asked(kind, lambda own: own.growths(fields), "growths", dict(fields))
+
+    def shared_parts(self) -> dict[str, Part]:
+        """As `Derivation` says."""
+        return self._asked(dict[str, Part], lambda own: own.shared_parts(), "shared parts")
+
+    def shared_growths(self, fields: Mapping[str, int]) -> dict[str, tuple[int, int, int]]:
+        """As `Derivation` says."""
+        kind = dict[str, tuple[int, int, int]]
+        return self._asked(kind, lambda own: own.shared_growths(fields), "shared growths", dict(fields))
 
     def stream(self, times: int) -> Stream:
         """As `Derivation` says."""

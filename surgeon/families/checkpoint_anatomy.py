@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from surgeon.checkpoint.header import FLOAT_DTYPES, QUANTISED_DTYPES, TensorInfo
 from surgeon.checkpoint.own_code import OwnCode
 from surgeon.checkpoint.trust import refuse_quantised
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy, LayerKind, Packed, layer_of, owner_of
+from surgeon.families.anatomy import Anatomy, LayerKind, Packed, in_branch, layer_of, owner_of
 from surgeon.families.compressed import OF_ACTIVATIONS, packs_of, unpacked
 from surgeon.families.decoders import HINTS
 from surgeon.families.derivation import Found
 from surgeon.families.derived import Derived, derive
 from surgeon.families.family import Family, Part
 from surgeon.families.mixture import groups_of
-from surgeon.families.names import Names, match
+from surgeon.families.names import Names, match, under_base
 from surgeon.families.own_classes import trusted
+from surgeon.families.proof import layer_axis
 from surgeon.families.quantised import check_stored, is_scale, packed_of, quantizer_of, without_scales
 from surgeon.families.roles import InMemory, with_roles
 from surgeon.families.silence import Silence
@@ -45,7 +47,8 @@ def anatomy_of(
     _check_part(config, found.skeleton)
     tensors, grafts, bank = _without_grafts(tensors) if carries_grafts else (tensors, {}, {})
     check_stored(config, tensors)
-    names = _names(config, tensors, found)
+    branches = sum(any(map(in_branch, held)) for held in grafts.values())
+    names = _names(config, _of_trunk(tensors, found, branches=branches), found)
     if (named := next(filter(_of_bank, tensors), None)) is not None:
         raise BadInput(
             f"{printable(named)} ({tensors[named].file}): the name of control states, which this checkpoint has none"
@@ -85,6 +88,22 @@ def anatomy_of(
         ),
         derivation=Found(config, found, names, packed, tuple(kind.parts for kind in kinds)),
     )
+
+
+def _of_trunk(tensors: Mapping[str, TensorInfo], found: Derived, *, branches: int) -> Mapping[str, TensorInfo]:
+    """The tensors of a checkpoint whose layers have so many twins, in the shapes that they have without these.
+
+    Outside the layers some hold a part for each layer, twins' behind the others'.
+    """
+    if not branches:
+        return tensors
+    model, count = found.skeleton.model, len(found.kind_of)
+    held, made = model.state_dict(keep_vars=True), dict(tensors)
+    for name, info in tensors.items():
+        place = held.get(under_base(model, name))
+        if place is not None and layer_axis(tuple(place.shape), info.shape, count, count + branches) is not None:
+            made[name] = replace(info, shape=tuple(place.shape))
+    return made
 
 
 def _names(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], found: Derived) -> Names:

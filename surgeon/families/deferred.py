@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from surgeon.families.anatomy import Derivation, Stream
+from surgeon.families.family import Part, Space
 
 
 class Deferred(Derivation):
@@ -34,6 +35,10 @@ class Deferred(Derivation):
         """As `Derivation` says."""
         return self.own.own_activation(layer)
 
+    def spaces(self, layer: int) -> tuple[Space, ...]:
+        """As `Derivation` says."""
+        return self.own.spaces(layer)
+
     def prove(
         self,
         grown: Mapping[str, Any],
@@ -56,6 +61,14 @@ class Deferred(Derivation):
     def growths(self, fields: Mapping[str, int]) -> tuple[dict[str, tuple[int, int, int]], ...]:
         """As `Derivation` says."""
         return self.own.growths(fields)
+
+    def shared_parts(self) -> dict[str, Part]:
+        """As `Derivation` says."""
+        return self.own.shared_parts()
+
+    def shared_growths(self, fields: Mapping[str, int]) -> dict[str, tuple[int, int, int]]:
+        """As `Derivation` says."""
+        return self.own.shared_growths(fields)
 
     def stream(self, times: int) -> Stream:
         """As `Derivation` says."""

@@ -21,16 +21,18 @@ from surgeon.families.composing import composition_of
 from surgeon.families.derived import Derived, derive
 from surgeon.families.encoder_blocks import encoder_composition
 from surgeon.families.expert_names import Saved, saved_layouts
-from surgeon.families.family import Part, hidden_axis
+from surgeon.families.family import Part, Space, hidden_axis
 from surgeon.families.grafted_config import config_with_grafts, head_with_grafts
 from surgeon.families.grafting import prove_grafts
 from surgeon.families.growth import grown
+from surgeon.families.inner_spaces import inner_spaces
 from surgeon.families.misread import read_otherwise
 from surgeon.families.names import Names, stored_name, words_of
 from surgeon.families.own_classes import code_of, like, written
 from surgeon.families.proof import check_runs, layer_axis, prove, run_cached
 from surgeon.families.quantised import left_out, renumbered, skips, without_scales
 from surgeon.families.shared import shared_in
+from surgeon.families.shared_parts import SharedParts, as_layers, shared_parts
 from surgeon.families.shared_places import shared_places
 from surgeon.families.silence import some_tokens
 from surgeon.families.skeleton import Skeleton, build, wordless_auto
@@ -117,16 +119,37 @@ class Found(Derivation):
 
     def whole_heads(self, layer: int) -> bool:
         """As `Derivation` says."""
+        kind, first, places = self._places(layer)
+        return heads_move(self.config, first, self.parts[kind], places, self.derived.sizes)
+
+    def spaces(self, layer: int) -> tuple[Space, ...]:
+        """As `Derivation` says."""
+        kind, first, places = self._places(layer)
+        if self.packed[kind]:
+            return ()
+        back = {name: suffix for suffix, name in places.items()}
+        found = _spaces(json.dumps(self.config, sort_keys=True), first)
+        return tuple(
+            space._replace(slots=tuple(slot._replace(suffix=back[slot.suffix]) for slot in space.slots))
+            for space in found
+            if back.keys() >= {slot.suffix for slot in space.slots}
+        )
+
+    def _places(self, layer: int) -> tuple[int, int, dict[str, str]]:
+        """A layer's kind, the lowest layer of it, and the names in memory of what is there as it is on disk."""
         kind = self.derived.kind_of[layer]
         first = self.derived.kind_of.index(kind)
         stem = f"{self.names.stem}{first}."
-        places = {
-            part.suffix: targets[0]
-            for part in self.parts[kind]
-            if len(targets := self.names.layers[first][part.suffix]) == 1
-            and f"{stem}{part.suffix}" not in self.names.converted
-        }
-        return heads_move(self.config, first, self.parts[kind], places, self.derived.sizes)
+        return (
+            kind,
+            first,
+            {
+                part.suffix: targets[0]
+                for part in self.parts[kind]
+                if len(targets := self.names.layers[first][part.suffix]) == 1
+                and f"{stem}{part.suffix}" not in self.names.converted
+            },
+        )
 
     def linear(self, layer: int) -> dict[str, tuple[int, ...]]:
         """As `Derivation` says."""
@@ -137,8 +160,24 @@ class Found(Derivation):
 
     def inner_fields(self, *, by: int = 0, multiple_of: int = 1) -> dict[str, int]:
         """As `Derivation` says."""
-        skeleton = self.derived.skeleton
-        return inner_fields(self.config, skeleton, self._firsts, self.parts, by=by, multiple_of=multiple_of)
+        blocks, shared = as_layers(self._shared)
+        layers, parts = [*self._firsts, *blocks], [*self.parts, *shared]
+        return inner_fields(self.config, self.derived.skeleton, layers, parts, by=by, multiple_of=multiple_of)
+
+    def shared_parts(self) -> dict[str, Part]:
+        """As `Derivation` says."""
+        return {part.suffix: part for _, parts in self._shared.values() for part in parts}
+
+    def shared_growths(self, fields: Mapping[str, int]) -> dict[str, Growth]:
+        """As `Derivation` says."""
+        layers, _ = as_layers(self._shared)
+        found = growths(self.config, self.derived.skeleton, layers, fields) if layers else ()
+        return {name: growth for here in found for name, growth in here.items()}
+
+    @property
+    def _shared(self) -> SharedParts:
+        """The FFNs that stand in blocks of several layers."""
+        return shared_parts(self.derived.skeleton, self.names.outer, self.derived.sizes.hidden)
 
     def growths(self, fields: Mapping[str, int]) -> tuple[dict[str, Growth], ...]:
         """As `Derivation` says."""
@@ -441,6 +480,14 @@ def composition_for(kept: str) -> Composition:
     firsts = [found.kind_of.index(kind) for kind in range(len(found.titles))]
     compose = encoder_composition if found.skeleton.encoder else composition_of
     return compose(config, found.skeleton, twin_of(config, heads=found.heads), firsts)
+
+
+@lru_cache(maxsize=16)
+def _spaces(kept: str, layer: int) -> tuple[Space, ...]:
+    """Once for what preview and apply ask alike."""
+    config = json.loads(kept)
+    found = derive(config)
+    return inner_spaces(config, found.skeleton, layer, found.sizes.heads)
 
 
 @lru_cache(maxsize=8)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from surgeon.errors import BadInput, printable
 
@@ -112,6 +112,23 @@ class Part:
         """The only module this tensor belongs to (a bug where there are several)."""
         assert len(self.blocks) == 1, self.suffix
         return self.blocks[0][0]
+
+
+class Slot(NamedTuple):
+    """Where a tensor holds the units of a space: along `axis`, from `start` on, `each` numbers of every unit."""
+
+    suffix: str
+    axis: int
+    start: int
+    each: int
+
+
+class Space(NamedTuple):
+    """A space by its name in the layer, how many units it has, and where they lie."""
+
+    name: str
+    units: int
+    slots: tuple[Slot, ...]
 
 
 def inner_width(part: Part) -> int:

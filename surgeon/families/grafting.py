@@ -176,6 +176,9 @@ def with_grafts(twin: Skeleton, grafted: Mapping[str, Any], heads: int) -> Any:
         for name, value in model.state_dict().items():
             source = held.get(name.replace(f".{BRANCH}", "."))
             if source is not None:
+                # Parts for the tail, which no branch reads, stay as they are: any numbers do.
+                for axis, size in enumerate(source.shape):
+                    value = value.narrow(axis, 0, size)
                 value.copy_(source)
             elif name.endswith(f"{GATE}threshold"):
                 # Open, so that what it switches is looked at: closed, a gate hides it.

@@ -5,16 +5,18 @@ Pure data: which map aligns which module from which side. The maps are computed 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import IDENTITY, Block, Coupling, Fused, MapRef, Recipe, TextSupport, WholeHeads, average
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import LayerKind
-from surgeon.families.family import Part, Role
+from surgeon.families.anatomy import Anatomy, LayerKind
+from surgeon.families.family import Part, Role, Space
 from surgeon.operations.expert_fusion import fuse_experts, is_of_experts, of_experts, router_of
+from surgeon.operations.space_fusion import add_spaces, blocks_of, columns_of, of_spaces, spaces_of
 
 Order = Literal["align_first", "cost_first"]
 Flow = Literal["opt_deus", "vanilla_output", "vanilla_mlp", "vanilla"]
@@ -55,14 +57,21 @@ def fuse_layers(
     kind = draft.kind_of(below)
     if support is not None:
         _check_support(draft, below, kind)
-    _check_aligned(draft.anatomy.family.model_type, kind, skip, unaligned)
+    spaces = spaces_of(draft.anatomy, draft.layers[below].like, kind)
+    _check_aligned(draft.anatomy.family.model_type, kind, skip, unaligned, spaces)
+    if support is not None and spaces:
+        raise BadInput(
+            f"`support: activations` compares what modules put out, and {spaces[0].name} of layer {below} are compared"
+            " by all that they are; use `support: weights`"
+        )
     if heads == "blocks":
         _check_whole_heads(draft, below)
     lower, upper = draft.layers[below].tensors, draft.layers[below + 1].tensors
     parts = tuple(part for part in kind.parts if not is_of_experts(part))
-    flow_of = _Flow(flow, heads, label, parts)
+    flow_of = _Flow(flow, heads, label, parts, spaces)
     whole_heads = _whole_heads(draft, parts, lower, upper, label) if heads == "blocks" else None
     cost_first = order == "cost_first"
+    add_spaces(draft, spaces, lower, upper, label=label, settings=settings, cost_first=cost_first)
     needed = _needed_roles(parts, flow_of, skip, experts=router_of(kind.parts) is not None)
     for role in (role for role in _SOLVED if role in needed):
         part, start, stop = _rows_of(parts, role)
@@ -98,20 +107,23 @@ class Ways:
         return "; ".join(filter(None, (matched, averaged)))
 
 
-def ways(kind: LayerKind, skip: frozenset[str]) -> Ways:
-    """How layers of a kind would be fused, whose tensors in `skip` become constants."""
+def ways(anatomy: Anatomy, layer: int, kind: LayerKind, skip: frozenset[str]) -> Ways:
+    """How layers of a kind, as base layer `layer` is, would be fused, whose tensors in `skip` become constants."""
     router = router_of(kind.parts)
-    return Ways("" if router is None else _module(router.suffix), tuple(_unaligned(kind, skip)))
+    left = tuple(_unaligned(kind, skip, spaces_of(anatomy, layer, kind)))
+    return Ways("" if router is None else _module(router.suffix), left)
 
 
-def _check_aligned(model_type: str, kind: LayerKind, skip: frozenset[str], unaligned: Unaligned) -> None:
+def _check_aligned(
+    model_type: str, kind: LayerKind, skip: frozenset[str], unaligned: Unaligned, spaces: Sequence[Space]
+) -> None:
     """Raise BadInput where nothing of a layer can be aligned, or something cannot be and the plan refuses that."""
-    if not any(role in _SOLVED for part in kind.parts for role, _ in part.blocks):
+    if not spaces and not any(role in _SOLVED for part in kind.parts for role, _ in part.blocks):
         raise BadInput(
             f"which tensors of a {model_type} layer are query, key, value, output, gate, up and down is not described,"
             " so nothing can be aligned; use init average, copy or random"
         )
-    left = _unaligned(kind, skip)
+    left = _unaligned(kind, skip, spaces)
     if left and unaligned == "refuse":
         of = f" ({printable(kind.title)})" if kind.title else ""
         raise BadInput(
@@ -121,10 +133,14 @@ def _check_aligned(model_type: str, kind: LayerKind, skip: frozenset[str], unali
         )
 
 
-def _unaligned(kind: LayerKind, skip: frozenset[str]) -> list[str]:
-    """Modules of no known role, each once, experts as one; those whose tensors a constant replaces need none."""
-    names = [_module(part.suffix) for part in kind.parts if not part.blocks and part.suffix not in skip]
-    return list(dict.fromkeys(names))
+def _unaligned(kind: LayerKind, skip: frozenset[str], spaces: Sequence[Space]) -> list[str]:
+    """Modules of no known role and in no space, each once, experts as one.
+
+    Those whose tensors a constant replaces need none, and one number has nothing to align.
+    """
+    known = of_spaces(spaces) | skip
+    left = [part for part in kind.parts if not part.blocks and part.suffix not in known and math.prod(part.shape) > 1]
+    return list(dict.fromkeys(_module(part.suffix) for part in left))
 
 
 def _module(suffix: str) -> str:
@@ -187,6 +203,7 @@ class _Flow:
     heads: Heads
     label: str
     parts: tuple[Part, ...]
+    spaces: tuple[Space, ...] = ()
 
     @property
     def output_follows_query(self) -> bool:
@@ -197,7 +214,13 @@ class _Flow:
         return query is not None and output is not None and output[0].shape[1] == query[2] - query[1]
 
     def t_in(self, role: Role) -> MapRef:
-        """Table 1 (and 7): what aligns a matrix within its layer. A router reads what gate and up read."""
+        """Table 1 (and 7): what aligns a matrix within its layer. A router reads what gate and up read.
+
+        What reads a space follows its units.
+        """
+        found = _weight_rows(self.parts, role)
+        if found is not None and (inner := columns_of(self.spaces, found[0].suffix, self.label)) != IDENTITY:
+            return inner
         if role in _READ_OUTPUT and _weight_rows(self.parts, "output") is not None:
             return MapRef(f"{self.label}.output", half_identity=self.kind in ("vanilla_mlp", "vanilla"))
         if role == "output" and self.output_follows_query:
@@ -276,6 +299,8 @@ def _t_out(part: Part, role: Role, label: str, parts: tuple[Part, ...]) -> MapRe
 
 
 def _blocks(part: Part, flow: _Flow, parts: tuple[Part, ...]) -> tuple[Block, ...]:
+    if not part.blocks:
+        return blocks_of(flow.spaces, part, flow.label) if part.suffix in of_spaces(flow.spaces) else ()
     blocks: list[Block] = []
     start = 0
     for role, rows in part.blocks:

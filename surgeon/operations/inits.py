@@ -5,6 +5,7 @@ An init says which layers beside its gap it reads and what paper it comes from, 
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, Union
@@ -13,8 +14,9 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Constant, Predicted, Random, Recipe, Shuffled, TextSupport, average
+from surgeon.common.formatting import show_layers
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import LayerKind
+from surgeon.families.anatomy import Anatomy
 from surgeon.operations.fusion import Flow, Heads, Order, Unaligned, fuse_layers, ways
 from surgeon.operations.operation import Origin, Paper, Spec
 
@@ -62,12 +64,18 @@ class Gap:
 
     def check_alike(self) -> None:
         """Raise BadInput where the layers below and above hold other tensors, which are not comparable."""
-        lower, upper = (self.draft.kind_of(layer).opened for layer in (self.below, self.below + 1))
-        if not lower.is_like(upper):
-            raise BadInput(
-                f"layers {self.below} ({printable(lower.title)}) and {self.below + 1} ({printable(upper.title)}) are of"
-                " different kinds, so there is nothing between them; use another gap, or init copy"
-            )
+        kinds = [self.draft.kind_of(layer).opened for layer in range(len(self.draft.layers))]
+        lower, upper = kinds[self.below : self.below + 2]
+        if lower.is_like(upper):
+            return
+        alike = [gap for gap, (one, other) in enumerate(itertools.pairwise(kinds)) if one.is_like(other)]
+        instead = "no two neighbours of this model are alike: use init copy"
+        if alike:
+            instead = f"use a gap whose two sides are of one kind (after {show_layers(alike)}), or init copy"
+        raise BadInput(
+            f"layers {self.below} ({printable(lower.title)}) and {self.below + 1} ({printable(upper.title)}) are of"
+            f" different kinds, so there is nothing between them; {instead}"
+        )
 
 
 @dataclass(frozen=True)
@@ -106,8 +114,8 @@ class Init(Spec):
         """How it solves optimal transport (keywords of `surgeon.transport.TransportSettings`); None: it does not."""
         return None
 
-    def ways(self, kind: LayerKind, zeroed: frozenset[str]) -> str:
-        """What a preview says of how layers of this kind are made, beyond the init's name; `zeroed` as in `Gap`."""
+    def ways(self, anatomy: Anatomy, layer: int, zeroed: frozenset[str]) -> str:
+        """What a preview says of how layers like base layer `layer` are made; `zeroed` as in `Gap`."""
         return ""
 
     @abstractmethod
@@ -202,9 +210,9 @@ class TransportInit(Init):
             order=self.order,
         )
 
-    def ways(self, kind: LayerKind, zeroed: frozenset[str]) -> str:
+    def ways(self, anatomy: Anatomy, layer: int, zeroed: frozenset[str]) -> str:
         """How experts are matched, and what is averaged."""
-        return str(ways(kind, zeroed))
+        return str(ways(anatomy, layer, anatomy.kinds[anatomy.kind_of[layer]].opened, zeroed))
 
     @property
     def transport_settings(self) -> dict[str, object]:
@@ -331,7 +339,7 @@ class Lesa(Init):
         Field(description="a network that explains no variance of the layers that it learned from: refuse, or keep"),
     ] = "refuse"
 
-    def ways(self, kind: LayerKind, zeroed: frozenset[str]) -> str:
+    def ways(self, anatomy: Anatomy, layer: int, zeroed: frozenset[str]) -> str:
         """What is known of the fit before it is made."""
         poor = "is refused" if self.poor_fit == "refuse" else "is kept, with a warning"
         return (

@@ -170,7 +170,8 @@ class InsertLayers(Operation):
         inserted = {gap: [self._layer(draft, draft.number, gap, nth, each) for nth in range(each)] for gap in gaps}
         anatomy, new = draft.anatomy, [made for layers in inserted.values() for made in layers]
         kinds = [anatomy.kinds[anatomy.kind_of[made.like]].opened for made in new]
-        ways = dict.fromkeys(self.init.ways(kind, self._zeroed(kind)) for kind in kinds)
+        alike = {made.like: kind for made, kind in zip(new, kinds, strict=True)}
+        ways = dict.fromkeys(self.init.ways(anatomy, like, self._zeroed(kind)) for like, kind in alike.items())
         draft.insert(inserted)
         return OperationRecord(
             op=self.op,

@@ -168,9 +168,10 @@ class PadTo(Operation):
         fields, growths = wider_ffns(draft, multiple_of=wanted)
         for field in fields:
             check_alone(draft, field)
-        lengthen(draft, growths, lambda new: new.zeros)
+        shared = draft.anatomy.derivation.shared_growths(fields) if draft.anatomy.shared else {}
+        lengthen(draft, growths, lambda new: new.zeros, shared=shared)
         draft.sizes |= fields
-        yield shown_growth(draft, growths)
+        yield shown_growth(draft, growths, shared)
 
     def _rows(self, draft: Draft) -> int:
         """Pad embeddings and head; return by how many rows."""

@@ -190,13 +190,31 @@ def _wider(of: Copy, axes: Axes, times: int) -> Joined:
     # Copies of what there is are those of the tensor that reads the wider stream.
     one, other = sorted(axes, key=lambda axis: axis[1] is not None)
     axis, new, shares = other
-    if len(axes) > _MOST_AXES or len(shares) > 1 or new is None:
+    follows = len(axes) <= _MOST_AXES and new is not None
+    if follows and len(shares) > 1 and one[1:] == (None, (1,)):
+        return _by_shares(of, one[0], other, times)
+    if not follows or len(shares) > 1 or new is None:
         raise BadInput(
             f"{printable(str(of.source))}: grows along {len(axes)} axes in a way that surgeon cannot follow; widen_ffn"
             " may widen this model"
         )
     more = of.shape[axis] * (times - 1)
     return _along(of, one, times, lambda part: side_by_side((part, _filled(part, axis, more, new)), axis))
+
+
+def _by_shares(of: Copy, copied: int, axis: Axis, times: int) -> Joined:
+    """A matrix whose parts along one axis get constants behind them, each so many times along the other."""
+    (number, new, shares), size = axis, of.shape[axis[0]]
+    assert new is not None
+    pieces: list[Recipe] = []
+    begin = 0
+    for share in shares:
+        end = begin + size * share // sum(shares)
+        own, again = (sliced_along(of, number, begin, end, again=more) for more in (False, True))
+        pieces.append(side_by_side((own, *[again] * (times - 1)), copied))
+        pieces.append(_filled(pieces[-1], number, (end - begin) * (times - 1), new))
+        begin = end
+    return side_by_side(pieces, number)
 
 
 def _along(of: Copy, axis: Axis, times: int, beside: Callable[[Copy], Recipe]) -> Joined:

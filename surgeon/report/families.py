@@ -20,7 +20,7 @@ from surgeon.common.json_results import plain_fields
 from surgeon.common.promises import PROMISE_STYLES
 from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy, LayerKind
+from surgeon.families.anatomy import Anatomy
 from surgeon.families.decoders import USUAL_DECODERS, USUAL_ENCODERS
 from surgeon.families.dissect_folder import dissect_folder
 from surgeon.families.periods import period_of
@@ -159,15 +159,16 @@ def _kinds(anatomy: Anatomy) -> list[KindOfLayer]:
             tuple(layers),
             {} if anatomy.family.encoder else dict(anatomy.kinds[kind].silence),
             _NO_NEW_LAYERS if anatomy.family.encoder else anatomy.kinds[kind].refusal,
-            *_fusion(anatomy.kinds[kind]),
+            *_fusion(anatomy, kind),
         )
         for (kind, title), layers in found.items()
     ]
 
 
-def _fusion(kind: LayerKind) -> tuple[str, tuple[str, ...]]:
+def _fusion(anatomy: Anatomy, number: int) -> tuple[str, tuple[str, ...]]:
     """Return the last two fields of `KindOfLayer`."""
-    found = ways(kind, frozenset(kind.silence))
+    kind = anatomy.kinds[number]
+    found = ways(anatomy, anatomy.kind_of.index(number), kind, frozenset(kind.silence))
     return found.router, found.averaged
 
 

@@ -115,9 +115,10 @@ class TransportReport:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Those that have maps, in the order of a layer; all experts' as one."""
-        groups = {found.group for found in self.maps}
-        return tuple(module for module in (*MODULES, *_OF_EXPERTS) if module in groups)
+        """Those that have maps, in the order of a layer, after its spaces (latents, heads); all experts' as one."""
+        groups = dict.fromkeys(found.group for found in self.maps)
+        spaces = [group for group in groups if group not in (*MODULES, *_OF_EXPERTS)]
+        return (*spaces, *(module for module in (*MODULES, *_OF_EXPERTS) if module in groups))
 
     def mean(self, module: str, *, trained: bool = False) -> float | None:
         """Entropy of a module's maps, mean over inserted layers, both neighbours and all experts; None without any."""

@@ -44,6 +44,7 @@ from surgeon.blueprint.recipes import (
     Shuffled,
     Summed,
     Trained,
+    Units,
     Unpacked,
     average,
     columns,
@@ -268,6 +269,20 @@ CASES: dict[str, Case] = {
         {
             "fused": [{"copy": "v"}, {"copy": "w"}],
             "blocks": [{"rows": [0, 6], "t_in": "identity", "t_out": "rows"}],
+        },
+    ),
+    "fused by a map of more": Case(
+        Fused(base("a"), base("b"), (Block(0, 6, MapRef("columns"), MapRef("rows"), own=False),)),
+        (T6.T @ A @ T4 + B) / 2,
+        {"fused": [OF_A, OF_B], "blocks": [{"rows": [0, 6], "t_in": "columns", "t_out": "rows"}]},
+    ),
+    "units": Case(
+        Units(((base("a"), MapRef("columns"), 0, 2, 2), (base("b"), MapRef(), 1, 0, 2)), 2),
+        torch.cat([(A @ T4)[2:].reshape(2, 8), B.T.reshape(2, 12)], 1) / 2,
+        {
+            "units": [OF_A, OF_B],
+            "places": [{"axis": 0, "from": 2, "each": 2}, {"axis": 1, "from": 0, "each": 2}],
+            "count": 2,
         },
     ),
     "interpolated": Case(

@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import surgeon
 from surgeon.checkpoint.folder import CheckpointFolder
@@ -32,6 +33,7 @@ SHARING = {
     "num_kv_shared_layers": 2,
     "per_layer_config": {},
 }
+IDS = torch.randint(5, 100, (1, 12), generator=torch.Generator().manual_seed(0))
 COPIES = "{op: insert_layers, where: {after: [2, 3]}, init: {kind: copy}}"
 
 
@@ -131,9 +133,43 @@ def test_a_part_that_was_edited(base: Path, out: Path, tmp_path: Path) -> None:
             assert _same(tmp_path / f"back-{layer}", base)
 
 
-def test_a_branch_is_refused(base: Path) -> None:
-    with pytest.raises(BadInput, match=r"embed_tokens_per_layer.*cannot add one for a branch"):
-        _applied(base, "branches", "{op: control_llm, layers: [3]}")
+def test_a_branch_reads_the_part_of_its_layer(base: Path, tmp_path: Path) -> None:
+    """A part of its own lets shapes fit, and computes nothing; it goes when the branch goes."""
+    out = _applied(base, "branches", "{op: control_llm, layers: [3]}")
+    _check_parts(base, out, [0, 1, 2, 3, 3])
+    verified = surgeon.verify(base, out, window=24, windows=1, dtypes=["auto", "float32"])
+    assert verified.holds and verified.identical
+    surgeon.revert(out, tmp_path / "back")
+    assert _same(tmp_path / "back", base)
+
+    corpus(tmp_path / "words.jsonl", documents=60)
+    (tmp_path / "train.yaml").write_text(yaml.safe_dump(TRAINING | {"steps": 2}))
+    surgeon.train(out, tmp_path / "train.yaml", tmp_path / "run", device="cpu")
+    _check_parts(base, tmp_path / "run", [0, 1, 2, 3, 3])
+    name = "model.layers.3.expanded.per_layer_input_gate.weight"
+    assert not torch.equal(weights(tmp_path / "run")[name], weights(out)[name])
+    model, grafted = (AutoModelForCausalLM.from_pretrained(each, trust_remote_code=True).eval() for each in (out, out))
+    with torch.no_grad():
+        for held, axis in HELD.items():
+            grafted.get_parameter(f"model.{held}").narrow(axis, 4 * WIDTH, WIDTH).fill_(7.0)
+        assert torch.equal(grafted(IDS).logits, model(IDS).logits)
+        grafted.get_parameter(f"model.{held}").narrow(axis, 3 * WIDTH, WIDTH).fill_(7.0)
+        assert not torch.equal(grafted(IDS).logits, model(IDS).logits)
+
+    adapters = "{op: gated_adapters, size: 4, layers: [0]}"
+    of = manifest_of(CheckpointFolder.open(_applied(base, "in one", "{op: control_llm, layers: [3]}", adapters)))
+    assert {of.new_tensors[f"model.{held}"].operation for held in HELD} == {0}
+    beside = manifest_of(CheckpointFolder.open(_applied(out, "beside", adapters))).new_tensors
+    assert beside and not {f"model.{held}" for held in HELD} & beside.keys()
+    both = _applied(out, "both", "{op: insert_layers, where: {after: [2]}, init: {kind: copy}}")
+    _check_parts(base, both, [0, 1, 2, 2, 3, 3])
+    assert surgeon.verify(out, both, window=24, windows=1).identical
+    _check_parts(base, _applied(tmp_path / "run", "merged", "{op: merge_branches}"), [0, 1, 2, 3])
+
+
+def test_as_many_layers_as_before_have_the_parts_of_those_that_they_are_like(base: Path) -> None:
+    other = "{op: drop_layers, layers: [2]}"
+    _check_parts(base, _applied(base, "moved", COPIES.replace("[2, 3]", "[3]"), other), [0, 1, 3, 3])
 
 
 def test_a_copy_of_what_lends_its_keys_is_refused(base: Path) -> None:

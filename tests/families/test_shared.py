@@ -17,7 +17,7 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
 from surgeon.families.shared import first_of_another, shared_in
 from surgeon.families.skeleton import build
-from tests.checkpoints import write_plan
+from tests.checkpoints import weights, write_plan
 from tests.decoders import checkpoint_of
 
 # Layers 2 and 5 run one block, which is stored as layer 2's.
@@ -81,6 +81,42 @@ def test_each_layer_has_grafts_of_its_own_beside_a_shared_block(base: Path, tmp_
                 value.copy_(before)
         assert torch.equal(model(IDS).logits, logits["all"])
     assert not any(torch.equal(logits[one], logits[two]) for one, two in (("all", "2"), ("all", "5"), ("2", "5")))
+
+
+def test_the_ffn_of_shared_blocks_becomes_wider_and_so_does_the_stream(tmp_path: Path) -> None:
+    """Each block's once; adapters of each layer that runs it grow with its gate and up, and add nothing to new ones."""
+    types = ["hybrid", "mamba", "hybrid", "hybrid", "mamba", "hybrid"]
+    config = {"num_mem_blocks": 2, "num_hidden_layers": 6, "hybrid_layer_ids": [0, 2, 3, 5], "layers_block_type": types}
+    base, out, by = checkpoint_of(PUBLISHED["zamba2"] | config, tmp_path / "base"), tmp_path / "out", 16
+    surgeon.apply(write_plan(tmp_path / "plan.yaml", [{"op": "widen_ffn", "by": by}]), base, out)
+    assert surgeon.verify(base, out, windows=1, window=16, dtypes=["float32"]).holds
+    before, after = weights(base), weights(out)
+    grown = {name for name, value in before.items() if value.shape != after[name].shape}
+    # Of each block two, and an adapter for each of the four layers that run one.
+    assert len(grown) == 2 * 2 + 4
+    for name in grown:
+        if name.endswith("down_proj.weight"):
+            assert torch.equal(after[name], torch.cat([before[name], torch.zeros(64, by)], 1).to(after[name].dtype))
+            continue
+        for one, other in zip(before[name].chunk(2), after[name].chunk(2), strict=True):
+            assert torch.equal(other[:-by], one)
+            assert bool(other[-by:].any()) == ("adapter" not in name)
+    wide = tmp_path / "wide"
+    plan = write_plan(tmp_path / "plan.yaml", [{"op": "widen_hidden", "times": 2}])
+    grew = surgeon.apply(plan, base, wide).manifest.new_tensors
+    assert surgeon.verify(base, wide, windows=1, window=16, dtypes=["float32"]).holds
+    name = "model.layers.2.shared_transformer.self_attn.q_proj.weight"
+    query, made = (weights(each)[name] for each in (base, wide))
+    # The upper rows are the base's, and stay; those below train.
+    assert [[*part] for part in grew[name].recipe["joined"][0]["joined"]] == [
+        ["copy", "axis", "slices"],
+        ["again", "axis", "slices"],
+    ]
+    # What it reads is the stream, and beside it the embeddings: each has its zeros behind it.
+    assert made.shape == (2 * 128, 2 * 128)
+    for rows in made.split(128):
+        for one, other in zip(query.split(64, dim=1), rows.split(2 * 64, dim=1), strict=True):
+            assert torch.equal(other[:, :64], one) and not other[:, 64:].any()
 
 
 @pytest.mark.parametrize("layer", [2, 5])

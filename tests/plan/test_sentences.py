@@ -376,6 +376,27 @@ CONFIGS: list[tuple[Load, str, int, str, str]] = [
     ),
     (load_tasks, f"plan: none\n{TASKS}{LAW}", 1, "", "the first task needs a plan: there is nothing yet"),
     (load_tasks, f"surgeon_continual: 1\ntasks:\n{LAW}", 1, "", "task law has no `steps`: say so many under `train:`"),
+    (
+        load_tasks,
+        f"surgeon_continual: 1\ntrain: {{steps: 2, epochs: 1}}\ntasks:\n{LAW}",
+        2,
+        "",
+        "give `steps` or `epochs`, not both (null takes a key away)",
+    ),
+    (
+        load_tasks,
+        f"surgeon_continual: 1\ntrain: {{epochs: 1}}\ntasks:\n{LAW}{LAW.replace('law', 'tax')}",
+        1,
+        "",
+        "task tax has `epochs` and replays earlier tasks, whose text would count too; give `steps`, or `replay: 0`",
+    ),
+    (
+        load_tasks,
+        f"surgeon_continual: 1\ntrain: {{steps: 1, keep_best: lwa}}\ntasks:\n{LAW}",
+        1,
+        "",
+        "task law: `keep_best` names 'lwa'; texts held out by then: law",
+    ),
 ]
 
 

@@ -22,7 +22,7 @@ from surgeon.blueprint.recipes.couplings import Coupling, TextSupport, WholeHead
 from surgeon.blueprint.recipes.drawn import Noised, Random, Shuffled
 from surgeon.blueprint.recipes.elsewhere import Dequantised, Imported, Prompted
 from surgeon.blueprint.recipes.experts import Below, Matched, OneExpert, below, one_expert
-from surgeon.blueprint.recipes.fused import Fused, Interpolated, Summed, average, columns
+from surgeon.blueprint.recipes.fused import Fused, Interpolated, Summed, Units, average, columns
 from surgeon.blueprint.recipes.joined import Joined, piled, repeated, side_by_side, stacked_experts
 from surgeon.blueprint.recipes.layout import ExpertLayout
 from surgeon.blueprint.recipes.means import HEAD_BLOCK, Means, extended
@@ -65,6 +65,7 @@ __all__ = [
     "Summed",
     "TextSupport",
     "Trained",
+    "Units",
     "Unpacked",
     "WholeHeads",
     "Words",

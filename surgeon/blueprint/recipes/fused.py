@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from surgeon.blueprint.recipes.alignment import Block
+from surgeon.blueprint.recipes.alignment import Block, MapRef
 from surgeon.blueprint.recipes.copies import Copy
 from surgeon.blueprint.recipes.elsewhere import Imported
 from surgeon.blueprint.recipes.recipe import Bench, Recipe, Words
@@ -69,7 +69,8 @@ class Fused(_OfTwo):
             if lower.ndim == 2:
                 upper[rows] += self._aligned(lower[rows], block, bench)
             else:
-                upper[rows] += bench.align_rows(lower[rows].unsqueeze(1), block.t_out).squeeze(1)
+                flat = lower[rows].reshape(block.stop - block.start, -1)
+                upper[rows] += bench.align_rows(flat, block.t_out).reshape(lower[rows].shape)
         return upper.mul_(0.5)
 
     @staticmethod
@@ -77,9 +78,61 @@ class Fused(_OfTwo):
         """Rows of a matrix along both maps; a map was solved for rows whose columns are aligned already."""
         if block.t_out.coupling is None:
             return bench.align_columns(lower, block.t_in)
+        if not block.own:
+            return bench.align_rows(bench.align_columns(lower, block.t_in), block.t_out)
         solved = bench.map_of(block.t_out)
         with bench.stage("align rows"):
             return solved.align_rows(bench.aligned(block.t_out.coupling))
+
+
+@dataclass(frozen=True)
+class Units(Recipe):
+    """Of so many `units` all that tensors hold of each, a row for each; over √rows, so that its distances are a mean.
+
+    `parts` are tensors with the map of their columns, the axis along which units lie, where they begin, and how many
+    numbers of the axis each has.
+    """
+
+    parts: tuple[tuple[Recipe, MapRef, int, int, int], ...]
+    units: int
+
+    @property
+    def dtype(self) -> str:
+        """Of full precision: it is compared, and stands in no file."""
+        return "F32"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Units by what is held of each."""
+        held = [each * part.numel // part.shape[axis] for part, _, axis, _, each in self.parts]
+        return self.units, sum(held)
+
+    @property
+    def inputs(self) -> tuple[Recipe, ...]:
+        """The tensors."""
+        return tuple(part for part, *_ in self.parts)
+
+    @property
+    def own_maps(self) -> tuple[str, ...]:
+        """The maps of their columns."""
+        return tuple(dict.fromkeys(t_in.coupling for _, t_in, *_ in self.parts if t_in.coupling is not None))
+
+    def own_words(self) -> Words:
+        """The tensors, and where the units lie."""
+        places = tuple({"axis": axis, "from": start, "each": each} for _, _, axis, start, each in self.parts)
+        return (("units", self.inputs), ("places", places), ("count", self.units))
+
+    def compute(self, bench: Bench) -> Tensor:
+        """Align, cut and join them."""
+        import torch
+
+        held = []
+        for part, t_in, axis, start, each in self.parts:
+            value = bench.working(part)
+            value = bench.align_columns(value, t_in) if value.ndim == 2 else value
+            held.append(value.movedim(axis, 0)[start : start + self.units * each].reshape(self.units, -1))
+        rows = sum(each for *_, each in self.parts)
+        return torch.cat(held, dim=1).div_(rows**0.5)
 
 
 def average(first: Recipe, second: Recipe) -> Fused:
