@@ -113,7 +113,8 @@ def row_of(found: dict[str, Any], row: dict[str, Any]) -> tuple[str, ...]:
 HEAD = """# Remedies against forgetting beside the default
 
 What remedies are worth on two English bases of 4 and 8 million parameters that learn 25,600 tokens of French, one also
-of German and of Python code; nothing of larger bases or longer training. `python -m benchmarks.remedies`: [the study](../remedies.yaml).
+of German and of Python code; nothing of larger bases or longer training.
+`python -m benchmarks.remedies`: [the study](../remedies.yaml).
 
 - *recalled*, `compare`'s default: a tenth of the sequences is text that the base wrote, with KL(base ‖ model) on it.
 - *more*: a quarter, weight 2.
