@@ -358,6 +358,30 @@ def test_the_test_of_changes_is_that_of_its_equations(closes: float | None) -> N
             assert counted[row][real].tolist() == torch.tensor(up)[real].tolist(), (cuts[:3], row)
 
 
+@pytest.mark.parametrize("closes", [0.7, None])
+@pytest.mark.parametrize("reads", ["prefix_mean", "token"])
+def test_one_token_over_a_cache_is_decided_as_among_others(reads: str, closes: float | None) -> None:
+    """In numbers as in tensors, by every reading: padding, documents that begin, a threshold of either sign."""
+    drawn = torch.Generator().manual_seed(5)
+    odds = torch.randn(12, 40, 1, generator=drawn).double() * 2
+    valid = torch.rand(12, 40, generator=drawn) < 0.8
+    begins = (torch.rand(12, 40, generator=drawn) < 0.1) & valid
+    for threshold in (0.3, -0.2):
+        made = DomainGate(GateSpec(0, reads, prior=2, closes=closes), 4)
+        made.threshold.fill_(threshold)
+        made.odds = lambda given: given.flatten(0, -2)  # type: ignore[method-assign]
+        whole = Gating(valid, begins, None)
+        on = whole.decide(made, odds)
+        assert 100 < int((on & valid).sum()) < int(valid.sum()) - 20
+        past = None
+        for at in range(40):
+            gating = Gating(valid[:, at : at + 1], begins[:, at : at + 1], past)
+            one, here, past = gating.decide(made, odds[:, at : at + 1]), valid[:, at], gating.found
+            assert gating.single == (at > 0) and torch.equal(one[:, 0][here], on[:, at][here])
+            # Of a token that is padding nothing is kept that counts.
+            assert reads == "token" or torch.equal(past["state"][:, 0][here], whole.found["state"][:, at][here])
+
+
 def test_an_earlier_config_reads_as_it_did() -> None:
     """What closes a gate had another name."""
     earlier, now = ({"reads": "prefix_mean", name: 0.5} for name in ("hysteresis", "closes"))
