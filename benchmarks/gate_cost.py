@@ -3,10 +3,10 @@
     python -m benchmarks.gate_cost --base DIR --work DIR
 
 The surgeries of `benchmarks.gate` behind a gate, as `apply` writes them, in float32, one thread. A fitted classifier
-costs what one at zero does; the threshold alone decides here. Processor time (least of `REPEATS`, base and output in
-turn) of a prefill of 4 × 384 tokens and of 96 tokens one at a time over a cache; of the one token that opens the gate
-after 96 closed ones; and the bytes that the cache then holds, with what it holds in the place of keys and values that
-are not made yet. Results go to benchmarks/results/gate_cost_<base>.md.
+costs what one at zero does; the threshold alone decides here. Processor time, base and output in turn: the least of
+`PREFILLS` of a prefill of 4 × 384 tokens; of 96 tokens one at a time over a cache the sum, each the least of `DECODES`;
+the one token that opens the gate after 96 closed ones. And the bytes that the cache then holds, with what it holds in
+the place of keys and values that are not made yet. Results go to benchmarks/results/gate_cost_<base>.md.
 """
 
 from __future__ import annotations
@@ -25,18 +25,20 @@ from benchmarks.gate import SURGERIES
 from benchmarks.measuring import machine
 
 RESULTS = Path(__file__).resolve().parent / "results"
-REPEATS = 7
+PREFILLS, DECODES = 7, 21
 TOKENS, ROWS, LENGTH = 96, 4, 384
 # A threshold that no evidence passes, and one that all does.
 CLOSED, OPEN = 1e5, -1.0
 
 
-def decode(model: Any, ids: Tensor) -> tuple[float, Any]:
-    """Seconds of tokens one at a time, and the cache behind them."""
-    cache, begun = None, time.process_time()
+def decode(model: Any, ids: Tensor) -> tuple[list[float], Any]:
+    """Seconds of each of the tokens, one at a time, and the cache behind them."""
+    cache, seconds = None, []
     for at in range(ids.shape[1]):
+        begun = time.process_time()
         cache = model(ids[:, at : at + 1], past_key_values=cache, use_cache=True).past_key_values
-    return time.process_time() - begun, cache
+        seconds.append(time.process_time() - begun)
+    return seconds, cache
 
 
 def one(model: Any, ids: Tensor, **given: Any) -> float:
@@ -70,17 +72,18 @@ def measure(base: Any, model: Any) -> dict[str, float]:
     found: dict[str, float] = {}
     for how, threshold in (("closed", CLOSED), ("open", OPEN)):
         gate.threshold.fill_(threshold)
-        times: dict[str, list[float]] = {"base": [], "grown": [], "base prefill": [], "prefill": []}
-        for _ in range(REPEATS):
+        least: dict[str, list[float]] = {}
+        for nth in range(DECODES):
             for name, each in (("base", base), ("grown", model)):
                 seconds, cache = decode(each, ids[:1, :TOKENS])
-                times[name].append(seconds)
+                least[name] = list(map(min, least.get(name, seconds), seconds))
                 found[f"bytes {name if name == 'base' else how}"] = held(cache.layers)
-            times["base prefill"].append(one(base, ids))
-            times["prefill"].append(one(model, ids))
-        least = {name: min(each) for name, each in times.items()}
-        found |= {how: least["grown"] / least["base"], f"prefill {how}": least["prefill"] / least["base prefill"]}
-        found["step"] = least["base"] / TOKENS
+                if nth < PREFILLS:
+                    seconds = [one(each, ids)]
+                    least[f"{name} prefill"] = list(map(min, least.get(f"{name} prefill", seconds), seconds))
+        whole = {name: sum(each) for name, each in least.items()}
+        found |= {how: whole["grown"] / whole["base"], f"prefill {how}": whole["grown prefill"] / whole["base prefill"]}
+        found["step"] = whole["base"] / TOKENS
     gate.threshold.fill_(CLOSED)
     opening = []
     for _ in range(3):
@@ -103,9 +106,10 @@ def main() -> None:
         f"# What a domain gate costs: {asked.base.name}",
         "",
         f"`python -m benchmarks.gate_cost` ({machine()}, one thread, float32). Processor time beside the base's: a"
-        f" prefill of {ROWS} × {LENGTH} tokens, {TOKENS} one at a time over a cache, and the token that"
-        f" opens the gate after {TOKENS} closed ones, in tokens of the base. Bytes of the cache after those {TOKENS},"
-        " beside the base's; what stands in the place of keys and values that are not made yet counts.",
+        f" prefill of {ROWS} × {LENGTH} tokens (least of {PREFILLS}), {TOKENS} one at a time over a cache (each the"
+        f" least of {DECODES}), and the token that opens the gate after {TOKENS} closed ones, in tokens of the base."
+        f" Bytes of the cache after those {TOKENS}, beside the base's;"
+        " what stands in the place of keys and values that are not made yet counts.",
         "",
         "| surgery | prefill closed | open | a token closed | open | the token that opens | cache closed | open |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",

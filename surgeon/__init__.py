@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from surgeon.manifest.checkpoint import open_checkpoint as open_checkpoint
     from surgeon.manifest.manifest import Manifest as Manifest
     from surgeon.manifest.run_files import add_record as add_record
+    from surgeon.manifest.trainable import LayersSpec as LayersSpec
     from surgeon.operations import OPERATIONS as OPERATIONS
     from surgeon.operations.pmoe_experts import RouterLoss as RouterLoss
     from surgeon.plan.plan import LoadedPlan as LoadedPlan
@@ -82,6 +83,7 @@ if TYPE_CHECKING:
     from surgeon.plan.shipped import load_named as load_named
     from surgeon.plan.shipped import shipped_plans as shipped_plans
     from surgeon.plan.shipped import shipped_studies as shipped_studies
+    from surgeon.plan.shipped import shipped_tasks as shipped_tasks
     from surgeon.plan.sweep import overrides_of as overrides_of
     from surgeon.report.families import families as families
     from surgeon.report.inspect import inspect as inspect
@@ -132,6 +134,7 @@ _HOMES = {
     "HeldOut": "data.held_out",
     "Judged": "data.scores",
     "LabelScores": "evaluate.results",
+    "LayersSpec": "manifest.trainable",
     "LoadedConfig": "train.config.loading",
     "LoadedPlan": "plan.plan",
     "LoraSpec": "train.config.schema",
@@ -207,6 +210,7 @@ _HOMES = {
     "settle": "train.config.settings",
     "shipped_plans": "plan.shipped",
     "shipped_studies": "plan.shipped",
+    "shipped_tasks": "plan.shipped",
     "text_files": "data.documents",
     "train": "train.train",
     "transport_report": "report.transport",

@@ -252,7 +252,13 @@ def _as_before(text: str, plan: str) -> str:
     from surgeon.plan.plan import load_plan, parse_plan
 
     folder = os.environ.get(_PLANS)
-    files = [] if folder is None else [file for file in Path(folder).rglob("*.yaml") if file.parent.name != "studies"]
+    files = (
+        []
+        if folder is None
+        else [
+            file for file in Path(folder).rglob("*.yaml") if "studies" not in file.parts and "papers" not in file.parts
+        ]
+    )
     if not plan and any(file.read_text(encoding="utf-8") == text for file in files):
         return text
     try:

@@ -37,6 +37,12 @@ def _complete_study(incomplete: str) -> list[str]:
     return [name for name in shipped.shipped_studies() if name.startswith(incomplete)]
 
 
+def _complete_tasks(incomplete: str) -> list[str]:
+    from surgeon.plan import shipped
+
+    return [name for name in shipped.shipped_tasks() if name.startswith(incomplete)]
+
+
 def _named_texts(given: list[str]) -> dict[str, Path | None]:
     named: dict[str, Path | None] = {}
     for entry in given:
@@ -153,11 +159,21 @@ SPELLINGS = {
     ),
     "evaluate.draft": _S("measure the same with a draft head, a run with `what: draft_head`", "FOLDER"),
     "evaluate.labels": _S("the texts have labels, and the models a classification head"),
-    "continual.tasks": _S("the tasks, in order, and their training", "TASKS.YAML"),
-    "continual.run": _S("folder of the model after the last task", "RUN"),
+    "continual.tasks": _S(
+        "tasks file, or name of a shipped one (`surgeon plans`)", "TASKS", kind=str, complete=_complete_tasks
+    ),
+    "continual.run": _S("folder of the model after the last task; of a file with rows, of a run for each", "RUN"),
+    "continual.overrides": _S(
+        "a value in place of the file's: train.steps=10; may be given again", "KEY=VALUE", "--set"
+    ),
+    "continual.texts": _S("NAME=FILE: the text of a source; may be given again", option="--text", convert=_named_texts),
+    "continual.row": _S("run this row alone", "NAME"),
     "continual.keep": _S("keep the earlier tasks' models, in RUN-tasks"),
     "continual.device": _S("auto, cpu, cuda"),
     "compare.study": _S("study file, or name of a shipped study", "STUDY", kind=str, complete=_complete_study),
+    "compare.overrides": _S(
+        "a value in place of the study's: steps=100, documents=8; may be given again", "KEY=VALUE", "--set"
+    ),
     "compare.results": _S("folder of the page and the records", "RESULTS"),
     "compare.new": _S("text to learn: FILE or NAME=FILE; may be given again"),
     "compare.original": _S("text of what must not be forgotten; without it, the base writes some"),

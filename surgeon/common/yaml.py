@@ -180,8 +180,10 @@ class _Builder:
         return text
 
 
-def override(data: dict[str, Any], settings: Sequence[str], *, example: str) -> dict[Place, str]:
+def override(data: dict[str, Any], settings: Sequence[str], *, example: str, called: str = "--set") -> dict[Place, str]:
     """Set values of a document by `dotted.path=VALUE`, VALUE in YAML; an entry of a list goes by its name or number.
+
+    Errors call a setting by what `called` says before it.
 
     Returns for every place that was set the option, as errors name it. Raises BadInput for what is no such setting (it
     shows `example`), and where the path leads through a value or to an entry that is not there; keys that the schema
@@ -189,7 +191,7 @@ def override(data: dict[str, Any], settings: Sequence[str], *, example: str) -> 
     """
     given: dict[Place, str] = {}
     for setting in settings:
-        option = f"--set {setting}"
+        option = f"{called} {setting}"
         path, equals, value = setting.partition("=")
         steps = path.split(".")
         if not equals or not all(steps):

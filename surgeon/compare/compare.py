@@ -82,6 +82,7 @@ def compare(
     base: str | Path,
     results: str | Path,
     *,
+    overrides: Sequence[str] = (),
     new: Sequence[str | Path] = (),
     original: Sequence[str | Path] = (),
     replayed: Sequence[str | Path] = (),
@@ -104,6 +105,7 @@ def compare(
         study: The study's file, or the name of a shipped one.
         base: The base checkpoint: a folder or a Hub id.
         results: The folder of the page and the records.
+        overrides: Values that replace the study's: `steps=100`.
         new: Texts to learn (files, or `NAME=FILE`), in place of the study's.
         original: Texts of what must not be forgotten, in place of the study's.
         replayed: Texts to replay, in place of the study's.
@@ -124,7 +126,7 @@ def compare(
     """
     listener = listener or Quiet()
     _check_options(device, jobs, minutes)
-    loaded = load_study(study, new=new, original=original, replayed=replayed)
+    loaded = load_study(study, overrides, new=new, original=original, replayed=replayed)
     target = Path(results)
     opened = open_checkpoint(base, revision=revision, trust_remote_code=trust_remote_code)
     loaded = _fitted(loaded, opened, target, trust_remote_code=trust_remote_code)

@@ -39,8 +39,18 @@ from surgeon.errors import BadInput, printable
 
 STATE_FILE = "course.json"
 
+# What decides on which text is held out, beside lengths and packing.
+_OF_TEXTS: Any = {"tasks": {"__all__": {"name", "sources"}}, "general": True, "validation_sequences": True}
 # What has no part in any number.
 _IRRELEVANT = ("micro_batch", "log_every", "checkpointing")
+
+
+@dataclass
+class Shared:
+    """What is read once for all rows of a file: the base's digests, and held-out texts, by what decides about them."""
+
+    digests: dict[str, str] = field(default_factory=dict)
+    measures: dict[str, Measure] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -60,6 +70,25 @@ class Request:
     trust_remote_code: bool
     listener: Listener
     take_over: bool = False
+    shared: Shared = field(default_factory=Shared)
+
+    def measure(self) -> Measure:
+        """What performance is measured on. Raises BadInput for texts that are not as they must be."""
+        config = self.loaded.config.model_dump(mode="json", include=_OF_TEXTS)
+        config["lengths"] = [training_of(self.loaded.config, nth).length for nth in range(len(self.plans))]
+        config["packing"], config["length"] = self.loaded.config.train.packing, self.loaded.config.train.length
+        key = json.dumps(config, sort_keys=True)
+        if key not in self.shared.measures:
+            self.shared.measures[key] = Measure(self.loaded, self.base)
+        return self.shared.measures[key]
+
+    def fingerprint(self) -> str:
+        """Digest of all that the course's numbers depend on; reads the base. Raises BadInput as `measure` does."""
+        measure = self.measure()
+        if not self.shared.digests:
+            self.listener.begin("reading", self.base.nbytes)
+            self.shared.digests.update(self.base.digests(self.listener.advance))
+        return _fingerprint(self.loaded, self.base, self.shared.digests, measure)
 
 
 @dataclass
@@ -119,6 +148,11 @@ def kept_folder(target: Path) -> Path:
     return target.with_name(f"{target.name}-tasks")
 
 
+def is_under_way(target: Path) -> bool:
+    """Whether an earlier call was cut off: RUN may stand, but not all beside it is cleaned up."""
+    return (work_folder(target) / STATE_FILE).exists()
+
+
 def run_course(request: Request, record: Callable[[Course], str]) -> Course:
     """Carry out what is left of a course and publish the last run, with what `record` says of it in continual.json.
 
@@ -127,10 +161,7 @@ def run_course(request: Request, record: Callable[[Course], str]) -> Course:
     """
     base, target, listener = request.base, request.target, request.listener
     _check_places(target, base.path, keep=request.keep)
-    measure = Measure(request.loaded, base)
-    listener.begin("reading", base.nbytes)
-    digests = base.digests(listener.advance)
-    fingerprint = _fingerprint(request.loaded, base, digests, measure)
+    measure, fingerprint = request.measure(), request.fingerprint()
     work = work_folder(target)
     with working_in(work, target=target, marker=STATE_FILE) as folder:
         state = _begun_or_new(request, fingerprint, work)

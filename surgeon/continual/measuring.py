@@ -20,7 +20,7 @@ from surgeon import (
 )
 from surgeon.common.schema import ORIGINAL
 from surgeon.continual.config.loading import LoadedTasks
-from surgeon.continual.config.settings import general_texts, own_sources, training_of
+from surgeon.continual.config.settings import general_texts, memory_texts, own_sources, training_of
 from surgeon.continual.metrics import Measured
 from surgeon.errors import BadInput, printable
 
@@ -37,25 +37,29 @@ class Measure:
         config = loaded.config
         self.notes: list[str] = []
         self._loaded = loaded
-        # Each source by itself: sequences that are scored together are of one length.
-        self._held: dict[str, list[Windows]] = {}
-        kinds = {text.kind for text in config.general}
+        kinds = {text.kind for text in (*config.memory, *config.general)}
         if "chat" in kinds | {source.kind for task in config.tasks for source in task.sources}:
             base.check_chats()
         longest = min(base.context or _LONGEST, _LONGEST)
+        # By the length of their sequences, whose texts they are: each by itself, those of one length read together.
+        texts: dict[int, list[tuple[str, HeldOut]]] = {}
         for number, task in enumerate(config.tasks):
-            texts = []
+            length = training_of(config, number).length or longest
             for source in own_sources(config, number):
                 if source.role == ORIGINAL:
                     open_source(source, loaded)
                 elif (text := held_out_text(source, loaded, say=self.notes.append)) is not None:
-                    texts.append(text)
-            for windows in self._packed(texts, base, training_of(config, number).length or longest):
-                self._held.setdefault(task.name, []).append(windows)
-        general = [held_out_text(text, loaded, say=self.notes.append) for text in general_texts(config)]
-        texts = [text for text in general if text is not None]
-        for text, windows in zip(texts, self._packed(texts, base, config.train.length or longest), strict=True):
-            self._held[text.name] = [windows]
+                    texts.setdefault(length, []).append((task.name, text))
+        for general in general_texts(config):
+            if (text := held_out_text(general, loaded, say=self.notes.append)) is not None:
+                texts.setdefault(config.train.length or longest, []).append((general.name, text))
+        for memory in memory_texts(config):
+            open_source(memory, loaded)
+        self._held: dict[str, list[Windows]] = {}
+        for length, named in texts.items():
+            packed = self._packed([text for _, text in named], base, length)
+            for (name, _), windows in zip(named, packed, strict=True):
+                self._held.setdefault(name, []).append(windows)
 
     def _packed(self, texts: list[HeldOut], base: Checkpoint, length: int) -> list[Windows]:
         """The texts' sequences. Raises BadInput for a text with hardly a token."""
@@ -73,7 +77,10 @@ class Measure:
         """Name, size and mtime of every file of every source."""
         config = self._loaded.config
         sources = [source for number in range(len(config.tasks)) for source in own_sources(config, number)]
-        paths = {(source.path, source.field, source.kind) for source in (*sources, *general_texts(config))}
+        paths = {
+            (source.path, source.field, source.kind)
+            for source in (*sources, *general_texts(config), *memory_texts(config))
+        }
         paths |= {(path, source.field, source.kind) for source in sources if (path := _held_out_file(source))}
         return [[*key, self._files(key[0])] for key in sorted(paths, key=str)]
 

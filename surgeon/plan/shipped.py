@@ -1,6 +1,7 @@
 """The plans that come with surgeon: a plan's name stands for its file, a point's name for a plan with other values.
 
 Sweeps lie in plans/sweeps. The points of plans/sweeps/FOLDER/SWEEP.yaml are called FOLDER/POINT, as plans are.
+plans/papers has what papers ran, plan, training and evaluation in one file each: studies and tasks files.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
     from surgeon.plan.plan import LoadedPlan
     from surgeon.plan.sweep import LoadedSweep
 
-# The folders of studies and sweeps beside the plans.
-_STUDIES, _SWEEPS = "studies", "sweeps"
+# The folders of studies, sweeps and papers' experiments beside the plans.
+_STUDIES, _SWEEPS, _PAPERS = "studies", "sweeps", "papers"
 _OPERATION = re.compile(r"^ *- *\{?op: *([a-z_]+)", re.MULTILINE)
 
 
@@ -36,7 +37,7 @@ def folder() -> Path:
 
 def names() -> list[str]:
     """Return the names of the shipped plans, as `surgeon apply NAME …` takes them."""
-    return [name for name in _files(folder()) if name.partition("/")[0] not in (_STUDIES, _SWEEPS)]
+    return [name for name in _files(folder()) if name.partition("/")[0] not in (_STUDIES, _SWEEPS, _PAPERS)]
 
 
 def sweeps() -> list[str]:
@@ -51,7 +52,20 @@ def _files(within: Path) -> list[str]:
 
 def shipped_studies() -> dict[str, Path]:
     """Return the files of the shipped studies by name, as `surgeon compare NAME …` takes them."""
-    return {path.stem: path for path in sorted((folder() / _STUDIES).glob("*.yaml"))}
+    return {path.stem: path for path in sorted((folder() / _STUDIES).glob("*.yaml"))} | _papers("a study")
+
+
+def shipped_tasks() -> dict[str, Path]:
+    """Return the files of the shipped tasks files by name, as `surgeon continual NAME …` takes them."""
+    return _papers("a tasks file")
+
+
+def _papers(kind: str = "") -> dict[str, Path]:
+    """The files of papers' experiments by name: papers/PAPER/TABLE; those of a kind, where one is given."""
+    from surgeon.checkpoint.kinds import kind_of
+
+    files = {f"{_PAPERS}/{name}": folder() / _PAPERS / f"{name}.yaml" for name in _files(folder() / _PAPERS)}
+    return {name: path for name, path in files.items() if not kind or kind_of(str(path)) == kind}
 
 
 @dataclass(frozen=True)
@@ -110,7 +124,10 @@ def shipped_plans() -> list[str]:
 
 @dataclass(frozen=True)
 class Described:
-    """A shipped plan or sweep: its name, its operations, the first sentence of its file, its number of points."""
+    """A shipped plan, sweep or paper's experiment: its name, the first sentence of its file, what else it is.
+
+    `operations` are empty for an experiment, `points` counts those of a sweep.
+    """
 
     name: str
     operations: tuple[str, ...]
@@ -119,7 +136,7 @@ class Described:
 
 
 def described() -> list[Described]:
-    """Describe the shipped plans and sweeps, those of one operation together."""
+    """Describe the shipped plans and sweeps, those of one operation together, and papers' experiments after them."""
     # Here and below, as the shell, which completes names, does not wait for it.
     from surgeon.operations import OPERATIONS
 
@@ -132,7 +149,8 @@ def described() -> list[Described]:
         loaded = _load_sweep(folder() / _SWEEPS / f"{name}.yaml")
         plan = found[loaded.sweep.plan]
         found[f"{_SWEEPS}/{name}"] = Described(name, plan.operations, _about(loaded.text), len(loaded.points))
-    return sorted(found.values(), key=lambda plan: order.index(plan.operations[0]))
+    papers = [Described(name, (), _about(path.read_text(encoding="utf-8"))) for name, path in _papers().items()]
+    return [*sorted(found.values(), key=lambda plan: order.index(plan.operations[0])), *papers]
 
 
 def _about(text: str) -> str:
@@ -173,10 +191,13 @@ def load_named(plan: str | Path, overrides: Sequence[str] = ()) -> LoadedPlan:
 
 
 def text_of(name: str) -> str:
-    """Return a plan as it stands in its file, a point with its values in it, a sweep with the commands of its points.
+    """Return a plan, study or tasks file as it stands in its file, a point with its values in it, a sweep with the
+    commands of its points.
 
     Raises BadInput for any other name.
     """
+    if (whole := _whole_files().get(name)) is not None:
+        return whole.read_text(encoding="utf-8")
     loaded = find_sweep(name)
     if loaded is None:
         return load_named(name).text
@@ -189,14 +210,24 @@ def text_of(name: str) -> str:
 
 
 def texts(name: str) -> dict[str, str]:
-    """Return the text of a plan or point by its name; of a sweep, those of all its points. Raises BadInput."""
+    """Return the text of a plan, point, study or tasks file by its name; of a sweep, those of all its points.
+
+    Raises BadInput.
+    """
     from surgeon.plan.plan import load_plan
 
+    if name in _whole_files():
+        return {name: text_of(name)}
     loaded = find_sweep(name)
     if loaded is None:
         return {name: load_named(name).text}
     found = swept(loaded).items()
     return {_qualified(name, point): load_plan(plan.path, plan.overrides).text for point, plan in found}
+
+
+def _whole_files() -> dict[str, Path]:
+    """Studies and tasks files by name, which are no plans."""
+    return shipped_studies() | shipped_tasks()
 
 
 def _qualified(sweep: str, point: str) -> str:
@@ -221,7 +252,7 @@ def _hint(path: Path, known: list[str]) -> str:
 
 
 def plans_view(plans: Sequence[Described]) -> RenderableType:
-    """Show the shipped plans and sweeps under their operations, a line each."""
+    """Show the shipped plans and sweeps under their operations, and papers' experiments, a line each."""
     from rich.console import Group
     from rich.padding import Padding
     from rich.text import Text
@@ -229,11 +260,13 @@ def plans_view(plans: Sequence[Described]) -> RenderableType:
     from surgeon.common.tables import FittedTable
 
     parts: list[RenderableType] = []
-    for operation in dict.fromkeys(plan.operations[0] for plan in plans):
+    groups: dict[str, list[Described]] = {}
+    for plan in plans:
+        groups.setdefault(plan.operations[0] if plan.operations else "papers, whole", []).append(plan)
+    for group, members in groups.items():
         table = FittedTable(headings=False)
-        for plan in plans:
-            if plan.operations[0] == operation:
-                swept = f" ({plan.points} points)" if plan.points else ""
-                table.add_row(plan.name, plan.about + swept)
-        parts += [*([Text()] if parts else []), Text(operation, style="bold"), Padding(table, (0, 0, 0, 2))]
+        for plan in members:
+            swept = f" ({plan.points} points)" if plan.points else ""
+            table.add_row(plan.name, plan.about + swept)
+        parts += [*([Text()] if parts else []), Text(group, style="bold"), Padding(table, (0, 0, 0, 2))]
     return Group(*parts)

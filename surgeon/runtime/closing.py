@@ -26,10 +26,9 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 from transformers.utils import output_capturing
 
 from .graft import Flow, Graft, here
-from .layers import UpcycledLayer, in_flow
-from .present import ROUTES
+from .layers import LAYER_NUMBERS, UpcycledLayer, in_flow
+from .present import ROUTES, SPANS
 from .rules import Surgery
-from .twins import LAYER_NUMBERS
 
 _OFF = Flow(off=True)
 # What stands in the place of the cache among the arguments that are kept.
@@ -82,10 +81,10 @@ class GatedLayer(UpcycledLayer):
         gating = None if flow is None or flow.off else flow.gating
         if flow is None or gating is None:
             return super().__call__(hidden_states, *args, **kwargs)
-        if self.decides and gating.looks():
+        if self.decides and gating.spares:
             flow.on = self.domain_gate(hidden_states, gating)
         spared = gating.shut and self.spared and not self._watched()
-        if not (spared and self._owes(hidden_states, args, kwargs, bare=gating.bare)):
+        if not (spared and self._owes(hidden_states, args, kwargs, gating)):
             self._pay(args, kwargs)
             output = super().__call__(hidden_states, *args, **kwargs)
         elif self.layer_gated:
@@ -101,30 +100,28 @@ class GatedLayer(UpcycledLayer):
 
     def _as_the_bases(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """What the native layer returns; without calling all that would only find out that it does nothing."""
-        frame = Flow(off=True)
-        vars(frame)["shape"] = hidden_states.shape
+        frame = _OFF
+        if SPANS:
+            frame = Flow(off=True)
+            vars(frame)["shape"] = hidden_states.shape
         previous, here.frame = here.frame, frame
         try:
             return super(UpcycledLayer, self).forward(hidden_states, *args, **kwargs)
         finally:
             here.frame = previous
 
-    def _owes(self, hidden_states: Tensor, args: Sequence[Any], kwargs: dict[str, Any], *, bare: bool) -> bool:
-        """Keep what went in for those that need not run; whether that is so. `bare`: layers return nothing beside."""
+    def _owes(self, hidden_states: Tensor, args: Sequence[Any], kwargs: dict[str, Any], gating: Any) -> bool:
+        """Keep what went in for those that need not run; whether that is so."""
         if not self.owing:
             return True
-        given = (*args, *kwargs.values())
-        caches = [each for each in given if isinstance(each, Cache)]
-        recorder = getattr(output_capturing, "_active_collector", None)
-        if not bare or len(caches) > 1 or not all(map(_is_plain, given)) or (recorder and recorder.get()):
+        # Most layers of a forward get the same.
+        asked = (*kwargs, *map(id, args), *map(id, kwargs.values()))
+        if gating.given is None or gating.given[0] != asked:
+            gating.given = asked, *_kept_of(args, kwargs)
+        _, plain, cache, kept = gating.given
+        entries = [] if cache is None else [_entry(cache, place) for place in self.owing]
+        if not (plain and gating.bare) or None in entries:
             return False
-        if not caches:
-            # With none, a layer that is told to keep something does so elsewhere.
-            return not any(each is True for each in given)
-        entries = [_entry(caches[0], place) for place in self.owing]
-        if any(entry is None for entry in entries):
-            return False
-        kept = tuple(map(_without_cache, args)), {name: _without_cache(each) for name, each in kwargs.items()}
         for entry in entries:
             _log(entry).append(("", hidden_states, *kept))
         return True
@@ -160,6 +157,18 @@ def _run_off(call: Any, *args: Any, **kwargs: Any) -> None:
         call(*args, **kwargs)
 
 
+def _kept_of(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[bool, Any, tuple[Any, ...]]:
+    """Whether a layer that gets these can do without a call; the cache among them; and they without it."""
+    given = (*args, *kwargs.values())
+    caches = [each for each in given if isinstance(each, Cache)]
+    recorder = getattr(output_capturing, "_active_collector", None)
+    # With no cache, a layer that is told to keep something does so elsewhere.
+    keeps = len(caches) > 1 or (not caches and any(each is True for each in given))
+    plain = not keeps and all(map(_is_plain, given)) and not (recorder and recorder.get())
+    rest = [_CACHE if isinstance(each, Cache) else each for each in given]
+    return plain, next(iter(caches), None), (rest[: len(args)], dict(zip(kwargs, rest[len(args) :], strict=True)))
+
+
 def _is_plain(given: Any) -> bool:
     """Whether a layer can do nothing with an argument but read it, or it is the cache."""
     if isinstance(given, tuple):
@@ -167,14 +176,12 @@ def _is_plain(given: Any) -> bool:
     return given is None or isinstance(given, Tensor | int | float | str | Cache)
 
 
-def _without_cache(given: Any) -> Any:
-    return _CACHE if isinstance(given, Cache) else given
-
-
 def _entry(cache: Any, place: int) -> Any:
     """A cache's entry that may be owed; None: there is none."""
     if type(cache) is not DynamicCache or cache.offloading:
         return None
+    if place < len(cache.layers) and getattr(cache.layers[place], "owed", None):
+        return cache.layers[place]
     if cache.layer_class_to_replicate is not None:
         while len(cache.layers) <= place:
             cache.layers.append(cache.layer_class_to_replicate())

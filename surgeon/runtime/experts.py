@@ -67,7 +67,7 @@ class WithSlots(nn.Module):
             for slots in _grouped(group, _dropout) if self.training else (group,):
                 grown = grown + self._product(x, slots, routing)
         if GATES and frame is not None:
-            return frame.kept(EXPERTS, grown, output)
+            return frame.where_open(EXPERTS, grown, output)
         return grown
 
     def _product(self, x: Tensor, group: tuple[SlotSpec, ...], routing: Tensor | None) -> Tensor:

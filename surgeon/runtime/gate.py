@@ -29,6 +29,7 @@ close it, and without them it is open for all, so that what it switches learns f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -76,6 +77,9 @@ class DomainGate(Newborn):
         for name, birth in self.births.items():
             self.register_buffer(name, torch.zeros(birth.shape))
         without(self, "bias", "out")
+        # Of a prefix the tokens of no evidence; what closes, as a whole number.
+        self.prior = spec.prior if spec.reads == "prefix_mean" else 0
+        self.closes = int((spec.closes or 0.0) * _ONE)
         self.looked = False
 
     def tell_if_born(self) -> None:
@@ -96,16 +100,19 @@ class DomainGate(Newborn):
 
     def evidence(self, hidden_states: Tensor) -> Tensor:
         """Each token's, B T D to B T 1, whole numbers of 2⁻¹⁶."""
-        wide = at_least_fp32(hidden_states)
+        found = self.odds(hidden_states).view(*hidden_states.shape[:-1], 1)
+        return (found.nan_to_num(0.0).clamp(-_MOST, _MOST) * _ONE).round().long()
+
+    def odds(self, hidden_states: Tensor) -> Tensor:
+        """The same in nats, as the classifier has it: one row a token, 1 wide."""
+        wide = at_least_fp32(hidden_states).flatten(0, -2)
         with _exactly(wide.device.type):
-            scaled = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + _EPSILON)
+            scaled = F.rms_norm(wide, wide.shape[-1:], eps=_EPSILON)
             weight, offset = self.weight.to(wide.dtype), self.offset.to(wide.dtype)
             if self.out is None or self.bias is None:
-                found = F.linear(scaled, weight, offset)
-            else:
-                units = F.relu(F.linear(scaled, weight, self.bias.to(wide.dtype)))
-                found = F.linear(units, self.out.to(wide.dtype), offset)
-        return (found.nan_to_num(0.0).clamp(-_MOST, _MOST) * _ONE).round().long()
+                return F.linear(scaled, weight, offset)
+            units = F.relu(F.linear(scaled, weight, self.bias.to(wide.dtype)))
+            return F.linear(units, self.out.to(wide.dtype), offset)
 
 
 class Gating(Reading):
@@ -113,20 +120,23 @@ class Gating(Reading):
 
     `forced` (B T, bool; None: the gate decides) is what is known of the tokens. `evidence` (B T 1) and `on` (B T, bool)
     are there once it has read them. `shut`: it is closed for all tokens, so that what it switches need not run; only
-    where `skips` allows it, and where no gradient or graph asks for all of it. `bare`: layers return hidden states and
+    where `spares` allows it, and where no gradient or graph asks for all of it. `bare`: layers return hidden states and
     nothing beside.
     """
 
     def __init__(self, valid: Tensor, begins: Tensor | None, past: Kept | None, forced: Tensor | None = None) -> None:
-        # Whether each row has one token, over a cache: then a document begins there or before.
-        self.single = past is not None and valid.shape[1] == 1 and not torch.compiler.is_compiling()
-        super().__init__(valid, None if self.single else begins, past)
-        if self.single and begins is not None:
-            self.begin = begins.long()
+        super().__init__(valid, begins, past)
+        # Whether numbers may decide, and may of each row's one token: its document begins there or before.
+        self.eager = _eager(valid)
+        self.single = self.eager and past is not None and valid.shape[1] == 1
+        if past is not None and not self.single:
+            self.past = {"sums": past["state"][..., :2], "on": past["state"][..., 2:] > 0}
         self.forced = forced
-        self.skips = False
+        self.spares = False
         self.shut = False
         self.bare = False
+        # What the last layer that did not run was given, and what is to be kept of it.
+        self.given: Any = None
         self.evidence: Tensor | None = None
         self.on: Tensor | None = None
         self.found: dict[str, Tensor] = {}
@@ -136,68 +146,80 @@ class Gating(Reading):
         if self.forced is not None:
             return self.forced
         with torch.no_grad():
-            valid = self.valid.to(hidden_states.device).unsqueeze(-1)
-            self.evidence = gate.evidence(hidden_states) * valid
-            self.on = on = self.held(*self.judged(gate, self.evidence))
-            self.found["on"] = on.unsqueeze(-1)
-        self.shut = self.skips and _eager(on) and not bool(on.any())
+            if self.single:
+                rows = self._next(gate, hidden_states)
+                state = torch.tensor([[row] for row in rows], device=hidden_states.device)
+                self.on = on = torch.tensor([[row[2] > 0] for row in rows], device=hidden_states.device)
+                self.shut = self.spares and not any(row[2] for row in rows)
+            else:
+                self.evidence = gate.evidence(hidden_states) * self.valid.to(hidden_states.device).unsqueeze(-1)
+                self.on = on = self.held(*self.judged(gate, self.evidence))
+                self.shut = self.spares and not bool(on.any())
+                state = torch.cat([self.found["sums"], on.unsqueeze(-1)], dim=-1)
+        # In one tensor, as it is sooner made.
+        self.found = {"state": state}
         return on
 
-    def looks(self) -> bool:
-        """Whether it may find itself closed for all, so that it decides before its layer runs."""
-        return self.skips and self.forced is None and _eager(self.valid)
+    def sums(self, gate: DomainGate, evidence: Tensor, most: Tensor | int = NO_BOUND) -> Tensor:
+        """What is summed of evidence, B T 1: B T 2.
 
-    def scores(self, gate: DomainGate, evidence: Tensor) -> Tensor:
-        """What is compared with the threshold, of evidence, B T 1: B T; by Page's test as if nothing had opened yet."""
+        Page's sums towards new and towards original text, or a prefix's evidence and how many tokens it is of.
+        """
         if gate.spec.reads == "cusum":
-            return self.clipped("up", evidence.clamp(-_CLIP, _CLIP) - _DRIFT, NO_BOUND).squeeze(-1) / _ONE
-        counts = self.valid.to(evidence.device).unsqueeze(-1).long()
-        if gate.spec.reads == "prefix_mean":
-            evidence, counts = self.since_begin("sums", evidence), self.since_begin("counts", counts)
-            self.found = {"sums": evidence, "counts": counts}
-            counts = counts + gate.spec.prior
-        return (evidence.to(torch.float32) / _ONE / counts.clamp(min=1)).squeeze(-1)
+            evidence = evidence.clamp(-_CLIP, _CLIP)
+            return self.clipped("sums", torch.cat([evidence - _DRIFT, -evidence], dim=-1), most)
+        found = torch.cat([evidence, self.valid.to(evidence.device).unsqueeze(-1).long()], dim=-1)
+        return self.since_begin("sums", found) if gate.spec.reads == "prefix_mean" else found
 
     def judged(self, gate: DomainGate, evidence: Tensor) -> tuple[Tensor, Tensor | None]:
         """Where evidence, B T 1, opens the gate and where it closes it (None: nowhere), whatever it was: B T, bool."""
+        opens = (at_least_fp32(gate.threshold).clamp(-_MOST, _MOST) * _ONE).floor().long()
+        closes = opens.new_full((1,), gate.closes)
         if gate.spec.reads == "cusum":
-            return self._tested(gate, evidence)
-        scores, threshold, slack = self.scores(gate, evidence), at_least_fp32(gate.threshold), gate.spec.closes
-        return scores > threshold, None if slack is None else scores < threshold - slack
+            limits = torch.cat([opens, closes])
+            # One above it is past it.
+            sums = reached = self.sums(gate, evidence, limits + 1)
+        else:
+            sums = self.sums(gate, evidence)
+            reached = torch.cat([sums[..., :1], -sums[..., :1]], dim=-1)
+            limits = torch.cat([opens, closes - opens]) * (sums[..., 1:] + gate.prior)
+        self.found = {"sums": sums}
+        passed = reached > limits
+        return passed[..., 0], None if gate.spec.closes is None else passed[..., 1]
 
-    def _tested(self, gate: DomainGate, evidence: Tensor) -> tuple[Tensor, Tensor | None]:
-        """As `judged`, by Page's test towards new text and, where the gate may close, towards original text."""
-        evidence, closes = evidence.clamp(-_CLIP, _CLIP), gate.spec.closes
-        # One above it is past it.
-        most = (at_least_fp32(gate.threshold) * _ONE).floor().long()
-        summed = self._next if self.single else self.clipped
-        up = summed("up", evidence - _DRIFT, most + 1)
-        self.found = {"up": up}
-        if closes is None:
-            return (up > most).squeeze(-1), None
-        limit = int(closes * _ONE)
-        down = summed("down", -evidence, limit + 1)
-        self.found["down"] = down
-        return (up > most).squeeze(-1), (down > limit).squeeze(-1)
+    def _next(self, gate: DomainGate, hidden_states: Tensor) -> list[list[int]]:
+        """Both sums and whether it is open, by row, of one token over a cache, as `judged` and `held` have them.
 
-    def _next(self, name: str, steps: Tensor, most: Tensor | int) -> Tensor:
-        """As `clipped`, of one token over a cache, which is most that a model does."""
-        valid = self.valid.to(steps.device).unsqueeze(-1)
-        before = self._ahead(name)
-        return torch.where(valid, (before + steps).clamp(min=0).clamp(max=most), before)
-
-    def _ahead(self, name: str) -> Tensor:
-        """What was kept of the token before a row's one token: B 1 1; zeros where a document begins with that one."""
-        before = self.before(name)
-        assert before is not None
-        return before if self.begin is None else before.masked_fill((self.begin > 0).to(before.device).unsqueeze(-1), 0)
+        That is most that a model does, and one operation on tensors of one number takes longer than all of these.
+        """
+        assert self.past is not None
+        rows: list[list[int]] = self.past["state"][:, -1].tolist()
+        opens = math.floor(min(max(-_MOST, gate.threshold.item()), _MOST) * _ONE)
+        reads, closes, closing = gate.spec.reads, gate.closes, gate.spec.closes is not None
+        begins = [[0]] * len(rows) if self.begin is None else self.begin.tolist()
+        given = zip(gate.odds(hidden_states).tolist(), self.valid.tolist(), begins, strict=True)
+        for row, ((nats,), (real,), (begin,)) in enumerate(given):
+            if begin:
+                rows[row] = [0, 0, 0]
+            if not real:
+                continue
+            one, other, on = rows[row]
+            evidence = round(min(max(-_MOST, nats), _MOST) * _ONE) if nats == nats else 0
+            if reads == "cusum":
+                evidence = min(max(-_CLIP, evidence), _CLIP)
+                one = min(max(one + evidence - _DRIFT, 0), opens + 1)
+                other = min(max(other - evidence, 0), closes + 1)
+                new, old = one > opens, other > closes
+            else:
+                one, other = (one + evidence, other + 1) if reads == "prefix_mean" else (evidence, 1)
+                tokens = other + gate.prior
+                new, old = one > opens * tokens, -one > (closes - opens) * tokens
+            rows[row] = [one, other, int((on or new) and not (closing and old))]
+        return rows
 
     def held(self, opens: Tensor, closes: Tensor | None) -> Tensor:
         """Where it is open, by the last token of the document that opened or closed it: B T, bool."""
         valid = self.valid.to(opens.device)
-        if self.single:
-            on = self._ahead("on").squeeze(-1) | (opens & valid)
-            return on if closes is None else on & ~(closes & valid)
         begin = None if self.begin is None else self.begin.to(opens.device)
         opened = latest(opens & valid)
         closed = torch.zeros_like(opened) if closes is None else latest(closes & valid)
@@ -223,7 +245,7 @@ def _exactly(device: str) -> Any:
 
 def _eager(tensor: Tensor) -> bool:
     """Whether a number of the tensor may decide what is computed: nothing records the computation."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
@@ -261,8 +283,8 @@ class GateGraft(Graft, GateRules):
         self.refuse_engine(model.config)
         if not model.training:
             flow.gating = Gating(*read_rows(flow, inputs, attention_mask, cache, owner=self.name, what=self.what))
-            # What is recorded is computed for every token.
-            flow.gating.skips = not flow.records_choices
+            # What is recorded is computed for every token, and so is what a gradient may be asked of.
+            flow.gating.spares = flow.gating.eager and not (flow.records_choices or torch.is_grad_enabled())
             return
         if kept_in(cache, self.name, asked=False) is not None:
             raise ValueError(

@@ -67,15 +67,10 @@ class GateSpec:
 
     def births(self, width: int) -> dict[str, Birth]:
         """Its tensors at birth: zeros, by which it is closed."""
-        if self.form == "linear":
-            return {"weight": Fill((1, width)), "offset": Fill((1,)), "threshold": Fill((1,))}
-        return {
-            "weight": Fill((self.units, width)),
-            "bias": Fill((self.units,)),
-            "out": Fill((1, self.units)),
-            "offset": Fill((1,)),
-            "threshold": Fill((1,)),
-        }
+        mlp = self.form == "mlp"
+        found: dict[str, Birth] = {"weight": Fill((self.units if mlp else 1, width))}
+        found |= {"bias": Fill((self.units,)), "out": Fill((1, self.units))} if mlp else {}
+        return found | {"offset": Fill((1,)), "threshold": Fill((1,))}
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class Flow:
 
     if GATES:
 
-        def kept(self, graft: str, grown: Tensor, native: Tensor) -> Tensor:
+        def where_open(self, graft: str, grown: Tensor, native: Tensor) -> Tensor:
             """`grown`, what a graft made of `native` (B T · or one row a token, both); gated off, `native`."""
             return only_where(self.on, grown, native) if graft in self.gated else grown
 
@@ -69,7 +69,11 @@ if GATES:
         """What a block puts out together with a graft that may be gated."""
         if frame is None:
             return graft.beside(block, x, output, frame)
-        return output if frame.skips(graft) else frame.kept(graft.name, graft.beside(block, x, output, frame), output)
+        return (
+            output
+            if frame.skips(graft)
+            else frame.where_open(graft.name, graft.beside(block, x, output, frame), output)
+        )
 
 
 def only_where(on: Tensor | None, grown: Tensor, native: Tensor) -> Tensor:

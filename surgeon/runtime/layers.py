@@ -15,6 +15,9 @@ from .graft import Flow, Graft, gated_beside, here, only_where
 from .present import AFTER, BEFORE, GATES, INSERTED, LOSSES, MIXES, ROUTES, SEATS, SITES, SPANS
 from .rules import Surgery
 
+# Attributes by which modules know their layer's number.
+LAYER_NUMBERS = ("layer_idx", "layer_index", "layer_id", "layer_number", "block_idx")
+
 
 @contextmanager
 def in_flow(flow: Flow | None) -> Iterator[None]:
@@ -39,7 +42,7 @@ def with_rest(output: Tensor, rest: Any) -> Any:
 def beside_block(block: Any, grafts: tuple[Any, ...], x: Tensor, output: Tensor) -> Tensor:
     """What `grafts` that stand at `block` make of its output for x, as far as they take part; B T D both."""
     frame = here.frame
-    if frame is not None and frame.off:
+    if SPANS and frame is not None and frame.off:
         return output
     for graft in grafts:
         if GATES:
@@ -66,6 +69,8 @@ class Site(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The native output with what grafts make of it; experts may give it as one row a token."""
+        if here.frame is not None and here.frame.off:
+            return super().__call__(*args, **kwargs)
         output, rest = one_tensor(super().__call__(*args, **kwargs))
         x = args[0] if args else kwargs[self.reads]
         if SEATS:
@@ -176,7 +181,7 @@ class UpcycledLayer(nn.Module):
                 for graft in self.grafts:
                     grown = graft.after(self, hidden_states, output, frame, run)
                     if GATES:
-                        grown = frame.kept(graft.name, grown, output)
+                        grown = frame.where_open(graft.name, grown, output)
                     output = grown
         finally:
             here.frame = previous

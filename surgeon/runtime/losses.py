@@ -50,12 +50,16 @@ def token_domains(domain_ids: Tensor | None, shape: torch.Size) -> Tensor | None
     return None if domain_ids is None else domain_ids.reshape(shape[0], -1).expand(shape)
 
 
+def full_mask(attention_mask: Any) -> Any:
+    """Of masks by the kind of layer the one for layers that see everything, or the first; else what is given."""
+    if isinstance(attention_mask, dict):
+        return attention_mask.get("full_attention", next(iter(attention_mask.values())))
+    return attention_mask
+
+
 def valid_tokens(attention_mask: Any, shape: torch.Size, device: torch.device, seen: int | Tensor = 0) -> Tensor:
     """Which of the tokens that go in are no padding: B T, bool. `seen` tokens are in the cache before them."""
-    mask = attention_mask
-    if isinstance(mask, dict):
-        # By the kind of layer: what layers have that see everything, or the first.
-        mask = mask.get("full_attention", next(iter(mask.values())))
+    mask = full_mask(attention_mask)
     if mask is None:
         return torch.ones(shape, dtype=torch.bool, device=device)
     if not isinstance(mask, Tensor) or mask.dim() not in (2, 4):

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import StaticLayer
 
 from .graft import Flow
-from .losses import valid_tokens
+from .losses import full_mask, valid_tokens
 
 # What is kept of one owner: values at every token so far, each B T ·, by name.
 Kept = dict[Any, Tensor]
@@ -85,13 +85,6 @@ _CHANGES: dict[str, Callable[..., Tensor]] = {
     # The last -`tokens`, for 0 none; a positive number, as older versions gave it, is how many stay.
     "crop": lambda kept, tokens: kept[:, :tokens] if tokens else kept,
 }
-
-
-def full_mask(attention_mask: Any) -> Any:
-    """Of masks by the kind of layer the one for layers that see everything, or the first; else what is given."""
-    if isinstance(attention_mask, dict):
-        return attention_mask.get("full_attention", next(iter(attention_mask.values())))
-    return attention_mask
 
 
 def shown_by(mask: Tensor) -> Tensor:

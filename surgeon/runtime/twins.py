@@ -16,12 +16,9 @@ from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from .graft import Flow, here
-from .layers import UpcycledLayer, one_tensor
+from .layers import LAYER_NUMBERS, UpcycledLayer, one_tensor
 from .models import UpcycledModel
 from .rules import Surgery
-
-# Attributes by which modules know their layer's number.
-LAYER_NUMBERS = ("layer_idx", "layer_index", "layer_id", "layer_number", "block_idx")
 
 
 class BranchLayer(UpcycledLayer):

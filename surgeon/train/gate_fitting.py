@@ -418,12 +418,19 @@ class _Scored:
 
     def scores(self, gate: Any) -> Tensor:
         """Return what the gate compares with its threshold for every token."""
-        return torch.cat([at_work.scores(gate, evidence).flatten() for evidence, at_work, _ in self.parts])
+        return torch.cat([scores(gate, at_work, evidence).flatten() for evidence, at_work, _ in self.parts])
 
     def open(self, gate: Any) -> tuple[Tensor, Tensor]:
         """Return for every token whether the gate, as it is now, is open, and its prefix's length."""
         on = [at_work.held(*at_work.judged(gate, evidence)).flatten().cpu() for evidence, at_work, _ in self.parts]
         return torch.cat(on), torch.cat([lengths.flatten() for *_, lengths in self.parts])
+
+
+def scores(gate: Any, at_work: Any, evidence: Tensor) -> Tensor:
+    """Return what a gate compares with its threshold, B T, of evidence, B T 1; by Page's test as if always closed."""
+    sums: Tensor = at_work.sums(gate, evidence)
+    tokens = 1 if gate.spec.reads == "cusum" else (sums[..., 1] + gate.prior).clamp(min=1)
+    return sums[..., 0].float() / 2**16 / tokens
 
 
 def _threshold(gate: Any, original: Sequence[_Scored], dtype: torch.dtype, least: float = -math.inf) -> Tensor:

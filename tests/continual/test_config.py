@@ -32,7 +32,7 @@ tasks:
 def written(folder: Path, text: str) -> LoadedTasks:
     path = folder / "tasks.yaml"
     path.write_text(text, encoding="utf-8")
-    return load_tasks(path)
+    return load_tasks(path)[""]
 
 
 def test_shares_roles_and_domains(tmp_path: Path) -> None:
@@ -80,6 +80,55 @@ def test_other_plans_by_name_by_file_and_none(tmp_path: Path) -> None:
     text = SMALLEST.replace("  - name: code\n", "  - name: code\n    plan: llama-pro\n")
     plans = plans_of(written(tmp_path, text + "plan: mine.yaml\nnext_plan: none\n"))
     assert [plan and plan.plan.operations[0].op for plan in plans] == ["gated_adapters", "insert_layers", None]
+
+
+def test_rows_options_and_texts_take_the_place_of_what_the_file_says(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.yaml"
+    rows = "rows:\n  full: {plan: none, next_plan: none, train.what: all}\n"
+    rows += "  slots: {tasks.law.train.steps: 3, replay: 0}\n"
+    memory = "memory: [{name: lima}]\n"
+    path.write_text(SMALLEST.replace("{path: law.jsonl}", "{}") + memory + rows, encoding="utf-8")
+    texts = {"law": tmp_path / "other.jsonl", "lima": "dataset:some/lima"}
+    found = load_tasks(path, ["tasks.0.train.steps=5", "seed=4"], texts=texts)
+    assert list(found) == ["full", "slots"]
+    full, slots = (loaded.config for loaded in found.values())
+    assert [training_of(full, t).what for t in range(3)] == ["all"] * 3
+    assert plans_of(found["full"]) == [None] * 3
+    # An option goes over a row, and a task's `steps` over the file's.
+    assert [training_of(slots, t).steps for t in range(3)] == [5, 10, 10]
+    assert [source.path for source in training_of(slots, 0).sources] == [str(tmp_path / "other.jsonl")]
+    # What is in memory is replayed from the first task on, as an earlier task is, and without replay not at all.
+    shares = [{source.name: source.share for source in training_of(full, t).sources} for t in range(3)]
+    assert shares[0] == {"law": pytest.approx(1 / 1.01), "lima": pytest.approx(0.01 / 1.01)}
+    assert shares[2] == {
+        "law": pytest.approx(0.01 / 1.03),
+        "code": pytest.approx(0.01 / 1.03),
+        "maths": pytest.approx(1 / 1.03),
+        "lima": pytest.approx(0.01 / 1.03),
+    }
+    assert {source.name: source.role for source in training_of(full, 2).sources}["lima"] == "original"
+    assert [source.name for source in training_of(slots, 0).sources] == ["law"]
+    assert list(load_tasks(path, texts=texts, row="full")) == ["full"]
+    for given, told in (
+        ({"texts": texts, "row": "fll"}, r"--row fll: no row of .*tasks\.yaml; its rows: full, slots$"),
+        ({"texts": texts | {"lwa": "x"}}, r"--text lwa=x: the file has no such source; did you mean `law`\?$"),
+        ({"texts": {"law": "x"}}, r"tasks\.yaml:\d+: source lima has no `path`; add one, or --text lima=FILE$"),
+        (
+            {"texts": texts, "overrides": ["train.stps=5"]},
+            r"--set train\.stps=5: unknown key `stps`; did you mean `steps`",
+        ),
+    ):
+        with pytest.raises(BadInput, match=told):
+            load_tasks(path, **given)
+    path.write_text(
+        path.read_text(encoding="utf-8").replace("plan: none, next_plan", "plan: nonne, next_plan"), encoding="utf-8"
+    )
+    with pytest.raises(BadInput, match=r"^row full: plan=nonne: nonne: neither a plan file nor the name"):
+        plans_of(load_tasks(path, texts=texts)["full"])
+    with pytest.raises(
+        BadInput, match=r"^papers/pmoe/table-11: neither a tasks file nor the name of a shipped one; did"
+    ):
+        load_tasks("papers/pmoe/table-11")
 
 
 def test_settings_are_those_of_what_they_are_for() -> None:

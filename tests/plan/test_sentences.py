@@ -316,6 +316,13 @@ CONFIGS: list[tuple[Load, str, int, str, str]] = [
         "",
         "`what: head` is for texts with labels; give every source `kind: labels`, or leave it out",
     ),
+    (
+        load_config,
+        f"sharding: fsdp\nlora: {{dora: true}}\n{TRAIN}  - {{name: a, path: a.jsonl, share: 1}}\n",
+        1,
+        "",
+        "`lora.dora` measures whole rows, which `sharding` takes apart; leave one of them out",
+    ),
     (load_config, f"{LABELS}what: mtp\n", 1, "", "`what: mtp` trains layers that predict further tokens, which"),
     (
         load_config,
@@ -376,6 +383,27 @@ CONFIGS: list[tuple[Load, str, int, str, str]] = [
     ),
     (load_tasks, f"plan: none\n{TASKS}{LAW}", 1, "", "the first task needs a plan: there is nothing yet"),
     (load_tasks, f"surgeon_continual: 1\ntasks:\n{LAW}", 1, "", "task law has no `steps`: say so many under `train:`"),
+    (
+        load_tasks,
+        f"surgeon_continual: 1\ntrain: {{steps: 2, epochs: 1}}\ntasks:\n{LAW}",
+        2,
+        "",
+        "give `steps` or `epochs`, not both (null takes a key away)",
+    ),
+    (
+        load_tasks,
+        f"surgeon_continual: 1\ntrain: {{epochs: 1}}\ntasks:\n{LAW}{LAW.replace('law', 'tax')}",
+        1,
+        "",
+        "task tax has `epochs` and replays earlier tasks, whose text would count too; give `steps`, or `replay: 0`",
+    ),
+    (
+        load_tasks,
+        f"surgeon_continual: 1\ntrain: {{steps: 1, keep_best: lwa}}\ntasks:\n{LAW}",
+        1,
+        "",
+        "task law: `keep_best` names 'lwa'; texts held out by then: law",
+    ),
 ]
 
 

@@ -11,7 +11,7 @@ from surgeon.cli.entries import ENTRIES
 from surgeon.common.json_results import Result
 from surgeon.compare.compare import Compared
 from surgeon.compare.findings import Findings
-from surgeon.continual.continual import Continued
+from surgeon.continual.results import Continued, ContinuedRows
 from surgeon.data.recall import Recalled
 from surgeon.evaluate.blend import Blended
 from surgeon.evaluate.results import Evaluation
@@ -65,7 +65,7 @@ SECTIONS: dict[str, dict[str, tuple[type[Result], ...]]] = {
     "recall": {"": (Recalled,)},
     "evaluate": {"": (Evaluation,)},
     "compare": {"": (Compared, Findings)},
-    "continual": {"": (Continued,)},
+    "continual": {"": (Continued,), "Of a tasks file with `rows`:": (ContinuedRows,)},
     "inspect": {"": (Inspection,)},
     "families": {"": (Families,), "With BASE:": (KnownBase,), "With `--after`:": (Followers,)},
     "diff": {"": (Difference,)},

@@ -74,12 +74,13 @@ _GROUPS = {
     "Undo, convert, share": "revert blend write_blend merge make_delta apply_delta export_slot gguf_pattern push",
     "Plans": (
         "parse_plan load_plan load_named LoadedPlan find_plan FoundPlan find_sweep shipped_plans shipped_studies"
+        " shipped_tasks"
         " overrides_of json_schema OPERATIONS RouterLoss"
     ),
     "Checkpoints": "open_checkpoint Checkpoint Manifest check_model check_destination add_record",
     "Training configs": (
-        "load_config LoadedConfig TrainConfig SourceSpec GenerateSpec OptimizerSpec LoraSpec PreserveSpec TeacherSpec"
-        " RunSettings settle check_training discard_run"
+        "load_config LoadedConfig TrainConfig SourceSpec GenerateSpec OptimizerSpec LoraSpec LayersSpec PreserveSpec"
+        " TeacherSpec RunSettings settle check_training discard_run"
     ),
     "Texts and scores": (
         "open_texts HeldOut held_out_text TextSpec open_source check_source text_files cut pack Windows score Scores"

@@ -17,6 +17,7 @@ from transformers.utils.logging import warning_once
 from surgeon.errors import BadInput
 from surgeon.runtime.gate import DomainGate, Gating
 from surgeon.runtime.gate_rules import GateRules, GateSpec
+from surgeon.train.gate_fitting import scores
 from tests import tiny
 from tests.runtime.grafting import (
     adapters,
@@ -43,9 +44,9 @@ def halves(model: Any) -> torch.Tensor:
     flow = _flow(model)
     with torch.no_grad():
         model(ids, attention_mask=mask, position_ids=positions, surgery_flow=flow, use_cache=False)
-        scores = flow.gating.scores(domain_gate, flow.gating.evidence).masked_fill(mask == 0, float("-inf"))
+        found = scores(domain_gate, flow.gating, flow.gating.evidence).masked_fill(mask == 0, float("-inf"))
         # Half of what scores rise to lies above it.
-        rises = scores.cummax(1).values[mask.bool()].unique()
+        rises = found.cummax(1).values[mask.bool()].unique()
         domain_gate.threshold.fill_(float(rises[len(rises) // 2 - 1 : len(rises) // 2 + 1].mean()))
         flow = _flow(model)
         model(ids, attention_mask=mask, position_ids=positions, surgery_flow=flow, use_cache=False)
@@ -104,7 +105,7 @@ def test_what_leaves_nothing_for_later_tokens_is_skipped_while_all_are_closed() 
         assert called(100.0, surgery_flow=whole) == 4
         flow = _flow(model)
         model(ids, use_cache=False, surgery_flow=flow)
-        highest = flow.gating.scores(domain_gate, flow.gating.evidence).amax(1).sort().values
+        highest = scores(domain_gate, flow.gating, flow.gating.evidence).amax(1).sort().values
         assert highest[0] < highest[1] and called(float(highest.mean())) == 4
     assert called(100.0) == 4
 
@@ -116,9 +117,9 @@ def by_token(model: Any) -> tuple[list[int], list[int]]:
     flow = _flow(model)
     with torch.no_grad():
         model(ids, surgery_flow=flow, use_cache=False)
-        scores = flow.gating.scores(domain_gate, flow.gating.evidence).flatten()
-        domain_gate.threshold.fill_(float(scores.median()))
-    order = (scores.argsort() + 3).tolist()
+        found = scores(domain_gate, flow.gating, flow.gating.evidence).flatten()
+        domain_gate.threshold.fill_(float(found.median()))
+    order = (found.argsort() + 3).tolist()
     return order[:12], order[-12:]
 
 
@@ -283,17 +284,17 @@ def scored(values: list[list[float]], spec: GateSpec, begins: list[list[int]] | 
 
 
 def test_it_stays_open_to_the_end_of_a_document_unless_it_may_close() -> None:
-    scores, latched, closing = (
+    given, latched, closing = (
         [[0.0, 2.0, 0.0, 0.9, 0.4, 2.0, 0.0]],
         GateSpec(0, "token"),
         GateSpec(0, "token", closes=0.5),
     )
-    assert scored(scores, latched) == [[0, 1, 1, 1, 1, 1, 1]]
-    assert scored(scores, closing) == [[0, 1, 0, 0, 0, 1, 0]]
+    assert scored(given, latched) == [[0, 1, 1, 1, 1, 1, 1]]
+    assert scored(given, closing) == [[0, 1, 0, 0, 0, 1, 0]]
     assert scored([[0.0, 2.0, 0.6, 0.9, 0.4]], closing) == [[0, 1, 1, 1, 0]]
     begins = [[1, 0, 0, 1, 0, 1, 0]]
-    assert scored(scores, latched, begins) == [[0, 1, 1, 0, 0, 1, 1]]
-    assert scored(scores, latched, [[0, 0, 0, 0, 1, 0, 0]]) == [[0, 1, 1, 1, 0, 1, 1]]
+    assert scored(given, latched, begins) == [[0, 1, 1, 0, 0, 1, 1]]
+    assert scored(given, latched, [[0, 0, 0, 0, 1, 0, 0]]) == [[0, 1, 1, 1, 0, 1, 1]]
 
 
 def sequentially(row: list[int], valid: list[bool], begins: list[bool], spec: GateSpec) -> tuple[list[bool], list[int]]:
@@ -326,6 +327,7 @@ def test_the_test_of_changes_is_that_of_its_equations(closes: float | None) -> N
     gate = DomainGate(spec, 4)
     gate.initialise()
     gate.threshold.data.fill_(3.0)
+    gate.odds = lambda given: given.flatten(0, -2)  # type: ignore[method-assign]
     drawn = torch.Generator().manual_seed(0)
     rows, length = 24, 77
     trend = torch.randn(rows, 1, generator=drawn).mul(2).expand(rows, length).clone()
@@ -345,14 +347,39 @@ def test_the_test_of_changes_is_that_of_its_equations(closes: float | None) -> N
         on, sums = [], []
         for begin, end in itertools.pairwise(cuts):
             gating = Gating(valid[:, begin:end], begins[:, begin:end], past)
-            on.append(gating.held(*gating.judged(gate, evidence[:, begin:end].unsqueeze(-1))))
-            sums.append(gating.found["up"])
-            past = gating.found | {"on": on[-1].unsqueeze(-1)}
+            # One token over a cache is decided in numbers, more in tensors.
+            on.append(gating.decide(gate, evidence[:, begin:end].unsqueeze(-1).double() / 2**16))
+            sums.append(gating.found["state"][..., :1])
+            past = gating.found
         together, counted = torch.cat(on, dim=1), torch.cat(sums, dim=1).squeeze(-1)
         for row, (opened, up) in enumerate(asked):
             real = valid[row]
             assert together[row][real].tolist() == torch.tensor(opened)[real].tolist(), (cuts[:3], row)
             assert counted[row][real].tolist() == torch.tensor(up)[real].tolist(), (cuts[:3], row)
+
+
+@pytest.mark.parametrize("closes", [0.7, None])
+@pytest.mark.parametrize("reads", ["prefix_mean", "token"])
+def test_one_token_over_a_cache_is_decided_as_among_others(reads: str, closes: float | None) -> None:
+    """In numbers as in tensors, by every reading: padding, documents that begin, a threshold of either sign."""
+    drawn = torch.Generator().manual_seed(5)
+    odds = torch.randn(12, 40, 1, generator=drawn).double() * 2
+    valid = torch.rand(12, 40, generator=drawn) < 0.8
+    begins = (torch.rand(12, 40, generator=drawn) < 0.1) & valid
+    for threshold in (0.3, -0.2):
+        made = DomainGate(GateSpec(0, reads, prior=2, closes=closes), 4)
+        made.threshold.fill_(threshold)
+        made.odds = lambda given: given.flatten(0, -2)  # type: ignore[method-assign]
+        whole = Gating(valid, begins, None)
+        on = whole.decide(made, odds)
+        assert 100 < int((on & valid).sum()) < int(valid.sum()) - 20
+        past = None
+        for at in range(40):
+            gating = Gating(valid[:, at : at + 1], begins[:, at : at + 1], past)
+            one, here, past = gating.decide(made, odds[:, at : at + 1]), valid[:, at], gating.found
+            assert gating.single == (at > 0) and torch.equal(one[:, 0][here], on[:, at][here])
+            # Of a token that is padding nothing is kept that counts.
+            assert reads == "token" or torch.equal(past["state"][:, 0][here], whole.found["state"][:, at][here])
 
 
 def test_an_earlier_config_reads_as_it_did() -> None:
@@ -372,7 +399,7 @@ def test_a_packed_document_is_decided_as_alone() -> None:
     with torch.no_grad():
         model(row, position_ids=positions, surgery_flow=packed, use_cache=False)
         model(second, surgery_flow=alone, use_cache=False)
-    assert torch.equal(packed.gating.found["up"][:, 9:], alone.gating.found["up"])
+    assert torch.equal(packed.gating.found["state"][:, 9:], alone.gating.found["state"])
     assert torch.equal(packed.on[:, 9:], alone.on)
 
 
@@ -397,7 +424,7 @@ def test_positions_of_transformers_own_padding_give_the_bases_bits(filled: int) 
     with torch.no_grad():
         made = model(right, attention_mask=kept, position_ids=spread, use_cache=True).past_key_values
         held = made.layers[0].kept["gate"]
-    assert held["counts"][:, -1].flatten().tolist() == kept.sum(1).tolist()
+    assert held["state"][:, -1, 1].flatten().tolist() == kept.sum(1).tolist()
 
 
 def test_a_mask_that_keeps_documents_apart_is_seen() -> None:
@@ -418,7 +445,7 @@ def test_a_mask_that_keeps_documents_apart_is_seen() -> None:
                     flow = _flow(model)
                     mask = shown[None, None, begin:end, :end]
                     model(row[:, begin:end], attention_mask=mask, past_key_values=cache, surgery_flow=flow)
-            assert torch.equal(flow.gating.found["up"][:, -6:], alone.gating.found["up"][:, -6:]), cut
+            assert torch.equal(flow.gating.found["state"][:, -6:], alone.gating.found["state"][:, -6:]), cut
             assert torch.equal(flow.on[:, -6:], alone.on[:, -6:]), cut
 
 

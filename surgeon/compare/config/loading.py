@@ -27,7 +27,7 @@ from surgeon import (
 from surgeon.common.checked_yaml import check_yaml, editor_schema
 from surgeon.common.checked_yaml import where as place_of
 from surgeon.common.suggestions import did_you_mean
-from surgeon.common.yaml import Place, parse_yaml, read_text
+from surgeon.common.yaml import Place, override, parse_yaml, read_text
 from surgeon.compare.config.entries import PEERS, StudyText
 from surgeon.compare.config.schema import Study, spelled_out, study_replays
 from surgeon.errors import BadInput, Mistakes, bad_input, printable
@@ -109,19 +109,20 @@ def find_study(study: str | Path) -> Path:
 
 def load_study(
     study: str | Path,
+    overrides: Sequence[str] = (),
     *,
     new: Sequence[str | Path] = (),
     original: Sequence[str | Path] = (),
     replayed: Sequence[str | Path] = (),
 ) -> LoadedStudy:
-    """Read and check a study; texts that are given replace the file's. BadInput names file and line."""
+    """Read and check a study; `overrides` and texts that are given replace the file's. BadInput names file and line."""
     path = find_study(study)
     text = read_text(path, what=_WHAT)
     data, lines = parse_yaml(text, str(path), what=_WHAT, needs=_NEEDS)
     _spell_out(data)
     lines = _expanded(data, lines, "methods", partial(_points_of, folder=path.parent))
     lines = _expanded(data, lines, "remedies", _swept)
-    given: dict[Place, str] = {}
+    given = override(data, overrides, example="steps=100")
     for group, files in (("new", new), ("original", original), ("replayed", replayed)):
         if files:
             data[group] = [_text_of(file) for file in files]

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from surgeon.common.checked_yaml import check_yaml, editor_schema
-from surgeon.common.yaml import Place, parse_yaml, read_text
+from surgeon import overrides_of, shipped_tasks
+from surgeon.common.checked_yaml import check_yaml, editor_schema, where
+from surgeon.common.suggestions import did_you_mean
+from surgeon.common.yaml import Place, override, parse_yaml, read_text
 from surgeon.continual.config.schema import TasksConfig
-from surgeon.errors import BadInput, printable
+from surgeon.errors import BadInput, bad_input, printable
 
 _WHAT = "tasks file"
 
@@ -22,29 +24,142 @@ SLOTS = "pmoe_experts"
 
 @dataclass(frozen=True)
 class LoadedTasks:
-    """A tasks file as read; relative paths in it start at the file's folder."""
+    """A tasks file as read, of one row where it has rows; relative paths in it start at the file's folder.
+
+    `lines` are those of its keys, `given` the options and the row's settings that set some of them instead.
+    """
 
     config: TasksConfig
     source: Path
     lines: Mapping[Place, int]
+    given: Mapping[Place, str] = field(default_factory=dict)
 
-    def line_of_surgery(self, number: int) -> int:
-        """The line (from 1) that says what task `number` (from 0) adds; of a default, the task's own."""
-        general: Place = ("next_plan",) if number and ("next_plan",) in self.lines else ("plan",)
+    def where_surgery(self, number: int) -> str:
+        """How an error about what task `number` (from 0) adds begins; of a default, with the task's own line."""
+        general: Place = ("next_plan",) if number and self._has(("next_plan",)) else ("plan",)
         places: list[Place] = [("tasks", number, "plan"), general, ("tasks", number)]
-        return next(self.lines[place] for place in places if place in self.lines)
+        return self.where(next(place for place in places if self._has(place)))
+
+    def where(self, place: Place) -> str:
+        """How an error about a key begins: the file and line, or what set it instead."""
+        return where(place, self.lines, str(self.source), self.given)
+
+    def _has(self, place: Place) -> bool:
+        return place in self.lines or any(at[: len(place)] == place for at in self.given)
 
     def resolve(self, path: str) -> Path:
         """A path that the file names."""
         return self.source.parent / path
 
 
-def load_tasks(path: Path) -> LoadedTasks:
-    """Read and check a tasks file; BadInput names file and line."""
+def find_tasks(tasks: str | Path) -> Path:
+    """The file that an argument means: a path, or the name of a shipped tasks file. BadInput where it is neither."""
+    path, shipped = Path(tasks), shipped_tasks()
+    if (path.exists() and not path.is_dir()) or path.suffix in (".yaml", ".yml"):
+        return path
+    if str(tasks) in shipped:
+        return shipped[str(tasks)]
+    what = "a folder, not a tasks file" if path.is_dir() else "neither a tasks file nor the name of a shipped one"
+    raise BadInput(f"{printable(str(tasks))}: {what}{did_you_mean(str(tasks), list(shipped))}")
+
+
+def load_tasks(
+    tasks: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    texts: Mapping[str, str | Path] | None = None,
+    row: str | None = None,
+) -> dict[str, LoadedTasks]:
+    """Read and check a tasks file, or the shipped one of this name: once for each of its rows, by their names.
+
+    Args:
+        tasks: the file or its name.
+        overrides: values that replace the file's and the rows': `train.steps=10`.
+        texts: files by the names of sources, which take the place of the `path` of those.
+        row: this row alone.
+
+    Returns:
+        What was read by row; of a file without rows, by an empty name.
+
+    Raises:
+        BadInput: with file and line, of all that is wrong with the first row that is not as it must be.
+    """
+    path = find_tasks(tasks)
     text = read_text(path, what=_WHAT)
-    data, lines = parse_yaml(text, str(path), what=_WHAT, needs="`surgeon_continual: 1` and `tasks:`")
-    config = check_yaml(TasksConfig, data, lines, str(path), what=_WHAT)
-    return LoadedTasks(config, path, lines)
+    # Read anew for each row, which changes what was read.
+    rows = _rows(path, _parsed(path, text)[0])
+    if row is not None and row not in rows:
+        has = f"; its rows: {', '.join(rows)}" if "" not in rows else ", which has no `rows`"
+        raise BadInput(f"--row {printable(row)}: no row of {printable(str(path))}{has}")
+    chosen = rows if row is None else {row: rows[row]}
+    return {name: _load(path, text, name, settings, overrides, texts or {}) for name, settings in chosen.items()}
+
+
+def _parsed(path: Path, text: str) -> tuple[dict[str, Any], dict[Place, int]]:
+    return parse_yaml(text, str(path), what=_WHAT, needs="`surgeon_continual: 1` and `tasks:`")
+
+
+def _rows(path: Path, data: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The settings of each row; what is no row is refused with the rest of the file."""
+    rows = data.get("rows")
+    well = isinstance(rows, dict) and rows and all(isinstance(settings, dict) for settings in rows.values())
+    return {str(name): settings for name, settings in rows.items()} if well and isinstance(rows, dict) else {"": {}}
+
+
+def _load(
+    path: Path,
+    text: str,
+    row: str,
+    settings: Mapping[str, Any],
+    overrides: Sequence[str],
+    texts: Mapping[str, str | Path],
+) -> LoadedTasks:
+    data, lines = _parsed(path, text)
+    rows = {key: data.pop(key) for key in ("rows",) if row}
+    given = override(data, overrides_of(settings), example="train.steps=10", called=f"row {row}:")
+    given |= override(data, overrides, example="train.steps=10")
+    unknown = dict(texts)
+    for place, name, source in _named(data):
+        if name in texts:
+            unknown.pop(name, None)
+            source["path"] = _from_here(str(texts[name]))
+            given[(*place, "path")] = f"--text {name}={texts[name]}"
+    config = check_yaml(TasksConfig, data | rows, lines, str(path), what=_WHAT, given=given)
+    config = config.model_copy(update={"rows": None})
+    loaded = LoadedTasks(config, path, lines, given)
+    if unknown:
+        name, file = next(iter(unknown.items()))
+        guess = did_you_mean(name, [known for _, known, _ in _named(data)])
+        raise BadInput(f"--text {printable(name)}={printable(str(file))}: the file has no such source{guess}")
+    if lacking := [(place, name) for place, name, source in _named(data) if not source.get("path")]:
+        raise bad_input(
+            [
+                f"{loaded.where(place)}source {name} has no `path`; add one, or --text {name}=FILE"
+                for place, name in lacking
+            ]
+        )
+    return loaded
+
+
+def _named(data: Mapping[str, Any]) -> Iterator[tuple[Place, str, dict[str, Any]]]:
+    """The sources of a file as it was read: the place of each, its name, and itself. What is no source is left out."""
+    for number, task in enumerate(_mappings(data.get("tasks"))):
+        for nth, source in enumerate(_mappings(task.get("sources"))):
+            default = str(task.get("name")) if nth == 0 else f"{task.get('name')}-{nth + 1}"
+            yield ("tasks", number, "sources", nth), str(source.get("name") or default), source
+    for key in ("memory", "general"):
+        for number, source in enumerate(_mappings(data.get(key))):
+            yield (key, number), str(source.get("name")), source
+
+
+def _from_here(path: str) -> str:
+    """A path that an option names, from the root: those of the file begin at its folder."""
+    return path if path.startswith("dataset:") else str(Path(path).absolute())
+
+
+def _mappings(found: Any) -> list[dict[str, Any]]:
+    """The entries of a list, an empty mapping for what is none."""
+    return [entry if isinstance(entry, dict) else {} for entry in found] if isinstance(found, list) else []
 
 
 def json_schema() -> dict[str, Any]:
@@ -68,4 +183,4 @@ def at_line(loaded: LoadedTasks, number: int) -> Iterator[None]:
         if message == str(error) and isinstance(loaded.config.surgery(number), dict):
             # Of the base or the disk, not of what was asked.
             raise
-        raise BadInput(f"{printable(str(loaded.source))}:{loaded.line_of_surgery(number)}: {message}") from None
+        raise BadInput(f"{loaded.where_surgery(number)}{message}") from None

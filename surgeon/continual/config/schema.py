@@ -5,14 +5,18 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, StringConstraints, model_validator
 
-from surgeon import RouterLoss, RunSettings
+from surgeon import LayersSpec, LoraSpec, RouterLoss, RunSettings
 from surgeon.common.schema import Entry, check_shares, first_doubled
 
 _NAME = r"^[A-Za-z0-9_-]{1,40}$"
 
 NOTHING = "none"
+_PATH = "file (.jsonl, .json, .txt, .parquet) or folder of them; left out: --text NAME=FILE gives it"
+
+# Of each pair a training takes one.
+EXCLUDING = (("steps", "epochs"), ("what", "lora"))
 
 # As many as a training config takes: the last task may replay all of them.
 _MOST_SOURCES = 100
@@ -45,7 +49,7 @@ class ExpertSettings(Entry):
 class TaskSource(Entry):
     """One source of a task's text."""
 
-    path: Annotated[str, Field(min_length=1, description="file (.jsonl, .json, .txt, .parquet) or folder of them")]
+    path: Annotated[str, Field(description=_PATH)] = ""
     name: Annotated[
         str | None, Field(pattern=r"^[A-Za-z0-9_-]{1,60}$", description="default: the task's, numbered from the second")
     ] = None
@@ -80,10 +84,10 @@ class TaskSource(Entry):
 
 
 class GeneralSource(Entry):
-    """Text that no task trains on, by which general ability is measured (ΔR)."""
+    """Text that belongs to no task: general ability (ΔR) is measured on it, or every task replays it."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,60}$", description="name in results")]
-    path: Annotated[str, Field(min_length=1, description="file (.jsonl, .json, .txt, .parquet) or folder of them")]
+    path: Annotated[str, Field(description=_PATH)] = ""
     kind: Annotated[Literal["text", "chat"], Field(description="as in a task's source")] = "text"
     field: Annotated[str | None, Field(description="as in a task's source")] = None
 
@@ -92,11 +96,29 @@ class TrainSettings(RunSettings):
     """How a task trains. Keys left out have the defaults of a training config."""
 
     steps: Annotated[int | None, Field(ge=1, description="optimizer steps")] = None
+    epochs: Annotated[
+        float | None, Field(gt=0, description="instead of `steps`, without replay: passes through the task's text")
+    ] = None
+    what: Annotated[
+        Literal["last", "added", "base", "all"] | LayersSpec | None,
+        Field(description="what trains, as in a training config; default: the last surgery's new tensors"),
+    ] = None
+    lora: Annotated[LoraSpec | None, Field(description="a LoRA, merged after the task, instead of `what`")] = None
     batch: Annotated[int | None, Field(ge=1, description="sequences a step")] = None
     length: Annotated[int | None, Field(ge=2, description="tokens a sequence")] = None
     save_every: Annotated[int | None, Field(ge=1, description="steps between checkpoints")] = None
     evaluate_every: Annotated[int | None, Field(ge=1, description="steps between evaluations within a task")] = None
+    keep_best: Annotated[
+        str | None, Field(description="go on from the evaluated step with the lowest held-out loss on this source")
+    ] = None
     log_every: Annotated[int | None, Field(ge=1, description="steps between lines of the log")] = None
+
+    @model_validator(mode="after")
+    def _one_of_each(self) -> TrainSettings:
+        for one, other in EXCLUDING:
+            if getattr(self, one) is not None and getattr(self, other) is not None:
+                raise ValueError(f"give `{one}` or `{other}`, not both (null takes a key away)")
+        return self
 
 
 class TaskSpec(Entry):
@@ -159,10 +181,23 @@ class TasksConfig(Entry):
         float,
         Field(ge=0, le=1, description="sequences of each earlier task per sequence of the new task (the paper: 0.01)"),
     ] = 0.01
+    memory: Annotated[
+        list[GeneralSource],
+        Field(max_length=20, description="texts that every task replays as it does an earlier task; LIMA in the paper"),
+    ] = []  # noqa: RUF012  # pydantic copies it
     general: Annotated[
         list[GeneralSource], Field(max_length=100, description="texts that no task trains on, for ΔR")
-    ] = []  # noqa: RUF012  # pydantic copies it
+    ] = []  # noqa: RUF012
     validation_sequences: Annotated[int, Field(ge=1, description="most held-out sequences measured, per source")] = 64
+    rows: Annotated[
+        dict[Annotated[str, StringConstraints(pattern=_NAME)], dict[str, Any]] | None,
+        Field(
+            min_length=1,
+            max_length=100,
+            description="methods to compare, by name, and what each sets in this file: {full: {plan: none, next_plan:"
+            " none, train.what: all}}; each becomes a run of its own, RUN/NAME",
+        ),
+    ] = None
 
     @model_validator(mode="after")
     def _fits(self) -> TasksConfig:
@@ -170,16 +205,46 @@ class TasksConfig(Entry):
         if doubled := first_doubled(names):
             raise ValueError(f"two tasks or general sources are called {doubled!r}; names must differ")
         sources = [name for task in self.tasks for name, _, _ in task.named_sources()]
+        sources += [source.name for source in self.memory]
         if doubled := first_doubled(sources):
             raise ValueError(f"two sources are called {doubled!r}; give one of them another `name:`")
         if len(sources) > _MOST_SOURCES:
             raise ValueError(f"{len(sources)} sources; a continual run takes {_MOST_SOURCES} at most")
-        if self.surgery(0) == NOTHING:
-            raise ValueError("the first task needs a plan: there is nothing yet that could train on")
-        for task in self.tasks:
-            if task.train.steps is None and self.train.steps is None:
-                raise ValueError(f"task {task.name} has no `steps`: say so many under `train:`")
+        for number, task in enumerate(self.tasks):
+            self._check_training(number, task)
         return self
+
+    def _check_training(self, number: int, task: TaskSpec) -> None:
+        train = self.training(number)
+        if number == 0 and self.surgery(0) == NOTHING and not {"what", "lora"} & train.keys():
+            raise ValueError(
+                "the first task needs a plan: there is nothing yet that could train on; or let `what` or `lora` under"
+                " `train:` say what of the base trains"
+            )
+        if not {"steps", "epochs"} & train.keys():
+            raise ValueError(f"task {task.name} has no `steps`: say so many under `train:`")
+        held = [
+            name
+            for each in self.tasks[: number + 1]
+            for name, source, _ in each.named_sources()
+            if source.role == "task"
+        ]
+        if (best := train.get("keep_best")) is not None and best not in held:
+            raise ValueError(f"task {task.name}: `keep_best` names {best!r}; texts held out by then: {', '.join(held)}")
+        if number and "epochs" in train and (self.replay if task.replay is None else task.replay):
+            raise ValueError(
+                f"task {task.name} has `epochs` and replays earlier tasks, whose text would count too; give `steps`, or"
+                " `replay: 0`"
+            )
+
+    def training(self, number: int) -> dict[str, Any]:
+        """How task `number` (from 0) trains, as plain data, but for the optimizer: the file's, and its own instead."""
+        own, general = self.tasks[number].train.given(), self.train.given()
+        for one, other in EXCLUDING:
+            for key, instead in ((one, other), (other, one)):
+                if key in own and instead in general:
+                    del general[instead]
+        return general | own
 
     def surgery(self, number: int) -> str | dict[str, Any]:
         """What task `number` (from 0) adds: settings of `pmoe_experts` as in a plan, a plan's name, or NOTHING."""

@@ -28,25 +28,27 @@ from surgeon.errors import BadInput, bad_input, printable
 
 
 def training_of(config: TasksConfig, number: int) -> TrainConfig:
-    """Return the training config of task `number` (from 0): its own sources, and earlier ones by `replay`.
+    """Return the training config of task `number` (from 0): its own sources, earlier ones and the memory by `replay`.
 
     Earlier tasks come first, so that `domain_ids` of task k are k and its slot k - 1, whatever is replayed.
     """
     task = config.tasks[number]
     replay = config.replay if task.replay is None else task.replay
-    unit = 1 / (1 + replay * number)
+    memory = [SourceSpec(**text.model_dump(), share=1.0, role=ORIGINAL, validation=0.0) for text in config.memory]
+    unit = 1 / (1 + replay * (number + len(memory)))
     sources = [
         _source(name, source, share * unit * (replay if nth < number else 1.0), config.tasks[nth].name)
         for nth in range(number + 1)
         for name, source, share in _taught(config.tasks[nth], whole=nth == number)
     ]
+    sources += [text.model_copy(update={"share": replay * unit}) for text in memory if replay]
     return TrainConfig(
         surgeon_train=1,
         sources=sources,
         seed=(config.seed + number) % 2**32,
         validation_sequences=config.validation_sequences,
         optimizer=OptimizerSpec(**{**config.train.given_optimizer(), **task.train.given_optimizer()}),
-        **{**config.train.given(), **task.train.given()},
+        **config.training(number),
     )
 
 
@@ -77,7 +79,12 @@ def own_sources(config: TasksConfig, number: int) -> list[SourceSpec]:
 
 def general_texts(config: TasksConfig) -> list[TextSpec]:
     """Return the texts that no task trains on."""
-    return [TextSpec(name=text.name, path=text.path, kind=text.kind, field=text.field) for text in config.general]
+    return [TextSpec(**text.model_dump()) for text in config.general]
+
+
+def memory_texts(config: TasksConfig) -> list[TextSpec]:
+    """Return the texts that every task replays."""
+    return [TextSpec(**text.model_dump()) for text in config.memory]
 
 
 def check_texts(loaded: LoadedTasks) -> None:
@@ -88,6 +95,7 @@ def check_texts(loaded: LoadedTasks) -> None:
         for nth, source in enumerate(own_sources(loaded.config, number))
     ]
     named += [(("general", nth), text) for nth, text in enumerate(general_texts(loaded.config))]
+    named += [(("memory", nth), text) for nth, text in enumerate(memory_texts(loaded.config))]
     wrong = [
         where((*place, key), loaded.lines, str(loaded.source)) + why
         for place, text in named
@@ -134,7 +142,7 @@ def check_tasks(loaded: LoadedTasks, plans: Sequence[LoadedPlan | None], base: C
     none = next((number for number, plan in enumerate(plans) if plan is None), None)
     if asks and none is not None:
         raise BadInput(
-            f"{printable(str(loaded.source))}:{loaded.line_of_surgery(none)}: task {none + 1} gets no slot, and"
+            f"{loaded.where_surgery(none)}task {none + 1} gets no slot, and"
             " `router_loss: {kind: task_id}` takes each task for a slot of its own; leave `router_loss` out, or let the"
             " task add one"
         )
