@@ -127,7 +127,7 @@ def blends_do_it() -> bool:
     """Whether blends of what is not full fine-tuning forget so much on the second base."""
     of_second = remedies.found_in(remedies.BASES[1])["remedies"]
     rows = [row for row in judged(of_second) if row["with"] == "recalled, blended" and row["method"] != "full"]
-    return len(rows) == 3 and all(0.5 <= row["share"]["mean"] <= 0.62 for row in rows)
+    return len(rows) == 4 and all(0.48 <= row["share"]["mean"] <= 0.62 for row in rows)
 
 
 def the_only_less() -> bool:
@@ -135,6 +135,17 @@ def the_only_less() -> bool:
     every = [(base, row) for base in remedies.BASES for row in remedies.found_in(base)["remedies"]]
     less = [(base, row["method"], row["with"]) for base, row in every if row["verdict"] == "agrees"]
     return less == [(remedies.BASES[1], "lora", "both, blended")]
+
+
+def with_other_text() -> tuple[str, str]:
+    """What part of what *recalled* forgets *both* does with German as new text, where that is less."""
+    rows = {study: remedies.found_in(study)["remedies"] for study in remedies.STUDIES if study not in remedies.BASES}
+    german, code = (
+        next(row for row in rows[f"{remedies.BASES[0]}_{text}"] if (row["with"], row["beside"]) == ("both", "recalled"))
+        for text in ("german", "code")
+    )
+    assert (german["verdict"], code["verdict"]) == ("agrees", "range too narrow")
+    return f"{german['share']['mean']:.2f}", f"{german['share']['half']:.2f}"
 
 
 def half_and_two_thirds() -> bool:
@@ -221,6 +232,11 @@ SENTENCES = (
         EVIDENCE,
         r"There LoRA with \*both\*, blended, has the only \*less\* that Holm's correction leaves",
         the_only_less,
+    ),
+    Sentence(
+        EVIDENCE,
+        r"Of German full fine-tuning has it: \*both\* forgets (\S+) ± (\S+) of what \*recalled\* does; of code",
+        with_other_text,
     ),
     Sentence(
         EVIDENCE,

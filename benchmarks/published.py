@@ -135,12 +135,14 @@ KINDS = (
     ),
     Kind(
         "multiplies embeddings by a number that depends on `hidden_size`",
-        "the class multiplies embeddings by the root of the hidden size, so a wider stream begins with other numbers",
+        "the class multiplies embeddings by the root of the hidden size, so a wider stream begins with other numbers,"
+        " and embeddings that undo it are not the base's",
         "`widen_ffn`",
     ),
     Kind(
         "heads transformers' class builds heads of another size",
-        "the class divides the hidden size by the number of heads, whatever config.json says of their size",
+        "the class divides the hidden size by the number of heads, whatever config.json says of their size, or (zamba2)"
+        " gives adapters on queries, keys and values twice the hidden size",
         "`widen_ffn`, or new layers",
     ),
     Kind(

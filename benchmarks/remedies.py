@@ -112,8 +112,9 @@ def row_of(found: dict[str, Any], row: dict[str, Any]) -> tuple[str, ...]:
 
 HEAD = """# Remedies against forgetting beside the default
 
-What remedies are worth on two English bases of 4 and 8 million parameters that learn 25,600 tokens of French, and
-nothing of larger bases, longer training or other text. `python -m benchmarks.remedies`: [the study](../remedies.yaml).
+What remedies are worth on two English bases of 4 and 8 million parameters that learn 25,600 tokens of French, one also
+of German and of Python code; nothing of larger bases or longer training.
+`python -m benchmarks.remedies`: [the study](../remedies.yaml).
 
 - *recalled*, `compare`'s default: a tenth of the sequences is text that the base wrote, with KL(base ‖ model) on it.
 - *more*: a quarter, weight 2.
@@ -133,7 +134,7 @@ verdict. The baseline replays the base's own text already;
 def page() -> str:
     """All that both studies say."""
     lines = [HEAD]
-    for name in BASES:
+    for name in STUDIES:
         found = found_in(name)
         budget, start, folder = found["budget"], found["start"], f"remedies_{name}"
         runs = sum(len(row["points"]) for row in found["rows"] if not row["blended"])

@@ -40,6 +40,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "untie_embeddings": ("tied", {"op": "untie_embeddings"}),
     "extract_text of a llava": ("pictures", {"op": "extract_text"}),
     "dequantise of FP8 blocks": ("fp8", {"op": "dequantise"}),
+    "upcycle_experts of a llama, copies": ("trained", {"op": "upcycle_experts", "form": "copies", "experts": 4}),
+    "upcycle_experts of a llama, granitemoeshared": (
+        "trained",
+        {"op": "upcycle_experts", "form": "shared", "experts": 4, "target": "granitemoeshared"},
+    ),
 }
 
 

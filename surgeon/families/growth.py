@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from surgeon.common.formatting import show_layers
+from surgeon.common.formatting import show, show_layers
 from surgeon.errors import BadInput, printable
 from surgeon.families.kinds import described_kinds, holds_numbers, numbered
 from surgeon.families.periods import period_of
@@ -77,10 +77,15 @@ def grown(
             others = others or made_kinds
         if wrong > worst:
             worst, found = wrong, words
+    advice = _advice(kinds, others, shared)
+    if trunk is not None and trunk <= worst < len(others):
+        like = [index for index, kind in enumerate(kinds) if kind == others[worst]]
+        if like:
+            advice = f"the highest of `layers` must be one of {show(like)} there, or use `expansion: stack`"
     raise BadInput(
         f"config.json: a model of {len(order)} layers cannot be described: its layer {worst}, which is to be as layer"
         f" {order[worst]} of the base, would be another kind ({printable(found, 200)});"
-        f" {_advice(kinds, others, shared)}"
+        f" {advice}"
     )
 
 

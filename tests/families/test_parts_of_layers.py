@@ -167,6 +167,12 @@ def test_a_branch_reads_the_part_of_its_layer(base: Path, tmp_path: Path) -> Non
     _check_parts(base, _applied(tmp_path / "run", "merged", "{op: merge_branches}"), [0, 1, 2, 3])
 
 
+def test_a_branch_where_another_kind_stands_is_refused(base: Path) -> None:
+    """The topmost layer of a Gemma 4, whatever config.json lists, has full attention: so has the last branch."""
+    with pytest.raises(BadInput, match=r"the highest of `layers` must be one of 3 there, or use `expansion: stack`"):
+        _applied(base, "sliding", "{op: control_llm, layers: [2]}")
+
+
 def test_as_many_layers_as_before_have_the_parts_of_those_that_they_are_like(base: Path) -> None:
     other = "{op: drop_layers, layers: [2]}"
     _check_parts(base, _applied(base, "moved", COPIES.replace("[2, 3]", "[3]"), other), [0, 1, 3, 3])

@@ -316,6 +316,13 @@ CONFIGS: list[tuple[Load, str, int, str, str]] = [
         "",
         "`what: head` is for texts with labels; give every source `kind: labels`, or leave it out",
     ),
+    (
+        load_config,
+        f"sharding: fsdp\nlora: {{dora: true}}\n{TRAIN}  - {{name: a, path: a.jsonl, share: 1}}\n",
+        1,
+        "",
+        "`lora.dora` measures whole rows, which `sharding` takes apart; leave one of them out",
+    ),
     (load_config, f"{LABELS}what: mtp\n", 1, "", "`what: mtp` trains layers that predict further tokens, which"),
     (
         load_config,

@@ -241,13 +241,13 @@ def test_a_lora_is_merged_and_loads_in_peft(plain: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 def test_a_lora_on_transposed_matrices(tmp_path: Path) -> None:
-    """GPT-2's Conv1D stores a matrix inputs by outputs."""
+    """GPT-2's Conv1D stores a matrix inputs by outputs; DoRA's lengths are then those of columns."""
     from peft import PeftModel
 
     add_tokenizer(tiny_decoder(tmp_path / "base", "gpt2"))
     for name, seed in (("fr", 1), ("en", 2)):
         corpus(tmp_path / f"{name}.jsonl", seed=seed)
-    trained(tmp_path, "base", "run", lora={"rank": 2, "targets": ["c_fc"], "dropout": 0.1}, steps=1)
+    trained(tmp_path, "base", "run", lora={"rank": 2, "targets": ["c_fc"], "dropout": 0.1, "dora": True}, steps=2)
     ids = torch.arange(10, 30)[None]
     with torch.no_grad():
         merged = load_model(tmp_path / "run")(ids).logits
@@ -265,7 +265,7 @@ def test_under_a_lora_the_base_is_within(tmp_path: Path) -> None:
     model, plain = load_model(base), load_model(base)
     names = [f"model.layers.{index}.mlp.up_proj.weight" for index in range(2)]
     tensors = CheckpointFolder.open(base).tensors
-    trains = attach(model, LoraSpec(rank=2), names, base_names=tensors, seed=7)
+    trains = attach(model, LoraSpec(rank=2, dora=True), names, base_names=tensors, seed=7)
     ids = torch.randint(3, 100, (2, 12), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = plain(ids).logits
@@ -275,7 +275,8 @@ def test_under_a_lora_the_base_is_within(tmp_path: Path) -> None:
         assert not torch.equal(model(ids).logits, expected)
         assert torch.equal(BaseWithin(model, layers=2, inserted=()).logits(input_ids=ids), expected)
         assert not torch.equal(model(ids).logits, expected)
-    # The same seed draws the same, another one does not.
+    # The lengths of rows train as well. The same seed draws the same, another one does not.
+    assert len(trains) == 6
     first = [
         attach(each := load_model(base), LoraSpec(rank=2), names, base_names=tensors, seed=seed)
         and each.get_parameter(trains[0])

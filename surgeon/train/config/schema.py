@@ -183,6 +183,9 @@ class LoraSpec(Entry):
         None
     )
     dropout: Annotated[float, Field(ge=0, lt=1, description="dropout on A's input")] = 0.0
+    dora: Annotated[
+        bool, Field(description="DoRA (Liu et al., 2024): the lengths of the matrix's rows are learned apart")
+    ] = False
     targets: Annotated[
         Literal["ffn", "attention", "all"] | Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)],
         Field(description="linear modules of every layer: the FFN's, attention's, or all; or module names as in PEFT"),
@@ -341,6 +344,8 @@ class TrainConfig(Entry):
             self._check_keep_best(self.keep_best)
         if self.lora is not None and self.what is not None:
             raise ValueError("`what` and `lora` exclude each other: under a LoRA the model is frozen; leave one out")
+        if self.lora is not None and self.lora.dora and self.sharding != "none":
+            raise ValueError("`lora.dora` measures whole rows, which `sharding` takes apart; leave one of them out")
         if self.what in ("mtp", "draft_head"):
             self._check_drafting()
         if self.classifies:

@@ -1,5 +1,7 @@
 """A LoRA over a frozen model (Hu et al., 2022), by PEFT: h = W x + s · B A x, s = alpha / rank.
 
+With DoRA (Liu et al., 2024) the rows of W + s · B A get lengths m of their own, which begin as those of W's.
+
 The adapter's values have the model's dtype, with float32 masters in the optimizer, as everything that trains. PEFT's
 own modules compute it, so what is saved loads in PEFT as it was; RUN's weights are W + s · B A, as `merge_adapter`
 computes and rounds it.
@@ -33,6 +35,8 @@ from surgeon.train.trainable.stored import StoredNames
 # What PEFT calls an adapter where nobody names it, and how its own model class begins all names.
 _ADAPTER, _PEFT = "default", "base_model.model."
 _WEIGHT = ".weight"
+# DoRA's m.
+_LENGTHS = ".lora_magnitude_vector"
 
 
 def attach(
@@ -69,6 +73,7 @@ def attach(
         r=spec.rank,
         lora_alpha=spec.scale * spec.rank,  # type: ignore[arg-type]  # a float is divided as well
         lora_dropout=spec.dropout,
+        use_dora=spec.dora,
         target_modules=list(modules),
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in modules.values()),
     )
@@ -122,8 +127,11 @@ def _shared(model: nn.Module) -> set[str]:
 
 @torch.no_grad()
 def _begin(parameter: nn.Parameter, dtype: torch.dtype, drawn_by: str) -> None:
-    """A's or B's values at birth, in the model's dtype, which sharding and the optimizer's masters ask for."""
-    value = torch.zeros(parameter.shape)
+    """A's or B's values at birth, in the model's dtype, which sharding and the optimizer's masters ask for.
+
+    DoRA's lengths are PEFT's own: those of W's rows, as B is zero for both.
+    """
+    value = parameter.data if _LENGTHS in drawn_by else torch.zeros(parameter.shape)
     if ".lora_A." in drawn_by:
         seed = int.from_bytes(hashlib.sha256(drawn_by.encode()).digest()[:8], "big") >> 1
         bound = 1 / math.sqrt(parameter.shape[1])
@@ -184,7 +192,12 @@ def merged(out: CheckpointFolder, trained: Path, spec: LoraSpec, model: Any) -> 
         adapter[f"{_PEFT}{name}"] = value
         whole.setdefault(name.removeprefix(f"{model.base_model_prefix}.").partition(".")[0])
     bench = _Bench(out, values)
+    for name in [name for name in values if _LENGTHS in name]:
+        # As PEFT saves it, without `.weight`.
+        adapter[f"{_PEFT}{name.partition(_LENGTHS)[0]}{_LENGTHS}"] = values[name]
     for name, down in values.items():
+        if _LENGTHS in name:
+            continue
         module, a, rest = name.partition(".lora_A.")
         matrix = "A" if a else "B"
         adapter[f"{_PEFT}{module if a else name.partition('.lora_B.')[0]}.lora_{matrix}{_WEIGHT}"] = down
@@ -192,7 +205,10 @@ def merged(out: CheckpointFolder, trained: Path, spec: LoraSpec, model: Any) -> 
             continue
         disk = on_disk[f"{module}{_WEIGHT}"]
         up = _trained(f"{module}.lora_B.{rest}", values)
-        product, info = Product(_trained(name, values), up, spec.scale), out.tensors[disk]
+        lengths = f"{module}{_LENGTHS}.{rest}"
+        magnitude = _trained(lengths, values) if spec.dora else None
+        product = Product(_trained(name, values), up, spec.scale, magnitude=magnitude)
+        info = out.tensors[disk]
         turned = isinstance(model.get_submodule(module), Conv1D)
         tensors[disk] = bench.compute(Adapted(Copy.of(info), (product,), disk, info.dtype, turned=turned))
     bench.close()
@@ -231,6 +247,7 @@ def adapter_config(
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "lora_dropout": spec.dropout,
         "use_rslora": False,
+        "use_dora": spec.dora,
         "target_modules": modules,
         "bias": "none",
         "fan_in_fan_out": transposed,
