@@ -151,7 +151,7 @@ def run_through(model: Any, closed: list[int], opened: list[int], *, spares: boo
             closing, of = step == "c", closed if step == "c" else opened
             # One row that opens opens for all.
             ids = torch.tensor(closed)[torch.randint(len(closed), (rows, given[0]), generator=drawn)]
-            ids[:1] = torch.tensor(of)[torch.randint(len(of), (1, given[0]), generator=drawn)]
+            ids[-1:] = torch.tensor(of)[torch.randint(len(of), (1, given[0]), generator=drawn)]
             flow = _flow(model)
             flow.records_choices = not spares
             mask = torch.ones(rows, seen + given[0], dtype=torch.long)
