@@ -20,8 +20,8 @@ so that what was added cannot reach it by any rounding. A token for which it is 
 in its document, has the base's logits, bit for bit. Where it is closed for a whole forward, what it switches does not
 run (`closing`).
 
-Evidence is summed as whole numbers of 2⁻¹⁶, so that sums do not depend on the order: a prefix in one forward, token
-by token over a cache or in a packed row has the same.
+Evidence is summed, and compared with thresholds, as whole numbers of 2⁻¹⁶, so that sums do not depend on the order: a
+prefix in one forward, token by token over a cache or in a packed row has the same.
 
 In training mode the text does not decide: where `domain_ids` are given, new tokens open the gate and original ones
 close it, and without them it is open for all, so that what it switches learns from whatever it is shown.
