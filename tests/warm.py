@@ -42,6 +42,9 @@ FURTHER = (
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mistral", "qwen2", "qwen3", "gemma")),
     *(f"transformers.models.{name}.modeling_{name}" for name in ("gemma2", "gemma3", "phi3", "olmo2")),
 )
+# What nearly all of them import: a nursery has to pay for itself in a few processes.
+COMMON = ("transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto", "transformers.trainer")
+COMMON += ("transformers.models.auto.tokenization_auto", "transformers.tokenization_utils_tokenizers")
 # What no library reads when it is imported: processes that differ in it share a nursery.
 UNREAD = ("PYTEST_CURRENT_TEST", "SURGEON_", "COLUMNS", "PWD", "OMP_", "MASTER_", "TORCHELASTIC_")
 UNREAD += ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "GROUP_", "ROLE_")
@@ -183,7 +186,7 @@ def foster(requests: socket.socket, environment: dict[str, str]) -> dict[str, An
     """Import transformers under these settings, and take the server's requests with them until it is gone."""
     os.environ.clear()
     os.environ.update(environment)
-    load(*FURTHER, "transformers.trainer", "transformers.tokenization_utils_tokenizers")
+    load(*COMMON)
     while True:
         try:
             (client, *files), asked = received(requests, 4)
