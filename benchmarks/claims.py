@@ -137,15 +137,15 @@ def the_only_less() -> bool:
     return less == [(remedies.BASES[1], "lora", "both, blended")]
 
 
-def with_other_text() -> tuple[str, str]:
-    """What part of what *recalled* forgets *both* does with German as new text, where that is less."""
+def with_other_text() -> bool:
+    """Whether with German as new text *both* forgets two fifths of what *recalled* does, and of code none is judged."""
     rows = {study: remedies.found_in(study)["remedies"] for study in remedies.STUDIES if study not in remedies.BASES}
     german, code = (
         next(row for row in rows[f"{remedies.BASES[0]}_{text}"] if (row["with"], row["beside"]) == ("both", "recalled"))
         for text in ("german", "code")
     )
-    assert (german["verdict"], code["verdict"]) == ("agrees", "range too narrow")
-    return f"{german['share']['mean']:.2f}", f"{german['share']['half']:.2f}"
+    near = abs(german["share"]["mean"] - 2 / 5) < 0.05
+    return near and (german["verdict"], code["verdict"]) == ("agrees", "range too narrow")
 
 
 def half_and_two_thirds() -> bool:
@@ -235,7 +235,7 @@ SENTENCES = (
     ),
     Sentence(
         EVIDENCE,
-        r"Of German full fine-tuning has it: \*both\* forgets (\S+) ± (\S+) of what \*recalled\* does; of code",
+        r"Of German full fine-tuning has it: \*both\* forgets two fifths of what \*recalled\* does; of code",
         with_other_text,
     ),
     Sentence(

@@ -135,7 +135,7 @@ def mixed_up_arguments(ctx: typer.Context) -> str:
         "MODEL…": {*CHECKPOINTS, NAME},
         "DATA": {"a file", "a folder", "a data file", "a training config"},
         "TRAIN.YAML": {"a training config"},
-        "TASKS.YAML": {"a tasks file"},
+        "TASKS": {"a tasks file", NAME},
         "STUDY": {"a study", NAME},
         "RESULTS": {NEW, NAME, "a folder"},
         "CHECKPOINT": {*CHECKPOINTS, NAME},

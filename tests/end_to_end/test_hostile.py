@@ -130,7 +130,7 @@ def test_an_argument_in_anothers_place(made: Path, tmp_path: Path, monkeypatch: 
         (["train", config, out, new], "did you swap OUT and TRAIN.YAML?"),
         (["train", new, config, out], "did you swap OUT and RUN?"),
         (["train", out, plan, new], "plan.yaml is a plan, TRAIN.YAML takes a training config"),
-        (["continual", base, "tasks.yaml", new], "did you swap TASKS.YAML and BASE?"),
+        (["continual", base, "tasks.yaml", new], "did you swap TASKS and BASE?"),
         (["evaluate", text, "--data", base], "did you swap MODEL… and DATA?"),
         (["revert", new, out], "did you swap OUT and DEST?"),
         (["delta", new, out], "did you swap OUT and DEST?"),
