@@ -176,8 +176,9 @@ def test_what_is_owed_is_made_as_if_nothing_had_been_spared(family: str, dtype: 
     """Inserted layers and branches do not run while all is closed; once they do, every bit is as if they always had."""
     base = tiny.model(family, dtype=dtype)
     reads: dict[str, Any] = {"reads": "token", "closes": 0.0, "form": "linear"}
-    surgery = {"branches": control, "slots": experts}
-    made = gate(layer=0, **reads) if what == "inserted" else gated(surgery[what](), **reads)
+    # Beside layers of two kinds, where there are, which are given other masks and positions.
+    surgery = {"branches": control(layers=(4, 5)), "slots": experts()}
+    made = gate(layer=0, **reads) if what == "inserted" else gated(surgery[what], **reads)
     model = perturbed(grafted(family, made, base=base, dtype=dtype))
     closed, opened = by_token(model)
     spared = run_through(model, closed, opened, spares=True, padded=padded)
