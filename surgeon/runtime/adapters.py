@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import transformers.initialization as init
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
@@ -18,15 +19,29 @@ from transformers.activations import ACT2FN
 from .adapters_rules import AdapterRules, AdapterSpec
 from .graft import Flow, Graft
 from .losses import masked_mean
-from .newborn import Newborn, Projection
+from .newborn import Leaf
 from .present import DOMAINS, GATES, LOSSES
 from .rules import Surgery
 
 
-class BlockGate(Newborn):
-    """One scalar for each token and block, before its non-linearity: w · x."""
+class SilentLinear(Leaf, nn.Linear):
+    """A matrix that writes: zero until a checkpoint or training fills it."""
 
-    weight: nn.Parameter
+    def initialise(self) -> None:
+        """Zeros."""
+        init.zeros_(self.weight)
+
+
+class BlockGate(Leaf):
+    """One scalar for each token and block, before its non-linearity: w · x. No `nn.Linear`, which quantisers take."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1, width))
+
+    def initialise(self) -> None:
+        """As transformers fills matrices."""
+        init.normal_(self.weight, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
         """B T D to B T 1."""
@@ -36,16 +51,13 @@ class BlockGate(Newborn):
 class GatedAdapter(nn.Module):
     """g(w · x) · W_o (σ(W_g x) ⊙ W_i x), with σ the backbone's activation and g ReLU, sigmoid or 1."""
 
-    def __init__(self, spec: AdapterSpec, width: int, trunk_layers: int, activation: str) -> None:
+    def __init__(self, spec: AdapterSpec, width: int, activation: str) -> None:
         super().__init__()
-        births = spec.births(width, trunk_layers)
         self.spec = spec
-        self.gate_proj = Projection(births["gate_proj.weight"])
-        self.up_proj = Projection(births["up_proj.weight"])
-        self.down_proj = Projection(births["down_proj.weight"])
-        self.gate = BlockGate() if "gate.weight" in births else None
-        if self.gate is not None:
-            self.gate.bear({"weight": births["gate.weight"]})
+        self.gate_proj = nn.Linear(width, spec.size, bias=False)
+        self.up_proj = nn.Linear(width, spec.size, bias=False)
+        self.down_proj = SilentLinear(spec.size, width, bias=False)
+        self.gate = None if spec.gate == "none" else BlockGate(width)
         self.act_fn = ACT2FN[activation]
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -74,7 +86,7 @@ class AdapterGraft(Graft, AdapterRules):
         spec: AdapterSpec | None = surgery.of[self.name].get(index)
         if spec is not None:
             activation = spec.activation or getattr(config, layer.activation_field)
-            layer.mlp.adapter = GatedAdapter(spec, config.hidden_size, surgery.trunk_layers, activation)
+            layer.mlp.adapter = GatedAdapter(spec, config.hidden_size, activation)
         return spec is not None
 
     def beside(self, block: Any, x: Tensor, output: Tensor, frame: Flow | None) -> Tensor:

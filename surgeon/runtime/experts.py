@@ -18,15 +18,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import transformers.initialization as init
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from .births import Birth
 from .experts_rules import EXPERTS, ExpertRules, Experts, ExpertsSpec, RouterSpec, SlotSpec
 from .graft import Flow, Graft, here
 from .losses import masked_mean
-from .newborn import LowRank, Newborn, without
+from .newborn import Leaf, LowRank, as_linear
 from .precision import at_least_fp32
 from .present import GATES, LOSSES
 from .rules import Surgery, engine_of, engine_ranks
@@ -153,16 +153,19 @@ def _weights(routing: Tensor, group: tuple[SlotSpec, ...]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
-class RouterColumn(Newborn):
+class RouterColumn(Leaf):
     """One slot's column of W_g, 1 × D; the first column of a later group holds the group's mass."""
 
-    weight: nn.Parameter
-    mass: nn.Parameter | None
-
-    def __init__(self, births: Mapping[str, Birth]) -> None:
+    def __init__(self, width: int, *, enters: bool) -> None:
         super().__init__()
-        self.bear(births)
-        without(self, "mass")
+        self.weight = nn.Parameter(torch.empty(1, width))
+        self.mass = nn.Parameter(torch.empty(1)) if enters else None
+
+    def initialise(self) -> None:
+        """A mass of zero."""
+        as_linear(self.weight)
+        if self.mass is not None:
+            init.zeros_(self.mass)
 
     def forward(self) -> tuple[Tensor, Tensor | None]:
         """The column and the mass."""
@@ -175,7 +178,7 @@ class ExpertRouter(nn.Module):
     def __init__(self, spec: RouterSpec, width: int) -> None:
         super().__init__()
         self.slots = nn.ModuleDict(
-            {str(column.slot): RouterColumn(spec.column_births(column, width)) for column in spec.slots}
+            {str(column.slot): RouterColumn(width, enters=spec.enters_with(column)) for column in spec.slots}
         )
         groups = sorted({column.group for column in spec.slots})
         self.sizes = [sum(column.group == group for column in spec.slots) for group in groups]

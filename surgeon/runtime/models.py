@@ -16,7 +16,7 @@ from transformers.utils import output_capturing
 from .graft import Flow, here
 from .layers import UpcycledLayer, in_flow
 from .losses import LOST, tell
-from .newborn import Newborn
+from .newborn import Leaf
 from .present import COMPLETES, LOSSES, REPLACES, TWINS
 from .rules import Surgery, engine_ranks, read_surgery
 
@@ -106,7 +106,7 @@ class UpcycledPreTrained(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, Newborn):
+        if isinstance(module, Leaf):
             module.initialise()
         else:
             super()._init_weights(module)

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from .graft import Flow, Graft
 from .losses import balance_loss, selected, valid_tokens
-from .newborn import LowRank, Newborn, product, without
+from .newborn import Leaf, LowRank, as_linear, product
 from .precision import at_least_fp32
 from .prefix import Kept, Reading, check_one_document, keep, kept_in, read_rows, several_in_a_row
 from .rules import Surgery
@@ -38,17 +38,20 @@ class ControlState(LowRank):
     """g(x) = B A x of one site: D to D."""
 
 
-class MixtureGate(Newborn):
+class MixtureGate(Leaf):
     """Scores of L control states for every token: W x, or cos(P x, w_k) / τ (appendix B.2)."""
-
-    weight: nn.Parameter
-    projection: nn.Parameter | None
 
     def __init__(self, spec: MixtureSpec, count: int, width: int) -> None:
         super().__init__()
         self.temperature = spec.temperature
-        self.bear(spec.gate_births(count, width))
-        without(self, "projection")
+        linear = spec.gate == "linear"
+        self.projection = None if linear else nn.Parameter(torch.empty(spec.projection, width))
+        self.weight = nn.Parameter(torch.empty(count, width if linear else spec.projection))
+
+    def initialise(self) -> None:
+        """As `nn.Linear`."""
+        for matrix in self.parameters(recurse=False):
+            as_linear(matrix)
 
     def forward(self, x: Tensor) -> Tensor:
         """B T D to B T L, in at least fp32."""
