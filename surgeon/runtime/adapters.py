@@ -20,16 +20,12 @@ from .adapters_rules import AdapterRules, AdapterSpec
 from .graft import Flow, Graft
 from .losses import masked_mean
 from .newborn import Leaf
-from .present import DOMAINS, GATES, LOSSES
+from .present import CLASSIFIES, DOMAINS, GATES, LOSSES
 from .rules import Surgery
 
 
 class SilentLinear(Leaf, nn.Linear):
-    """A matrix that writes: zero until a checkpoint or training fills it."""
-
-    def initialise(self) -> None:
-        """Zeros."""
-        init.zeros_(self.weight)
+    """A matrix that writes."""
 
 
 class BlockGate(Leaf):
@@ -87,6 +83,8 @@ class AdapterGraft(Graft, AdapterRules):
         if spec is not None:
             activation = spec.activation or getattr(config, layer.activation_field)
             layer.mlp.adapter = GatedAdapter(spec, config.hidden_size, activation)
+            if LOSSES:
+                layer.loss_weights |= {"local_l1_loss": spec.l1, "local_cross_entropy_loss": spec.cross_entropy}
         return spec is not None
 
     def beside(self, block: Any, x: Tensor, output: Tensor, frame: Flow | None) -> Tensor:
@@ -95,14 +93,6 @@ class AdapterGraft(Graft, AdapterRules):
         if DOMAINS and frame is not None and frame.valid is not None and frame.domains is not None:
             measure(block.adapter.spec, made[0], made[1], frame, frame.valid, frame.domains)
         return output + made[0]
-
-    if LOSSES:
-
-        def weights(self, surgery: Surgery, index: int) -> Mapping[str, float]:
-            """The local losses', of adapters in the layer or its twin."""
-            found: dict[int, AdapterSpec] = surgery.of[self.name]
-            here = [spec for layer, spec in found.items() if surgery.homes.get(layer, layer) == index]
-            return {"local_l1_loss": here[0].l1, "local_cross_entropy_loss": here[0].cross_entropy} if here else {}
 
     def counted(self, surgery: Surgery) -> Mapping[str, tuple[type[nn.Module], int]]:
         """Adapters."""
@@ -119,7 +109,7 @@ if DOMAINS:
             # ‖output‖₁ / D on tokens of the original domain.
             l1 = adapted.abs().sum(dim=-1, dtype=precise) / adapted.shape[-1]
             frame.measure("local_l1_loss", masked_mean(l1, valid & (domains == 0)))
-        if spec.cross_entropy > 0 and score is not None:
+        if CLASSIFIES and spec.cross_entropy > 0 and score is not None:
             # The gate classifies domains, on all tokens.
             new = (domains > 0).to(precise)
             crossed = F.binary_cross_entropy_with_logits(score.squeeze(-1).to(precise), new, reduction="none")

@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import transformers.initialization as init
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
@@ -163,9 +162,8 @@ class RouterColumn(Leaf):
 
     def initialise(self) -> None:
         """A mass of zero."""
+        super().initialise()
         as_linear(self.weight)
-        if self.mass is not None:
-            init.zeros_(self.mass)
 
     def forward(self) -> tuple[Tensor, Tensor | None]:
         """The column and the mass."""
@@ -219,11 +217,13 @@ class ExpertGraft(Graft, ExpertRules):
             return index in found.by_layer
         layer.expert_router = ExpertRouter(found.router, config.hidden_size)
         layer.routes = True
+        if LOSSES:
+            layer.loss_weights["router_loss"] = found.router_loss.task_id
         return True
 
     def complete(self, model: Any, surgery: Surgery) -> None:
         """Nothing; but an engine may split matrices."""
-        if engine_ranks(model.config)[0] > 1:
+        if engine_ranks(model.config) > 1:
             raise ValueError(
                 f"{engine_of(model.config)} splits matrices over processes here, but does not split PMoE's slots beside"
                 " them; set tensor_parallel_size to 1"
@@ -241,12 +241,6 @@ class ExpertGraft(Graft, ExpertRules):
                 valid, domains = frame.valid, frame.domains
                 if valid is not None and domains is not None and layer.loss_weights["router_loss"] > 0:
                     frame.measure("router_loss", task_loss(routed[1], valid, domains))
-
-    def weights(self, surgery: Surgery, index: int) -> Mapping[str, float]:
-        """The router's loss, in its layer."""
-        found: Experts = surgery.of[self.name]
-        here = found.router is not None and found.router.layer == index
-        return {"router_loss": found.router_loss.task_id} if here else {}
 
     def counted(self, surgery: Surgery) -> Mapping[str, tuple[type[nn.Module], int]]:
         """Slots and columns."""

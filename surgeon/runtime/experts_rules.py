@@ -270,7 +270,7 @@ class ExpertRules(GraftRules):
         """Slots and columns that are not frozen."""
         found: Experts = surgery.of[self.name]
         owners = [
-            f"layers.{surgery.place(experts.layer)}.{slot_name(target, slot.slot)}."
+            f"layers.{experts.layer}.{slot_name(target, slot.slot)}."
             for experts in found.by_layer.values()
             for slot in experts.slots
             if not slot.frozen

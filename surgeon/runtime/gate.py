@@ -35,7 +35,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import transformers.initialization as init
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -81,11 +80,6 @@ class DomainGate(Leaf):
         self.prior = spec.prior if spec.reads == "prefix_mean" else 0
         self.closes = int((spec.closes or 0.0) * _ONE)
         self.looked = False
-
-    def initialise(self) -> None:
-        """Zeros, by which it is closed."""
-        for tensor in self.buffers(recurse=False):
-            init.zeros_(tensor)
 
     def tell_if_born(self) -> None:
         """Say once that nobody has fitted it."""

@@ -17,8 +17,9 @@ class Leaf(nn.Module):
     """A module of a graft whose tensors are its own, so that every loader initialises it as a whole."""
 
     def initialise(self) -> None:
-        """Set the values that its tensors have where no checkpoint brings others."""
-        raise NotImplementedError
+        """Begin, where no checkpoint brings values, with zeros: silent."""
+        for tensor in (*self.parameters(recurse=False), *self.buffers(recurse=False)):
+            init.zeros_(tensor)
 
 
 class Newborn(Leaf):
@@ -56,8 +57,8 @@ class LowRank(Leaf):
 
     def initialise(self) -> None:
         """A as `nn.Linear` has it, B zero."""
+        super().initialise()
         as_linear(self.lora_A)
-        init.zeros_(self.lora_B)
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """A and B."""

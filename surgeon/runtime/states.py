@@ -30,6 +30,7 @@ from .losses import balance_loss, selected, valid_tokens
 from .newborn import Leaf, LowRank, as_linear, product
 from .precision import at_least_fp32
 from .prefix import Kept, Reading, check_one_document, keep, kept_in, read_rows, several_in_a_row
+from .present import LOSSES
 from .rules import Surgery
 from .states_rules import MixtureSpec, States, StatesRules
 
@@ -192,16 +193,13 @@ class StatesGraft(Graft, StatesRules):
         for kind, block in (("attention", "self_attn"), ("ffn", "mlp")):
             if kind in sites:
                 getattr(layer, block).site = sites[kind]
+        if LOSSES and sites:
+            layer.loss_weights["balance_loss"] = surgery.of[self.name].mixture.balance_weight
         return bool(sites)
 
     def beside(self, block: Any, x: Tensor, output: Tensor, frame: Flow | None) -> Tensor:
         """The block's output and the site's control."""
         return output + site_control(block.site, x, frame)
-
-    def weights(self, surgery: Surgery, index: int) -> Mapping[str, float]:
-        """The balance loss's."""
-        found: States = surgery.of[self.name]
-        return {"balance_loss": found.mixture.balance_weight} if found.sites_of(index) else {}
 
     def complete(self, model: Any, surgery: Surgery) -> None:
         """The bank."""

@@ -77,7 +77,7 @@ def test_joined_file_and_its_parts_agree(family: str, name: str, surgery: dict[s
     for name, members in joined.items():
         kept = iter(expected[name])
         assert all(member in kept for member in members), name
-    for name in ("UpcycledHead", "UpcycledLayer", "UpcycledPreTrained"):
+    for name in ("UpcycledOuter", "UpcycledLayer", "UpcycledPreTrained"):
         methods = [[each for each in said[name] if each.startswith("FunctionDef")] for said in (joined, expected)]
         assert methods[0] == methods[1]
 
@@ -116,7 +116,7 @@ def test_only_what_a_surgery_needs_is_joined() -> None:
 
 
 # How many lines a file may have, for each graft alone: what a stranger has to read.
-LINES = {"control": 1100, "adapters": 700, "experts": 1200, "routed": 850, "states": 1400, "gate": 1600}
+LINES = {"control": 1050, "adapters": 600, "experts": 1100, "routed": 800, "states": 1300, "gate": 1550}
 
 
 def test_a_file_is_as_short_as_its_graft_allows() -> None:
@@ -124,7 +124,7 @@ def test_a_file_is_as_short_as_its_graft_allows() -> None:
     for name, surgery in alone().items():
         lines = len(bundle(joining("llama", surgery)).splitlines())
         assert lines <= LINES[name], f"{name}: {lines} lines"
-    assert len(bundle(joining("llama", adapters(l1=0.01))).splitlines()) <= 850, "adapters with a local loss"
+    assert len(bundle(joining("llama", adapters(l1=0.01))).splitlines()) <= 700, "adapters with a local loss"
 
 
 BRANCHES = """

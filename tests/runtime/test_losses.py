@@ -13,7 +13,7 @@ from transformers.utils.logging import warning_once
 from surgeon.runtime.control import DISTANCES, divergence
 from surgeon.runtime.control_rules import DIVERGENCES
 from surgeon.runtime.interpolators import INTERPOLATORS
-from surgeon.runtime.losses import valid_tokens
+from surgeon.runtime.losses import given_tokens, valid_tokens
 from tests import tiny
 from tests.runtime.grafting import TRUNK, adapters, both, classes, config, control, grafted, perturbed, tokens
 
@@ -156,11 +156,13 @@ def test_padding_is_read_from_every_kind_of_mask() -> None:
     causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
     boolean = (causal & flat.bool()[:, None, :])[:, None]
     additive = torch.zeros(boolean.shape).masked_fill(~boolean, torch.finfo(torch.float32).min)
-    for mask in (flat, boolean, additive, {"full_attention": boolean}, {"sliding_attention": additive}):
+    for mask in (flat, boolean, additive):
         assert torch.equal(valid_tokens(mask, flat.shape, flat.device), flat.bool())
     shared = valid_tokens(causal[None, None], flat.shape, flat.device)
-    for mask in (None, {"full_attention": None}):
-        assert torch.equal(valid_tokens(mask, flat.shape, flat.device), shared)
+    assert torch.equal(valid_tokens(None, flat.shape, flat.device), shared)
+    kinds = {"sliding_attention": additive}, {"sliding_attention": additive, "full_attention": boolean}
+    for masks, expected in zip(kinds, (additive, boolean), strict=True):
+        assert given_tokens({"input_ids": flat, "attention_mask": masks}, None)[1] is expected
     assert shared.all() and shared.shape == flat.shape
     with pytest.raises(ValueError, match="two-dimensional"):
         valid_tokens("causal", flat.shape, flat.device)
