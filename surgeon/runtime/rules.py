@@ -155,12 +155,12 @@ class Surgery:
             """Trunk layers that the base does not have."""
             return (*self.older_layers, *self.new_layers)
 
-    @property
-    def layers(self) -> int:
-        """How many layers trunk and tail have."""
-        return self.trunk_layers + len(self.homes)
-
     if TWINS:
+
+        @property
+        def layers(self) -> int:
+            """How many layers trunk and tail have."""
+            return self.trunk_layers + len(self.homes)
 
         def placed(self, owner: str) -> str:
             """What names of a layer of the tail begin with: `layers.3.expanded.` where it was `layers.8.`."""
