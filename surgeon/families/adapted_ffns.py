@@ -112,7 +112,7 @@ def _computes(
         part = parts[name]
         # A twin's FFN is as wide as it likes, and its tensors are put together as the base's.
         sizes = [len(value) * count // part.shape[0] for _, count in part.blocks]
-        rows |= {(part.kind, role): own for (role, _), own in zip(part.blocks, value.split(sizes), strict=True)}
+        rows |= {(part.kind, role): own for (role, _), own in zip(part.blocks, torch.split(value, sizes), strict=True)}
     if activation not in ACT2FN or ("weight", "up") not in rows:
         return False
     sigma = ACT2FN[activation]

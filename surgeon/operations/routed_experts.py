@@ -27,8 +27,8 @@ _READING: tuple[Role, ...] = ("gate", "up")
 class PlainFFN:
     """An FFN of plain matrices: of what reads, gate before up, the rows of its weight and (or none) of its bias.
 
-    `down` is the suffix of the matrix that writes, `width` how many neurons there are. Of an FFN that several layers run
-    `shared` has the tensors that this layer computes with, by name: they are no layer's own.
+    `down` is the suffix of the matrix that writes, `width` how many neurons there are. `shared` has the tensors that
+    this layer computes with, by name, of an FFN that several layers run: they are no layer's own.
     """
 
     reading: Mapping[Role, tuple[Take, Take | None]]

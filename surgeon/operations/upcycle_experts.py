@@ -284,7 +284,7 @@ class UpcycleExperts(Operation):
             entry: dict[str, Any] = {"experts": mixture.count, "size": ffn.width // mixture.segments}
             entry |= {"top_k": mixture.chosen} | ffn.settings(default_activation(draft, index))
             made = routed_tensors(ffn, mixture, draft.anatomy.sizes.hidden)
-            layer = replace(draft.layers[index], tensors=ffn.shared or draft.layers[index].tensors)
+            layer = replace(draft.layers[index], tensors=dict(ffn.shared) or draft.layers[index].tensors)
             tensors = {each.suffix: self._recipe(each, layer, ffn.down, f"layers.{index}") for each in made}
             draft.layers[index].grafts.append(Graft("routed_experts", entry, tensors, number))
         alone = "; the weight of the one expert is its score, by which the router learns" if mixture.chosen == 1 else ""
@@ -384,6 +384,7 @@ class UpcycleExperts(Operation):
             expert = nth // each if made.expert is None else made.expert
             matrix: Recipe = (whole := self._whole(take, layer, expert // self.fine_grained))
             if cut:
+                assert isinstance(whole, Copy | Imported), take.suffix
                 begin = expert % self.fine_grained * made.shape[-1]
                 matrix = columns(whole, begin, begin + made.shape[-1], float(self.fine_grained))
             parts.append(self._born(matrix, made, f"{label}.experts.{expert}", f"{key}.{nth}"))

@@ -15,6 +15,8 @@ import surgeon
 from benchmarks.published_configs import PUBLISHED
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
+from surgeon.families.adapted_ffns import adapted_ffns
+from surgeon.families.dissect import dissect
 from surgeon.families.shared import first_of_another, shared_in
 from surgeon.families.skeleton import build
 from tests.checkpoints import weights, write_plan
@@ -115,6 +117,14 @@ def test_experts_beside_a_shared_ffn_are_what_each_layer_computes_there(
     with torch.no_grad():
         wanted, found = model(IDS).logits, grown(IDS).logits
     assert float((found - wanted).abs().max()) <= off * float(wanted.abs().max())
+
+
+def test_an_ffn_whose_formula_a_twin_does_not_confirm_is_left_out(two_blocks: Path) -> None:
+    folder = CheckpointFolder.open(two_blocks)
+    own: Any = dissect(folder.config, folder.tensors).derivation
+    parts, outer, heads = own.shared_parts(), own.names.outer, own.derived.heads
+    found = [adapted_ffns(folder.config, parts, outer, lambda _: name, heads=heads) for name in ("gelu", "silu")]
+    assert [*found[0]] == [0, 2, 3, 5] and not found[1]
 
 
 def test_the_ffn_of_shared_blocks_becomes_wider_and_so_does_the_stream(two_blocks: Path, tmp_path: Path) -> None:
