@@ -123,7 +123,9 @@ def test_an_ffn_whose_formula_a_twin_does_not_confirm_is_left_out(two_blocks: Pa
     folder = CheckpointFolder.open(two_blocks)
     own: Any = dissect(folder.config, folder.tensors).derivation
     parts, outer, heads = own.shared_parts(), own.names.outer, own.derived.heads
-    found = [adapted_ffns(folder.config, parts, outer, lambda _: name, heads=heads) for name in ("gelu", "silu")]
+    found = [
+        adapted_ffns(folder.config, parts, outer, lambda _, name=name: name, heads=heads) for name in ("gelu", "silu")
+    ]
     assert [*found[0]] == [0, 2, 3, 5] and not found[1]
 
 
