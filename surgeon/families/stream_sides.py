@@ -196,7 +196,7 @@ class Probe:
             return False
         try:
             with torch.no_grad():
-                return agree(self._base, self._wide)
+                return agree(self._base, self._wide) and (_goes_on(self._wide) or not _goes_on(self._base))
         except LOAD_FAILURES:
             return False
 
@@ -213,11 +213,14 @@ class Probe:
         return True
 
     def undone(self, trial: Trial) -> Trial | None:
-        """The trial with powers of two against those by which the class multiplies what it does with its width.
+        """The trial with numbers scaled against the root of the width, by which the class multiplies or divides.
 
-        Where the first copy of what a module gets or gives is the base's times a power of two, numbers of a tensor that
-        was used before are scaled against it. None where there is no such thing, or no tensor undoes it.
+        Where the root of how many times as wide the stream is is a power of two, and the first copy of what a module
+        gets or gives is the base's times that or one by it, numbers of a tensor that was used before are scaled against
+        it. None where there is no such thing, or no tensor undoes it.
         """
+        if math.log2(self._times) % 2:
+            return None
         found = trial
         for _ in range(_MOST_SCALED):
             first = self._first_scaled(found)
@@ -236,14 +239,14 @@ class Probe:
         return None
 
     def _first_scaled(self, trial: Trial) -> tuple[int, int, list[str]] | None:
-        """The first thing that passes in or out of a module and is the base's times a power of two: its number among
-        all, the power, and the tensors that were used until then, the last first.
+        """The first thing that passes in or out of a module and is the base's times that root, or one by it: its number
+        among all, the power, and the tensors that were used until then, the last first.
 
         What a module gives whose own numbers are scaled is not looked at: code behind it may undo that.
         """
         if not self._fill(trial):
             return None
-        scaled = {name.rpartition(".")[0] for name in trial.powers}
+        scaled, root = {name.rpartition(".")[0] for name in trial.powers}, round(math.log2(self._times)) // 2
         seen: list[list[tuple[str, list[Tensor]]]] = []
         for twin in (self._base, self._wide):
             passed: list[tuple[str, list[Tensor]]] = []
@@ -270,7 +273,7 @@ class Probe:
                 return None
             used.pop(path, None)
             used[path] = None
-            powers = {power for pair in zip(old, new, strict=False) if (power := _power_between(*pair))}
+            powers = {_power_between(*pair) for pair in zip(old, new, strict=False)} & {root, -root}
             if powers:
                 first = [name for name, _ in self._first_ones()]
                 order = reversed(used)
@@ -385,6 +388,17 @@ def _tells_of(changed: Tensor, size: int) -> bool:
         length == size and changed.movedim(axis, 0).flatten(1).any(1).nonzero().flatten().tolist() == [number]
         for axis, length in enumerate(changed.shape)
     )
+
+
+def _goes_on(twin: Skeleton) -> bool:
+    """Whether a model that keeps its state in its modules, and gives no cache, reads a token after others."""
+    tokens = some_tokens(twin)
+    try:
+        twin.model(input_ids=tokens, use_cache=True)
+        twin.model(input_ids=tokens[:, -1:], use_cache=True)
+    except LOAD_FAILURES:
+        return False
+    return True
 
 
 def _power_between(old: Tensor, new: Tensor) -> int:

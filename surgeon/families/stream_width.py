@@ -89,7 +89,7 @@ def why_not(base: Skeleton, wide: Skeleton, told: str, grows: str) -> str:
     if (factor := _embeddings_times(base, wide)) != 1.0:
         times = sizes_of(wide).hidden / sizes_of(base).hidden
         rooted = factor is not None and math.isclose(factor**2, times, rel_tol=1e-3) and math.log2(factor) % 1
-        others = "; with `times` 4, 16 or 64 that is a power of two, which the stored embeddings undo" if rooted else ""
+        others = "; with `times: 4`, 16 or 64 that is a power of two more, which stored numbers undo" if rooted else ""
         return (
             f"{told}: its code multiplies embeddings by a number that depends on {grows}, as a twin shows, so a wider"
             f" stream would change them{others}; widen_ffn and widen_attention leave that as it is"

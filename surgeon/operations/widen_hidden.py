@@ -8,7 +8,7 @@ all of a reader's weight on the first copy). The native class with a larger `hid
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -94,7 +94,7 @@ class WidenHidden(Operation):
         return OperationRecord(
             op=self.op,
             matched=f"a stream of {before} becomes {before * times}, itself {times} times, in all {len(draft.layers)}"
-            f" layers, embeddings and head{_other_fields(draft, fields)}",
+            f" layers, embeddings and head{_other_fields(draft, fields)}{_shown_powers(kinds, outer)}",
             claim=Claim("rounding", f"what reads the stream has zeros for all but its first part; {ROUNDING}"),
             trains="new",
         )
@@ -131,6 +131,14 @@ def _other_fields(draft: Draft, fields: dict[str, int]) -> str:
     hidden = draft.anatomy.sizes.hidden
     others = {key: value for key, value in fields.items() if key in part and part[key] not in (hidden, value)}
     return "".join(f", `{key}` {printable(str(part[key]))} becomes {value}" for key, value in others.items())
+
+
+def _shown_powers(kinds: Iterable[Mapping[str, Axes]], outer: Mapping[str, Axes]) -> str:
+    """Which tensors are stored times a power of two, in words."""
+    held = [*outer.items(), *(item for kind in kinds for item in kind.items())]
+    powers = {name: power for name, axes in held if (power := sum(axis.power for axis in axes))}
+    shown = ", ".join(f"{printable(name)} times {2.0**power:g}" for name, power in powers.items())
+    return f"; stored against what the class multiplies by its width: {shown}" if powers else ""
 
 
 def _null_scale(anatomy: Anatomy) -> float:
