@@ -130,6 +130,7 @@ def test_numbers_times_a_power_of_two_are_read_so_and_come_back(dtype: str, tmp_
     info = TensorInfo("it", dtype, (7, 12), "it", BEGIN, BEGIN + value.nbytes)
     columns = indices("it", (7, 12), DTYPE_BITS[dtype], 1, [4, 5, 6, 7, 8, 9, 10, 11, 0, 1, 2, 3])
     once = Pieces(value.nbytes, tuple(span.times(Scale(dtype, -2)) for span in columns.spans))
+    assert len(Pieces.of(8, (Span("it", 0, 4), Span("it", 4, 4, 4, scale=Scale(dtype, 1)))).spans) == 2
     whole = Pieces(value.nbytes, (Span("made", 0, value.nbytes, scale=Scale(dtype, 3)),))
     twice = whole.through({"made": once})
     files = {"it": tmp_path / "it", "made": tmp_path / "made"}

@@ -186,7 +186,8 @@ def test_a_side_that_is_wrong_is_found(tmp_path: Path, monkeypatch: pytest.Monke
         Probe, "_writes", lambda self, name, axis: told(self, name, axis) != name.endswith("gate.weight")
     )
     with pytest.raises(BadInput, match="on a twin of this qwen2_moe the logits are not the base's"):
-        surgeon.preview(plan_of(tmp_path, TWICE), base)
+        # Four times: a side that reads all copies is no root of the width, and nothing is scaled against it.
+        surgeon.preview(plan_of(tmp_path, TWICE | {"times": 4}), base)
 
 
 def test_a_copy_that_is_none_is_found(tmp_path: Path) -> None:
