@@ -94,11 +94,6 @@ _BESIDE = "`form: shared` (modules beside the MLP)"
 # A line that none of them has, or two, ends a run: somebody has to look at it.
 KINDS = (
     Kind(
-        "stands in a block that several layers share",
-        "experts begin as copies of a layer's own FFN, and this one is several layers', with adapters of each in it",
-        "`widen_ffn`, `gated_adapters`",
-    ),
-    Kind(
         "runs a block that layers share",
         "a shared block is tied, and its cache kept, by the number of a layer, and a branch has none",
         "the layers without it, or `expansion: stack`",

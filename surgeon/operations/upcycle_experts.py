@@ -25,6 +25,7 @@ from surgeon.blueprint.recipes import (
     Copy,
     Imported,
     Noised,
+    PlusProducts,
     Prompted,
     Random,
     Recipe,
@@ -44,7 +45,7 @@ from surgeon.families.sparse.targets import TARGETS
 from surgeon.operations.fine_tunes import check_fine_tune
 from surgeon.operations.operation import Legend, OneOf, Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.prepare import OpenedBase
-from surgeon.operations.routed_experts import dense_sites, routed_tensors
+from surgeon.operations.routed_experts import dense_sites, routed_tensors, rows_of
 from surgeon.operations.selectors import LayerSelector, select_layers
 from surgeon.operations.sites import default_activation
 
@@ -292,9 +293,10 @@ class UpcycleExperts(Operation):
             check_divides(mixture, ffn.width)
             entry: dict[str, Any] = {"experts": mixture.count, "size": ffn.width // mixture.segments}
             entry |= {"top_k": mixture.chosen} | ffn.settings(default_activation(draft, index))
-            made, layer = routed_tensors(ffn, mixture, draft.anatomy.sizes.hidden), draft.layers[index]
+            made = routed_tensors(ffn, mixture, draft.anatomy.sizes.hidden)
+            layer = replace(draft.layers[index], tensors=dict(ffn.shared) or draft.layers[index].tensors)
             tensors = {each.suffix: self._recipe(each, layer, ffn.down, f"layers.{index}") for each in made}
-            layer.grafts.append(Graft("routed_experts", entry, tensors, number))
+            draft.layers[index].grafts.append(Graft("routed_experts", entry, tensors, number))
         alone = "; the weight of the one expert is its score, by which the router learns" if mixture.chosen == 1 else ""
         alone += self._amended_by(balance)
         return OperationRecord(
@@ -392,20 +394,20 @@ class UpcycleExperts(Operation):
             expert = nth // each if made.expert is None else made.expert
             matrix: Recipe = (whole := self._whole(take, layer, expert // self.fine_grained))
             if cut:
+                assert isinstance(whole, Copy | Imported), take.suffix
                 begin = expert % self.fine_grained * made.shape[-1]
                 matrix = columns(whole, begin, begin + made.shape[-1], float(self.fine_grained))
             parts.append(self._born(matrix, made, f"{label}.experts.{expert}", f"{key}.{nth}"))
         return parts[0] if len(parts) == 1 else piled(parts, made.shape)
 
-    def _whole(self, take: Take, layer: LayerDraft, copy: int) -> Copy | Imported:
+    def _whole(self, take: Take, layer: LayerDraft, copy: int) -> Recipe:
         """Rows of the MLP that expert `copy` begins as, of the base or of another model."""
         source = layer.tensors[take.suffix]
-        assert isinstance(source, Copy), take.suffix
-        shape = (take.stop - take.start, *source.shape[1:])
         name = BASE if isinstance(self.experts, int) else self.experts[copy]
         if name == BASE:
-            return rows([(source, take.start, take.stop)], shape, still=False)
-        assert source.source is not None, take.suffix
+            return rows_of(source, take.start, take.stop)
+        assert isinstance(source, Copy) and source.source is not None, take.suffix
+        shape = (take.stop - take.start, *source.shape[1:])
         return Imported("model", name, source.source, source.dtype, shape, (take.start, take.stop))
 
     def _mean(self, take: Take, layer: LayerDraft) -> Recipe:
@@ -442,8 +444,10 @@ class UpcycleExperts(Operation):
         return whole if self.fine_grained == 1 else repeated(whole, self.fine_grained)
 
 
-def _joined(takes: Sequence[Take], layer: LayerDraft, shape: tuple[int, ...], *, still: bool) -> Copy:
+def _joined(takes: Sequence[Take], layer: LayerDraft, shape: tuple[int, ...], *, still: bool) -> Recipe:
     """Rows of the layer's tensors, one piece below the other."""
+    if any(isinstance(layer.tensors[take.suffix], PlusProducts) for take in takes):
+        return piled([rows_of(layer.tensors[take.suffix], take.start, take.stop) for take in takes], shape)
     pieces: list[tuple[Copy, int, int]] = []
     for take in takes:
         source = layer.tensors[take.suffix]
