@@ -43,6 +43,7 @@ from surgeon.families.sparse.fit import dense_of, target_for
 from surgeon.families.sparse.target import Made, Target
 from surgeon.families.sparse.targets import TARGETS
 from surgeon.operations.fine_tunes import check_fine_tune
+from surgeon.operations.growing import shared_ffns
 from surgeon.operations.operation import Legend, OneOf, Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.prepare import OpenedBase
 from surgeon.operations.routed_experts import dense_sites, routed_tensors, rows_of
@@ -176,7 +177,7 @@ class UpcycleExperts(Operation):
     ] = "base"
     target: Annotated[
         str | None,
-        OneOf(lambda: [target.model_type for target in TARGETS]),
+        OneOf(lambda: list(dict.fromkeys(target.model_type for target in TARGETS))),
         Field(description="model_type of the output; default: the first that holds the base"),
     ] = None
 
@@ -484,5 +485,7 @@ def _dense(draft: Draft) -> Dense:
         )
     if "text_config" in draft.config:
         raise NoTarget(f"the layers stand in a larger model; take the text out first (`extract_text`), or {BESIDE}")
+    if shared_ffns(draft):
+        raise NoTarget(f"its layers share one FFN, and no class known here has experts in such a block; {BESIDE}")
     layers = [{suffix: recipe.shape for suffix, recipe in layer.tensors.items()} for layer in draft.layers]
     return dense_of(draft.config, layers, draft.anatomy.layer_name(0, "").removesuffix("0."))

@@ -66,7 +66,7 @@ def target_for(dense: Dense, mixture: Mixture, named: str | None = None) -> Targ
             return target
         reasons.setdefault(wrong, []).append(target.model_type)
     if not own:
-        held = ", ".join(target.model_type for target in TARGETS if target.form == mixture.form)
+        held = ", ".join(t.model_type for t in TARGETS if t.form == mixture.form and t.extends in ("", _type(dense)))
         raise BadInput(f"`target: {printable(str(named))}` has no `form: {mixture.form}`; use one of {held}")
     if not asked and named is not None and own[0].extends:
         raise BadInput(f"`target: {printable(named)}` is for a base of type {own[0].extends}; leave `target` out")
@@ -74,10 +74,14 @@ def target_for(dense: Dense, mixture: Mixture, named: str | None = None) -> Targ
     other = next(others, None)
     why = "; ".join(f"{', '.join(which)}: {reason}" for reason, which in reasons.items()) or _far(dense)
     raise NoTarget(
-        f"no class of transformers known here computes what this {printable(str(dense.config.get('model_type')))} does"
+        f"no class of transformers known here computes what this {printable(_type(dense))} does"
         f" with experts in the place of its MLP ({why}); "
         + (BESIDE if other is None else f"use `form: {other.form}` ({other.model_type})")
     )
+
+
+def _type(dense: Dense) -> str:
+    return str(dense.config.get("model_type"))
 
 
 def _far(dense: Dense) -> str:
