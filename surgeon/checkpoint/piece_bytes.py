@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
 from surgeon.checkpoint.pieces import Pieces, Scale, Span
 from surgeon.checkpoint.ranges import copy_range, fill, pieces_of, write_all
+from surgeon.common.powers import times_power_of_two
 from surgeon.errors import BadInput, printable
 
 # Of a run: two of them fit a core's cache, so that a block is still there when it is hashed and compared.
@@ -180,19 +181,14 @@ def _gathered(band: Sequence[Span], begin: int, end: int, opened: Opened) -> mem
 
 def scaled(data: bytearray | memoryview, scale: Scale, tensor: str) -> memoryview:
     """Numbers of a tensor times a power of two. Raises BadInput where one would lose a digit: then none is undone."""
-    import torch
-
-    dtype = getattr(torch, FLOAT_DTYPES[scale.dtype].torch)
-    numbers = torch.frombuffer(bytearray(data), dtype=dtype)
-    made = numbers * 2.0**scale.power
-    if not torch.equal(made * 2.0**-scale.power, numbers):
+    made = times_power_of_two(data, FLOAT_DTYPES[scale.dtype].torch, scale.power)
+    if made is None:
         raise BadInput(
             f"{printable(tensor.lstrip('/'))}: times 2^{scale.power} some of its numbers leave the normal ones of"
             f" {scale.dtype} and lose digits, so that nothing could bring them back; use the model in bfloat16 or"
             " float32, or other `times`"
         )
-    found: memoryview = made.view(torch.uint8).numpy().data
-    return found.cast("B")
+    return made
 
 
 def _lay(span: Span, source: memoryview, into: memoryview) -> None:
