@@ -69,7 +69,7 @@ def inner_spaces(config: Mapping[str, Any], skeleton: Skeleton, layer: int, head
     own = _described(_layer_of(skeleton, layer, heads))
     if not own:
         return ()
-    for twin_heads in _HEADS:
+    for twin_heads in sorted({min(each, heads) for each in _HEADS}, reverse=True):
         try:
             with one_thread(), torch.no_grad():
                 small = _with_groups(shrunk(config, heads_left=twin_heads), config)
