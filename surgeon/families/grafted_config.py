@@ -140,8 +140,6 @@ def head_with_grafts(composition: Composition, trunk: Mapping[str, Any]) -> str:
 
     Raises BadInput where the config names one for which there are no upcycled classes.
     """
-    import transformers
-
     named = [str(name) for name in trunk.get("architectures") or ()]
     head = short_name(composition.head)
     known = (head, *(short_name(each.native) for each in composition.heads), short_name(composition.model))
@@ -153,8 +151,8 @@ def head_with_grafts(composition: Composition, trunk: Mapping[str, Any]) -> str:
         return found or short_name(composition.model)
     if not named:
         return head
-    if found is None and len(named) == 1 and not hasattr(transformers, named[0]):
-        # A maker's own name (InternLM3ForCausalLM, a Llama to transformers), of which the kind of head alone is read.
+    if found is None and len(named) == 1:
+        # A maker's own name (InternLM3ForCausalLM, a Llama to transformers): the type says the class, this its head.
         _, kind, of = named[0].rpartition("For")
         found = next((name for name in known if kind and name.endswith(kind + of)), None)
     if found is None or len(named) > 1:
