@@ -297,7 +297,9 @@ def value_of(
             return held_tensor(source, base, held)
         case Copy(spans) if recipe.trains is False or all(span.nbytes == stored[span.tensor].nbytes for span in spans):
             parts = [_share(span, held_tensor(span.tensor, base, held), stored[span.tensor]) for span in spans]
-            return torch.cat(parts, dim=1).reshape(like.shape)
+            # Experts are as wide in every twin, whatever share of its FFN is theirs; theirs train, and may be any.
+            if recipe.trains is False or sum(part.numel() for part in parts) == like.numel():
+                return torch.cat(parts, dim=1).reshape(like.shape)
         case Constant(tuple(values)) if like.numel() == len(values):
             return torch.tensor(values, dtype=like.dtype).reshape(like.shape)
         case Constant(value) if not isinstance(value, tuple):

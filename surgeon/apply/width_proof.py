@@ -76,14 +76,15 @@ def prove_widths(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, An
                 "a twin of this model becomes no wider by what the plan changes, so nothing can be proven of it"
             )
         _fill(blueprint, anatomy, base, result, by_name=anatomy.derivation.same_names or is_grafted(config))
+        grows = " and ".join(f"`{key}`" for key in sizes)
         try:
             same = agree(base, result)
         except LOAD_FAILURES as error:
             raise BadInput(
-                f"a twin of this model cannot be run as wide as planned ({first_line(error)}); choose other widths"
+                f"a twin of this model cannot be run with more {grows} ({first_line(error)}): its code has sizes that"
+                " do not follow; widen something else"
             ) from error
         if not same:
-            grows = " and ".join(f"`{key}`" for key in sizes)
             raise BadInput(why_not(base, result, printable(anatomy.family.model_type), grows))
 
 
