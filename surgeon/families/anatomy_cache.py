@@ -175,6 +175,11 @@ class Remembered(Deferred):
         """As `Derivation` says."""
         return self._asked(dict[str, Part], lambda own: own.shared_parts(), "shared parts")
 
+    def adapted_ffns(self) -> dict[int, dict[str, tuple[tuple[str, str], ...]]]:
+        """As `Derivation` says."""
+        kind = dict[int, dict[str, tuple[tuple[str, str], ...]]]
+        return self._asked(kind, lambda own: own.adapted_ffns(), "adapted ffns")
+
     def shared_growths(self, fields: Mapping[str, int]) -> dict[str, tuple[int, int, int]]:
         """As `Derivation` says."""
         kind = dict[str, tuple[int, int, int]]

@@ -66,6 +66,10 @@ class Deferred(Derivation):
         """As `Derivation` says."""
         return self.own.shared_parts()
 
+    def adapted_ffns(self) -> dict[int, dict[str, tuple[tuple[str, str], ...]]]:
+        """As `Derivation` says."""
+        return self.own.adapted_ffns()
+
     def shared_growths(self, fields: Mapping[str, int]) -> dict[str, tuple[int, int, int]]:
         """As `Derivation` says."""
         return self.own.shared_growths(fields)

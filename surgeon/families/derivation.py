@@ -16,6 +16,7 @@ from surgeon.common.formatting import show
 from surgeon.common.library import LOAD_FAILURES
 from surgeon.errors import BadInput, printable
 from surgeon.families.activation import activation_in
+from surgeon.families.adapted_ffns import AdaptedFFNs, adapted_ffns
 from surgeon.families.anatomy import Axes, Derivation, Packed, Stream
 from surgeon.families.composing import composition_of
 from surgeon.families.derived import Derived, derive
@@ -168,6 +169,16 @@ class Found(Derivation):
         """As `Derivation` says."""
         return {part.suffix: part for _, parts in self._shared.values() for part in parts}
 
+    def adapted_ffns(self) -> AdaptedFFNs:
+        """As `Derivation` says."""
+        field, text = self.activation, self.derived.skeleton.text
+
+        def named(layer: int) -> str:
+            return str(getattr(text, field)) if field else self.own_activation(layer)
+
+        outer = self.names.outer
+        return adapted_ffns(self.config, self.shared_parts(), outer, named, heads=self.derived.heads)
+
     def shared_growths(self, fields: Mapping[str, int]) -> dict[str, Growth]:
         """As `Derivation` says."""
         layers, _ = as_layers(self._shared)
@@ -209,7 +220,7 @@ class Found(Derivation):
                         f" ({printable(', '.join(targets))}), and which side of it is the stream is not known;"
                         " widen_ffn may widen it"
                     )
-                axes = ((hidden_axis(part), *axes[0][1:]),)
+                axes = (axes[0]._replace(axis=hidden_axis(part)),)
             found[part.suffix] = axes
         return found
 

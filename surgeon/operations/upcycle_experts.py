@@ -25,6 +25,7 @@ from surgeon.blueprint.recipes import (
     Copy,
     Imported,
     Noised,
+    PlusProducts,
     Prompted,
     Random,
     Recipe,
@@ -35,16 +36,17 @@ from surgeon.blueprint.recipes import (
     rows,
 )
 from surgeon.checkpoint.header import FLOAT_DTYPES
-from surgeon.common.formatting import show_layers
+from surgeon.common.formatting import show, show_layers
 from surgeon.errors import BadInput, printable
 from surgeon.families.sparse.dense import BESIDE, Dense, Mixture, NoTarget, Take, check_divides
-from surgeon.families.sparse.fit import target_for
+from surgeon.families.sparse.fit import dense_of, target_for
 from surgeon.families.sparse.target import Made, Target
 from surgeon.families.sparse.targets import TARGETS
 from surgeon.operations.fine_tunes import check_fine_tune
+from surgeon.operations.growing import shared_ffns
 from surgeon.operations.operation import Legend, OneOf, Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.prepare import OpenedBase
-from surgeon.operations.routed_experts import dense_sites, routed_tensors
+from surgeon.operations.routed_experts import dense_sites, routed_tensors, rows_of
 from surgeon.operations.selectors import LayerSelector, select_layers
 from surgeon.operations.sites import default_activation
 
@@ -175,7 +177,7 @@ class UpcycleExperts(Operation):
     ] = "base"
     target: Annotated[
         str | None,
-        OneOf(lambda: [target.model_type for target in TARGETS]),
+        OneOf(lambda: list(dict.fromkeys(target.model_type for target in TARGETS))),
         Field(description="model_type of the output; default: the first that holds the base"),
     ] = None
 
@@ -236,18 +238,20 @@ class UpcycleExperts(Operation):
         """Turn every layer's MLP into experts, and the config into that of the class that has them."""
         number = draft.number
         _check(draft)
-        sparse = select_layers(self.layers, len(draft.layers))
-        plain = tuple(index for index in range(len(draft.layers)) if index not in set(sparse))
-        mixture = Mixture(self.form, self._count, self.top_k, self.fine_grained, plain=plain)
+        mixture = Mixture(self.form, self._count, self.top_k, self.fine_grained)
         try:
-            target, dense = target_for(draft.config, _layer_shapes(draft), mixture, self.target)
+            dense = _dense(draft)
+            sparse = self._sparse(dense)
+            plain = tuple(index for index in dense.holders if index not in sparse)
+            mixture = replace(mixture, plain=plain)
+            target = target_for(dense, mixture, self.target)
         except NoTarget:
             if self.form == "copies" or self.target is not None:
                 raise
             return self._as_grafts(draft, mixture, number)
         mixture = replace(mixture, balance=self._balance(target))
-        for index, layer in enumerate(draft.layers):
-            kept = index in plain
+        for index in dense.holders:
+            layer, kept = draft.layers[index], index in plain
             made = target.plain_layer(dense) if kept else target.layer(dense, mixture)
             down = dense.source("down").suffix
             born = {each.suffix: self._recipe(each, layer, down, f"layers.{index}") for each in made}
@@ -271,6 +275,14 @@ class UpcycleExperts(Operation):
             trains="new",
         )
 
+    def _sparse(self, dense: Dense) -> list[int]:
+        """The layers that get experts. Raises BadInput for one that is chosen and has no FFN."""
+        chosen = select_layers(self.layers, len(dense.layers))
+        lacking = next((index for index in chosen if index not in dense.holders), None)
+        if lacking is not None and self.layers != "all":
+            raise BadInput(f"layer {lacking} has no FFN; choose `layers` among {show(list(dense.holders))}")
+        return [index for index in chosen if index in dense.holders]
+
     def _as_grafts(self, draft: Draft, mixture: Mixture, number: int) -> OperationRecord:
         """Routed experts beside every MLP, by modules that ship with the weights."""
         model_type = printable(str(draft.config.get("model_type")))
@@ -282,9 +294,10 @@ class UpcycleExperts(Operation):
             check_divides(mixture, ffn.width)
             entry: dict[str, Any] = {"experts": mixture.count, "size": ffn.width // mixture.segments}
             entry |= {"top_k": mixture.chosen} | ffn.settings(default_activation(draft, index))
-            made, layer = routed_tensors(ffn, mixture, draft.anatomy.sizes.hidden), draft.layers[index]
+            made = routed_tensors(ffn, mixture, draft.anatomy.sizes.hidden)
+            layer = replace(draft.layers[index], tensors=dict(ffn.shared) or draft.layers[index].tensors)
             tensors = {each.suffix: self._recipe(each, layer, ffn.down, f"layers.{index}") for each in made}
-            layer.grafts.append(Graft("routed_experts", entry, tensors, number))
+            draft.layers[index].grafts.append(Graft("routed_experts", entry, tensors, number))
         alone = "; the weight of the one expert is its score, by which the router learns" if mixture.chosen == 1 else ""
         alone += self._amended_by(balance)
         return OperationRecord(
@@ -382,20 +395,20 @@ class UpcycleExperts(Operation):
             expert = nth // each if made.expert is None else made.expert
             matrix: Recipe = (whole := self._whole(take, layer, expert // self.fine_grained))
             if cut:
+                assert isinstance(whole, Copy | Imported), take.suffix
                 begin = expert % self.fine_grained * made.shape[-1]
                 matrix = columns(whole, begin, begin + made.shape[-1], float(self.fine_grained))
             parts.append(self._born(matrix, made, f"{label}.experts.{expert}", f"{key}.{nth}"))
         return parts[0] if len(parts) == 1 else piled(parts, made.shape)
 
-    def _whole(self, take: Take, layer: LayerDraft, copy: int) -> Copy | Imported:
+    def _whole(self, take: Take, layer: LayerDraft, copy: int) -> Recipe:
         """Rows of the MLP that expert `copy` begins as, of the base or of another model."""
         source = layer.tensors[take.suffix]
-        assert isinstance(source, Copy), take.suffix
-        shape = (take.stop - take.start, *source.shape[1:])
         name = BASE if isinstance(self.experts, int) else self.experts[copy]
         if name == BASE:
-            return rows([(source, take.start, take.stop)], shape, still=False)
-        assert source.source is not None, take.suffix
+            return rows_of(source, take.start, take.stop)
+        assert isinstance(source, Copy) and source.source is not None, take.suffix
+        shape = (take.stop - take.start, *source.shape[1:])
         return Imported("model", name, source.source, source.dtype, shape, (take.start, take.stop))
 
     def _mean(self, take: Take, layer: LayerDraft) -> Recipe:
@@ -432,8 +445,10 @@ class UpcycleExperts(Operation):
         return whole if self.fine_grained == 1 else repeated(whole, self.fine_grained)
 
 
-def _joined(takes: Sequence[Take], layer: LayerDraft, shape: tuple[int, ...], *, still: bool) -> Copy:
+def _joined(takes: Sequence[Take], layer: LayerDraft, shape: tuple[int, ...], *, still: bool) -> Recipe:
     """Rows of the layer's tensors, one piece below the other."""
+    if any(isinstance(layer.tensors[take.suffix], PlusProducts) for take in takes):
+        return piled([rows_of(layer.tensors[take.suffix], take.start, take.stop) for take in takes], shape)
     pieces: list[tuple[Copy, int, int]] = []
     for take in takes:
         source = layer.tensors[take.suffix]
@@ -461,8 +476,8 @@ def _check(draft: Draft) -> None:
         )
 
 
-def _layer_shapes(draft: Draft) -> dict[str, tuple[int, ...]]:
-    """The shapes of a layer's tensors, by suffix. Raises NoTarget where no class could hold the layers of this base."""
+def _dense(draft: Draft) -> Dense:
+    """The base as classes with experts are made of it. Raises NoTarget where none could hold its layers."""
     if (further := next(iter(draft.anatomy.further), None)) is not None:
         raise NoTarget(
             f"{printable(further)}: layers that predict further tokens have an MLP of their own; take these out, or"
@@ -470,16 +485,7 @@ def _layer_shapes(draft: Draft) -> dict[str, tuple[int, ...]]:
         )
     if "text_config" in draft.config:
         raise NoTarget(f"the layers stand in a larger model; take the text out first (`extract_text`), or {BESIDE}")
-    if not (stem := draft.anatomy.layer_name(0, "")).startswith("model.layers."):
-        raise NoTarget(
-            f"its layers are called `{printable(stem)}…`, and those of the classes known here `model.layers.0.…`: it"
-            f" has other parts, or no head; {BESIDE}"
-        )
-    first = {suffix: recipe.shape for suffix, recipe in draft.layers[0].tensors.items()}
-    for index, layer in enumerate(draft.layers):
-        if {suffix: recipe.shape for suffix, recipe in layer.tensors.items()} != first:
-            raise NoTarget(
-                f"layer {index} holds other tensors than layer 0, and the classes known here have one kind of layer;"
-                f" {BESIDE}"
-            )
-    return first
+    if shared_ffns(draft):
+        raise NoTarget(f"its layers share one FFN, and no class known here has experts in such a block; {BESIDE}")
+    layers = [{suffix: recipe.shape for suffix, recipe in layer.tensors.items()} for layer in draft.layers]
+    return dense_of(draft.config, layers, draft.anatomy.layer_name(0, "").removesuffix("0."))
