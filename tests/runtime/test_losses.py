@@ -338,11 +338,21 @@ def test_scaled_under_gradient_accumulation() -> None:
 def test_sequence_classifiers_get_them_too(family: str) -> None:
     torch.manual_seed(0)
     surgery = both()
+    # In layer 4 the twin alone has one.
+    surgery["adapters"] = [each for each in surgery["adapters"] if each["layer"] != 4]
     model = perturbed(
         classes(family, "ForSequenceClassification", surgery)(config(family, surgery, num_labels=3))
     ).train()
     inputs = batch() | {"labels": torch.tensor([0, 2, 1]), "domain_ids": torch.tensor([0, 1, 0])}
+    heard: list[torch.Tensor] = []
+    for module in model.modules():
+        if hasattr(module, "opening"):
+            module.register_forward_hook(lambda _module, _given, made: heard.append(made[0]))
     out = model(**inputs)
+    original = inputs["attention_mask"].bool() & (inputs["domain_ids"] == 0)[:, None]
+    loud = torch.stack([made.abs().mean(dim=-1)[original].mean() for made in heard])
+    assert len(loud) == 2
+    torch.testing.assert_close(out.local_l1_loss, loud.mean())
     task = torch.nn.functional.cross_entropy(out.logits, inputs["labels"])
     auxiliary = out.divergence_loss + 0.5 * out.local_l1_loss + 0.25 * out.local_cross_entropy_loss
     assert out.divergence_loss > 0
