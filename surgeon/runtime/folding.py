@@ -136,8 +136,12 @@ def _shorten(test: ast.BoolOp, lines: _Lines) -> None:
     assert first.lineno == stays.lineno, f"a question over several lines: {ast.unparse(test)}"
     line = lines.lines[first.lineno - 1]
     begin = first.col_offset - line[: first.col_offset].endswith("(")
-    end = stays.col_offset - line[: stays.col_offset].endswith("(")
-    lines.lines[first.lineno - 1] = line[:begin] + line[end:]
+    kept = line[stays.col_offset :]
+    if line[: stays.col_offset].endswith("("):
+        # Alone, it needs none.
+        assert stays is test.values[-1] and stays.end_lineno == stays.lineno, ast.unparse(test)
+        kept = f"{ast.unparse(stays)}:"
+    lines.lines[first.lineno - 1] = line[:begin] + kept
 
 
 def _questions(test: ast.BoolOp) -> list[ast.expr]:

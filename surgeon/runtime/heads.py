@@ -53,8 +53,10 @@ class UpcycledOuter(UpcycledPreTrained):
 
     def run_grafted(self, run: Callable[..., Any], given: dict[str, Any], flow: Flow | None) -> Any:
         """`run`, the native forward; `domain_ids` (B or B T; 0: the original domain) switch the local losses on."""
-        domain_ids = given.pop("domain_ids", None)
+        if not LOSSES and not GATES:
+            given.pop("domain_ids", None)
         if LOSSES or GATES:
+            domain_ids = given.pop("domain_ids", None)
             labels = next((given[name] for name in ("labels", "start_positions") if given.get(name) is not None), None)
             trained = open_flow(given, domain_ids) if self.training and labels is not None else None
             flow = trained or flow

@@ -170,12 +170,12 @@ class Surgery:
 
     def trains(self) -> list[str]:
         """What the names of parameters that train begin with, below the base model."""
-        owners = [owner for rules in self.rules for owner in rules.trains(self)]
+        owners = (owner for rules in self.rules for owner in rules.trains(self))
         if TWINS:
-            owners = [self.placed(owner) for owner in owners]
+            owners = (self.placed(owner) for owner in owners)
         if INSERTED:
-            owners += [f"layers.{layer}." for layer in self.new_layers]
-        return owners
+            return [*owners, *(f"layers.{layer}." for layer in self.new_layers)]
+        return list(owners)
 
 
 def read_surgery(config: Any) -> Surgery:
