@@ -12,6 +12,7 @@ import ast
 import contextlib
 import io
 import json
+import os
 import re
 import shlex
 import shutil
@@ -36,6 +37,7 @@ from surgeon.compare.config.loading import load_study
 from surgeon.families.skeleton import IMAGE_TEXT
 from surgeon.operations import OPERATIONS
 from surgeon.plan.shipped import find_sweep, swept
+from surgeon.train import gate_fitting
 from tests import quoted, reference_pages, tiny
 from tests.decoders import tiny_decoder
 from tests.house import PACKAGE
@@ -116,6 +118,16 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pages' own; proofs on twins are in the tests' one."""
+    folder = tmp_path_factory.mktemp("caches")
+    proofs = Path(os.environ["SURGEON_CACHE"]) / "proofs"
+    proofs.mkdir(parents=True, exist_ok=True)
+    (folder / "proofs").symlink_to(proofs)
+    return folder
+
+
 def _adapter(base: Path, folder: Path, *, seed: int) -> None:
     import torch
     from peft import LoraConfig, get_peft_model
@@ -128,9 +140,14 @@ def _adapter(base: Path, folder: Path, *, seed: int) -> None:
 
 
 @pytest.mark.parametrize("page", RUNNABLE, ids=name_of)
-def test_what_a_page_shows_runs(page: Path, tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_page_shows_runs(
+    page: Path, tools: Path, caches: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.copytree(tools, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
+    # What one command finds out of a base the next one knows, as a user's; other tests have no such cache.
+    monkeypatch.setenv("SURGEON_CACHE", str(caches))
+    monkeypatch.setattr(gate_fitting, "_STEPS", 200)
     names = {"__name__": "__main__"}
     for number, block in enumerate(blocks(page)):
         if block.said.startswith("not run: "):
