@@ -12,7 +12,6 @@ import ast
 import contextlib
 import io
 import json
-import os
 import re
 import shlex
 import shutil
@@ -120,12 +119,8 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The pages' own; proofs on twins are in the tests' one."""
-    folder = tmp_path_factory.mktemp("caches")
-    proofs = Path(os.environ["SURGEON_CACHE"]) / "proofs"
-    proofs.mkdir(parents=True, exist_ok=True)
-    (folder / "proofs").symlink_to(proofs)
-    return folder
+    """The pages' own, of all that is kept: other tests keep proofs alone."""
+    return tmp_path_factory.mktemp("caches")
 
 
 def _adapter(base: Path, folder: Path, *, seed: int) -> None:
@@ -145,7 +140,7 @@ def test_what_a_page_shows_runs(
 ) -> None:
     shutil.copytree(tools, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    # What one command finds out of a base the next one knows, as a user's; other tests have no such cache.
+    # What one command finds out of a base the next one knows, as on a user's machine.
     monkeypatch.setenv("SURGEON_CACHE", str(caches))
     monkeypatch.setattr(gate_fitting, "_STEPS", 200)
     names = {"__name__": "__main__"}

@@ -60,7 +60,7 @@ def test_killed_where_a_file_is_there_and_its_stamp_is_not(
     command: Command, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then the same command ends byte for byte as if it had never been killed."""
-    # The gate's fit is done three times; how long it is does not matter here.
+    # Three runs fit a gate; how long that takes does not matter here.
     monkeypatch.setattr(gate_fitting, "_STEPS", 50)
     places = PLACES[command.name]
     found = killed_at(command, made, tmp_path, places)
