@@ -49,6 +49,8 @@ OTHERWISE = {
     # Channels of embeddings per layer, whose order stands outside the layers.
     "gemma4_text": {
         "fused": "{op: insert_layers, where: {after: [0, 3]}, init: {kind: ot_fusion, unaligned: average}}",
+        # The root of a width four times as large is twice as large, which no rounding is needed to undo.
+        "stream": "{op: widen_hidden, times: 4}",
     },
     "jamba": {
         "insert": "{op: insert_layers, where: {every_period: 1}, init: {kind: copy}}",
@@ -104,7 +106,7 @@ KINDS = (
         "init `copy`",
     ),
     Kind(
-        "is a mixture of experts already",
+        "is a mixture of experts already|has experts already",
         "the operation makes experts of one FFN, and this model has experts",
         "the dense original, or grafts",
     ),
@@ -114,25 +116,20 @@ KINDS = (
         _BESIDE,
     ),
     Kind(
-        "holds other tensors than layer 0, and the classes",
-        "native classes of experts have one kind of layer; this base has several",
+        "hold different tensors, and none of the classes",
+        "no native class of experts has these layers: that with Bamba's (granitemoehybrid) turns whole heads, and Gemma"
+        " 4's own puts experts beside the MLP, behind norms of their own",
         _BESIDE,
     ),
     Kind(
-        "are called `.*`, and those of the classes|stand in a larger model;",
-        "no native class of experts has layers of this build (names, parts)",
+        "share one FFN, and no class",
+        "no native class has experts in a block that layers share",
         _BESIDE,
     ),
     Kind(
-        "no class of transformers known here computes what",
+        r"no class of transformers known here computes what .*\((?!layers )",
         "each native class was tried on a twin and computes something else: other norms, biases, rotation or windows",
         _BESIDE,
-    ),
-    Kind(
-        "multiplies embeddings by a number that depends on `hidden_size`",
-        "the class multiplies embeddings by the root of the hidden size, so a wider stream begins with other numbers,"
-        " and embeddings that undo it are not the base's",
-        "`widen_ffn`",
     ),
     Kind(
         "heads transformers' class builds heads of another size",

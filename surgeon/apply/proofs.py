@@ -159,7 +159,7 @@ def _prove(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any], ow
     _prove_moves(blueprint, anatomy)
     if blueprint.more_rows or blueprint.kept_tokens is not None:
         prove_rows(anatomy, config, blueprint.more_rows, own)
-    elif blueprint.native and own is None and blueprint.config.get("model_type") != config.get("model_type"):
+    elif blueprint.converted and own is None:
         prove_blueprint(blueprint, anatomy, config)
 
 

@@ -59,6 +59,8 @@ def _left_out(config: Mapping[str, Any], field: str) -> int:
 
 def changed_counts(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     """What the base's config counts of experts that an output has otherwise, before and after."""
+    if blueprint.converted:  # What a dense config says of experts is of none.
+        return {}
     path = anatomy.derivation.path
     before, after = (dict(flat_fields(part_of(each, path))) for each in (native_config(config), blueprint.config))
     return {

@@ -74,7 +74,7 @@ def prove_blueprint(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str,
             if is_grafted(before):
                 _train(base, native_config(before), heads)
             _silence(base, blueprint, anatomy)
-            if after["model_type"] == before["model_type"] or not blueprint.native:
+            if not blueprint.converted:
                 _fill(result, base, blueprint, tensors_of(anatomy))
             else:
                 _fill_converted(result, base, blueprint, tensors_of(anatomy))
@@ -92,7 +92,7 @@ def prove_blueprint(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str,
             except BadInput:
                 # A class that fuses other projections multiplies matrices of other widths, which on a model as small as
                 # a twin kernels sum in another order; `verify` compares the bits of the real ones.
-                if after["model_type"] == before["model_type"] or not agree(base, result):
+                if not blueprint.converted or not agree(base, result):
                     raise
         else:
             check_grafts(base, result)
@@ -297,7 +297,9 @@ def value_of(
             return held_tensor(source, base, held)
         case Copy(spans) if recipe.trains is False or all(span.nbytes == stored[span.tensor].nbytes for span in spans):
             parts = [_share(span, held_tensor(span.tensor, base, held), stored[span.tensor]) for span in spans]
-            return torch.cat(parts, dim=1).reshape(like.shape)
+            # Experts are as wide in every twin, whatever share of its FFN is theirs; theirs train, and may be any.
+            if recipe.trains is False or sum(part.numel() for part in parts) == like.numel():
+                return torch.cat(parts, dim=1).reshape(like.shape)
         case Constant(tuple(values)) if like.numel() == len(values):
             return torch.tensor(values, dtype=like.dtype).reshape(like.shape)
         case Constant(value) if not isinstance(value, tuple):

@@ -76,14 +76,15 @@ def prove_widths(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, An
                 "a twin of this model becomes no wider by what the plan changes, so nothing can be proven of it"
             )
         _fill(blueprint, anatomy, base, result, by_name=anatomy.derivation.same_names or is_grafted(config))
+        grows = " and ".join(f"`{key}`" for key in sizes)
         try:
             same = agree(base, result)
         except LOAD_FAILURES as error:
             raise BadInput(
-                f"a twin of this model cannot be run as wide as planned ({first_line(error)}); choose other widths"
+                f"a twin of this model cannot be run with more {grows} ({first_line(error)}): its code has sizes that"
+                " do not follow; widen something else"
             ) from error
         if not same:
-            grows = " and ".join(f"`{key}`" for key in sizes)
             raise BadInput(why_not(base, result, printable(anatomy.family.model_type), grows))
 
 
@@ -223,7 +224,8 @@ class _Twin:
         axis = next(n for n in range(len(shape)) if math.prod(shape[:n]) == span.count)
         width = source.shape[axis]
         start, stop = (edge * width // each for edge in (span.offset, span.offset + span.length))
-        return source.narrow(axis, start, stop - start)
+        found = source.narrow(axis, start, stop - start)
+        return found if span.scale is None else found * 2.0**span.scale.power
 
 
 def _value(recipe: Recipe, twin: _Twin, like: Tensor, name: str) -> Tensor:

@@ -135,6 +135,8 @@ class Blueprint:
     left_behind: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     # Whether it is the text tower of a larger model.
     extracted: bool = False
+    # Whether config.json is another one than the base's with more or fewer layers: of another class, or other parts.
+    converted: bool = False
 
     @cached_property
     def words(self) -> Mapping[str, dict[str, Any]]:

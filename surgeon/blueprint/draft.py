@@ -362,6 +362,7 @@ class Draft:
             untied=self.untied,
             left_behind=({len(self.records) - 1: left} if left else {}) | unused,
             extracted=self.renamed is not None,
+            converted=self.converted is not None,
         )
 
     def _with_parts(self, outputs: list[Output], config: Mapping[str, Any]) -> list[Output]:

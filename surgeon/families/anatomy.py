@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from surgeon.checkpoint.header import QUANTISED_DTYPES, TensorInfo
 from surgeon.errors import printable
@@ -63,9 +63,19 @@ _UNREAD = tuple(dtype for dtype in QUANTISED_DTYPES if dtype not in ("F8_E4M3", 
 FORMS = ("linear", "turned", "embedding", "experts", "turned experts", "other")
 
 
-# How an axis of a tensor grows: along which, what is new there (None: copies of what there is), and the parts that each
-# grow for themselves, in proportion.
-Axis = tuple[int, float | None, tuple[int, ...]]
+class Axis(NamedTuple):
+    """How one axis of a tensor grows: along which, what is new there (None: copies of what there is), and the parts
+    that each grow for themselves, in proportion. Before what is new stand as many `copies`, the first among them, each
+    times two to the `power`.
+    """
+
+    axis: int
+    new: float | None
+    shares: tuple[int, ...] = (1,)
+    copies: int = 1
+    power: int = 0
+
+
 Axes = tuple[Axis, ...]
 # The fields of a wider model's config, the axes of the tensors of each kind of layers by suffix, and of those outside.
 Stream = tuple[dict[str, int], tuple[dict[str, Axes], ...], dict[str, Axes]]

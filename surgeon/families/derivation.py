@@ -220,7 +220,7 @@ class Found(Derivation):
                         f" ({printable(', '.join(targets))}), and which side of it is the stream is not known;"
                         " widen_ffn may widen it"
                     )
-                axes = ((hidden_axis(part), *axes[0][1:]),)
+                axes = (axes[0]._replace(axis=hidden_axis(part)),)
             found[part.suffix] = axes
         return found
 

@@ -151,10 +151,14 @@ def head_with_grafts(composition: Composition, trunk: Mapping[str, Any]) -> str:
         return found or short_name(composition.model)
     if not named:
         return head
+    if found is None and len(named) == 1:
+        # A maker's own name (InternLM3ForCausalLM, a Llama to transformers): the type says the class, this its head.
+        _, kind, of = named[0].rpartition("For")
+        found = next((name for name in known if kind and name.endswith(kind + of)), None)
     if found is None or len(named) > 1:
         raise BadInput(
             f"config.json: `architectures` is {printable(repr(named))}; grafts are made for"
-            f" {', '.join(dict.fromkeys(known))}"
+            f" {', '.join(dict.fromkeys(known))}: if the weights are of one of these, write it alone"
         )
     return found
 

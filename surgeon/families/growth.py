@@ -24,7 +24,7 @@ from surgeon.families.skeleton import Skeleton, build
 # Fields that may count layers from the bottom or the top, or be the number of one.
 _COUNTS = re.compile(r"dense|layers?(_|$)|_idx$|_index$|start|shared")
 # Fields that may hold an entry for each layer; others may be as long as the stack by chance.
-_ENTRIES = re.compile(r"layer|types?(_|$)|pattern|intermediate_size")
+_ENTRIES = re.compile(r"layer|types?(_|$)|pattern|intermediate_size|top_?k|experts?(_|$)")
 # Labels have numbers as layers have.
 _LABELS = "id2label"
 _MOST_TRIALS = 48
@@ -177,6 +177,8 @@ def _trials(part: Mapping[str, Any], skeleton: Skeleton, order: Sequence[int]) -
     for extra in ({}, derived):
         whole = dict(part) | extra
         yield from _unlike(stated, grown_part(whole, count, skeleton.count_key, order), bool(extra))
+        if not extra:
+            yield from (stated | more for more in _by_chance(part, stated, order, count))
         choices = [
             (key, change)
             for key, changes in _counted(whole | {k: full[k] for k in full if k not in whole}, order, count).items()
@@ -190,6 +192,19 @@ def _trials(part: Mapping[str, Any], skeleton: Skeleton, order: Sequence[int]) -
 def _unlike(first: dict[str, Any], second: dict[str, Any], later: bool) -> Iterator[dict[str, Any]]:
     if not later or first != second:
         yield second
+
+
+def _by_chance(
+    part: Mapping[str, Any], stated: Mapping[str, Any], order: Sequence[int], count: int
+) -> Iterator[dict[str, Any]]:
+    """Readings of lists by other names that are as long as the stack, maybe by chance: one of each layer's, or all."""
+    made = {
+        key: [value[source] for source in order]
+        for key, value in part.items()
+        if isinstance(value, list) and len(value) == count > 1 and stated.get(key) == value and "token" not in key
+    }
+    for size in {*range(1, min(len(made), 2) + 1), len(made)} - {0}:
+        yield from ({key: made[key] for key in keys} for keys in itertools.combinations(made, size))
 
 
 def _counted(fields: Mapping[str, Any], order: Sequence[int], count: int) -> dict[str, list[int]]:

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 # Of the layer's largest output: rounding stays below it.
 _SAME = 1e-4
-_HEADS = (4, 2)
+# Eight first: some classes keep heads in four blocks (CodeGen), which with four of them are no more than heads.
+_HEADS = (8, 4, 2)
 _GROUPS = ("n_groups", "mamba_n_groups", "mamba_ngroups")
 _FUSED = ("query_key_value", "qkv_proj", "Wqkv", "qkv")
 _OUTPUTS = ("dense", "out_proj", "o_proj", "c_proj")
@@ -68,7 +69,7 @@ def inner_spaces(config: Mapping[str, Any], skeleton: Skeleton, layer: int, head
     own = _described(_layer_of(skeleton, layer, heads))
     if not own:
         return ()
-    for twin_heads in _HEADS:
+    for twin_heads in sorted({min(each, heads) for each in _HEADS}, reverse=True):
         try:
             with one_thread(), torch.no_grad():
                 small = _with_groups(shrunk(config, heads_left=twin_heads), config)

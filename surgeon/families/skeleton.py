@@ -284,6 +284,12 @@ def _stack(model: Any, text: Any, shown: str, *, encoder: bool) -> str:
     if not found:
         kind = "encoder" if encoder else "decoder"
         fewer = [(length, name) for length, _, name in lists if encoder and type(count) is int and length < count]
+        parted = [(length, name) for length, _, name in lists if length > 1 and count and not count % length]
+        if parted and not encoder:
+            raise BadInput(
+                f"config.json: this {shown} counts {count} layers in a stack of {parted[0][0]} (`{parted[0][1]}`):"
+                " each attends several times, so none has a number of its own; use another model"
+            )
         seen = f" (`{fewer[0][1]}` has {fewer[0][0]}: layers that share weights cannot differ)" if fewer else ""
         raise BadInput(
             f"config.json: no stack of {count} {kind} layers is found in this {shown}{seen}; is it a text {kind}?"

@@ -19,7 +19,7 @@ from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, LocalSource, is_side_
 from surgeon.checkpoint.trust import MAX_CODE_BYTES, looked_in, only_in_code, without_auto_map
 from surgeon.checkpoint.weights import INDEX_FILE, SINGLE_FILE
 from surgeon.common.disk_space import writing
-from surgeon.common.library import described
+from surgeon.common.library import described, has_type
 from surgeon.errors import BadInput
 
 # A folder with none of these has no tokenizer; any other failure to load one gets a message of its own.
@@ -40,6 +40,7 @@ _NOT_A_TOKENIZER = frozenset(
     {"generation_config.json", "audio_tokenizer_config.json", "video_preprocessor_config.json", *PROCESSOR_FILES}
 )
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", *PROCESSOR_FILES)
+_POSITIONS = frozenset({"rope_scaling", "rope_parameters"})
 
 # Settings that transformers' tokenizers pass on to what opens files, or take as files; it saves such paths itself.
 _LOADING = frozenset(
@@ -132,6 +133,9 @@ def _show(folder: Path, name: str, view: Path, beside: Mapping[str, Any]) -> Non
         # Where the model came from is one of the hints by which a tokenizer's class is chosen.
         hint = {key: settings[key] for key in ("_name_or_path",) if isinstance(settings.get(key), str)}
         kept = without_auto_map(described(settings)) | hint
+        if not has_type(settings.get("model_type")):
+            # Of a type that it lacks, as an output with grafts is, transformers fails at scaled positions (Llama 3.1).
+            kept = {key: value for key, value in kept.items() if key not in _POSITIONS}
     else:
         settings = settings if only_in_code(settings, beside) else without_auto_map(settings)
         kept = {key: _parts(value) for key, value in settings.items() if not _opens_files(key)}

@@ -72,10 +72,14 @@ class Gap:
         instead = "no two neighbours of this model are alike: use init copy"
         if alike:
             instead = f"use a gap whose two sides are of one kind (after {show_layers(alike)}), or init copy"
-        raise BadInput(
-            f"layers {self.below} ({printable(lower.title)}) and {self.below + 1} ({printable(upper.title)}) are of"
-            f" different kinds, so there is nothing between them; {instead}"
-        )
+        titles = [printable(kind.title) for kind in (lower, upper)]
+        named = f"layers {self.below} ({titles[0]}) and {self.below + 1} ({titles[1]}) are of different kinds"
+        if titles[0] == titles[1]:
+            held = [{part.suffix for part in kind.parts} for kind in (lower, upper)]
+            odd = next(iter(sorted(held[0] ^ held[1])), "")
+            why = f"{printable(odd)} is in layer {self.below + (odd in held[1])} alone" if odd else "of other shapes"
+            named = f"layers {self.below} and {self.below + 1} are of different kinds ({why})"
+        raise BadInput(f"{named}, so there is nothing between them; {instead}")
 
 
 @dataclass(frozen=True)

@@ -36,13 +36,14 @@ from surgeon.blueprint.recipes import (
     rows,
 )
 from surgeon.checkpoint.header import FLOAT_DTYPES
-from surgeon.common.formatting import show_layers
+from surgeon.common.formatting import show, show_layers
 from surgeon.errors import BadInput, printable
 from surgeon.families.sparse.dense import BESIDE, Dense, Mixture, NoTarget, Take, check_divides
-from surgeon.families.sparse.fit import target_for
+from surgeon.families.sparse.fit import dense_of, target_for
 from surgeon.families.sparse.target import Made, Target
 from surgeon.families.sparse.targets import TARGETS
 from surgeon.operations.fine_tunes import check_fine_tune
+from surgeon.operations.growing import shared_ffns
 from surgeon.operations.operation import Legend, OneOf, Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.prepare import OpenedBase
 from surgeon.operations.routed_experts import dense_sites, routed_tensors, rows_of
@@ -176,7 +177,7 @@ class UpcycleExperts(Operation):
     ] = "base"
     target: Annotated[
         str | None,
-        OneOf(lambda: [target.model_type for target in TARGETS]),
+        OneOf(lambda: list(dict.fromkeys(target.model_type for target in TARGETS))),
         Field(description="model_type of the output; default: the first that holds the base"),
     ] = None
 
@@ -237,18 +238,20 @@ class UpcycleExperts(Operation):
         """Turn every layer's MLP into experts, and the config into that of the class that has them."""
         number = draft.number
         _check(draft)
-        sparse = select_layers(self.layers, len(draft.layers))
-        plain = tuple(index for index in range(len(draft.layers)) if index not in set(sparse))
-        mixture = Mixture(self.form, self._count, self.top_k, self.fine_grained, plain=plain)
+        mixture = Mixture(self.form, self._count, self.top_k, self.fine_grained)
         try:
-            target, dense = target_for(draft.config, _layer_shapes(draft), mixture, self.target)
+            dense = _dense(draft)
+            sparse = self._sparse(dense)
+            plain = tuple(index for index in dense.holders if index not in sparse)
+            mixture = replace(mixture, plain=plain)
+            target = target_for(dense, mixture, self.target)
         except NoTarget:
             if self.form == "copies" or self.target is not None:
                 raise
             return self._as_grafts(draft, mixture, number)
         mixture = replace(mixture, balance=self._balance(target))
-        for index, layer in enumerate(draft.layers):
-            kept = index in plain
+        for index in dense.holders:
+            layer, kept = draft.layers[index], index in plain
             made = target.plain_layer(dense) if kept else target.layer(dense, mixture)
             down = dense.source("down").suffix
             born = {each.suffix: self._recipe(each, layer, down, f"layers.{index}") for each in made}
@@ -271,6 +274,14 @@ class UpcycleExperts(Operation):
             claim=self._claim(target, dense),
             trains="new",
         )
+
+    def _sparse(self, dense: Dense) -> list[int]:
+        """The layers that get experts. Raises BadInput for one that is chosen and has no FFN."""
+        chosen = select_layers(self.layers, len(dense.layers))
+        lacking = next((index for index in chosen if index not in dense.holders), None)
+        if lacking is not None and self.layers != "all":
+            raise BadInput(f"layer {lacking} has no FFN; choose `layers` among {show(list(dense.holders))}")
+        return [index for index in chosen if index in dense.holders]
 
     def _as_grafts(self, draft: Draft, mixture: Mixture, number: int) -> OperationRecord:
         """Routed experts beside every MLP, by modules that ship with the weights."""
@@ -465,8 +476,8 @@ def _check(draft: Draft) -> None:
         )
 
 
-def _layer_shapes(draft: Draft) -> dict[str, tuple[int, ...]]:
-    """The shapes of a layer's tensors, by suffix. Raises NoTarget where no class could hold the layers of this base."""
+def _dense(draft: Draft) -> Dense:
+    """The base as classes with experts are made of it. Raises NoTarget where none could hold its layers."""
     if (further := next(iter(draft.anatomy.further), None)) is not None:
         raise NoTarget(
             f"{printable(further)}: layers that predict further tokens have an MLP of their own; take these out, or"
@@ -474,16 +485,7 @@ def _layer_shapes(draft: Draft) -> dict[str, tuple[int, ...]]:
         )
     if "text_config" in draft.config:
         raise NoTarget(f"the layers stand in a larger model; take the text out first (`extract_text`), or {BESIDE}")
-    if not (stem := draft.anatomy.layer_name(0, "")).startswith("model.layers."):
-        raise NoTarget(
-            f"its layers are called `{printable(stem)}…`, and those of the classes known here `model.layers.0.…`: it"
-            f" has other parts, or no head; {BESIDE}"
-        )
-    first = {suffix: recipe.shape for suffix, recipe in draft.layers[0].tensors.items()}
-    for index, layer in enumerate(draft.layers):
-        if {suffix: recipe.shape for suffix, recipe in layer.tensors.items()} != first:
-            raise NoTarget(
-                f"layer {index} holds other tensors than layer 0, and the classes known here have one kind of layer;"
-                f" {BESIDE}"
-            )
-    return first
+    if shared_ffns(draft):
+        raise NoTarget(f"its layers share one FFN, and no class known here has experts in such a block; {BESIDE}")
+    layers = [{suffix: recipe.shape for suffix, recipe in layer.tensors.items()} for layer in draft.layers]
+    return dense_of(draft.config, layers, draft.anatomy.layer_name(0, "").removesuffix("0."))

@@ -475,6 +475,11 @@ NO_PLACE = {
         "{op: gated_adapters, size: 4, layers: [0]}",
         r"layer 0 of this nemotron_h has no FFN .*; layers .* have one: choose `layers` by that",
     ),
+    "no layer with an FFN": (
+        "falcon_mamba",
+        "{op: gated_adapters, size: 4}",
+        "no layer has one: use insert_layers or mixture_of_control, which",
+    ),
     "no attention": ("falcon_mamba", "{op: pmoe_experts, targets: [q_proj]}", "`targets` names 'q_proj', no linear"),
     "a stream of another dtype": (
         "falcon_mamba",

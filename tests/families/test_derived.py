@@ -19,7 +19,7 @@ from surgeon.families.growth import grown
 from surgeon.families.kinds import described_kinds, numbered
 from surgeon.families.proof import prove
 from surgeon.families.silence import silences
-from surgeon.families.skeleton import IMAGE_TEXT, build
+from surgeon.families.skeleton import CAUSAL, IMAGE_TEXT, build
 from surgeon.families.twin import shrunk, twin_of
 from surgeon.families.vocabulary import vocabulary_tensors
 from tests import tiny
@@ -112,6 +112,26 @@ def test_a_grown_config_says_what_every_layer_is(model_type: str) -> None:
     kinds, now = described_kinds(skeleton), described_kinds(build(made))
     assert [kind[0] for kind in now] == [kinds[source][0] for source in order]
     assert {key: made[key] for key in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    ("model_type", "auto", "lists"),
+    [
+        ("hunyuan_v1_moe", CAUSAL, {"moe_topk": [2, 1, 2, 2]}),
+        ("step3p7", IMAGE_TEXT, {"swiglu_limits": [0.0, 7.0, 0.0, 7.0], "swiglu_limits_shared": [0.0, 16.0, 0.0, 0.0]}),
+    ],
+)
+def test_lists_that_a_class_reads_layer_by_layer_follow_the_layers(
+    model_type: str, auto: str, lists: dict[str, list[float]]
+) -> None:
+    """Whatever their names; a list that is as long by chance stays."""
+    config = tiny_config(model_type, auto)
+    text = config.get("text_config", config)
+    text |= lists | {"suppress": [1, 2, 3, 4]}
+    made = grown(config, build(config), [0, 1, 1, 2, 3])
+    wanted = {key: [value[source] for source in (0, 1, 1, 2, 3)] for key, value in lists.items()}
+    found = made.get("text_config", made)
+    assert {key: found[key] for key in (*lists, "suppress")} == wanted | {"suppress": [1, 2, 3, 4]}
 
 
 def test_the_proof_has_power() -> None:

@@ -18,10 +18,11 @@ from surgeon.errors import BadInput
 from surgeon.families.decoders import USUAL_DECODERS, USUAL_ENCODERS
 from surgeon.families.derived import derive
 from surgeon.families.dissect import dissect
-from surgeon.families.grafted_config import native_config
+from surgeon.families.grafted_config import head_with_grafts, native_config
 from surgeon.families.settings import ACTIVATIONS, ROPE_TYPES, check_settings
+from surgeon.families.skeleton import build
 from tests import tiny
-from tests.runtime.grafting import joining
+from tests.runtime.grafting import composition, joining
 
 # Switches that add or take away tensors, beyond the defaults of tests/tiny.py.
 VARIANTS = [
@@ -303,3 +304,23 @@ def test_layers_are_numbered_in_plain_digits(tmp_path: Path, number: str) -> Non
         name = f"{stem}{number}.mlp.up_proj.weight"
         with pytest.raises(BadInput, match=r"cannot renumber such layers|not know layers by|in plain digits"):
             dissect(folder.config, folder.tensors | {name: replace(info, name=name)})
+
+
+def test_a_makers_own_name_of_an_architecture_is_read_by_its_head() -> None:
+    """transformers ignores it: InternLM3's checkpoints are Llamas to it, and say InternLM3ForCausalLM."""
+    llama = composition("llama")
+    for named, head in (
+        ("InternLM3ForCausalLM", "LlamaForCausalLM"),
+        ("LLaMAForCausalLM", "LlamaForCausalLM"),
+        ("OwnForSequenceClassification", "LlamaForSequenceClassification"),
+    ):
+        assert head_with_grafts(llama, {"architectures": [named]}) == head
+    for wrong in ("OwnForRewards", "Own"):
+        with pytest.raises(BadInput, match="if the weights are of one of these, write it alone"):
+            head_with_grafts(llama, {"architectures": [wrong]})
+
+
+def test_layers_that_attend_twice_are_said_to() -> None:
+    config = {"model_type": "longcat_flash", "num_layers": 3, "hidden_size": 64, "n_routed_experts": 4}
+    with pytest.raises(BadInput, match=r"counts 6 layers in a stack of 3 \(`model\.layers`\): each attends several"):
+        build(config)

@@ -19,7 +19,7 @@ from surgeon.families.inner_spaces import _holds, inner_spaces
 from surgeon.families.silence import captured
 from surgeon.families.twin import twin_of
 from tests.checkpoints import weights, write_plan
-from tests.decoders import checkpoint_of
+from tests.decoders import checkpoint_of, tiny_decoder
 
 # Of each type two neighbours of one kind, or one layer where it has none; and what units it has.
 LAYERS: dict[str, tuple[list[int], list[str]]] = {
@@ -110,8 +110,14 @@ def test_what_cannot_be_shown_on_a_twin_is_no_space(tmp_path: Path) -> None:
     base = checkpoint_of(config | {"n_head": 4, "vocab_size": 320}, tmp_path / "base")
     assert dissect_folder(CheckpointFolder.open(base)).derivation.spaces(0) == ()
     fused = {"op": "insert_layers", "where": {"after": [0]}, "init": "ot_fusion"}
+    plan = write_plan(tmp_path / "plan.yaml", [fused])
     with pytest.raises(BadInput, match=r"how to align self_attention\.query_key_value of a bloom"):
-        surgeon.preview(write_plan(tmp_path / "plan.yaml", [fused]), base)
+        surgeon.preview(plan, base)
+    # Norms by OPT's names are known; layers of one title say what one has alone.
+    surgeon.preview(plan, tiny_decoder(tmp_path / "opt", "opt", layers=2))
+    dots = tiny_decoder(tmp_path / "dots", "dots1", layers=2, first_k_dense_replace=1)
+    with pytest.raises(BadInput, match=r"layers 0 and 1 are of different kinds \(mlp\.\S+ is in layer [01] alone\)"):
+        surgeon.preview(plan, dots)
 
 
 def test_a_place_whose_move_changes_nothing_proves_nothing() -> None:
@@ -121,3 +127,12 @@ def test_a_place_whose_move_changes_nothing_proves_nothing() -> None:
         assert _holds(run, space)
         twin.layers[0].conv.conv.weight.fill_(0.5)
         assert not _holds(run, space)
+
+
+def test_heads_that_stand_in_blocks_of_several_are_no_space(tmp_path: Path) -> None:
+    """CodeGen keeps queries, values and keys of a quarter of its heads together: with four heads, those of each."""
+    config = {"model_type": "codegen", "n_embd": 64, "n_layer": 1, "n_positions": 64, "rotary_dim": 4}
+    for heads, found in ((4, ["attn.heads"]), (16, [])):
+        base = checkpoint_of(config | {"n_head": heads, "vocab_size": 320}, tmp_path / str(heads))
+        spaces = dissect_folder(CheckpointFolder.open(base)).derivation.spaces(0)
+        assert [space.name for space in spaces] == found

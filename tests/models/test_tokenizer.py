@@ -122,6 +122,12 @@ def test_it_is_the_tokenizer_itself(tmp_path: Path, capfd: pytest.CaptureFixture
 
     add_tokenizer(tmp_path, template=CHAT_TEMPLATE)
     plain = AutoTokenizer.from_pretrained(tmp_path)
+    # An output with grafts: of a type that transformers lacks, with Llama 3.1's positions.
+    scaled = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
+    config = {"model_type": "upcycled_llama", "max_position_embeddings": 512}
+    for key in ("rope_scaling", "rope_parameters"):
+        (tmp_path / "config.json").write_text(json.dumps(config | {key: scaled}))
+        assert open_tokenizer(tmp_path)[1] == ""
     # What older libraries say of a vocabulary with holes when it is saved.
     capfd.readouterr()
     (first, _), (second, _) = open_tokenizer(tmp_path), open_tokenizer(tmp_path)

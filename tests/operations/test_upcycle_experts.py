@@ -67,6 +67,19 @@ OTHERS = {
     "seed_oss": ("qwen2_moe", ["mlp.shared_expert.down_proj.weight", "mlp.shared_expert_gate.weight"]),
     "ernie4_5": ("ernie4_5_moe", ["mlp.moe_statics.e_score_correction_bias"]),
     "cohere2": ("cohere2_moe", []),
+    "lfm2": ("lfm2_moe", ["feed_forward.expert_bias"]),
+    "hunyuan_v1_dense": ("hunyuan_v1_moe", ["mlp.shared_mlp.down_proj.weight"]),
+    "nemotron_h": ("nemotron_h", ["mixer.shared_experts.up_proj.weight", "mixer.gate.e_score_correction_bias"]),
+}
+# A dense hybrid, whose FFN is a shared expert of no others.
+HYBRID: dict[str, Any] = {
+    **{"architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "vocab_size": 512},
+    **{"attention_multiplier": 0.0625, "embedding_multiplier": 12, "residual_multiplier": 0.246, "logits_scaling": 6},
+    **{"hidden_size": 64, "intermediate_size": 96, "shared_intermediate_size": 96, "num_hidden_layers": 3},
+    **{"layer_types": ["mamba", "attention", "mamba"], "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"mamba_chunk_size": 8, "mamba_d_conv": 4, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_expand": 2},
+    **{"mamba_n_groups": 1, "mamba_n_heads": 8, "num_local_experts": 0, "num_experts_per_tok": 0},
+    **{"max_position_embeddings": 512, "position_embedding_type": "nope", "tie_word_embeddings": True},
 }
 
 
@@ -79,10 +92,34 @@ def test_copies_of_a_published_base_in_a_class_of_its_maker(family: str, tmp_pat
     found = surgeon.verify(base, out, windows=1, window=16, dtypes=("float32",))
     assert found.holds and found.promise == "rounding"
     held = weights(out)
-    assert not any(held[f"model.layers.1.{suffix}"].any() for suffix in idle)
+    assert all(sum(value.any() for n, value in held.items() if n.endswith(f".1.{suffix}")) == 0 for suffix in idle)
+    assert all(any(name.endswith(f".1.{suffix}") for name in held) for suffix in idle)
     loaded(out)
     surgeon.revert(out, tmp_path / "back")
-    assert_same(base, tmp_path / "back")
+    back, held = weights(tmp_path / "back"), weights(base)
+    assert back.keys() == held.keys() and all(torch.equal(value, back[name]) for name, value in held.items())
+
+
+@pytest.mark.parametrize("family", ["hunyuan_v1_dense", "nemotron_h", "granitemoehybrid"])
+def test_experts_beside_the_ffn_in_a_class_of_its_maker(family: str, tmp_path: Path) -> None:
+    base = checkpoint_of(PUBLISHED.get(family, HYBRID), tmp_path / "base", dtype="bfloat16")
+    out = upcycled(tmp_path, base)
+    assert not list(out.glob("*.py"))
+    found = surgeon.verify(base, out, windows=1, window=16)
+    assert found.holds and found.promise == "exact"
+    # Experts that answer are heard, so that their zeros are what keeps the function.
+    held = weights(out)
+    for name, value in held.items():
+        if (".experts." in name and "down_proj" in name) or "block_sparse_moe.output_linear" in name:
+            value += 1.0
+    save_file(held, out / "model.safetensors", {"format": "pt"})
+    for file in out.glob("model*-of-*"):
+        file.unlink()
+    (out / "model.safetensors.index.json").unlink(missing_ok=True)
+    ids = torch.arange(3, 19)[None]
+    with torch.no_grad():
+        one, other = (loaded(folder)(input_ids=ids).logits for folder in (base, out))
+    assert float((one - other).abs().max()) > 0.1
 
 
 def base_of(folder: Path, family: str, dtype: str = "bfloat16", **overrides: Any) -> Path:
@@ -608,6 +645,23 @@ REFUSED = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("family", "options", "words"),
+    [
+        ("lfm2", {"form": "copies", "top_k": 1}, "lfm2_moe: it gives one expert the weight 1 whatever"),
+        ("lfm2", {"form": "copies", "layers": [0, 1]}, "lfm2_moe: its layers without experts are the lowest alone"),
+        ("nemotron_h", {"layers": [0, 1]}, "layer 0 has no FFN; choose `layers` among 1, 4, 6"),
+        ("jamba", {"form": "copies"}, "layer 1 has experts already, and those of the classes known here are all alike"),
+        ("bamba", {"form": "copies"}, "layers 0 and 2 hold different tensors, and none of the classes has such layers"),
+        ("bamba", {"form": "copies", "target": "lfm2_moe"}, "`target: lfm2_moe` is for a base of type lfm2"),
+    ],
+)
+def test_what_no_class_of_a_maker_holds(family: str, options: dict[str, Any], words: str, tmp_path: Path) -> None:
+    base = checkpoint_of(PUBLISHED[family], tmp_path / "base", dtype="bfloat16")
+    with pytest.raises(BadInput, match=words):
+        surgeon.preview(plan_of(tmp_path, **options), base)
+
+
 @pytest.mark.parametrize(("family", "overrides", "options", "words"), REFUSED, ids=range(len(REFUSED)))
 def test_what_no_class_holds_is_refused_in_one_line(
     family: str, overrides: dict[str, Any], options: dict[str, Any], words: str, tmp_path: Path
@@ -623,7 +677,7 @@ def test_a_mixture_is_not_upcycled_again_and_nothing_follows_in_the_plan(tmp_pat
     out = upcycled(tmp_path, base)
     with pytest.raises(BadInput, match="the base is a mixture of experts already"):
         surgeon.preview(plan_of(tmp_path), out)
-    with pytest.raises(BadInput, match="layer 0 of this qwen3_next is a mixture of experts already"):
+    with pytest.raises(BadInput, match=r"mlp\.experts\.0\.down_proj\.weight: the base is a mixture of experts already"):
         surgeon.preview(plan_of(tmp_path), tiny_decoder(tmp_path / "hybrid", "qwen3_next"))
     with pytest.raises(
         BadInput, match=r"\(mixtral, .*, ernie4_5_moe: it has RMS norms; the base.* cohere2_moe: it has layers with"

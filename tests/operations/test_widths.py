@@ -256,6 +256,9 @@ def test_norms_over_all_heads_and_rows_that_kernels_do_not_take_are_refused(tmp_
     neox = tiny_decoder(tmp_path / "neox", "gpt_neox", CAUSAL, dtype="bfloat16")
     with pytest.raises(BadInput, match=r"with 3 heads transformers' class builds heads of another size"):
         surgeon.preview(plan_of(tmp_path, ATTENTION), neox)
+    helium = tiny_decoder(tmp_path / "helium", "helium", CAUSAL, dtype="bfloat16")
+    with pytest.raises(BadInput, match=r"run with more `num_attention_heads`.*; widen something else"):
+        surgeon.preview(plan_of(tmp_path, ATTENTION), helium)
     rounds = tiny_decoder(tmp_path / "rounds", "lfm2", CAUSAL, dtype="bfloat16", block_multiple_of=32)
     with pytest.raises(BadInput, match=r"FFNs of 64 or 96 neurons, and none of 77; .* wider `by: 32`"):
         surgeon.preview(plan_of(tmp_path, FFN), rounds)

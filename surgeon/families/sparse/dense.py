@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,7 +15,17 @@ Form = Literal["shared", "copies"]
 BESIDE = "use `form: shared` without `target`, which brings modules of its own"
 
 QUERY, KEY, VALUE, JOINT = (f"self_attn.{name}.weight" for name in ("q_proj", "k_proj", "v_proj", "qkv_proj"))
-_GATE, _UP, _BOTH, _DOWN = (f"mlp.{name}.weight" for name in ("gate_proj", "up_proj", "gate_up_proj", "down_proj"))
+STEM = "model.layers."
+# Gate, up and down of an FFN by their names below a layer. Gate and up of one name are halves of one matrix; an FFN
+# without a gate has an empty one.
+_FFNS = (
+    ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+    ("mlp.gate_up_proj", "mlp.gate_up_proj", "mlp.down_proj"),
+    ("feed_forward.gate_proj", "feed_forward.up_proj", "feed_forward.down_proj"),
+    ("feed_forward.w1", "feed_forward.w3", "feed_forward.w2"),
+    ("shared_mlp.input_linear", "shared_mlp.input_linear", "shared_mlp.output_linear"),
+    ("", "mixer.up_proj", "mixer.down_proj"),
+)
 
 
 @dataclass(frozen=True)
@@ -55,50 +66,106 @@ def check_divides(mixture: Mixture, width: int) -> None:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Dense:
-    """A base: its config.json, the same with transformers' defaults (`full`), and the shapes in a layer, by suffix."""
+    """A base: its config.json, the same with transformers' defaults (`full`), and the shapes in each layer, by suffix.
+
+    `stem` is what the names of layers begin with.
+    """
 
     config: Mapping[str, Any]
     full: Mapping[str, Any]
-    shapes: Mapping[str, tuple[int, ...]]
+    layers: tuple[Mapping[str, tuple[int, ...]], ...]
+    stem: str = STEM
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], skeleton: Skeleton, shapes: Mapping[str, tuple[int, ...]]) -> Dense:
+    def of(
+        cls,
+        config: Mapping[str, Any],
+        skeleton: Skeleton,
+        layers: Iterable[Mapping[str, tuple[int, ...]]],
+        stem: str = STEM,
+    ) -> Dense:
         """A base by what transformers builds of it. Raises NoTarget where its layers are not what classes have."""
-        dense = cls(config, skeleton.text.to_dict(), shapes)
+        dense = cls(config, skeleton.text.to_dict(), tuple(layers), stem)
         dense.check()
         return dense
 
     def check(self) -> None:
-        """Raise NoTarget for a layer that has no gated MLP of three matrices, BadInput for one that has experts."""
-        check_no_experts(self.shapes)
-        gated = {_GATE, _UP} <= self.shapes.keys() or _BOTH in self.shapes
-        if not gated or _DOWN not in self.shapes:
+        """Raise NoTarget for layers that have no FFN of plain matrices, BadInput where all FFNs have experts."""
+        mixed = next((index for index, shapes in enumerate(self.layers) if _experts_in(shapes)), None)
+        if mixed is not None and self.holders:
+            raise NoTarget(
+                f"layer {mixed} has experts already, and those of the classes known here are all alike; {BESIDE}"
+            )
+        check_no_experts(suffix for shapes in self.layers for suffix in shapes)
+        if not self.holders:
             raise NoTarget(
                 "its layers have no MLP of gate_proj, up_proj and down_proj (or gate_up_proj), and experts of the"
                 f" classes known here have just these; {BESIDE}"
             )
-        biased = next((s for s in self.shapes if s.startswith("mlp.") and s.endswith(".bias")), None)
+        ffns = tuple({name.partition(".")[0] for name in self.ffn if name})
+        biased = next((s for s in self.shapes if s.startswith(ffns) and s.endswith(".bias")), None)
         if biased is not None:
             raise NoTarget(
                 f"{printable(biased)}: an MLP with biases, which experts of the classes known here have not; {BESIDE}"
             )
+        odd = next((i for i in self.holders if any(self.layers[i][s] != self.shapes[s] for s in self.matrices)), None)
+        if odd is not None:
+            raise NoTarget(
+                f"the MLP of layer {odd} is of another width than that of layer {self.holders[0]}, and experts of the"
+                f" classes known here have one; {BESIDE}"
+            )
+
+    @functools.cached_property
+    def ffn(self) -> tuple[str, str, str]:
+        """The names of gate, up and down below a layer."""
+        return next(names for names in _FFNS if any(_has(shapes, names) for shapes in self.layers))
+
+    @functools.cached_property
+    def holders(self) -> tuple[int, ...]:
+        """The layers that have the FFN; none where no layer has one that is known."""
+        held = ([i for i, shapes in enumerate(self.layers) if _has(shapes, names)] for names in _FFNS)
+        return tuple(next((found for found in held if found), ()))
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shapes in the first layer that has the FFN."""
+        return self.layers[self.holders[0]]
+
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        """The suffixes of the FFN's matrices, each once."""
+        return tuple(dict.fromkeys(f"{name}.weight" for name in self.ffn if name))
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Gate, up and down as far as the FFN has them."""
+        return ("gate", "up", "down")[not self.ffn[0] :]
+
+    @functools.cached_property
+    def kinds(self) -> dict[int, Mapping[str, tuple[int, ...]]]:
+        """The layers that hold other tensors than all before them, by number."""
+        found: dict[int, Mapping[str, tuple[int, ...]]] = {}
+        for index, shapes in enumerate(self.layers):
+            if all(shapes != other for other in found.values()):
+                found[index] = shapes
+        return found
 
     @property
     def width(self) -> int:
         """How many neurons the MLP has."""
-        return self.shapes[_DOWN][1]
+        return self.shapes[self.matrices[-1]][1]
 
     @property
     def hidden(self) -> int:
         """The width of the residual stream."""
-        return self.shapes[_DOWN][0]
+        return self.shapes[self.matrices[-1]][0]
 
     @property
     def fused(self) -> bool:
         """Whether gate and up are one matrix."""
-        return _BOTH in self.shapes
+        return self.ffn[0] == self.ffn[1]
 
     @property
     def head_dim(self) -> int:
@@ -130,25 +197,31 @@ class Dense:
 
     def source(self, role: str) -> Take:
         """Where the rows of a matrix of attention or MLP stand in the base's layer."""
-        heads, kv_heads = (count * self.head_dim for count in self.heads)
-        whole = {"gate": _GATE, "up": _UP, "down": _DOWN, "query": QUERY, "key": KEY, "value": VALUE}[role]
+        gate, up, down = (f"{name}.weight" for name in self.ffn)
+        whole = {"gate": gate, "up": up, "down": down, "query": QUERY, "key": KEY, "value": VALUE}[role]
+        if self.fused and role in ("gate", "up"):
+            begin = 0 if role == "gate" else self.width
+            return Take(whole, begin, begin + self.width)
         if whole in self.shapes:
             return Take(whole, 0, self.shapes[whole][0])
-        inside = {
-            "gate": (_BOTH, 0, self.width),
-            "up": (_BOTH, self.width, 2 * self.width),
-            "query": (JOINT, 0, heads),
-            "key": (JOINT, heads, heads + kv_heads),
-            "value": (JOINT, heads + kv_heads, heads + 2 * kv_heads),
-        }
-        return Take(*inside[role])
+        heads, kv_heads = (count * self.head_dim for count in self.heads)
+        begin = {"query": 0, "key": heads, "value": heads + kv_heads}[role]
+        return Take(JOINT, begin, begin + (heads if role == "query" else kv_heads))
+
+
+def _has(shapes: Mapping[str, tuple[int, ...]], names: tuple[str, str, str]) -> bool:
+    return all(f"{name}.weight" in shapes for name in names if name)
 
 
 def check_no_experts(suffixes: Iterable[str]) -> None:
     """Raise BadInput where a layer's tensors, by suffix, have experts among them."""
-    experts = next((suffix for suffix in suffixes if "expert" in suffix or "moe." in suffix), None)
-    if experts is not None:
+    if experts := _experts_in(suffixes):
         raise BadInput(f"{printable(experts)}: the base is a mixture of experts already; use its dense original")
+
+
+def _experts_in(suffixes: Iterable[str]) -> str:
+    """The first tensor of experts; empty where there is none."""
+    return next((suffix for suffix in suffixes if "expert" in suffix or "moe." in suffix), "")
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from surgeon.common.devices import one_thread
@@ -13,7 +13,7 @@ from surgeon.common.library import LOAD_FAILURES, first_line, quiet_transformers
 from surgeon.errors import BadInput, printable
 from surgeon.families.names import as_loaded, made_of
 from surgeon.families.skeleton import Skeleton, build
-from surgeon.families.sparse.dense import BESIDE, Dense, Form, Mixture, NoTarget, check_divides
+from surgeon.families.sparse.dense import BESIDE, STEM, Dense, Form, Mixture, NoTarget, check_divides
 from surgeon.families.sparse.target import Made, Target
 from surgeon.families.sparse.targets import TARGETS
 from surgeon.families.twin import shrunk, twin_of
@@ -27,22 +27,34 @@ _GROUPED = 8
 _ROUNDING = 1e-4
 
 
-def target_for(
-    config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], mixture: Mixture, named: str | None = None
-) -> tuple[Target, Dense]:
-    """The class that holds a base as such a mixture, and the base; `named` is the one that a plan chooses.
+def dense_of(config: Mapping[str, Any], layers: Sequence[Mapping[str, tuple[int, ...]]], stem: str) -> Dense:
+    """A base by its config.json and the shapes in its layers, whose names begin with `stem`.
 
-    `shapes` are of one layer, by suffix. Raises NoTarget where none of them does, with the reason of each.
+    Raises NoTarget where no class is known that could hold such layers with experts in them.
     """
-    told = json.dumps(config, sort_keys=True), json.dumps(shapes, sort_keys=True)
-    dense = _dense(*told)
+    kinds: list[Mapping[str, tuple[int, ...]]] = []
+    numbers: list[int] = []
+    for shapes in layers:
+        if shapes not in kinds:
+            kinds.append(shapes)
+        numbers.append(kinds.index(shapes))
+    return _dense(json.dumps([config, kinds, numbers, stem], sort_keys=True))
+
+
+def target_for(dense: Dense, mixture: Mixture, named: str | None = None) -> Target:
+    """The class that holds a base as such a mixture; `named` is the one that a plan chooses.
+
+    Raises NoTarget where none of them does, with the reason of each.
+    """
     check_divides(mixture, dense.width)
-    asked = [target for target in TARGETS if target.form == mixture.form and named in (None, target.model_type)]
+    own = [target for target in TARGETS if target.form == mixture.form and named in (None, target.model_type)]
+    asked = [target for target in own if target.is_near(dense)]
 
     def why_not(target: Target) -> str:
         uneven = f"it multiplies experts of a multiple of {_GROUPED} neurons, and the base has {dense.width}"
         refusal = target.refusal(mixture)
-        wrong = refusal or _why_not(*told, target.model_type, mixture.segments, bool(mixture.plain))
+        first = mixture.plain[:1] and dense.holders[:1]
+        wrong = refusal or _why_not(dense, target, mixture.segments, first)
         return wrong or (uneven if dense.width % _GROUPED else "")
 
     # Of each reason the classes that it rules out.
@@ -51,19 +63,35 @@ def target_for(
         wrong = why_not(target)
         if not wrong:
             _check_segments(dense, mixture)
-            return target, dense
+            return target
         reasons.setdefault(wrong, []).append(target.model_type)
-    if not asked:
-        held = ", ".join(target.model_type for target in TARGETS if target.form == mixture.form)
+    if not own:
+        held = ", ".join(t.model_type for t in TARGETS if t.form == mixture.form and t.extends in ("", _type(dense)))
         raise BadInput(f"`target: {printable(str(named))}` has no `form: {mixture.form}`; use one of {held}")
-    others = (t for t in TARGETS if t not in asked and not why_not(t))
+    if not asked and named is not None and own[0].extends:
+        raise BadInput(f"`target: {printable(named)}` is for a base of type {own[0].extends}; leave `target` out")
+    others = (t for t in TARGETS if t.form != mixture.form and t.is_near(dense) and not why_not(t))
     other = next(others, None)
-    why = "; ".join(f"{', '.join(which)}: {reason}" for reason, which in reasons.items())
+    why = "; ".join(f"{', '.join(which)}: {reason}" for reason, which in reasons.items()) or _far(dense)
     raise NoTarget(
-        f"no class of transformers known here computes what this {printable(str(config.get('model_type')))} does with"
-        f" experts in the place of its MLP ({why}); "
+        f"no class of transformers known here computes what this {printable(_type(dense))} does"
+        f" with experts in the place of its MLP ({why}); "
         + (BESIDE if other is None else f"use `form: {other.form}` ({other.model_type})")
     )
+
+
+def _type(dense: Dense) -> str:
+    return str(dense.config.get("model_type"))
+
+
+def _far(dense: Dense) -> str:
+    """Why no class is even tried, in a few words."""
+    if dense.stem != STEM:
+        return f"its layers are called `{printable(dense.stem)}0.…`, and those of the classes `{STEM}0.…`"
+    if len(dense.kinds) > 1:
+        other = list(dense.kinds)[1]
+        return f"layers 0 and {other} hold different tensors, and none of the classes has such layers"
+    return "its FFN has no gate, and theirs do"
 
 
 def _check_segments(dense: Dense, mixture: Mixture) -> None:
@@ -78,22 +106,20 @@ def _check_segments(dense: Dense, mixture: Mixture) -> None:
 
 
 @functools.lru_cache(maxsize=16)
-def _dense(config: str, shapes: str) -> Dense:
-    told = json.loads(config)
-    return Dense.of(told, build(told), {suffix: tuple(shape) for suffix, shape in json.loads(shapes).items()})
+def _dense(told: str) -> Dense:
+    config, kinds, numbers, stem = json.loads(told)
+    shapes = [{suffix: tuple(shape) for suffix, shape in kind.items()} for kind in kinds]
+    return Dense.of(config, build(config), [shapes[number] for number in numbers], stem)
 
 
 @functools.lru_cache(maxsize=64)
-def _why_not(config: str, shapes: str, model_type: str, segments: int, plain: bool) -> str:
-    """Why a class does not hold a base, in a few words; empty where it does."""
-    target = next(target for target in TARGETS if target.model_type == model_type)
-    told = json.loads(config)
+def _why_not(dense: Dense, target: Target, segments: int, plain: tuple[int, ...]) -> str:
+    """Why a class does not hold a base, in a few words; empty where it does. `plain` are layers that keep their MLP."""
     # Few experts show it as many do.
     mixture = Mixture(target.form, experts=4, top_k=2, segments=segments)
     try:
-        dense = _dense(config, shapes)
-        skeleton, other = build(told), build(target.config(dense, mixture))
-        return _misfit(target, dense, mixture, skeleton, other) or _unlike(target, told, plain)
+        skeleton, other = build(dense.config), build(target.config(dense, mixture))
+        return _misfit(target, dense, mixture, skeleton, other) or _unlike(target, dense, plain)
     except BadInput as error:
         return printable(str(error).removeprefix("config.json: "), 160)
     except LOAD_FAILURES as error:
@@ -102,28 +128,35 @@ def _why_not(config: str, shapes: str, model_type: str, segments: int, plain: bo
 
 def _misfit(target: Target, dense: Dense, mixture: Mixture, skeleton: Skeleton, other: Skeleton) -> str:
     """The first tensor of the class that nothing of the base's becomes, or the other way round; empty where all fit."""
-    stem = f"{skeleton.stack}.0."
     planned = {name: tuple(v.shape) for name, v in _outer(skeleton).items()}
-    planned |= {f"{stem}{s}": shape for s, shape in dense.shapes.items() if s not in target.dropped(dense)}
-    planned |= {f"{stem}{made.suffix}": made.shape for made in target.layer(dense, mixture)}
+    for index, shapes in dense.kinds.items():
+        stem = f"{skeleton.stack}.{index}."
+        new = target.layer(dense, mixture) if index in dense.holders else []
+        dropped = target.dropped(dense) if new else set()
+        planned |= {f"{stem}{suffix}": shape for suffix, shape in shapes.items() if suffix not in dropped}
+        planned |= {f"{stem}{each.suffix}": each.shape for each in new}
     wanted = {name: tuple(v.shape) for name, v in other.model.state_dict(keep_vars=True).items()}
-    inside = f"{other.stack}.0."
+    inside = tuple(f"{other.stack}.{index}." for index in dense.kinds)
     wanted = {n: shape for n, shape in wanted.items() if n.startswith(inside) or not n.startswith(f"{other.stack}.")}
+
+    def told(name: str) -> str:
+        return printable(next((name.removeprefix(each) for each in inside if name.startswith(each)), name))
+
     found = made_of(other.model, planned)
     numbers = dict.fromkeys((name for made in found.values() for name in made.names), 0)
     for name, made in found.items():
         target_name = made.names[0]
         if target_name not in wanted:
-            return f"it has no {printable(name.removeprefix(stem))}"
+            return f"it has no {told(name)}"
         if not made.converted and wanted[target_name] != planned[name]:
-            return f"its {printable(name.removeprefix(stem))} is {list(wanted[target_name])}, the base's another"
+            return f"its {told(name)} is {list(wanted[target_name])}, the base's another"
         numbers[target_name] += math.prod(planned[name])
     tied = set(other.model.all_tied_weights_keys)
     odd = next((name for name, held in numbers.items() if held != math.prod(wanted[name])), None)
     if odd is not None:
-        return f"its {printable(odd.removeprefix(inside))} is {list(wanted[odd])}, the base's of another size"
+        return f"its {told(odd)} is {list(wanted[odd])}, the base's of another size"
     lacking = next((name for name in wanted if name not in numbers and name not in tied), None)
-    return "" if lacking is None else f"the base has nothing for its {printable(lacking.removeprefix(inside))}"
+    return "" if lacking is None else f"the base has nothing for its {told(lacking)}"
 
 
 def _outer(skeleton: Skeleton) -> dict[str, Any]:
@@ -132,31 +165,34 @@ def _outer(skeleton: Skeleton) -> dict[str, Any]:
     return {name: value for name, value in held.items() if not name.startswith(f"{skeleton.stack}.")}
 
 
-def _unlike(target: Target, config: Mapping[str, Any], plain: bool) -> str:
+def _unlike(target: Target, base: Dense, plain: tuple[int, ...]) -> str:
     """How a tiny twin of the base computes something else as this class; empty where it gives the same logits.
 
-    With `plain` its lowest layer keeps the MLP.
+    Layers in `plain` keep the MLP.
     """
     import torch
 
-    mixture = Mixture(target.form, experts=4, top_k=2, plain=(0,) if plain else ())
+    mixture = Mixture(target.form, experts=4, top_k=2, plain=plain)
     with one_thread(), quiet_transformers(), torch.no_grad():
-        twin = twin_of(config)
-        small = shrunk(config)
+        twin = twin_of(base.config)
         held: dict[str, Tensor] = {name: value.detach() for name, value in twin.model.state_dict().items()}
         stem = f"{twin.stack}."
-        shapes = {n.removeprefix(f"{stem}0."): tuple(v.shape) for n, v in held.items() if n.startswith(f"{stem}0.")}
-        dense = Dense.of(small, twin, shapes)
+        own = [
+            {n.removeprefix(f"{stem}{index}."): v for n, v in held.items() if n.startswith(f"{stem}{index}.")}
+            for index in range(len(twin.layers))
+        ]
+        shapes = [{suffix: tuple(value.shape) for suffix, value in each.items()} for each in own]
+        dense = Dense.of(shrunk(base.config), twin, shapes, base.stem)
         tensors = {name: value for name, value in held.items() if not name.startswith(stem)}
         draws = torch.Generator().manual_seed(0)
-        for index in range(len(twin.layers)):
-            own = {s: held[f"{stem}{index}.{s}"] for s in shapes}
-            kept = index in mixture.plain
-            tensors |= {f"{stem}{index}.{s}": v for s, v in own.items() if s not in target.dropped(dense, plain=kept)}
-            for made in target.plain_layer(dense) if kept else target.layer(dense, mixture):
+        for index, layer in enumerate(own):
+            kept, holds = index in plain, index in dense.holders
+            dropped = target.dropped(dense, plain=kept) if holds else set()
+            tensors |= {f"{stem}{index}.{s}": v for s, v in layer.items() if s not in dropped}
+            for made in (target.plain_layer(dense) if kept else target.layer(dense, mixture)) if holds else ():
                 # Elsewhere a buffer, which is there.
                 if made.role != "bias" or target.row:
-                    tensors[f"{stem}{index}.{made.suffix}"] = _of_twin(made, own, target.form, draws)
+                    tensors[f"{stem}{index}.{made.suffix}"] = _of_twin(made, layer, target.form, draws)
         with torch.random.fork_rng(devices=[]):
             other = build(target.config(dense, mixture), buffers=True)
         names = [name for name, _ in other.model.named_parameters()]

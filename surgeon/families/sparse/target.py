@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from surgeon.errors import BadInput
-from surgeon.families.sparse.dense import JOINT, KEY, QUERY, VALUE, Dense, Form, Mixture, Take
+from surgeon.families.sparse.dense import JOINT, KEY, QUERY, STEM, VALUE, Dense, Form, Mixture, Take
 
 # Half of a matrix has another kernel for its activation where its width is no multiple of this.
 _ALIGNED = 32
@@ -17,6 +17,9 @@ _COMMON = (
     *("num_key_value_heads", "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps", "use_cache"),
     *("tie_word_embeddings", "attention_dropout", "bos_token_id", "eos_token_id", "pad_token_id"),
 )
+# In shapes of idle tensors.
+HIDDEN, NEURONS = -1, -2
+_GATED = ("gate", "up", "down")
 _AS_WRITTEN = ("dtype", "torch_dtype", "transformers_version", "original_max_position_embeddings")
 _ROPE = ("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor")
 
@@ -46,10 +49,12 @@ class Target:
 
     `settings` are the fields of its config.json that are not every class's, of a base and a mixture; it raises BadInput
     where no setting computes what the base does. `expert` and `shared` hold a place for the number and for the three
-    `words` of gate, up and down; of a class with `fused` ones `words` are those of gate and up in one, and of down.
+    `words` of gate, up and down, or of up and down; of a class with `fused` ones `words` are those of gate and up in
+    one, and of down. A class that `extends` a dense type has all of its fields, and its layers of every kind.
     `balanced` says that it has a loss that spreads tokens, `engines` what else runs it as far as was tried, `plain`
     which of its layers may have an MLP instead of experts. The numbers of `bias` stand in a matrix of one row where it
-    is a `row`. `idle` are tensors beside the experts that add nothing, with the columns of each: -1 is the hidden size.
+    is a `row`. `idle` are tensors beside the experts that add nothing, with the shape of each: HIDDEN is the hidden
+    size, NEURONS the number of an expert's neurons. Of a `normed` class the weight of one expert is always 1.
     """
 
     model_type: str
@@ -60,10 +65,12 @@ class Target:
     expert: str
     words: tuple[str, ...]
     settings: Callable[[Dense, Mixture], dict[str, Any]]
+    extends: str = ""
     shared: str = ""
     bias: str = ""
     fused: bool = False
     balanced: bool = True
+    normed: bool = False
     plain: Literal["none", "lowest", "any"] = "none"
     row: bool = False
     idle: tuple[tuple[str, tuple[int, int]], ...] = ()
@@ -73,8 +80,19 @@ class Target:
         """What else runs the class, in words; nothing where none was tried."""
         return f" (also in {self.engines})" if self.engines else ""
 
+    def is_near(self, dense: Dense) -> bool:
+        """Whether the class could hold layers such as the base's: its own ones, or those that are common."""
+        if self.extends:
+            return self.extends == dense.config.get("model_type")
+        return len(dense.kinds) == 1 and dense.stem == STEM and len(dense.roles) == len(_GATED)
+
     def refusal(self, mixture: Mixture) -> str:
-        """Why the class cannot keep the MLP in these layers, in a few words; empty where it can."""
+        """Why the class cannot choose so many, or keep the MLP in these layers, in a few words; empty where it can."""
+        if mixture.chosen == 1 and self.normed and not self.balanced:
+            return (
+                "it gives one expert the weight 1 whatever its router says, and has no balancing loss, so the router"
+                " would never get a gradient; use `top_k: 2`"
+            )
         if not mixture.plain or self.plain == "any":
             return ""
         if self.plain == "none":
@@ -85,9 +103,21 @@ class Target:
 
     def config(self, dense: Dense, mixture: Mixture) -> dict[str, Any]:
         """The config.json of the mixture. Raises BadInput where the class cannot compute what the base does."""
+        named = {"architectures": [self.architecture], "model_type": self.model_type}
+        made = {**dense.config, **named} if self.extends else self._common(dense, mixture) | named
+        made |= self.settings(dense, mixture)
+        if not self.extends and made["rms_norm_eps"] is None and made.get("layer_norm_eps") is None:
+            raise BadInput("it has RMS norms; the base's norms are others (no `rms_norm_eps` in its config.json)")
+        if self.balanced:
+            # Not `output_router_logits`: with it transformers computes the loss at every forward, which ends where a
+            # cache holds part of a padded batch. Training asks for it.
+            made["router_aux_loss_coef"] = mixture.balance
+        return made
+
+    def _common(self, dense: Dense, mixture: Mixture) -> dict[str, Any]:
+        """The fields that mean the same in the base and in every class."""
         full, written = dense.full, dense.config
-        made: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
-        made |= {key: written.get(key, full.get(key)) for key in _COMMON}
+        made = {key: written.get(key, full.get(key)) for key in _COMMON}
         made["hidden_act"] = made["hidden_act"] or full.get("hidden_activation")
         made["attention_dropout"] = made["attention_dropout"] or 0.0
         heads, kv_heads = dense.heads
@@ -98,13 +128,6 @@ class Target:
         # Engines differ in which of the two they read.
         made |= {"num_experts": mixture.count, "num_local_experts": mixture.count}
         made["num_experts_per_tok"] = mixture.chosen
-        made |= self.settings(dense, mixture)
-        if made["rms_norm_eps"] is None and made.get("layer_norm_eps") is None:
-            raise BadInput("it has RMS norms; the base's norms are others (no `rms_norm_eps` in its config.json)")
-        if self.balanced:
-            # Not `output_router_logits`: with it transformers computes the loss at every forward, which ends where a
-            # cache holds part of a padded batch. Training asks for it.
-            made["router_aux_loss_coef"] = mixture.balance
         return made
 
     def exact(self, dense: Dense) -> bool:
@@ -117,40 +140,49 @@ class Target:
         if JOINT in dense.shapes:
             for role, suffix in (("query", QUERY), ("key", KEY), ("value", VALUE)):
                 made.append(_kept(suffix, dense.hidden, dense.source(role)))
-        gate, up, down = (dense.source(role) for role in ("gate", "up", "down"))
-        if self.shared and self.fused:
-            inner, outer = (self.shared.format(word) for word in self.words)
-            made += [_kept(inner, dense.hidden, gate, up), _kept(outer, dense.width, down)]
-        elif self.shared:
-            for word, take in zip(self.words, (gate, up, down), strict=True):
-                columns = dense.width if take is down else dense.hidden
-                made.append(_kept(self.shared.format(word), columns, take))
+        made += self._shared(dense) if self.shared else []
         made.append(Made(self.router, (mixture.count, dense.hidden), "router"))
         if self.bias:
             made.append(Made(self.bias, (1, mixture.count) if self.row else (mixture.count,), "bias"))
         for suffix, shape in self.idle:
-            rows, columns = (dense.hidden if size < 0 else size for size in shape)
+            rows, columns = (
+                {HIDDEN: dense.hidden, NEURONS: dense.width // mixture.segments}.get(size, size) for size in shape
+            )
             made.append(Made(suffix, (rows, columns), "idle"))
         return [*made, *(self._stacked(dense, mixture) if self.fused else self._experts(dense, mixture))]
 
+    def _shared(self, dense: Dense) -> list[Made]:
+        """The base's FFN as the expert that every token passes, as far as it has other names there."""
+        takes = [dense.source(role) for role in dense.roles]
+        if self.fused:
+            inner, outer = (self.shared.format(word) for word in self.words)
+            made = [_kept(inner, dense.hidden, *takes[:-1]), _kept(outer, dense.width, takes[-1])]
+        else:
+            sizes = [*(dense.hidden,) * (len(takes) - 1), dense.width]
+            named = zip(self.words, takes, sizes, strict=True)
+            made = [_kept(self.shared.format(word), columns, take) for word, take, columns in named]
+        return [each for each in made if each.suffix not in dense.shapes]
+
     def plain_layer(self, dense: Dense) -> list[Made]:
         """The tensors of a layer that keeps its MLP and are not the base's under their own names."""
-        roles = {f"mlp.{role}_proj.weight": role for role in ("gate", "up")} if dense.fused else {}
+        split = dense.fused and not self.extends
+        roles = {f"mlp.{role}_proj.weight": role for role in ("gate", "up")} if split else {}
         roles |= {QUERY: "query", KEY: "key", VALUE: "value"} if JOINT in dense.shapes else {}
         return [_kept(suffix, dense.hidden, dense.source(role)) for suffix, role in roles.items()]
 
     def dropped(self, dense: Dense, *, plain: bool = False) -> set[str]:
         """Suffixes of the base's layer, with experts or `plain`, that the mixture has not under their own names."""
-        kept = () if dense.fused else ("mlp.gate_proj.weight", "mlp.up_proj.weight")
-        kept = (*kept, "mlp.down_proj.weight") if plain else ()
-        return {s for s in dense.shapes if (s.startswith("mlp.") or s == JOINT) and s not in kept}
+        kept = {self.shared.format(word) for word in self.words} if self.shared else set[str]()
+        if plain:
+            kept = set(dense.matrices[1:] if dense.fused and not self.extends else dense.matrices)
+        return ({*dense.matrices} | ({JOINT} & dense.shapes.keys())) - kept
 
     def _experts(self, dense: Dense, mixture: Mixture) -> list[Made]:
         made: list[Made] = []
         width = dense.width // mixture.segments
         for expert in range(mixture.count):
             segment = expert % mixture.segments
-            for word, role in zip(self.words, ("gate", "up", "down"), strict=True):
+            for word, role in zip(self.words, dense.roles, strict=True):
                 suffix, take = self.expert.format(expert, word), dense.source(role)
                 if role == "down":
                     made.append(Made(suffix, (dense.hidden, width), "down", (take,), expert))
@@ -162,7 +194,7 @@ class Target:
     def _stacked(self, dense: Dense, mixture: Mixture) -> list[Made]:
         inner, outer = (self.expert.format(word) for word in self.words)
         width = dense.width // mixture.segments
-        gate, up, down = (dense.source(role) for role in ("gate", "up", "down"))
+        gate, up, down = (dense.source(role) for role in _GATED)
         takes = tuple(
             take.part(expert % mixture.segments, mixture.segments)
             for expert in range(mixture.count)

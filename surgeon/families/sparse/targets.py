@@ -6,7 +6,7 @@ from typing import Any
 
 from surgeon.errors import BadInput
 from surgeon.families.sparse.dense import Dense, Mixture
-from surgeon.families.sparse.target import Target
+from surgeon.families.sparse.target import HIDDEN, NEURONS, Target
 
 
 def _without_window(dense: Dense) -> None:
@@ -121,6 +121,64 @@ def _cohere2_moe(dense: Dense, mixture: Mixture) -> dict[str, Any]:
     }
 
 
+def _hunyuan(dense: Dense, mixture: Mixture) -> dict[str, Any]:
+    if mixture.form == "shared" and mixture.segments > 1:
+        raise BadInput("its experts are as wide as its shared one; use no `fine_grained`")
+    width = dense.width // mixture.segments
+    return {"intermediate_size": width, "num_experts": mixture.count, "moe_topk": mixture.chosen}
+
+
+def _lfm2_moe(dense: Dense, mixture: Mixture) -> dict[str, Any]:
+    """Of the FFN's width the dense class makes another one of `intermediate_size`, and this one none."""
+    return {
+        "intermediate_size": dense.width,
+        "moe_intermediate_size": dense.width // mixture.segments,
+        "num_dense_layers": len(mixture.plain),
+        "num_experts": mixture.count,
+        "num_experts_per_tok": mixture.chosen,
+        "use_expert_bias": True,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+    }
+
+
+def _nemotron_h(dense: Dense, mixture: Mixture) -> dict[str, Any]:
+    sparse = set(dense.holders) - set(mixture.plain)
+    types = ["moe" if index in sparse else kind for index, kind in enumerate(dense.full["layers_block_type"])]
+    letters = {"linear_attention": "M", "moe": "E", "full_attention": "*", "mlp": "-"}
+    written = {"layers_block_type": types, "hybrid_override_pattern": "".join(letters[kind] for kind in types)}
+    kept = {key: value for key, value in written.items() if key in dense.config}
+    normed = {"norm_topk_prob": True} if mixture.form == "copies" else {}
+    return (
+        _sigmoid(dense, mixture)
+        | normed
+        | {
+            **(kept or {"layers_block_type": types}),
+            "num_experts_per_tok": mixture.chosen,
+            "moe_shared_expert_intermediate_size": dense.width if mixture.form == "shared" else _IDLE,
+            "moe_latent_size": None,
+        }
+    )
+
+
+def _granitemoehybrid(dense: Dense, mixture: Mixture) -> dict[str, Any]:
+    return {
+        "intermediate_size": dense.width // mixture.segments,
+        "shared_intermediate_size": dense.width if mixture.form == "shared" else _IDLE,
+        "num_local_experts": mixture.count,
+        "num_experts_per_tok": mixture.chosen,
+    }
+
+
+def _qwen3_5_moe(dense: Dense, mixture: Mixture) -> dict[str, Any]:
+    return {
+        "moe_intermediate_size": dense.width // mixture.segments,
+        "shared_expert_intermediate_size": _IDLE,
+        "num_experts": mixture.count,
+        "num_experts_per_tok": mixture.chosen,
+    }
+
+
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _LINEAR = ("input_linear", "output_linear")
 _EXPERT = "mlp.experts.{}.{}.weight"
@@ -128,6 +186,12 @@ _SHARED = "mlp.shared_experts.{}.weight"
 _BIAS = "mlp.gate.e_score_correction_bias"
 _STACKED = "block_sparse_moe.{}.weight"
 _STACKED_ROUTER = "block_sparse_moe.router.layer.weight"
+_QWEN_IDLE = (
+    ("mlp.shared_expert.gate_proj.weight", (_IDLE, HIDDEN)),
+    ("mlp.shared_expert.up_proj.weight", (_IDLE, HIDDEN)),
+    ("mlp.shared_expert.down_proj.weight", (HIDDEN, _IDLE)),
+    ("mlp.shared_expert_gate.weight", (1, HIDDEN)),
+)
 
 # In the order in which they are tried.
 TARGETS: tuple[Target, ...] = (
@@ -223,12 +287,7 @@ TARGETS: tuple[Target, ...] = (
         _PROJECTIONS,
         _qwen2_moe,
         plain="any",
-        idle=(
-            ("mlp.shared_expert.gate_proj.weight", (_IDLE, -1)),
-            ("mlp.shared_expert.up_proj.weight", (_IDLE, -1)),
-            ("mlp.shared_expert.down_proj.weight", (-1, _IDLE)),
-            ("mlp.shared_expert_gate.weight", (1, -1)),
-        ),
+        idle=_QWEN_IDLE,
     ),
     Target(
         "ernie4_5_moe",
@@ -251,5 +310,128 @@ TARGETS: tuple[Target, ...] = (
         _EXPERT,
         _PROJECTIONS,
         _cohere2_moe,
+    ),
+    # Of one maker's dense type each, whose own layers they have.
+    Target(
+        "hunyuan_v1_moe",
+        "HunYuanMoEV1ForCausalLM",
+        "shared",
+        "",
+        "mlp.gate.wg.weight",
+        _EXPERT,
+        _PROJECTIONS,
+        _hunyuan,
+        extends="hunyuan_v1_dense",
+        shared="mlp.shared_mlp.{}.weight",
+        balanced=False,
+        normed=True,
+    ),
+    Target(
+        "hunyuan_v1_moe",
+        "HunYuanMoEV1ForCausalLM",
+        "copies",
+        "",
+        "mlp.gate.wg.weight",
+        _EXPERT,
+        _PROJECTIONS,
+        _hunyuan,
+        extends="hunyuan_v1_dense",
+        balanced=False,
+        normed=True,
+        idle=(
+            ("mlp.shared_mlp.gate_proj.weight", (NEURONS, HIDDEN)),
+            ("mlp.shared_mlp.up_proj.weight", (NEURONS, HIDDEN)),
+            ("mlp.shared_mlp.down_proj.weight", (HIDDEN, NEURONS)),
+        ),
+    ),
+    Target(
+        "lfm2_moe",
+        "Lfm2MoeForCausalLM",
+        "copies",
+        "",
+        "feed_forward.gate.weight",
+        "feed_forward.experts.{}.{}.weight",
+        ("w1", "w3", "w2"),
+        _lfm2_moe,
+        extends="lfm2",
+        bias="feed_forward.expert_bias",
+        balanced=False,
+        normed=True,
+        plain="lowest",
+    ),
+    Target(
+        "nemotron_h",
+        "NemotronHForCausalLM",
+        "shared",
+        "",
+        "mixer.gate.weight",
+        "mixer.experts.{}.{}.weight",
+        ("up_proj", "down_proj"),
+        _nemotron_h,
+        extends="nemotron_h",
+        shared="mixer.shared_experts.{}.weight",
+        bias="mixer.gate.e_score_correction_bias",
+        balanced=False,
+        plain="any",
+    ),
+    Target(
+        "nemotron_h",
+        "NemotronHForCausalLM",
+        "copies",
+        "",
+        "mixer.gate.weight",
+        "mixer.experts.{}.{}.weight",
+        ("up_proj", "down_proj"),
+        _nemotron_h,
+        extends="nemotron_h",
+        bias="mixer.gate.e_score_correction_bias",
+        balanced=False,
+        normed=True,
+        plain="any",
+        idle=(
+            ("mixer.shared_experts.up_proj.weight", (_IDLE, HIDDEN)),
+            ("mixer.shared_experts.down_proj.weight", (HIDDEN, _IDLE)),
+        ),
+    ),
+    Target(
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM",
+        "shared",
+        "",
+        _STACKED_ROUTER,
+        _STACKED,
+        _LINEAR,
+        _granitemoehybrid,
+        extends="granitemoehybrid",
+        shared="shared_mlp.{}.weight",
+        fused=True,
+    ),
+    Target(
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM",
+        "copies",
+        "",
+        _STACKED_ROUTER,
+        _STACKED,
+        _LINEAR,
+        _granitemoehybrid,
+        extends="granitemoehybrid",
+        fused=True,
+        idle=(
+            ("shared_mlp.input_linear.weight", (2 * _IDLE, HIDDEN)),
+            ("shared_mlp.output_linear.weight", (HIDDEN, _IDLE)),
+        ),
+    ),
+    Target(
+        "qwen3_5_moe_text",
+        "Qwen3_5MoeForCausalLM",
+        "copies",
+        "",
+        "mlp.gate.weight",
+        _EXPERT,
+        _PROJECTIONS,
+        _qwen3_5_moe,
+        extends="qwen3_5_text",
+        idle=_QWEN_IDLE,
     ),
 )
