@@ -49,6 +49,8 @@ OTHERWISE = {
     # Channels of embeddings per layer, whose order stands outside the layers.
     "gemma4_text": {
         "fused": "{op: insert_layers, where: {after: [0, 3]}, init: {kind: ot_fusion, unaligned: average}}",
+        # The root of a width four times as large is twice as large, which no rounding is needed to undo.
+        "stream": "{op: widen_hidden, times: 4}",
     },
     "jamba": {
         "insert": "{op: insert_layers, where: {every_period: 1}, init: {kind: copy}}",
@@ -128,12 +130,6 @@ KINDS = (
         r"no class of transformers known here computes what .*\((?!layers )",
         "each native class was tried on a twin and computes something else: other norms, biases, rotation or windows",
         _BESIDE,
-    ),
-    Kind(
-        "multiplies embeddings by a number that depends on `hidden_size`",
-        "the class multiplies embeddings by the root of the hidden size, so a wider stream begins with other numbers,"
-        " and embeddings that undo it are not the base's",
-        "`widen_ffn`",
     ),
     Kind(
         "heads transformers' class builds heads of another size",

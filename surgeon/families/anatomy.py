@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from surgeon.checkpoint.header import QUANTISED_DTYPES, TensorInfo
 from surgeon.errors import printable
@@ -63,9 +63,19 @@ _UNREAD = tuple(dtype for dtype in QUANTISED_DTYPES if dtype not in ("F8_E4M3", 
 FORMS = ("linear", "turned", "embedding", "experts", "turned experts", "other")
 
 
-# How an axis of a tensor grows: along which, what is new there (None: copies of what there is), and the parts that each
-# grow for themselves, in proportion.
-Axis = tuple[int, float | None, tuple[int, ...]]
+class Axis(NamedTuple):
+    """How one axis of a tensor grows: along which, what is new there (None: copies of what there is), and the parts
+    that each grow for themselves, in proportion. Before what is new stand as many `copies`, the first among them, each
+    times two to the `power`.
+    """
+
+    axis: int
+    new: float | None
+    shares: tuple[int, ...] = (1,)
+    copies: int = 1
+    power: int = 0
+
+
 Axes = tuple[Axis, ...]
 # The fields of a wider model's config, the axes of the tensors of each kind of layers by suffix, and of those outside.
 Stream = tuple[dict[str, int], tuple[dict[str, Axes], ...], dict[str, Axes]]
@@ -257,8 +267,11 @@ class Derivation(ABC):
     path: tuple[str, ...]
 
     @abstractmethod
-    def layer_axis(self, grown: Mapping[str, Any], name: str, layers: int) -> int | None:
-        """The axis along which a tensor outside the layers holds a part for each layer, if it has one."""
+    def layer_axes(self, grown: Mapping[str, Any], layers: int) -> dict[str, int]:
+        """The axes along which tensors outside the layers, by name, hold a part for each layer; others are left out.
+
+        `grown` is a config of the base's type for so many `layers`, another number than the base's.
+        """
 
 
 def within(name: str, block: str) -> bool:

@@ -8,14 +8,14 @@ all of a reader's weight on the first copy). The native class with a larger `hid
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
-from surgeon.blueprint.recipes import Constant, Copy, Joined, Recipe, side_by_side, sliced_along
+from surgeon.blueprint.recipes import Constant, Copy, Joined, Recipe, scaled, side_by_side, sliced_along
 from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy, Axes, Axis, Stream
@@ -28,6 +28,8 @@ from surgeon.operations.widths import ROUNDING, check_alone
 _READING: tuple[Role, ...] = ("query", "key", "value", "gate", "up")
 # What has nothing of the stream's width: norms of query and key.
 _INSIDE: tuple[Role, ...] = ("query_norm", "key_norm")
+# Usual types whose classes multiply embeddings by the root of the width: a twin says what undoes that.
+_ROOTED = ("gemma", "gemma2", "gemma3_text")
 # Far beyond any use; each copy is a part of each tensor that writes.
 _MOST = 64
 _MOST_AXES = 2
@@ -79,7 +81,8 @@ class WidenHidden(Operation):
         _check(draft)
         before = draft.anatomy.sizes.hidden
         times = self._times(before)
-        usual = draft.anatomy.family.model_type in USUAL_DECODERS
+        model_type = draft.anatomy.family.model_type
+        usual = model_type in USUAL_DECODERS and model_type not in _ROOTED
         fields, kinds, outer = _of_roles(draft.anatomy, times) if usual else draft.anatomy.derivation.stream(times)
         for layer in draft.layers:
             for suffix, axes in kinds[draft.anatomy.kind_of[layer.like]].items():
@@ -91,7 +94,7 @@ class WidenHidden(Operation):
         return OperationRecord(
             op=self.op,
             matched=f"a stream of {before} becomes {before * times}, itself {times} times, in all {len(draft.layers)}"
-            f" layers, embeddings and head{_other_fields(draft, fields)}",
+            f" layers, embeddings and head{_other_fields(draft, fields)}{_shown_powers(kinds, outer)}",
             claim=Claim("rounding", f"what reads the stream has zeros for all but its first part; {ROUNDING}"),
             trains="new",
         )
@@ -130,6 +133,14 @@ def _other_fields(draft: Draft, fields: dict[str, int]) -> str:
     return "".join(f", `{key}` {printable(str(part[key]))} becomes {value}" for key, value in others.items())
 
 
+def _shown_powers(kinds: Iterable[Mapping[str, Axes]], outer: Mapping[str, Axes]) -> str:
+    """Which tensors are stored times a power of two, in words."""
+    held = [*outer.items(), *(item for kind in kinds for item in kind.items())]
+    powers = {name: power for name, axes in held if (power := sum(axis.power for axis in axes))}
+    shown = ", ".join(f"{printable(name)} times {2.0**power:g}" for name, power in powers.items())
+    return f"; stored against what the class multiplies by its width: {shown}" if powers else ""
+
+
 def _null_scale(anatomy: Anatomy) -> float:
     """The stored scale with which a norm gives zeros: −1 where it multiplies by one plus it."""
     known = (part.identity for part in anatomy.parts if part.kind == "norm" and part.identity is not None)
@@ -163,7 +174,7 @@ def _of_role(part: Part) -> Axes:
     reads = bool(roles) and roles <= set(_READING)
     if roles <= set(_INSIDE) or (reads and part.kind == "bias"):
         return ()
-    return ((1, 0.0, (1,)),) if reads else ((0, None, (1,)),)
+    return (Axis(1, 0.0),) if reads else (Axis(0, None),)
 
 
 def _outside(anatomy: Anatomy) -> dict[str, Axes]:
@@ -173,9 +184,9 @@ def _outside(anatomy: Anatomy) -> dict[str, Axes]:
     learn. Of a head of its own further columns are zero, and learn as the norm passes all copies.
     """
     known: dict[str, Axes] = {
-        anatomy.outer_name("embed_tokens.weight"): ((1, None, (1,)),),
-        anatomy.outer_name("norm.weight"): ((0, _null_scale(anatomy) if anatomy.tied else None, (1,)),),
-        "lm_head.weight": ((1, None if anatomy.tied else 0.0, (1,)),),
+        anatomy.outer_name("embed_tokens.weight"): (Axis(1, None),),
+        anatomy.outer_name("norm.weight"): (Axis(0, _null_scale(anatomy) if anatomy.tied else None),),
+        "lm_head.weight": (Axis(1, None if anatomy.tied else 0.0),),
     }
     left = [name for name in anatomy.outer if name not in anatomy.idle and "rotary_emb" not in name]
     if odd := next((name for name in left if name not in known), None):
@@ -188,49 +199,50 @@ def _wider(of: Copy, axes: Axes, times: int) -> Joined:
     if len(axes) == 1:
         return _along(of, axes[0], times, lambda part: part)
     # Copies of what there is are those of the tensor that reads the wider stream.
-    one, other = sorted(axes, key=lambda axis: axis[1] is not None)
-    axis, new, shares = other
-    follows = len(axes) <= _MOST_AXES and new is not None
-    if follows and len(shares) > 1 and one[1:] == (None, (1,)):
-        return _by_shares(of, one[0], other, times)
-    if not follows or len(shares) > 1 or new is None:
+    one, other = sorted(axes, key=lambda axis: axis.new is not None)
+    one, other = one._replace(power=one.power + other.power), other._replace(power=0)
+    follows = len(axes) <= _MOST_AXES and other.new is not None
+    if follows and len(other.shares) > 1 and (one.new, one.shares) == (None, (1,)):
+        return _by_shares(of, one, other, times)
+    if not follows or len(other.shares) > 1 or (new := other.new) is None:
         raise BadInput(
             f"{printable(str(of.source))}: grows along {len(axes)} axes in a way that surgeon cannot follow; widen_ffn"
             " may widen this model"
         )
-    more = of.shape[axis] * (times - 1)
-    return _along(of, one, times, lambda part: side_by_side((part, _filled(part, axis, more, new)), axis))
+    more = of.shape[other.axis] * (times - 1)
+    return _along(of, one, times, lambda part: side_by_side((part, _filled(part, other.axis, more, new)), other.axis))
 
 
-def _by_shares(of: Copy, copied: int, axis: Axis, times: int) -> Joined:
+def _by_shares(of: Copy, copied: Axis, axis: Axis, times: int) -> Joined:
     """A matrix whose parts along one axis get constants behind them, each so many times along the other."""
-    (number, new, shares), size = axis, of.shape[axis[0]]
-    assert new is not None
+    number, size = axis.axis, of.shape[axis.axis]
+    assert axis.new is not None
     pieces: list[Recipe] = []
     begin = 0
-    for share in shares:
-        end = begin + size * share // sum(shares)
-        own, again = (sliced_along(of, number, begin, end, again=more) for more in (False, True))
-        pieces.append(side_by_side((own, *[again] * (times - 1)), copied))
-        pieces.append(_filled(pieces[-1], number, (end - begin) * (times - 1), new))
+    for share in axis.shares:
+        end = begin + size * share // sum(axis.shares)
+        own, again = (scaled(sliced_along(of, number, begin, end, again=more), copied.power) for more in (False, True))
+        pieces.append(side_by_side((own, *[again] * (times - 1)), copied.axis))
+        pieces.append(_filled(pieces[-1], number, (end - begin) * (times - 1), axis.new))
         begin = end
     return side_by_side(pieces, number)
 
 
 def _along(of: Copy, axis: Axis, times: int, beside: Callable[[Copy], Recipe]) -> Joined:
     """A tensor with what is new along one axis, each of its parts made wider `beside` it."""
-    (number, new, shares), size = axis, of.shape[axis[0]]
+    number, size = axis.axis, of.shape[axis.axis]
+    copies = times if axis.new is None else axis.copies
     pieces: list[Recipe] = []
     begin = 0
-    for share in shares:
-        end = begin + size * share // sum(shares)
-        own = of if len(shares) == 1 else sliced_along(of, number, begin, end)
-        pieces.append(beside(own))
-        if new is None:
-            where = (number, begin, end) if len(shares) > 1 else (0, 0, of.shape[0])
-            pieces += [beside(sliced_along(of, *where, again=True)) for _ in range(times - 1)]
-        else:
-            pieces.append(_filled(pieces[-1], number, (end - begin) * (times - 1), new))
+    for share in axis.shares:
+        end = begin + size * share // sum(axis.shares)
+        own = of if len(axis.shares) == 1 else sliced_along(of, number, begin, end)
+        pieces.append(beside(scaled(own, axis.power)))
+        where = (number, begin, end) if len(axis.shares) > 1 else (0, 0, of.shape[0])
+        again = (scaled(sliced_along(of, *where, again=True), axis.power) for _ in range(copies - 1))
+        pieces += [beside(each) for each in again]
+        if axis.new is not None and copies < times:
+            pieces.append(_filled(pieces[0], number, (end - begin) * (times - copies), axis.new))
         begin = end
     return side_by_side(pieces, number)
 
