@@ -77,7 +77,7 @@ class Observer:
         self._experts: dict[str, tuple[Tensor, Tensor]] = {}
         for layer, module in enumerate(() if encoder else getattr(trunk, stack)):
             self._observe(str(layer), module)
-            if layer in surgery.homes.values():
+            if "expanded" in module._modules:
                 self._observe(f"{layer}.branch", module.expanded)
 
     @property
@@ -96,7 +96,9 @@ class Observer:
         routing: list[Tensor] = []
         states = torch.zeros(len(self.sites), len(self.sites), dtype=torch.float64)
         for batch in torch.split(ids, _BATCH):
-            flow = self._flow(records_choices=True)
+            flow = self._flow()
+            # A file where nothing is to be recorded has no such field.
+            flow.records_choices = True
             with torch.inference_mode(), running(self.model):
                 self.model(batch, **self._asked, surgery_flow=flow)
             if self.router:

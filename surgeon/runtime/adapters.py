@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import transformers.initialization as init
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
@@ -18,15 +19,25 @@ from transformers.activations import ACT2FN
 from .adapters_rules import AdapterRules, AdapterSpec
 from .graft import Flow, Graft
 from .losses import masked_mean
-from .newborn import Newborn, Projection
-from .present import DOMAINS, GATES, LOSSES
+from .newborn import Leaf
+from .present import CLASSIFIES, DOMAINS, GATES, LOSSES
 from .rules import Surgery
 
 
-class BlockGate(Newborn):
-    """One scalar for each token and block, before its non-linearity: w · x."""
+class SilentLinear(Leaf, nn.Linear):
+    """A matrix that writes."""
 
-    weight: nn.Parameter
+
+class BlockGate(Leaf):
+    """One scalar for each token and block, before its non-linearity: w · x. No `nn.Linear`, which quantisers take."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1, width))
+
+    def initialise(self) -> None:
+        """As transformers fills matrices."""
+        init.normal_(self.weight, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
         """B T D to B T 1."""
@@ -36,16 +47,13 @@ class BlockGate(Newborn):
 class GatedAdapter(nn.Module):
     """g(w · x) · W_o (σ(W_g x) ⊙ W_i x), with σ the backbone's activation and g ReLU, sigmoid or 1."""
 
-    def __init__(self, spec: AdapterSpec, width: int, trunk_layers: int, activation: str) -> None:
+    def __init__(self, spec: AdapterSpec, width: int, activation: str) -> None:
         super().__init__()
-        births = spec.births(width, trunk_layers)
         self.spec = spec
-        self.gate_proj = Projection(births["gate_proj.weight"])
-        self.up_proj = Projection(births["up_proj.weight"])
-        self.down_proj = Projection(births["down_proj.weight"])
-        self.gate = BlockGate() if "gate.weight" in births else None
-        if self.gate is not None:
-            self.gate.bear({"weight": births["gate.weight"]})
+        self.gate_proj = nn.Linear(width, spec.size, bias=False)
+        self.up_proj = nn.Linear(width, spec.size, bias=False)
+        self.down_proj = SilentLinear(spec.size, width, bias=False)
+        self.gate = None if spec.gate == "none" else BlockGate(width)
         self.act_fn = ACT2FN[activation]
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -74,7 +82,9 @@ class AdapterGraft(Graft, AdapterRules):
         spec: AdapterSpec | None = surgery.of[self.name].get(index)
         if spec is not None:
             activation = spec.activation or getattr(config, layer.activation_field)
-            layer.mlp.adapter = GatedAdapter(spec, config.hidden_size, surgery.trunk_layers, activation)
+            layer.mlp.adapter = GatedAdapter(spec, config.hidden_size, activation)
+            if LOSSES:
+                layer.loss_weights |= {"local_l1_loss": spec.l1, "local_cross_entropy_loss": spec.cross_entropy}
         return spec is not None
 
     def beside(self, block: Any, x: Tensor, output: Tensor, frame: Flow | None) -> Tensor:
@@ -83,14 +93,6 @@ class AdapterGraft(Graft, AdapterRules):
         if DOMAINS and frame is not None and frame.valid is not None and frame.domains is not None:
             measure(block.adapter.spec, made[0], made[1], frame, frame.valid, frame.domains)
         return output + made[0]
-
-    if LOSSES:
-
-        def weights(self, surgery: Surgery, index: int) -> Mapping[str, float]:
-            """The local losses', of adapters in the layer or its twin."""
-            found: dict[int, AdapterSpec] = surgery.of[self.name]
-            here = [spec for layer, spec in found.items() if surgery.homes.get(layer, layer) == index]
-            return {"local_l1_loss": here[0].l1, "local_cross_entropy_loss": here[0].cross_entropy} if here else {}
 
     def counted(self, surgery: Surgery) -> Mapping[str, tuple[type[nn.Module], int]]:
         """Adapters."""
@@ -107,7 +109,7 @@ if DOMAINS:
             # ‖output‖₁ / D on tokens of the original domain.
             l1 = adapted.abs().sum(dim=-1, dtype=precise) / adapted.shape[-1]
             frame.measure("local_l1_loss", masked_mean(l1, valid & (domains == 0)))
-        if spec.cross_entropy > 0 and score is not None:
+        if CLASSIFIES and spec.cross_entropy > 0 and score is not None:
             # The gate classifies domains, on all tokens.
             new = (domains > 0).to(precise)
             crossed = F.binary_cross_entropy_with_logits(score.squeeze(-1).to(precise), new, reduction="none")

@@ -108,8 +108,12 @@ class AdapterRules(GraftRules):
     def trains(self, surgery: Surgery) -> list[str]:
         """Every adapter that is not frozen."""
         specs = surgery.of[self.name].values()
-        return [f"layers.{surgery.place(spec.layer)}.{ADAPTER}" for spec in specs if not spec.frozen]
+        return [f"layers.{spec.layer}.{ADAPTER}" for spec in specs if not spec.frozen]
 
     def needs_domains(self, surgery: Surgery) -> bool:
         """Whether a local loss has a weight."""
         return any(spec.l1 > 0 or spec.cross_entropy > 0 for spec in surgery.of[self.name].values())
+
+    def classifies(self, surgery: Surgery) -> bool:
+        """Whether the domain cross-entropy has a weight."""
+        return any(spec.cross_entropy > 0 for spec in surgery.of[self.name].values())

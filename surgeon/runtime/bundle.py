@@ -118,7 +118,10 @@ def present_in(
 
 
 def _losses(raw: Mapping[str, Any], uses: tuple[Use, ...]) -> list[frozenset[str]]:
-    """Whether a loss applies in training whatever the batch, or where domains are known; all cases if nobody knows."""
+    """Whether a loss applies in training whatever the batch, or where domains are known, or tells these apart.
+
+    All cases where nobody can read that.
+    """
     rules = tuple(use.rules for use in uses if use.rules.losses)
     try:
         said = for_each_layer(raw) if rules else {"trunk_layers": 0}
@@ -126,10 +129,11 @@ def _losses(raw: Mapping[str, Any], uses: tuple[Use, ...]) -> list[frozenset[str
         found = {
             "MEASURES": any(each.measures(surgery) for each in rules),
             "DOMAINS": any(each.needs_domains(surgery) for each in rules),
+            "CLASSIFIES": any(each.classifies(surgery) for each in rules),
         }
     except (ValueError, TypeError, KeyError, AttributeError):
-        both = ("MEASURES", "DOMAINS")
-        return [frozenset(both), *(frozenset({each}) for each in both), frozenset()]
+        domains: tuple[tuple[str, ...], ...] = (("DOMAINS", "CLASSIFIES"), ("DOMAINS",), ())
+        return [frozenset({*first, *then}) for first in (("MEASURES",), ()) for then in domains]
     return [frozenset(name for name, there in found.items() if there)]
 
 

@@ -141,6 +141,7 @@ def classes_of(native: Composition, uses: tuple[Use, ...]) -> str:
         imports.setdefault(module if each in TORCH_CLASSES else f"transformers.{module}", set()).add(name)
     layer_classes = _listed([f"{short_name(each)}: {upcycled(each)}" for each in native.layers])
     twins, gated = any(use.twins for use in uses), any(use.gates for use in uses)
+    once = len(native.layers) == 1 and not twins and len(sites) == 1 and not spans
     model_parts = [*(["TwinnedModel"] * twins), *(["CrossingModel"] * any(use.crosses for use in uses))]
     outer = native.model not in (native.text, native.head)
     template = (files(__package__) / "classes.template").read_text(encoding="utf-8")
@@ -157,8 +158,8 @@ def classes_of(native: Composition, uses: tuple[Use, ...]) -> str:
         text_surgery="\n        self.get_text_config(decoder=True).surgery = surgery" if native.path else "",
         model_type=PREFIX + native.model_type,
         grafts=f"{uses[0].source}," if len(uses) == 1 else _listed([use.source for use in uses]),
-        blocks=_blocks(sites, spans),
-        layers="".join(_layer(native, each, twins, gated, sites, spans) for each in native.layers),
+        blocks=_blocks(sites, spans, once=once),
+        layers="".join(_layer(native, each, twins, gated, sites, spans, once) for each in native.layers),
         Text=text,
         NativeText=short_name(native.text),
         text_is="The model without a head" if native.encoder else "The text decoder",
@@ -194,13 +195,13 @@ def spans_of(native: Composition, uses: tuple[Use, ...]) -> tuple[SpanClass, ...
     return tuple(span for span in native.spans if span.role in roles)
 
 
-def _blocks(sites: tuple[SiteClass, ...], spans: tuple[SpanClass, ...]) -> str:
-    """The classes of blocks with grafts, and where they stand."""
+def _blocks(sites: tuple[SiteClass, ...], spans: tuple[SpanClass, ...], *, once: bool) -> str:
+    """The classes of blocks with grafts, and where they stand, unless one layer's class alone, `once`, says so."""
     found = [("GRAFT_SITES", _SITES_ARE, *_sites(sites))] if sites else []
     found += [("GRAFT_SPANS", _SPANS_ARE, *_spans(spans))] if spans else []
     classes = "".join(source for _, _, source, _ in found)
     return classes + "".join(
-        _PLACES.format(are=are, name=name, places=_placed(places)) for name, are, _, places in found
+        _PLACES.format(are=are, name=name, places=_placed(places)) for name, are, _, places in found if not once
     )
 
 
@@ -210,13 +211,21 @@ def _placed(places: list[str]) -> str:
 
 
 def _layer(
-    native: Composition, told: str, twins: bool, gated: bool, sites: tuple[SiteClass, ...], spans: tuple[SpanClass, ...]
+    native: Composition,
+    told: str,
+    twins: bool,
+    gated: bool,
+    sites: tuple[SiteClass, ...],
+    spans: tuple[SpanClass, ...],
+    once: bool,
 ) -> str:
-    """The class of a layer with grafts, and with `twins` that of its twin; `gated`: a domain gate closes grafts."""
+    """The class of a layer with grafts, and with `twins` that of its twin; `gated`: a domain gate closes grafts.
+
+    It says by itself where blocks with grafts stand if that is `once`.
+    """
     stated = [f'activation_field = "{native.activation}"']
-    stated += ["sites: ClassVar[Any] = GRAFT_SITES"] * bool(sites) + ["spans: ClassVar[Any] = GRAFT_SPANS"] * bool(
-        spans
-    )
+    where = f"({_sites(sites)[1][0]},)" if once else "GRAFT_SITES"
+    stated += [f"sites: ClassVar[Any] = {where}"] * bool(sites) + ["spans: ClassVar[Any] = GRAFT_SPANS"] * bool(spans)
     return (_TWINNED_LAYER if twins else _LAYER).format(
         upcycled=upcycled(told),
         native=short_name(told),

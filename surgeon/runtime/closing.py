@@ -27,7 +27,7 @@ from transformers.utils import output_capturing
 
 from .graft import Flow, Graft, here
 from .layers import LAYER_NUMBERS, UpcycledLayer, in_flow
-from .present import ROUTES, SPANS
+from .present import ROUTES, SPANS, TWINS
 from .rules import Surgery
 
 _OFF = Flow(off=True)
@@ -55,7 +55,7 @@ class GatedLayer(UpcycledLayer):
         super().compose(config, index, surgery)
         twin = self._modules.get("expanded")
         owing: dict[int, nn.Module | None] = {index: None} if self.layer_gated else {}
-        if twin is not None:
+        if TWINS and twin is not None:
             owing |= {branch: twin for branch, home in surgery.homes.items() if home == index}
         self.owing = owing
         # A router is needed only where slots run.

@@ -20,6 +20,7 @@ from .interpolators import Interpolation, InterpolatorSpec
 from .losses import masked_mean
 from .newborn import Newborn
 from .precision import at_least_fp32
+from .present import LOSSES
 from .rules import Surgery
 from .twins import BranchLayer
 
@@ -65,6 +66,9 @@ class ControlGraft(Graft, ControlRules):
         layer.expanded = layer.twin
         rule = self.interpolators[block.interpolator.kind]
         layer.interpolator = Interpolator(rule, block.interpolator, config.hidden_size)
+        if LOSSES:
+            # What the twin's grafts measure leaves with the layer too.
+            layer.loss_weights |= {"divergence_loss": block.divergence.weight} | layer.expanded.loss_weights
         return True
 
     def after(self, layer: Any, hidden_states: Tensor, output: Tensor, frame: Flow, run: Any) -> Tensor:
@@ -77,11 +81,6 @@ class ControlGraft(Graft, ControlRules):
             anchor = layer.interpolator.anchor(output)
             frame.measure("divergence_loss", divergence(kind, anchor, expanded, alpha, frame.valid))
         return combined
-
-    def weights(self, surgery: Surgery, index: int) -> Mapping[str, float]:
-        """The divergence's λ."""
-        block: ControlSpec | None = surgery.of[self.name].get(index)
-        return {} if block is None else {"divergence_loss": block.divergence.weight}
 
     def counted(self, surgery: Surgery) -> Mapping[str, tuple[type[nn.Module], int]]:
         """Twins and interpolators."""

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-import torch
-
-from .graft import Flow
-from .losses import token_domains
-from .models import UpcycledModel, given_inputs
+from .graft import Flow, here
+from .losses import given_tokens
+from .models import UpcycledModel
 
 
 class CrossingModel(UpcycledModel):
@@ -20,7 +18,7 @@ class CrossingModel(UpcycledModel):
 
     def run_grafted(self, run: Callable[..., Any], given: dict[str, Any], flow: Flow | None) -> Any:
         """`run`, the native forward, with what crosses layers; `given` are its arguments by name."""
-        if self.grafts_off:
+        if self in here.off:
             _check_kept_nothing(given.get("past_key_values"))
             return super().run_grafted(run, given, flow)
         cache = given.get("past_key_values")
@@ -46,14 +44,14 @@ class CrossingModel(UpcycledModel):
         if flow is not None:
             flow.packed = any(given.get(name) is not None for name in ("cu_seq_lens_q", "seq_idx"))
         if flow is not None and found:
-            inputs = given_inputs(given)
+            inputs, mask, domains = given_tokens(given, given.get("domain_ids"))
             positions = given.get("position_ids")
             # Counted from 0, as grafts know them.
             flow.positions = positions if positions is None else positions - self.first_position
             if flow.domains is None:
-                flow.domains = token_domains(given.get("domain_ids"), torch.Size(inputs.shape[:2]))
+                flow.domains = domains
             for graft in found:
-                graft.open(self, flow, inputs, given.get("attention_mask"), given.get("past_key_values"))
+                graft.open(self, flow, inputs, mask, given.get("past_key_values"))
         return found, flow
 
 

@@ -22,11 +22,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from .births import Birth
 from .experts_rules import EXPERTS, ExpertRules, Experts, ExpertsSpec, RouterSpec, SlotSpec
 from .graft import Flow, Graft, here
 from .losses import masked_mean
-from .newborn import LowRank, Newborn, without
+from .newborn import Leaf, LowRank, as_linear
 from .precision import at_least_fp32
 from .present import GATES, LOSSES
 from .rules import Surgery, engine_of, engine_ranks
@@ -153,16 +152,18 @@ def _weights(routing: Tensor, group: tuple[SlotSpec, ...]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
-class RouterColumn(Newborn):
+class RouterColumn(Leaf):
     """One slot's column of W_g, 1 × D; the first column of a later group holds the group's mass."""
 
-    weight: nn.Parameter
-    mass: nn.Parameter | None
-
-    def __init__(self, births: Mapping[str, Birth]) -> None:
+    def __init__(self, width: int, *, enters: bool) -> None:
         super().__init__()
-        self.bear(births)
-        without(self, "mass")
+        self.weight = nn.Parameter(torch.empty(1, width))
+        self.mass = nn.Parameter(torch.empty(1)) if enters else None
+
+    def initialise(self) -> None:
+        """A mass of zero."""
+        super().initialise()
+        as_linear(self.weight)
 
     def forward(self) -> tuple[Tensor, Tensor | None]:
         """The column and the mass."""
@@ -175,7 +176,7 @@ class ExpertRouter(nn.Module):
     def __init__(self, spec: RouterSpec, width: int) -> None:
         super().__init__()
         self.slots = nn.ModuleDict(
-            {str(column.slot): RouterColumn(spec.column_births(column, width)) for column in spec.slots}
+            {str(column.slot): RouterColumn(width, enters=spec.enters_with(column)) for column in spec.slots}
         )
         groups = sorted({column.group for column in spec.slots})
         self.sizes = [sum(column.group == group for column in spec.slots) for group in groups]
@@ -216,11 +217,13 @@ class ExpertGraft(Graft, ExpertRules):
             return index in found.by_layer
         layer.expert_router = ExpertRouter(found.router, config.hidden_size)
         layer.routes = True
+        if LOSSES:
+            layer.loss_weights["router_loss"] = found.router_loss.task_id
         return True
 
     def complete(self, model: Any, surgery: Surgery) -> None:
         """Nothing; but an engine may split matrices."""
-        if engine_ranks(model.config)[0] > 1:
+        if engine_ranks(model.config) > 1:
             raise ValueError(
                 f"{engine_of(model.config)} splits matrices over processes here, but does not split PMoE's slots beside"
                 " them; set tensor_parallel_size to 1"
@@ -238,12 +241,6 @@ class ExpertGraft(Graft, ExpertRules):
                 valid, domains = frame.valid, frame.domains
                 if valid is not None and domains is not None and layer.loss_weights["router_loss"] > 0:
                     frame.measure("router_loss", task_loss(routed[1], valid, domains))
-
-    def weights(self, surgery: Surgery, index: int) -> Mapping[str, float]:
-        """The router's loss, in its layer."""
-        found: Experts = surgery.of[self.name]
-        here = found.router is not None and found.router.layer == index
-        return {"router_loss": found.router_loss.task_id} if here else {}
 
     def counted(self, surgery: Surgery) -> Mapping[str, tuple[type[nn.Module], int]]:
         """Slots and columns."""

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from .births import Birth, Fill, as_linear, low_rank_births
+from .births import Birth, Fill, linear_birth, low_rank_births
 from .rules import (
     BRANCH,
     GraftRules,
@@ -122,11 +122,15 @@ class RouterSpec:
     layer: int
     slots: tuple[RouterSlotSpec, ...]
 
-    def column_births(self, column: RouterSlotSpec, width: int) -> dict[str, Birth]:
-        """A column's tensors at birth; the mass by which a group after the first enters is zero."""
+    def enters_with(self, column: RouterSlotSpec) -> bool:
+        """Whether a column holds the mass by which a group after the first enters."""
         first = next(other for other in self.slots if other.group == column.group)
-        mass: dict[str, Birth] = {"mass": Fill((1,))} if column.group > 0 and column == first else {}
-        return {"weight": as_linear(1, width)} | mass
+        return column.group > 0 and column == first
+
+    def column_births(self, column: RouterSlotSpec, width: int) -> dict[str, Birth]:
+        """A column's tensors at birth; a mass is zero."""
+        mass: dict[str, Birth] = {"mass": Fill((1,))} if self.enters_with(column) else {}
+        return {"weight": linear_birth(1, width)} | mass
 
 
 @dataclass(frozen=True)
@@ -266,7 +270,7 @@ class ExpertRules(GraftRules):
         """Slots and columns that are not frozen."""
         found: Experts = surgery.of[self.name]
         owners = [
-            f"layers.{surgery.place(experts.layer)}.{slot_name(target, slot.slot)}."
+            f"layers.{experts.layer}.{slot_name(target, slot.slot)}."
             for experts in found.by_layer.values()
             for slot in experts.slots
             if not slot.frozen

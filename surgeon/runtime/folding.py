@@ -136,7 +136,8 @@ def _shorten(test: ast.BoolOp, lines: _Lines) -> None:
     assert first.lineno == stays.lineno, f"a question over several lines: {ast.unparse(test)}"
     line = lines.lines[first.lineno - 1]
     begin = first.col_offset - line[: first.col_offset].endswith("(")
-    lines.lines[first.lineno - 1] = line[:begin] + line[stays.col_offset :]
+    end = stays.col_offset - line[: stays.col_offset].endswith("(")
+    lines.lines[first.lineno - 1] = line[:begin] + line[end:]
 
 
 def _questions(test: ast.BoolOp) -> list[ast.expr]:

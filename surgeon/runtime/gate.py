@@ -42,7 +42,7 @@ from .closing import GatedLayer, spare_routers
 from .gate_rules import GateRules, Gates, GateSpec
 from .graft import Flow, Graft
 from .losses import logger
-from .newborn import Newborn, without
+from .newborn import Leaf
 from .precision import at_least_fp32
 from .prefix import NO_BOUND, Kept, Reading, keep, kept_in, latest, read_rows
 from .rules import Surgery
@@ -57,7 +57,7 @@ _DRIFT = _ONE
 _EPSILON = 1e-6
 
 
-class DomainGate(Newborn):
+class DomainGate(Leaf):
     """What a token is evidence of, and the threshold of prefixes or tokens; in at least fp32.
 
     Its tensors are fitted and get no gradient: they are buffers.
@@ -73,10 +73,9 @@ class DomainGate(Newborn):
         super().__init__()
         self.spec = spec
         # Nothing that unfreezes a model or waits for gradients asks for buffers.
-        self.births = spec.births(width)
-        for name, birth in self.births.items():
-            self.register_buffer(name, torch.zeros(birth.shape))
-        without(self, "bias", "out")
+        shapes = spec.shapes(width)
+        for name in ("weight", "bias", "out", "offset", "threshold"):
+            self.register_buffer(name, torch.zeros(shapes[name]) if name in shapes else None)
         # Of a prefix the tokens of no evidence; what closes, as a whole number.
         self.prior = spec.prior if spec.reads == "prefix_mean" else 0
         self.closes = int((spec.closes or 0.0) * _ONE)

@@ -65,12 +65,16 @@ class GateSpec:
                 f"config.surgery: domain_gate false_positives is {self.false_positives}; it must lie between 0 and 1"
             )
 
+    def shapes(self, width: int) -> dict[str, tuple[int, ...]]:
+        """Its tensors' shapes."""
+        mlp = self.form == "mlp"
+        found: dict[str, tuple[int, ...]] = {"weight": (self.units if mlp else 1, width)}
+        found |= {"bias": (self.units,), "out": (1, self.units)} if mlp else {}
+        return found | {"offset": (1,), "threshold": (1,)}
+
     def births(self, width: int) -> dict[str, Birth]:
         """Its tensors at birth: zeros, by which it is closed."""
-        mlp = self.form == "mlp"
-        found: dict[str, Birth] = {"weight": Fill((self.units if mlp else 1, width))}
-        found |= {"bias": Fill((self.units,)), "out": Fill((1, self.units))} if mlp else {}
-        return found | {"offset": Fill((1,)), "threshold": Fill((1,))}
+        return {name: Fill(shape) for name, shape in self.shapes(width).items()}
 
 
 @dataclass(frozen=True)

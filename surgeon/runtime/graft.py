@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from .present import AFTER, BEFORE, COMPLETES, CROSSES, GATES, LOSSES, MIXES, REPLACES, ROUTES
+from .present import AFTER, BEFORE, COMPLETES, CROSSES, GATES, MIXES, REPLACES, ROUTES
 from .rules import Surgery
 
 
@@ -25,7 +25,6 @@ class Flow:
     valid: Tensor | None = None
     domains: Tensor | None = None
     off: bool = False
-    records_choices: bool = False
     # What was measured, by the output's field: numbers in a frame, else vectors of them, each after its weight.
     losses: dict[str, list[Any]] = field(default_factory=dict)
     if ROUTES:
@@ -43,6 +42,8 @@ class Flow:
         # The position ids that were given; whether a row holds several sequences, as in continuous batching.
         positions: Tensor | None = None
         packed: bool = False
+        # Whether what is chosen is recorded.
+        records_choices: bool = False
 
     def measure(self, name: str, loss: Tensor) -> None:
         """Keep a loss, one number, of a layer for the output's field `name`."""
@@ -117,7 +118,10 @@ class Graft:
         return ()
 
     def attach(self, layer: Any, config: Any, index: int, surgery: Surgery) -> bool:
-        """Put its modules into layer `index` of trunk or tail; whether it has any part in that layer."""
+        """Put its modules into layer `index` of trunk or tail; whether it has any part in that layer.
+
+        What its losses weigh there, by the output's fields, it adds to the layer's `loss_weights`.
+        """
         return False
 
     if BEFORE:
@@ -134,12 +138,6 @@ class Graft:
         def after(self, layer: Any, hidden_states: Tensor, output: Tensor, frame: Flow, run: Any) -> Tensor:
             """What the layer puts out together with the graft; `run(module)` runs another layer as this one was run."""
             return output
-
-    if LOSSES:
-
-        def weights(self, surgery: Surgery, index: int) -> Mapping[str, float]:
-            """The weights of its losses in a layer, by the output's field."""
-            return {}
 
     if COMPLETES:
 

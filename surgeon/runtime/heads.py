@@ -12,22 +12,29 @@ from transformers import GenerationMixin, conversion_mapping
 
 from .graft import Flow
 from .layers import in_flow
-from .losses import EVALUATING, LOST, accumulation_scale, open_flow, tell, token_domains, with_losses
-from .models import UpcycledModel, UpcycledPreTrained, given_inputs, grafted_forward
+from .losses import EVALUATING, LOST, given_tokens, open_flow, tell, with_losses
+from .models import UpcycledModel, UpcycledPreTrained, grafted_forward
 from .present import GATES, LOSSES, PARTS
 
 
 class UpcycledOuter(UpcycledPreTrained):
-    """A native model in which the text decoder stands somewhere: a head, or a model of several parts."""
+    """A native model in which the upcycled decoder stands; a head's loss in training holds the auxiliary losses.
+
+    `freeze_base` freezes the head too where no surgery made it: let one that is new train by itself.
+    """
 
     decoder_class: ClassVar[type[UpcycledModel]]
+    output_class: ClassVar[type[Any]]
     _no_split_modules: Any
+    # Whether its loss is a mean over tokens, which trainers share out among micro-batches.
+    by_token = False
 
     def __init__(self, config: Any) -> None:
-        upcycled, native = self.decoder_class.config_class, self.decoder_class.__bases__[-1]
-        text, whole = config.get_text_config(decoder=True), type(config)
+        native, whole = self.decoder_class.__bases__[-1], type(config)
+        if PARTS:
+            upcycled = self.decoder_class.config_class
+            config.get_text_config(decoder=True).__class__ = upcycled.__bases__[-1]
         # Native code asks by a config's class which model to build.
-        text.__class__ = upcycled.__bases__[-1]
         config.__class__ = whole.__bases__[-1]
         try:
             super().__init__(config)
@@ -35,7 +42,8 @@ class UpcycledOuter(UpcycledPreTrained):
             config.__class__ = whole
         decoder: Any
         (decoder,) = (module for module in self.modules() if type(module) is native)
-        decoder.config.__class__ = upcycled
+        if PARTS:
+            decoder.config.__class__ = upcycled
         decoder.__class__ = self.decoder_class
         decoder.graft()
         self.surgery = decoder.surgery
@@ -43,53 +51,33 @@ class UpcycledOuter(UpcycledPreTrained):
         # A model between the two was made before the decoder had its layers.
         self._no_split_modules = {*self._no_split_modules, *decoder._no_split_modules}
 
-
-class UpcycledHead(UpcycledOuter):
-    """A native head over the upcycled decoder; its loss in training holds the auxiliary losses.
-
-    `freeze_base` freezes the head too where no surgery made it: let one that is new train by itself.
-    """
-
-    output_class: ClassVar[type[Any]]
-    # Whether its loss is a mean over tokens, which trainers share out among micro-batches.
-    by_token = False
-
     def run_grafted(self, run: Callable[..., Any], given: dict[str, Any], flow: Flow | None) -> Any:
         """`run`, the native forward; `domain_ids` (B or B T; 0: the original domain) switch the local losses on."""
+        domain_ids = given.pop("domain_ids", None)
         if LOSSES or GATES:
-            domain_ids = given.pop("domain_ids", None)
             labels = next((given[name] for name in ("labels", "start_positions") if given.get(name) is not None), None)
-            if self.training and labels is not None:
-                return self._run_trained(run, given, labels, domain_ids)
-        else:
-            given.pop("domain_ids", None)
+            trained = open_flow(given, domain_ids) if self.training and labels is not None else None
+            flow = trained or flow
         if GATES and self.training and domain_ids is not None and flow is None:
             if LOSSES:
                 tell(LOST)
-            flow = Flow(domains=token_domains(domain_ids, torch.Size(given_inputs(given).shape[:2])))
-        with in_flow(flow):
-            output: Any = run(**given)
+            flow = Flow(domains=given_tokens(given, domain_ids)[2])
+        if not LOSSES:
+            with in_flow(flow):
+                output: Any = run(**given)
+        if LOSSES:
+            asked = given.pop("return_dict", None)
+            with in_flow(flow):
+                output = run(return_dict=True, **given)
         if LOSSES or GATES:
             loss = getattr(output, "loss", None)
             if not self.training and isinstance(loss, Tensor) and loss.requires_grad:
                 tell(EVALUATING)
-        if LOSSES and not isinstance(output, tuple):
-            output = self.output_class(**output)
-        return output
-
-    if LOSSES or GATES:
-
-        def _run_trained(self, run: Callable[..., Any], given: dict[str, Any], labels: Any, domain_ids: Any) -> Any:
-            flow = open_flow(given_inputs(given), given.get("attention_mask"), domain_ids)
-            asked = given.pop("return_dict", None)
-            with in_flow(flow):
-                output = run(return_dict=True, **given)
-            if LOSSES:
-                scale: Any = 1.0
-                if self.by_token:
-                    scale = accumulation_scale(labels, given.get("shift_labels"), given.get("num_items_in_batch"))
-                output = self.output_class(**with_losses(output, flow, scale))
-            return output if (self.config.return_dict if asked is None else asked) else output.to_tuple()
+        if not LOSSES:
+            return output
+        made = output if trained is None else with_losses(output, trained, labels, given, by_token=self.by_token)
+        output = self.output_class(**made)
+        return output if (self.config.return_dict if asked is None else asked) else output.to_tuple()
 
 
 def head_over(
@@ -104,7 +92,7 @@ def head_over(
     stated |= {"config_class": config, "decoder_class": decoder, "stack": decoder.stack, "output_class": output}
     stated |= {"forward": grafted_forward(native.forward), "__module__": __name__}
     # transformers looks for it among a class's own bases.
-    bases = (UpcycledHead, native, *(GenerationMixin,) * stated.get("by_token", False))
+    bases = (UpcycledOuter, native, *(GenerationMixin,) * stated.get("by_token", False))
     made: Any = type(f"Upcycled{native.__name__}", bases, stated)
     made.register_for_auto_class(auto)
     carry_conversions(made, native)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from .graft import Flow, Graft, gated_beside, here, only_where
+from .graft import Flow, gated_beside, here, only_where
 from .present import AFTER, BEFORE, GATES, INSERTED, LOSSES, MIXES, ROUTES, SEATS, SITES, SPANS
 from .rules import Surgery
 
@@ -39,19 +39,6 @@ def with_rest(output: Tensor, rest: Any) -> Any:
     return output if rest is None else type(rest)([output, *rest])
 
 
-def beside_block(block: Any, grafts: tuple[Any, ...], x: Tensor, output: Tensor) -> Tensor:
-    """What `grafts` that stand at `block` make of its output for x, as far as they take part; B T D both."""
-    frame = here.frame
-    if SPANS and frame is not None and frame.off:
-        return output
-    for graft in grafts:
-        if GATES:
-            output = gated_beside(graft, block, x, output, frame)
-        else:
-            output = graft.beside(block, x, output, frame)
-    return output
-
-
 if SEATS:
 
     class Seat(nn.Module):
@@ -63,7 +50,7 @@ if SEATS:
 class Site(nn.Module):
     """Mixed in before a native block: what it `reads` comes first, what it writes first in what it returns."""
 
-    grafts: tuple[Graft, ...]
+    grafts: tuple[Any, ...]
     seat: nn.Module
     reads: str
 
@@ -73,10 +60,15 @@ class Site(nn.Module):
             return super().__call__(*args, **kwargs)
         output, rest = one_tensor(super().__call__(*args, **kwargs))
         x = args[0] if args else kwargs[self.reads]
+        block: Any = self
+        grown = output.reshape(x.shape)
         if SEATS:
-            grown = beside_block(self.seat, self.grafts, x, output.reshape(x.shape))
-        else:
-            grown = beside_block(self, self.grafts, x, output.reshape(x.shape))
+            block = self.seat
+        for graft in self.grafts:
+            if GATES:
+                grown = gated_beside(graft, block, x, grown, here.frame)
+            else:
+                grown = graft.beside(block, x, grown, here.frame)
         return with_rest(grown.reshape(output.shape), rest)
 
 
@@ -89,8 +81,8 @@ class UpcycledLayer(nn.Module):
     """
 
     # None where transformers builds another layer of this class: for MTP it takes the class of the model's last one.
-    grafts: tuple[Graft, ...] = ()
-    sites: ClassVar[tuple[tuple[str, type[nn.Module], str, type[Site]], ...]]
+    grafts: tuple[Any, ...] = ()
+    sites: ClassVar[tuple[tuple[str, Any, str, Any], ...]]
     activation_field: ClassVar[str]
     if ROUTES:
         # Whether the layer makes the routing that it and those above it read.
@@ -105,33 +97,24 @@ class UpcycledLayer(nn.Module):
     def compose(self, config: Any, index: int, surgery: Surgery) -> None:
         """Let grafts in; `index` is the layer's, of trunk or tail."""
         if SITES:
-            self.open_blocks(index, surgery)
-        self.grafts = tuple(graft for graft in surgery.rules if graft.attach(self, config, index, surgery))
-        if INSERTED:
-            self.inserted = index in surgery.inserted
-        if LOSSES:
-            self.loss_weights: dict[str, float] = {}
-            for graft in surgery.rules:
-                self.loss_weights |= graft.weights(surgery, index)
-
-    if SITES:
-
-        def open_blocks(self, index: int, surgery: Surgery) -> None:
-            """Make the blocks beside which grafts stand able to carry them."""
-            held = dict(self.named_modules())
+            # Blocks beside which grafts stand become able to carry them.
             for name, native, role, kind in self.sites:
-                found = held.get(name)
+                found: Any = dict(self.named_modules()).get(name)
                 beside = tuple(graft for graft in surgery.rules if role in graft.blocks(surgery, index))
                 if type(found) is native and beside:
                     found.__class__ = kind
-                    block: Any = found
-                    block.grafts = beside
-                    block.reads = next(iter(inspect.signature(block.forward).parameters))
+                    found.grafts = beside
+                    found.reads = next(iter(inspect.signature(found.forward).parameters))
                     if SEATS:
-                        seat: Any = block if name == role else Seat()
+                        seat: Any = found if name == role else Seat()
                         setattr(self, role, seat)
                         # Past nn.Module, which would take the seat for a part of the block.
-                        vars(block)["seat"] = seat
+                        vars(found)["seat"] = seat
+        if LOSSES:
+            self.loss_weights: dict[str, float] = {}
+        self.grafts = tuple(graft for graft in surgery.rules if graft.attach(self, config, index, surgery))
+        if INSERTED:
+            self.inserted = index in surgery.inserted
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the layer in this thread's flow, which takes what it leaves; what it returns is of the native form."""
@@ -192,7 +175,7 @@ class UpcycledLayer(nn.Module):
             output = only_where(frame.on, output, hidden_states)
         if not ROUTES and not GATES and not LOSSES:
             return output
-        if flow is None or frame.off:
+        if (ROUTES or GATES) and (flow is None or frame.off):
             return output
         made: list[Any] = [output]
         if ROUTES and self.routes:
@@ -200,8 +183,7 @@ class UpcycledLayer(nn.Module):
         if GATES and self.decides:
             made.append(frame.on)
         if LOSSES and frame.valid is not None:
-            found = frame.losses
-            made += [torch.cat(found[name]) if name in found else None for name in self.loss_weights]
+            made += [torch.cat(frame.losses[name]) if name in frame.losses else None for name in self.loss_weights]
         return tuple(made) if len(made) > 1 else output
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -32,34 +33,32 @@ def tell(message: str) -> None:
         logger.warning_once(message)
 
 
-def open_flow(inputs: Tensor, attention_mask: Any, domain_ids: Tensor | None) -> Flow:
-    """The flow of a training step, of inputs B T or B T D; without `valid` where no auxiliary loss applies."""
-    shape = torch.Size(inputs.shape[:2])
-    flow = Flow(domains=token_domains(domain_ids, shape))
+def open_flow(given: Mapping[str, Any], domain_ids: Tensor | None) -> Flow:
+    """The flow of a training step, for a forward's arguments; without `valid` where no auxiliary loss applies."""
+    inputs, mask, domains = given_tokens(given, domain_ids)
+    flow = Flow(domains=domains)
     if DOMAINS and domain_ids is None:
         tell(NO_DOMAINS)
     if MEASURES:
-        flow.valid = valid_tokens(attention_mask, shape, inputs.device)
+        flow.valid = valid_tokens(mask, inputs.shape[:2], inputs.device)
     if not MEASURES and domain_ids is not None:
-        flow.valid = valid_tokens(attention_mask, shape, inputs.device)
+        flow.valid = valid_tokens(mask, inputs.shape[:2], inputs.device)
     return flow
 
 
-def token_domains(domain_ids: Tensor | None, shape: torch.Size) -> Tensor | None:
-    """Domains of samples, B, or of tokens as those of tokens, B T; None where none are given."""
-    return None if domain_ids is None else domain_ids.reshape(shape[0], -1).expand(shape)
+def given_tokens(given: Mapping[str, Any], domain_ids: Tensor | None) -> tuple[Tensor, Any, Tensor | None]:
+    """A forward's token ids or embeddings, whichever were given, their mask, and of `domain_ids` each token's, B T."""
+    inputs: Tensor = given["inputs_embeds"] if given.get("input_ids") is None else given["input_ids"]
+    mask = given.get("attention_mask")
+    if isinstance(mask, dict):
+        # By the kind of layer: the one for layers that see everything, or the first.
+        mask = mask.get("full_attention", next(iter(mask.values())))
+    shape = inputs.shape[:2]
+    return inputs, mask, None if domain_ids is None else domain_ids.reshape(shape[0], -1).expand(shape)
 
 
-def full_mask(attention_mask: Any) -> Any:
-    """Of masks by the kind of layer the one for layers that see everything, or the first; else what is given."""
-    if isinstance(attention_mask, dict):
-        return attention_mask.get("full_attention", next(iter(attention_mask.values())))
-    return attention_mask
-
-
-def valid_tokens(attention_mask: Any, shape: torch.Size, device: torch.device, seen: int | Tensor = 0) -> Tensor:
+def valid_tokens(mask: Any, shape: torch.Size, device: torch.device, seen: int | Tensor = 0) -> Tensor:
     """Which of the tokens that go in are no padding: B T, bool. `seen` tokens are in the cache before them."""
-    mask = full_mask(attention_mask)
     if mask is None:
         return torch.ones(shape, dtype=torch.bool, device=device)
     if not isinstance(mask, Tensor) or mask.dim() not in (2, 4):
@@ -102,20 +101,17 @@ def selected(probabilities: Tensor, top_k: int) -> Tensor:
     return torch.zeros_like(probabilities).scatter(-1, probabilities.topk(top_k, dim=-1).indices, 1.0).detach()
 
 
-def with_losses(output: Any, flow: Flow, scale: float | Tensor) -> dict[str, Any]:
-    """The output's fields with the losses, and `loss` raised by scale · Σ over kinds of the mean weighted loss."""
-    made = dict(output.items())
+def with_losses(output: Any, flow: Flow, labels: Any, given: Mapping[str, Any], *, by_token: bool) -> dict[str, Any]:
+    """The output's fields with the losses, and `loss` raised by share · Σ over kinds of the mean weighted loss."""
+    made: dict[str, Any] = dict(output.items())
+    share: Any = 1.0
+    if by_token and given.get("num_items_in_batch") is not None:
+        # This micro-batch's share of the accumulated batch, by which Trainer normalises the task's loss too.
+        counted = labels[..., 1:] if given.get("shift_labels") is None else given["shift_labels"]
+        share = (counted != -100).sum() / torch.as_tensor(given["num_items_in_batch"], device=labels.device)
     for name, parts in flow.losses.items():
         losses = [loss.to(output.loss.device) for _, loss in parts]
         weighted = [weight * loss.to(output.loss.device) for weight, loss in parts]
         made[name] = torch.cat(losses).mean().detach()
-        made["loss"] = made["loss"] + scale * torch.cat(weighted).mean()
+        made["loss"] = made["loss"] + share * torch.cat(weighted).mean()
     return made
-
-
-def accumulation_scale(labels: Tensor, shift_labels: Tensor | None, num_items_in_batch: Any) -> float | Tensor:
-    """This micro-batch's share of the accumulated batch, by which Trainer normalises the task's loss too."""
-    if num_items_in_batch is None:
-        return 1.0
-    counted = ((labels[..., 1:] if shift_labels is None else shift_labels) != -100).sum()
-    return counted / torch.as_tensor(num_items_in_batch, device=counted.device)

@@ -9,16 +9,16 @@ from functools import partial, wraps
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import output_capturing
 
 from .graft import Flow, here
 from .layers import UpcycledLayer, in_flow
 from .losses import LOST, tell
-from .newborn import Newborn
+from .newborn import Leaf
 from .present import COMPLETES, LOSSES, REPLACES, TWINS
-from .rules import Surgery, engine_ranks, read_surgery
+from .rules import Surgery, read_surgery
 
 
 class UpcycledPreTrained(PreTrainedModel):
@@ -27,10 +27,10 @@ class UpcycledPreTrained(PreTrainedModel):
     stack: ClassVar[str]
     surgery: Surgery
 
-    @classmethod
-    def is_custom_code(cls) -> bool:
-        """No: its modules are native ones, all of whose buffers transformers must fill as it does in its own models."""
-        return False
+    # Its modules are native ones, all of whose buffers transformers must fill as it does in its own models.
+    is_custom_code = classmethod(lambda cls: False)
+    # vLLM and SGLang ask, and refuse to split the layers over processes: what grafts share stands in one.
+    supports_pp_plan = False
 
     def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, Any]:
         # What a native model keeps in float32 goes by names such as `gate`, which parts of grafts have too.
@@ -86,7 +86,7 @@ class UpcycledPreTrained(PreTrainedModel):
         `enabled=True` inside of it switches them on again.
         """
         before, own = here.off, tuple(self.grafted_models().values())
-        others = tuple(model for model in before if not any(model is each for each in own))
+        others = tuple(model for model in before if model not in own)
         here.off = others if enabled else (*others, *own)
         try:
             yield
@@ -106,7 +106,7 @@ class UpcycledPreTrained(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, Newborn):
+        if isinstance(module, Leaf):
             module.initialise()
         else:
             super()._init_weights(module)
@@ -152,8 +152,6 @@ class UpcycledModel(UpcycledPreTrained):
         if COMPLETES:
             for graft in surgery.rules:
                 graft.complete(self, surgery)
-        if engine_ranks(self.config)[1] > 1:
-            raise ValueError("layers with grafts run in one process alone; set pipeline_parallel_size to 1")
         # Kept by class when a model is made, and this one was made as another; before 5.23 by the class's name.
         registry: Any = output_capturing._CAN_RECORD_REGISTRY
         registry[str(type(self)) if type(registry) is dict else self] = self._can_record_outputs
@@ -166,13 +164,8 @@ class UpcycledModel(UpcycledPreTrained):
         given.pop("domain_ids", None)
         if LOSSES and flow is None and self.training:
             tell(LOST)
-        with in_flow(Flow(off=True) if self.grafts_off else flow):
+        with in_flow(Flow(off=True) if self in here.off else flow):
             return run(**given)
-
-    @property
-    def grafts_off(self) -> bool:
-        """Whether this thread is in `grafts(enabled=False)`."""
-        return any(model is self for model in here.off)
 
 
 def grafted_forward(native: Callable[..., Any]) -> Callable[..., Any]:
@@ -206,9 +199,3 @@ def check_sites(model: Any) -> list[str]:
     kinds = tuple(kind for _, _, (kind, _) in counted)
     owners = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, kinds))
     return [name for name in model.state_dict() if name.startswith(owners)]
-
-
-def given_inputs(given: Mapping[str, Any]) -> Tensor:
-    """Token ids or embeddings, whichever the caller gave."""
-    inputs: Tensor = given["inputs_embeds"] if given.get("input_ids") is None else given["input_ids"]
-    return inputs

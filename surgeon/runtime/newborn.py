@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
+import transformers.initialization as init
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .births import Birth, low_rank_births
+from .births import Birth
 
 
-class Newborn(nn.Module):
-    """A leaf module: its tensors are its own, so that every loader initialises it as a whole."""
+class Leaf(nn.Module):
+    """A module of a graft whose tensors are its own, so that every loader initialises it as a whole."""
+
+    def initialise(self) -> None:
+        """Begin, where no checkpoint brings values, with zeros: silent."""
+        for tensor in (*self.parameters(recurse=False), *self.buffers(recurse=False)):
+            init.zeros_(tensor)
+
+
+class Newborn(Leaf):
+    """One whose tensors are stated by their births."""
 
     births: Mapping[str, Birth]
 
@@ -23,38 +34,31 @@ class Newborn(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.empty(birth.shape)))
 
     def initialise(self) -> None:
-        """Set the values that the tensors are born with (a checkpoint's values replace them)."""
+        """Those that they are born with."""
         for name, birth in self.births.items():
             birth.fill(getattr(self, name))
 
 
-class Projection(Newborn, nn.Linear):
-    """A linear module without bias whose matrix is born with stated values."""
-
-    def __init__(self, birth: Birth) -> None:
-        nn.Linear.__init__(self, birth.shape[1], birth.shape[0], bias=False)
-        self.births = {"weight": birth}
+def as_linear(matrix: Tensor) -> None:
+    """Fill a matrix, where no checkpoint did, with the variance of `nn.Linear`: 1/(3 · columns)."""
+    init.normal_(matrix, std=math.sqrt(1 / (3 * matrix.shape[1])))
 
 
-def without(module: Newborn, *names: str) -> None:
-    """Give a module None for those of the names that no tensor was born by."""
-    for name in names:
-        if name not in module.births:
-            module.register_parameter(name, None)
-
-
-class LowRank(Newborn):
+class LowRank(Leaf):
     """B A, with B zero at birth: `lora_A` is rank × in, `lora_B` out × rank.
 
     What uses the matrices calls the module for them, so that hooks which bring weights and take them away see it.
     """
 
-    lora_A: nn.Parameter
-    lora_B: nn.Parameter
-
     def __init__(self, rank: int, width_in: int, width_out: int) -> None:
         super().__init__()
-        self.bear(low_rank_births(rank, width_in, width_out))
+        self.lora_A = nn.Parameter(torch.empty(rank, width_in))
+        self.lora_B = nn.Parameter(torch.empty(width_out, rank))
+
+    def initialise(self) -> None:
+        """A as `nn.Linear` has it, B zero."""
+        super().initialise()
+        as_linear(self.lora_A)
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """A and B."""

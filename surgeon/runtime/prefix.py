@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import StaticLayer
 
 from .graft import Flow
-from .losses import full_mask, valid_tokens
+from .losses import valid_tokens
 
 # What is kept of one owner: values at every token so far, each B T ·, by name.
 Kept = dict[Any, Tensor]
@@ -170,8 +170,7 @@ def read_rows(
     past = kept_in(cache, owner)
     seen = 0 if cache is None else cache.get_seq_length()
     valid = valid_tokens(attention_mask, torch.Size(inputs.shape[:2]), inputs.device, seen)
-    mask = full_mask(attention_mask)
-    if not (isinstance(mask, Tensor) and mask.shape == inputs.shape[:2]):
+    if not (isinstance(attention_mask, Tensor) and attention_mask.shape == inputs.shape[:2]):
         # Such a mask shows that no token stands before these, whatever number they have.
         _check_positions(flow.positions, valid, past, what)
     begins = _begins(flow.positions, valid)
@@ -244,9 +243,8 @@ def _begins(positions: Tensor | None, valid: Tensor) -> Tensor | None:
     return begins.to(valid.device).expand(valid.shape) & valid
 
 
-def _apart(attention_mask: Any, valid: Tensor, seen: int | Tensor) -> Tensor | None:
+def _apart(mask: Any, valid: Tensor, seen: int | Tensor) -> Tensor | None:
     """Where a 4-D mask hides from a token the nearest before it that is no padding: B T, bool; None for other masks."""
-    mask = full_mask(attention_mask)
     if not isinstance(mask, Tensor) or mask.dim() != 4:
         return None
     shown, previous = shown_by(mask).expand(valid.shape[0], -1, -1).to(valid.device), _previous(valid)

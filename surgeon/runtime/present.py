@@ -23,6 +23,8 @@ COMPLETES: bool = True
 LOSSES: bool = True
 MEASURES: bool = True
 DOMAINS: bool = True
+# Of adapters the gates classify domains.
+CLASSIFIES: bool = True
 # Layers that the base does not have, which a surgery inserted whole.
 INSERTED: bool = True
 # Modules of grafts stand in the places of native ones.

@@ -24,7 +24,7 @@ from .graft import Flow, Graft
 from .losses import balance_loss
 from .newborn import Newborn
 from .precision import at_least_fp32
-from .present import GATES
+from .present import GATES, LOSSES
 from .routed_rules import Routed, RoutedRules, RoutedSpec
 from .rules import Surgery
 
@@ -117,6 +117,8 @@ class RoutedGraft(Graft, RoutedRules):
             activation = spec.activation or getattr(config, layer.activation_field)
             layer.mlp.routed = RoutedExperts(spec, config.hidden_size, activation)
             layer.mlp.balanced = found.balanced(index)
+            if LOSSES and layer.mlp.balanced:
+                layer.loss_weights["routed_balance_loss"] = found.loss.balance
         return index in found.by_layer
 
     def beside(self, block: Any, x: Tensor, output: Tensor, frame: Flow | None) -> Tensor:
@@ -130,12 +132,6 @@ class RoutedGraft(Graft, RoutedRules):
             shares = scores / (scores.sum(dim=-1, keepdim=True) + _LEAST)
             frame.measure("routed_balance_loss", balance_loss(shares, valid, block.routed.top_k))
         return output + added
-
-    def weights(self, surgery: Surgery, index: int) -> Mapping[str, float]:
-        """The balance loss's, of experts in the layer or its twin."""
-        found: Routed = surgery.of[self.name]
-        balanced = any(surgery.homes.get(layer, layer) == index and found.balanced(layer) for layer in found.by_layer)
-        return {"routed_balance_loss": found.loss.balance} if balanced else {}
 
     def counted(self, surgery: Surgery) -> Mapping[str, tuple[type[nn.Module], int]]:
         """Experts of layers."""

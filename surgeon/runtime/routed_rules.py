@@ -127,11 +127,7 @@ class RoutedRules(GraftRules):
 
     def trains(self, surgery: Surgery) -> list[str]:
         """All that are not frozen."""
-        return [
-            f"layers.{surgery.place(spec.layer)}.{ROUTED}"
-            for spec in surgery.of[self.name].by_layer.values()
-            if not spec.frozen
-        ]
+        return [f"layers.{spec.layer}.{ROUTED}" for spec in surgery.of[self.name].by_layer.values() if not spec.frozen]
 
     def measures(self, surgery: Surgery) -> bool:
         """Whether tokens are to be spread over experts."""

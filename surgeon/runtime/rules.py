@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal, TypeVar
 
-from .present import TWINS
+from .present import INSERTED, TWINS
 from .spread import for_each_layer
 
 # What the names of an expanded twin's tensors begin with, below its layer.
@@ -109,7 +109,7 @@ class GraftRules:
         """Check what `read` found, by itself and against the rest of the config. Raises ValueError."""
 
     def trains(self, surgery: Surgery) -> list[str]:
-        """What the names of its parameters that train begin with, below the base model."""
+        """What the names of its parameters that train begin with, below the base model; a layer of the tail as such."""
         raise NotImplementedError
 
     def measures(self, surgery: Surgery) -> bool:
@@ -118,6 +118,10 @@ class GraftRules:
 
     def needs_domains(self, surgery: Surgery) -> bool:
         """Whether it has a loss that needs `domain_ids`, or (a gate) something else that does."""
+        return False
+
+    def classifies(self, surgery: Surgery) -> bool:
+        """Whether a loss of its own has its gates tell domains apart."""
         return False
 
     def crosses(self, surgery: Surgery) -> int | None:
@@ -131,37 +135,47 @@ class GraftRules:
 
 @dataclass(frozen=True)
 class Surgery:
-    """All grafts of a model, those of `rules`, and `of` what each of them read, by its name.
-
-    `homes` says beside which of the `trunk_layers` each layer of the tail stands; the last surgery inserted
-    `new_layers` whole, and those before it `older_layers`.
-    """
+    """All grafts of a model, those of `rules`, and `of` what each of them read, by its name."""
 
     trunk_layers: int
     rules: tuple[Any, ...] = ()
     of: Mapping[str, Any] = field(default_factory=dict)
-    homes: Mapping[int, int] = field(default_factory=dict)
-    new_layers: tuple[int, ...] = ()
-    older_layers: tuple[int, ...] = ()
+    if TWINS:
+        # Beside which layer of the trunk each of the tail stands.
+        homes: Mapping[int, int] = field(default_factory=dict)
+    if INSERTED:
+        # What the last surgery inserted whole, and those before it.
+        new_layers: tuple[int, ...] = ()
+        older_layers: tuple[int, ...] = ()
 
-    @property
-    def inserted(self) -> tuple[int, ...]:
-        """Trunk layers that the base does not have."""
-        return (*self.older_layers, *self.new_layers)
+    if INSERTED:
 
-    @property
-    def layers(self) -> int:
-        """How many layers trunk and tail have."""
-        return self.trunk_layers + len(self.homes)
+        @property
+        def inserted(self) -> tuple[int, ...]:
+            """Trunk layers that the base does not have."""
+            return (*self.older_layers, *self.new_layers)
 
-    def place(self, layer: int) -> str:
-        """Where a layer of trunk or tail stands in names: `3` or `3.expanded`."""
-        return f"{self.homes[layer]}.expanded" if layer in self.homes else str(layer)
+    if TWINS:
+
+        @property
+        def layers(self) -> int:
+            """How many layers trunk and tail have."""
+            return self.trunk_layers + len(self.homes)
+
+        def placed(self, owner: str) -> str:
+            """What names of a layer of the tail begin with: `layers.3.expanded.` where it was `layers.8.`."""
+            stack, layer, rest = (*owner.split(".", 2), "", "")[:3]
+            home = self.homes.get(int(layer)) if layer.isdecimal() else None
+            return owner if home is None else f"{stack}.{home}.expanded.{rest}"
 
     def trains(self) -> list[str]:
         """What the names of parameters that train begin with, below the base model."""
-        owners = [f"layers.{layer}." for layer in self.new_layers]
-        return owners + [owner for rules in self.rules for owner in rules.trains(self)]
+        owners = [owner for rules in self.rules for owner in rules.trains(self)]
+        if TWINS:
+            owners = [self.placed(owner) for owner in owners]
+        if INSERTED:
+            owners += [f"layers.{layer}." for layer in self.new_layers]
+        return owners
 
 
 def read_surgery(config: Any) -> Surgery:
@@ -175,16 +189,21 @@ def read_surgery(config: Any) -> Surgery:
         raise ValueError(f"config.surgery: unknown keys {unknown}, grafts without code; known are {sorted(known)}")
     present = tuple(rules for rules in config.grafts if any(raw.get(key) for key in rules.keys))
     trunk, of = raw["trunk_layers"], {rules.name: rules.read(raw) for rules in present}
-    homes: dict[int, int] = {}
+    if TWINS or INSERTED:
+        more: dict[str, Any] = {}
     if TWINS:
         branches = [pair for rules in present for pair in rules.branches(of[rules.name])]
-        homes, tail = dict(branches), list(range(trunk, config.num_hidden_layers))
+        more["homes"], tail = dict(branches), list(range(trunk, config.num_hidden_layers))
         if sorted(branch for branch, _ in branches) != tail:
             raise ValueError(
-                f"config.surgery: branches {sorted(homes)} must be the tail layers {tail}, each once"
+                f"config.surgery: branches {sorted(more['homes'])} must be the tail layers {tail}, each once"
                 f" (num_hidden_layers {config.num_hidden_layers} = trunk_layers {trunk} + one for each control block)"
             )
-    return Surgery(trunk, present, of, homes, *(tuple(raw.get(key, ())) for key in ("new_layers", "older_layers")))
+    if INSERTED:
+        more |= {key: tuple(raw.get(key, ())) for key in ("new_layers", "older_layers")}
+    if TWINS or INSERTED:
+        return Surgery(trunk, present, of, **more)
+    return Surgery(trunk, present, of)
 
 
 def check_surgery(config: Any) -> Surgery:
@@ -239,18 +258,19 @@ def refuse_engine(config: Any, what: str, instead: str) -> None:
         )
 
 
-def engine_ranks(config: Any) -> tuple[int, int]:
-    """Over how many processes vLLM or SGLang splits matrices, and over how many layers; 1 and 1 elsewhere."""
+def engine_ranks(config: Any) -> int:
+    """Over how many processes vLLM or SGLang splits matrices; 1 elsewhere."""
     modules = {"vllm": "vllm.distributed.parallel_state", "sglang": "sglang.srt.distributed.parallel_state"}
     # As the attention is called, in which kernels from the Hub have a repository's name.
     engine = str(getattr(config, "_attn_implementation", None))
     asked = next((module for name, module in modules.items() if engine.startswith(name) and "/" not in engine), None)
     if asked is None:
-        return 1, 1
+        return 1
     if asked not in sys.modules:
         raise ValueError(f"`{asked}`, which says how `{engine}` splits a model, is missing; use a release that has it")
     # Not imported: every reader of this file would need it.
-    return sys.modules[asked].get_tp_group().world_size, sys.modules[asked].get_pp_group().world_size
+    ranks: int = sys.modules[asked].get_tp_group().world_size
+    return ranks
 
 
 def one_of(name: str, value: str, allowed: Iterable[str]) -> None:

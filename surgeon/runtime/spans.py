@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .graft import Graft, here
-from .layers import Seat, UpcycledLayer, beside_block, one_tensor, with_rest
-from .present import MIXES
+from .graft import Graft, gated_beside, here
+from .layers import Seat, UpcycledLayer, one_tensor, with_rest
+from .present import GATES, MIXES
 from .rules import Surgery
 
 
@@ -69,7 +69,12 @@ class SpanEnd(nn.Module):
             x = x.view(vars(frame)["shape"])
         if MIXES and frame.mixing is not None:
             _cover(frame.mixing, x)
-        output = beside_block(self.seat, self.grafts, x, output.reshape(x.shape))
+        output = output.reshape(x.shape)
+        for graft in () if frame.off else self.grafts:
+            if GATES:
+                output = gated_beside(graft, self.seat, x, output, frame)
+            else:
+                output = graft.beside(self.seat, x, output, frame)
         return with_rest(output.reshape(shape), rest)
 
 
@@ -93,13 +98,13 @@ class SpannedLayer(UpcycledLayer):
 
     def compose(self, config: Any, index: int, surgery: Surgery) -> None:
         """Let grafts in."""
+        self.open_spans(index, surgery)
         super().compose(config, index, surgery)
         if "mlp" in self.carrying and getattr(config, "chunk_size_feed_forward", None):
             raise ValueError("config.chunk_size_feed_forward cuts what grafts look at as a whole; set it to 0")
 
-    def open_blocks(self, index: int, surgery: Surgery) -> None:
+    def open_spans(self, index: int, surgery: Surgery) -> None:
         """Make the blocks beside which grafts stand able to carry them."""
-        super().open_blocks(index, surgery)
         held = dict(self.named_modules())
         self.carrying: set[str] = set()
         for reads, reader, start, writes, writer, end, role in self.spans:

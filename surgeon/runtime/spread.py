@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-from .present import CHECKED, TWINS
+from .present import CHECKED, INSERTED, TWINS
 
 
 def numbers_in(text: str, bound: int) -> list[int]:
@@ -22,9 +22,9 @@ def for_each_layer(raw: Mapping[str, Any]) -> dict[str, Any]:
     bound = 2 * raw["trunk_layers"]
     spread = dict(raw)
     for key, value in raw.items():
-        if isinstance(value, str):
+        if INSERTED and isinstance(value, str):
             spread[key] = numbers_in(value, bound)
-        elif isinstance(value, list) and any(isinstance(entry, Mapping) and "layers" in entry for entry in value):
+        if isinstance(value, list) and any(isinstance(entry, Mapping) and "layers" in entry for entry in value):
             entries = [one for entry in value for one in _one_each(entry, bound)]
             spread[key] = sorted(entries, key=lambda entry: entry["layer"])
     return spread

@@ -27,9 +27,10 @@ from torch.nn import functional as F
 
 from .graft import Flow, Graft
 from .losses import balance_loss, selected, valid_tokens
-from .newborn import LowRank, Newborn, product, without
+from .newborn import Leaf, LowRank, as_linear, product
 from .precision import at_least_fp32
 from .prefix import Kept, Reading, check_one_document, keep, kept_in, read_rows, several_in_a_row
+from .present import LOSSES
 from .rules import Surgery
 from .states_rules import MixtureSpec, States, StatesRules
 
@@ -38,17 +39,20 @@ class ControlState(LowRank):
     """g(x) = B A x of one site: D to D."""
 
 
-class MixtureGate(Newborn):
+class MixtureGate(Leaf):
     """Scores of L control states for every token: W x, or cos(P x, w_k) / τ (appendix B.2)."""
-
-    weight: nn.Parameter
-    projection: nn.Parameter | None
 
     def __init__(self, spec: MixtureSpec, count: int, width: int) -> None:
         super().__init__()
         self.temperature = spec.temperature
-        self.bear(spec.gate_births(count, width))
-        without(self, "projection")
+        linear = spec.gate == "linear"
+        self.projection = None if linear else nn.Parameter(torch.empty(spec.projection, width))
+        self.weight = nn.Parameter(torch.empty(count, width if linear else spec.projection))
+
+    def initialise(self) -> None:
+        """As `nn.Linear`."""
+        for matrix in self.parameters(recurse=False):
+            as_linear(matrix)
 
     def forward(self, x: Tensor) -> Tensor:
         """B T D to B T L, in at least fp32."""
@@ -189,16 +193,13 @@ class StatesGraft(Graft, StatesRules):
         for kind, block in (("attention", "self_attn"), ("ffn", "mlp")):
             if kind in sites:
                 getattr(layer, block).site = sites[kind]
+        if LOSSES and sites:
+            layer.loss_weights["balance_loss"] = surgery.of[self.name].mixture.balance_weight
         return bool(sites)
 
     def beside(self, block: Any, x: Tensor, output: Tensor, frame: Flow | None) -> Tensor:
         """The block's output and the site's control."""
         return output + site_control(block.site, x, frame)
-
-    def weights(self, surgery: Surgery, index: int) -> Mapping[str, float]:
-        """The balance loss's."""
-        found: States = surgery.of[self.name]
-        return {"balance_loss": found.mixture.balance_weight} if found.sites_of(index) else {}
 
     def complete(self, model: Any, surgery: Surgery) -> None:
         """The bank."""

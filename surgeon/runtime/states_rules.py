@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from .births import Birth, as_linear, low_rank_births
+from .births import Birth, linear_birth, low_rank_births
 from .rules import (
     GraftRules,
     Kind,
@@ -107,8 +107,8 @@ class MixtureSpec:
     def gate_births(self, count: int, width: int) -> dict[str, Birth]:
         """The tensors at birth of a gate that chooses among `count` control states."""
         if self.gate == "linear":
-            return {"weight": as_linear(count, width)}
-        return {"projection": as_linear(self.projection, width), "weight": as_linear(count, self.projection)}
+            return {"weight": linear_birth(count, width)}
+        return {"projection": linear_birth(self.projection, width), "weight": linear_birth(count, self.projection)}
 
     def gates(self, kinds: Sequence[str]) -> dict[str, list[int]]:
         """The gates by name, and the sites that each chooses among; `kinds` are the blocks of all sites in order."""

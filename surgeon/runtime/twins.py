@@ -111,7 +111,7 @@ class TwinnedModel(UpcycledModel):
 
     def run_grafted(self, run: Callable[..., Any], given: dict[str, Any], flow: Flow | None) -> Any:
         """As without twins, in a cache that has places for them."""
-        if not self.grafts_off:
+        if self not in here.off:
             self._make_room_for_twins(given.get("past_key_values"))
         return super().run_grafted(run, given, flow)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -251,8 +252,8 @@ def grafted(
         state |= {f"{prefix}expanded.{name}": tensor for name, tensor in twin.items()}
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert not unexpected, unexpected
-    born = {f"{name}.{key}" for name, part in model.named_modules() for key in getattr(part, "births", ())}
-    assert set(missing) <= born, missing
+    born = sys.modules[type(model).__module__].check_sites(model)
+    assert set(missing) <= set(born), missing
     model.tie_weights()
     return model.eval()
 

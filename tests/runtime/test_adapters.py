@@ -14,7 +14,7 @@ from tests.runtime.grafting import HIDDEN, adapters, grafted, perturbed, tokens
 
 
 def disturbed(gate: str, activation: str) -> GatedAdapter:
-    module = GatedAdapter(AdapterSpec(layer=0, size=7, gate=gate), 8, 6, activation).double()
+    module = GatedAdapter(AdapterSpec(layer=0, size=7, gate=gate), 8, activation).double()
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -72,19 +72,6 @@ def test_births_are_the_papers(kind: str) -> None:
     read = [births[name] for name in ("gate_proj.weight", "up_proj.weight", "gate.weight")]
     assert [birth.std for birth in read] == [pytest.approx(math.sqrt(VARIANCE[kind]))] * 3
     assert births["down_proj.weight"].value == 0
-
-
-@pytest.mark.parametrize("kind", VARIANCES)
-def test_initial_values(kind: str) -> None:
-    variance = VARIANCE[kind]
-    torch.manual_seed(0)
-    module = GatedAdapter(AdapterSpec(layer=0, size=300, init=kind), 256, 6, "silu")
-    for part in (module.gate_proj, module.up_proj, module.down_proj, module.gate):
-        part.initialise()
-    for weight in (module.gate_proj.weight, module.up_proj.weight):
-        assert weight.var().item() == pytest.approx(variance, rel=0.03)
-    assert module.gate.weight.var().item() == pytest.approx(variance, rel=0.4)
-    assert not module.down_proj.weight.any()
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import surgeon.runtime
 from surgeon.runtime.bundle import CODE_FILE, bundle, ordered, part_of, present_in, roots_of
@@ -76,7 +77,7 @@ def test_joined_file_and_its_parts_agree(family: str, name: str, surgery: dict[s
     for name, members in joined.items():
         kept = iter(expected[name])
         assert all(member in kept for member in members), name
-    for name in ("UpcycledHead", "UpcycledLayer", "UpcycledPreTrained"):
+    for name in ("UpcycledOuter", "UpcycledLayer", "UpcycledPreTrained"):
         methods = [[each for each in said[name] if each.startswith("FunctionDef")] for said in (joined, expected)]
         assert methods[0] == methods[1]
 
@@ -94,8 +95,8 @@ def test_every_name_of_a_joined_file_is_known_there(family: str, name: str, surg
     defined = {getattr(node, "name", "") for node in ast.walk(tree)}
     defined |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     defined |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
-    # A birth's `values` has the name of a method of dictionaries.
-    assert not (left_out - defined - set(dir(dict))) & asked
+    # A birth's `values` and `shape` have names that dictionaries and tensors have too.
+    assert not (left_out - defined - set(dir(dict)) - set(dir(torch.Tensor))) & asked
 
 
 def test_what_only_planners_ask_of_a_graft_does_not_ship() -> None:
@@ -115,7 +116,7 @@ def test_only_what_a_surgery_needs_is_joined() -> None:
 
 
 # How many lines a file may have, for each graft alone: what a stranger has to read.
-LINES = {"control": 1100, "adapters": 700, "experts": 1200, "routed": 850, "states": 1400, "gate": 1600}
+LINES = {"control": 1050, "adapters": 600, "experts": 1100, "routed": 800, "states": 1300, "gate": 1550}
 
 
 def test_a_file_is_as_short_as_its_graft_allows() -> None:
@@ -123,7 +124,7 @@ def test_a_file_is_as_short_as_its_graft_allows() -> None:
     for name, surgery in alone().items():
         lines = len(bundle(joining("llama", surgery)).splitlines())
         assert lines <= LINES[name], f"{name}: {lines} lines"
-    assert len(bundle(joining("llama", adapters(l1=0.01))).splitlines()) <= 850, "adapters with a local loss"
+    assert len(bundle(joining("llama", adapters(l1=0.01))).splitlines()) <= 700, "adapters with a local loss"
 
 
 BRANCHES = """

@@ -140,7 +140,7 @@ def test_drafts_by_the_first_layers(family: str) -> None:
             whole, cache = model(ids, use_cache=False).logits, DynamicCache(config=model.config)
             parts = [model(some, past_key_values=cache).logits for some in ids.split((9, 1, 1, 1, 2), dim=1)]
             torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=2e-5, rtol=1e-4)
-            model.config.num_hidden_layers = model.surgery.trunk_layers + len(model.surgery.homes)
+            model.config.num_hidden_layers = model.surgery.trunk_layers + len(surgery.get("control", ()))
             assert not torch.allclose(model(ids).logits, whole, atol=1e-3) or depth == model.surgery.trunk_layers
 
 

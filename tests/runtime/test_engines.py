@@ -19,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from surgeon.runtime.rules import engine_of, engine_ranks
+from tests import tiny
 from tests.runtime.grafting import (
     adapters,
     classes,
@@ -38,13 +39,10 @@ PREFIX = states(inference_routing="prefix_mean", top_k=2)
 TOKEN = states(inference_routing="token", top_k=2)
 
 
-def in_vllm(
-    surgery: dict[str, Any], monkeypatch: pytest.MonkeyPatch, matrices: int, layers: int, engine: str = "vllm"
-) -> Any:
+def in_vllm(surgery: dict[str, Any], monkeypatch: pytest.MonkeyPatch, matrices: int, engine: str = "vllm") -> Any:
     """The base model as vLLM or SGLang builds it, over so many processes."""
     told = SimpleNamespace(
         get_tp_group=lambda: SimpleNamespace(world_size=matrices),
-        get_pp_group=lambda: SimpleNamespace(world_size=layers),
     )
     part = {"vllm": "vllm.distributed", "sglang": "sglang.srt.distributed"}.get(engine, "none")
     monkeypatch.setitem(sys.modules, f"{part}.parallel_state", told)
@@ -57,22 +55,18 @@ def in_vllm(
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 @pytest.mark.parametrize(
-    "surgery, matrices, layers, words",
+    "surgery, matrices, words",
     [
-        (PREFIX, 1, 1, "inference_routing is `prefix_mean`.* set it to `token`"),
-        (gate(), 1, 1, "a domain gate decides by the tokens before each .* or one without a gate"),
-        (control(), 1, 2, "layers with grafts.* set pipeline_parallel_size to 1"),
-        (experts(), 1, 2, "layers with grafts.* set pipeline_parallel_size to 1"),
-        (adapters(), 1, 2, "layers with grafts.* set pipeline_parallel_size to 1"),
-        (TOKEN, 1, 2, "layers with grafts.* set pipeline_parallel_size to 1"),
-        (experts(), 2, 1, "slots.* set tensor_parallel_size to 1"),
+        (PREFIX, 1, "inference_routing is `prefix_mean`.* set it to `token`"),
+        (gate(), 1, "a domain gate decides by the tokens before each .* or one without a gate"),
+        (experts(), 2, "slots.* set tensor_parallel_size to 1"),
     ],
 )
 def test_what_an_engine_would_compute_wrongly_is_refused(
-    surgery: dict[str, Any], matrices: int, layers: int, words: str, engine: str, monkeypatch: pytest.MonkeyPatch
+    surgery: dict[str, Any], matrices: int, words: str, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ValueError, match=words):
-        in_vllm(surgery, monkeypatch, matrices, layers, engine)
+        in_vllm(surgery, monkeypatch, matrices, engine)
 
 
 @pytest.mark.parametrize("surgery", [PREFIX, gate()], ids=["prefix_mean", "gate"])
@@ -81,7 +75,7 @@ def test_an_attention_that_nobody_knows_is_refused_where_a_sequence_is_read(
 ) -> None:
     """By any name, when the model is built or later; transformers' own and kernels that it calls are known."""
     with pytest.raises(ValueError, match=r"the attention is `flat`, none of transformers' own"):
-        in_vllm(surgery, monkeypatch, 1, 1, "flat")
+        in_vllm(surgery, monkeypatch, 1, "flat")
     model = grafted("llama", surgery)
     model.config._attn_implementation = "flat"
     with pytest.raises(ValueError, match=r"the attention is `flat`, none of transformers' own"):
@@ -97,10 +91,20 @@ def test_an_attention_that_nobody_knows_is_refused_where_a_sequence_is_read(
 
 
 def test_the_rest_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    in_vllm(adapters(), monkeypatch, 2, 1)
-    in_vllm(adapters(), monkeypatch, 2, 1, "sglang")
-    in_vllm(TOKEN, monkeypatch, 2, 1)
-    in_vllm(states(top_k=0, inference_routing="prefix_mean"), monkeypatch, 1, 1)
+    in_vllm(adapters(), monkeypatch, 2)
+    in_vllm(adapters(), monkeypatch, 2, "sglang")
+    in_vllm(TOKEN, monkeypatch, 2)
+    in_vllm(states(top_k=0, inference_routing="prefix_mean"), monkeypatch, 1)
+
+
+@pytest.mark.parametrize(
+    "surgery", [control(), adapters(), experts(), TOKEN], ids=["control", "adapters", "experts", "states"]
+)
+def test_engines_that_ask_are_told_that_layers_stay_in_one_process(surgery: dict[str, Any]) -> None:
+    """vLLM and SGLang raise, where layers are to be split, for a model that does not support it; the base does."""
+    assert grafted("llama", surgery).model.native_class()(tiny.config("llama")).supports_pp_plan is True
+    for model in (grafted("llama", surgery), grafted("llama", surgery).model):
+        assert model.supports_pp_plan is False
 
 
 def test_a_vllm_that_does_not_say_how_it_splits_is_refused() -> None:
@@ -112,7 +116,7 @@ def test_a_vllm_that_does_not_say_how_it_splits_is_refused() -> None:
 def test_slots_stand_in_engines_in_modules_that_they_leave(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     surgery = experts(targets=("self_attn.q_proj", "mlp.down_proj"))
     native = perturbed(grafted("llama", surgery)).model
-    served = in_vllm(surgery, monkeypatch, 1, 1, engine).eval()
+    served = in_vllm(surgery, monkeypatch, 1, engine).eval()
     assert isinstance(native.layers[0].self_attn.q_proj, nn.Linear)  # PEFT and quantisers look for these
     assert not isinstance(served.layers[0].self_attn.q_proj, nn.Linear)
     # vLLM fuses blocks of a class by the names of their children: one without slots must not speak for these.

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from surgeon.runtime.bundle import CODE_FILE, bundle
 from tests import tiny
-from tests.runtime.grafting import both, classes, composition, control, grafted, perturbed, tokens
+from tests.runtime.grafting import adapters, alone, both, classes, composition, control, grafted, perturbed, tokens
 from tests.warm import warm
 
 
@@ -207,6 +207,24 @@ def test_a_replaced_site_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(causal, "tie_weights", replacing)
     with pytest.raises(ValueError, match="something replaced them"):
         causal.from_pretrained(folder)
+
+
+def test_without_a_checkpoint_every_graft_begins_silent_and_from_no_memory_of_others() -> None:
+    """`from_config` leaves no tensor of a graft as the allocator gave it, and what it adds says nothing."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        # Memory that nobody fills is NaN.
+        for name, surgery in alone().items():
+            model = grafted("llama", surgery)
+            assert all(tensor.isfinite().all() for tensor in model.state_dict().values()), name
+            with torch.no_grad(), model.grafts(enabled=False):
+                expected = model(tokens()).logits
+            assert torch.equal(model(tokens()).logits, expected), name
+    finally:
+        torch.use_deterministic_algorithms(False)
+    torch.manual_seed(0)
+    adapter = grafted("llama", adapters(layers=(1,))).model.layers[1].mlp.adapter
+    assert adapter.gate.weight.any() and adapter.up_proj.weight.any()
 
 
 def test_built_on_meta_the_names_and_shapes_are_the_checkpoints() -> None:

@@ -13,7 +13,7 @@ from transformers.utils.logging import warning_once
 from surgeon.runtime.control import DISTANCES, divergence
 from surgeon.runtime.control_rules import DIVERGENCES
 from surgeon.runtime.interpolators import INTERPOLATORS
-from surgeon.runtime.losses import valid_tokens
+from surgeon.runtime.losses import given_tokens, valid_tokens
 from tests import tiny
 from tests.runtime.grafting import TRUNK, adapters, both, classes, config, control, grafted, perturbed, tokens
 
@@ -156,11 +156,13 @@ def test_padding_is_read_from_every_kind_of_mask() -> None:
     causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
     boolean = (causal & flat.bool()[:, None, :])[:, None]
     additive = torch.zeros(boolean.shape).masked_fill(~boolean, torch.finfo(torch.float32).min)
-    for mask in (flat, boolean, additive, {"full_attention": boolean}, {"sliding_attention": additive}):
+    for mask in (flat, boolean, additive):
         assert torch.equal(valid_tokens(mask, flat.shape, flat.device), flat.bool())
     shared = valid_tokens(causal[None, None], flat.shape, flat.device)
-    for mask in (None, {"full_attention": None}):
-        assert torch.equal(valid_tokens(mask, flat.shape, flat.device), shared)
+    assert torch.equal(valid_tokens(None, flat.shape, flat.device), shared)
+    kinds = {"sliding_attention": additive}, {"sliding_attention": additive, "full_attention": boolean}
+    for masks, expected in zip(kinds, (additive, boolean), strict=True):
+        assert given_tokens({"input_ids": flat, "attention_mask": masks}, None)[1] is expected
     assert shared.all() and shared.shape == flat.shape
     with pytest.raises(ValueError, match="two-dimensional"):
         valid_tokens("causal", flat.shape, flat.device)
@@ -336,11 +338,21 @@ def test_scaled_under_gradient_accumulation() -> None:
 def test_sequence_classifiers_get_them_too(family: str) -> None:
     torch.manual_seed(0)
     surgery = both()
+    # In layer 4 the twin alone has one.
+    surgery["adapters"] = [each for each in surgery["adapters"] if each["layer"] != 4]
     model = perturbed(
         classes(family, "ForSequenceClassification", surgery)(config(family, surgery, num_labels=3))
     ).train()
     inputs = batch() | {"labels": torch.tensor([0, 2, 1]), "domain_ids": torch.tensor([0, 1, 0])}
+    heard: list[torch.Tensor] = []
+    for module in model.modules():
+        if hasattr(module, "opening"):
+            module.register_forward_hook(lambda _module, _given, made: heard.append(made[0]))
     out = model(**inputs)
+    original = inputs["attention_mask"].bool() & (inputs["domain_ids"] == 0)[:, None]
+    loud = torch.stack([made.abs().mean(dim=-1)[original].mean() for made in heard])
+    assert len(loud) == 2
+    torch.testing.assert_close(out.local_l1_loss, loud.mean())
     task = torch.nn.functional.cross_entropy(out.logits, inputs["labels"])
     auxiliary = out.divergence_loss + 0.5 * out.local_l1_loss + 0.25 * out.local_cross_entropy_loss
     assert out.divergence_loss > 0

@@ -40,6 +40,8 @@ class ScaleGraft(Graft, ScaleRules):
         spec = surgery.of[self.name].get(index)
         if spec is not None:
             layer.mlp.scale = FeedForwardScale(spec, config.hidden_size)
+            # Ten to one.
+            layer.loss_weights["scale_loss"] = 0.1
         return spec is not None
 
     def beside(self, block: Any, x: Tensor, output: Tensor, frame: Frame | None) -> Tensor:
@@ -48,11 +50,6 @@ class ScaleGraft(Graft, ScaleRules):
         if frame is not None and frame.valid is not None:
             frame.measure("scale_loss", block.scale.weight.float().square().mean())
         return scaled
-
-    def weights(self, surgery: Surgery, index: int) -> Mapping[str, float]:
-        """Ten to one."""
-        here = any(surgery.homes.get(layer, layer) == index for layer in surgery.of[self.name])
-        return {"scale_loss": 0.1} if here else {}
 
     def counted(self, surgery: Surgery) -> Mapping[str, tuple[type[nn.Module], int]]:
         """Scales."""

@@ -66,7 +66,7 @@ class ScaleRules(GraftRules):
 
     def trains(self, surgery: Surgery) -> list[str]:
         """Those that are not frozen."""
-        return [f"layers.{surgery.place(s.layer)}.{SCALE}" for s in surgery.of[self.name].values() if not s.frozen]
+        return [f"layers.{s.layer}.{SCALE}" for s in surgery.of[self.name].values() if not s.frozen]
 
     def measures(self, surgery: Surgery) -> bool:
         """The scales' loss needs nothing of the batch."""
