@@ -165,6 +165,8 @@ def _with_low_towers(config: dict[str, Any]) -> dict[str, Any]:
         depth = next((k for k in ("num_hidden_layers", "depth") if k in part), None)
         if depth is not None and not any(isinstance(value, list) and value for value in part.values()):
             low[key] = part | {depth: min(part[depth], 2)}
+    if low == config:
+        return config
     try:
         build(low)
     except BadInput:

@@ -36,6 +36,7 @@ from surgeon.compare.config.loading import load_study
 from surgeon.families.skeleton import IMAGE_TEXT
 from surgeon.operations import OPERATIONS
 from surgeon.plan.shipped import find_sweep, swept
+from surgeon.train import gate_fitting
 from tests import quoted, reference_pages, tiny
 from tests.decoders import tiny_decoder
 from tests.house import PACKAGE
@@ -116,6 +117,12 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pages' own, of all that is kept: other tests keep proofs alone."""
+    return tmp_path_factory.mktemp("caches")
+
+
 def _adapter(base: Path, folder: Path, *, seed: int) -> None:
     import torch
     from peft import LoraConfig, get_peft_model
@@ -128,9 +135,14 @@ def _adapter(base: Path, folder: Path, *, seed: int) -> None:
 
 
 @pytest.mark.parametrize("page", RUNNABLE, ids=name_of)
-def test_what_a_page_shows_runs(page: Path, tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_page_shows_runs(
+    page: Path, tools: Path, caches: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.copytree(tools, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
+    # What one command finds out of a base the next one knows, as on a user's machine.
+    monkeypatch.setenv("SURGEON_CACHE", str(caches))
+    monkeypatch.setattr(gate_fitting, "_STEPS", 200)
     names = {"__name__": "__main__"}
     for number, block in enumerate(blocks(page)):
         if block.said.startswith("not run: "):

@@ -345,7 +345,7 @@ def _questions(anatomy: Anatomy) -> dict[str, Any]:
     twins = [0, count - 1]
     asked["grafted"] = lambda own: own.grafted(own.grown([*whole, 0]), [*whole, 0], (), ())
     asked["grafted with twins"] = lambda own: own.grafted(own.grown([*whole, 1]), [*whole, 1], twins, ())
-    asked["axes"] = lambda own: [own.layer_axis(own.grown([*whole, 0]), name, count + 1) for name in anatomy.outer]
+    asked["axes"] = lambda own: own.layer_axes(own.grown([*whole, 0]), count + 1)
     return asked
 
 

@@ -51,6 +51,7 @@ UNREAD += ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "GROUP_", "RO
 # Of as many processes with the same settings, the last begins a nursery: it costs what a few of them save.
 WORTHWHILE = 3
 ADDRESS = "SURGEON_TESTS_WARM"
+KEPT = str(2**29)
 WHERE = "transformers.utils.import_utils"  # of the names of its models
 
 
@@ -72,7 +73,8 @@ def start() -> str:
         [sys.executable, __file__, "serve", path],
         stdin=subprocess.PIPE,  # its end is the sign to leave
         stdout=subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        # Its forks keep the memory that they have had: what tensors are in is not asked of the kernel each time.
+        env={"MALLOC_MMAP_THRESHOLD_": KEPT, "MALLOC_TRIM_THRESHOLD_": KEPT, **os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert server.stdin is not None and server.stdout is not None
 

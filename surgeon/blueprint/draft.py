@@ -388,9 +388,9 @@ class Draft:
         if count == layers:
             full, depth = self._of_other_depth()
         native = dict(full) | {key: self.config.get(key) for key in ("model_type", "architectures")}
-        made: list[Output] = []
+        axes, made = found.layer_axes(native, depth), list[Output]()
         for output in outputs:
-            axis = found.layer_axis(native, output.name, depth)
+            axis = axes.get(output.name)
             if axis is None:
                 made.append(output)
                 continue

@@ -267,8 +267,11 @@ class Derivation(ABC):
     path: tuple[str, ...]
 
     @abstractmethod
-    def layer_axis(self, grown: Mapping[str, Any], name: str, layers: int) -> int | None:
-        """The axis along which a tensor outside the layers holds a part for each layer, if it has one."""
+    def layer_axes(self, grown: Mapping[str, Any], layers: int) -> dict[str, int]:
+        """The axes along which tensors outside the layers, by name, hold a part for each layer; others are left out.
+
+        `grown` is a config of the base's type for so many `layers`, another number than the base's.
+        """
 
 
 def within(name: str, block: str) -> bool:

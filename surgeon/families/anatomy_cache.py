@@ -156,10 +156,9 @@ class Remembered(Deferred):
         kind = tuple[dict[str, Any], dict[str, str]]
         return self._asked(kind, lambda own: own.text_model(), "text model")
 
-    def layer_axis(self, grown: Mapping[str, Any], name: str, layers: int) -> int | None:
+    def layer_axes(self, grown: Mapping[str, Any], layers: int) -> dict[str, int]:
         """As `Derivation` says."""
-        question = ("axis", grown, name, layers)
-        return self._asked(int | None, lambda own: own.layer_axis(grown, name, layers), *question)
+        return self._asked(dict[str, int], lambda own: own.layer_axes(grown, layers), "axes", grown, layers)
 
     def inner_fields(self, *, by: int = 0, multiple_of: int = 1) -> dict[str, int]:
         """As `Derivation` says."""

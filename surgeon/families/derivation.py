@@ -390,17 +390,19 @@ class Found(Derivation):
         unloaded = _skeleton(json.dumps(self.config, sort_keys=True))
         return tuple(saved_layouts(unloaded, first) for first, _ in self._firsts)
 
-    def layer_axis(self, grown: Mapping[str, Any], name: str, layers: int) -> int | None:
+    def layer_axes(self, grown: Mapping[str, Any], layers: int) -> dict[str, int]:
         """As `Derivation` says."""
-        place = self.names.outer.get(name)
-        before = self.derived.skeleton.model.state_dict(keep_vars=True).get(place or "")
-        if before is None:
-            return None
         built = _skeleton(json.dumps(like(grown, self.config), sort_keys=True))
-        after = built.model.state_dict(keep_vars=True).get(place)
-        if after is None or after.shape == before.shape:
-            return None
-        return layer_axis(tuple(before.shape), tuple(after.shape), len(self.derived.kind_of), layers)
+        before, after = (each.model.state_dict(keep_vars=True) for each in (self.derived.skeleton, built))
+        found: dict[str, int] = {}
+        for name, place in self.names.outer.items():
+            if place not in before or place not in after or after[place].shape == before[place].shape:
+                continue
+            shapes = tuple(before[place].shape), tuple(after[place].shape)
+            axis = layer_axis(*shapes, len(self.derived.kind_of), layers)
+            if axis is not None:
+                found[name] = axis
+        return found
 
 
 @lru_cache(maxsize=8)

@@ -131,7 +131,7 @@ def _check_equal(before: Skeleton, after: Skeleton, tokens: Any, kind: str) -> N
             except LOAD_FAILURES as error:
                 raise BadInput(
                     f"on a twin of this model with its grafts the model cannot be run{what}{kind}"
-                    f" ({first_line(error)}); use operations that add layers"
+                    f" ({first_line(error)}); use another graft, or operations that add layers"
                 ) from error
         if not torch.equal(one, other):
             raise BadInput(

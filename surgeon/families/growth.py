@@ -98,7 +98,10 @@ def _advice(kinds: Sequence[Any], others: Sequence[Any], shared: Shared | None) 
             f" together as there are blocks, or others alone ({show_layers(free)})"
         )
     if others and not set(kinds) & set(others):
-        return "its code computes something of every layer from how many there are, so use grafts, which keep the depth"
+        return (
+            "its code computes something of every layer from how many there are, so use adapters, slots or control"
+            " states, which keep the depth"
+        )
     period = period_of(numbered([*kinds]))
     if period is not None and period > 1:
         return (

@@ -229,9 +229,9 @@ class Listed(Deferred):
         """As `Derivation` says, which refuses a usual model."""
         return self.own.text_model()
 
-    def layer_axis(self, grown: Mapping[str, Any], name: str, layers: int) -> int | None:
+    def layer_axes(self, grown: Mapping[str, Any], layers: int) -> dict[str, int]:
         """As `Derivation` says: no tensor of a usual type outside its layers depends on their number."""
-        return None
+        return {}
 
 
 def _entry_of(config: Mapping[str, Any]) -> TypeEntry | None:

@@ -16,6 +16,7 @@ from surgeon.data.encoding import Encoder
 from surgeon.demo import base, demo
 from surgeon.demo.base import code
 from surgeon.demo.demo import KNOWN, NEW, _write_config, _write_texts, demo_view, run_demo
+from surgeon.train import gate_fitting
 from surgeon.train.config.loading import load_config
 from surgeon.train.config.settings import settle
 from surgeon.train.training_data import TrainingData
@@ -69,6 +70,7 @@ def test_the_demo_learns_and_forgets(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(demo, "documentation", lambda: WHOLE()[:1500])
     monkeypatch.setattr(demo, "code", lambda: definitions[:120])
     monkeypatch.setattr(demo, "LEARNING_SHARE", 2.0)
+    monkeypatch.setattr(gate_fitting, "_STEPS", 200)
     # A narrower base, which is verified on less text.
     monkeypatch.setattr(base, "_WIDTH", 96)
     monkeypatch.setattr(demo, "verify", partial(demo.verify, window=32, windows=2))

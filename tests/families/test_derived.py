@@ -134,6 +134,14 @@ def test_lists_that_a_class_reads_layer_by_layer_follow_the_layers(
     assert {key: found[key] for key in (*lists, "suppress")} == wanted | {"suppress": [1, 2, 3, 4]}
 
 
+def test_layers_that_depend_on_their_number_are_left_as_many() -> None:
+    """Also for branches, which count as layers: the advice is what keeps the depth."""
+    config = tiny_config("minicpm3")
+    for order, trunk in (([0, 0, 1, 2, 3], None), ([0, 1, 2, 3, 3], 4)):
+        with pytest.raises(BadInput, match="so use adapters, slots or control states, which keep the depth"):
+            grown(config, build(config), order, trunk)
+
+
 def test_the_proof_has_power() -> None:
     """Not silenced, or a kept layer out of its place: refused. Silenced: proven."""
     config = tiny_config("mixtral")

@@ -33,7 +33,7 @@ from tests.train.texts import add_tokenizer
 
 EXPERTS = 4
 # Of each family how many experts a token takes, and into how many segments each is cut.
-CASES = {"gemma": (2, 1), "gemma2": (1, 1), "gemma3_text": (2, 2), "glm4": (2, 1), "starcoder2": (2, 2)}
+CASES = {"gemma2": (1, 1), "gemma3_text": (2, 2), "glm4": (2, 1), "starcoder2": (2, 2)}
 
 
 def base_of(folder: Path, family: str) -> Path:

@@ -11,11 +11,16 @@ import torch
 
 import surgeon
 from surgeon.errors import SurgeonError
+from surgeon.train import gate_fitting
+
+# Of the gate's fit: what two processes do of it is the same in few.
+GATE_STEPS = 200
 
 
 def main(folder: Path, runs: list[str]) -> None:
     """Every run is `NAME=CONFIG`; what it told, or why it stopped, is in told.json (stopped1.txt: the second's)."""
     torch.set_num_threads(1)
+    gate_fitting._STEPS = GATE_STEPS
     for run in runs:
         name, _, config = run.partition("=")
         try:

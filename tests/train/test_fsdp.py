@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from safetensors.torch import load_file
 
 import surgeon
 from surgeon.errors import BadInput
+from surgeon.train import gate_fitting
 from surgeon.train.publishing import Trained
 from surgeon.train.saved.checkpoints import newest_checkpoint
 from surgeon.train.saved.work_folder import work_folder
@@ -121,7 +123,10 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
         surgeon.apply(plan, str(folder / base), folder / name / "out")
         config(folder, **changes).rename(folder / f"{name}.yaml")
         if name in ALONE:
-            one = surgeon.train(folder / name / "out", folder / f"{name}.yaml", folder / name / "alone", device="cpu")
+            with patch.object(gate_fitting, "_STEPS", sharded_runs.GATE_STEPS):
+                one = surgeon.train(
+                    folder / name / "out", folder / f"{name}.yaml", folder / name / "alone", device="cpu"
+                )
             assert one is not None
             alone[name] = one
     memory_folder(folder / "spoiled" / "together").mkdir()
