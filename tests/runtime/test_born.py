@@ -88,6 +88,10 @@ def test_an_adapter_trained_before_is_copied_with_its_layer() -> None:
     names = twice.graft_parameter_names()
     assert any(".expanded.mlp.adapter." in name for name in names)
     assert not any(name.startswith("model.layers.4.mlp.adapter.") for name in names)
+    # What stands in the branch trains where the branch itself does not.
+    surgery["control"][0]["frozen"] = True
+    names = grafted("llama", surgery, base=once).graft_parameter_names()
+    assert names and all(".4.expanded.mlp.adapter." in name for name in names)
 
 
 def test_a_changed_graft_changes_the_function() -> None:
