@@ -114,7 +114,7 @@ def check_shapes(blueprint: Blueprint, anatomy: Anatomy, own: OwnCode | None = N
             if blueprint.native and own is None:
                 build(blueprint.config)
         except BadInput as error:
-            advice = _fitting_groups(blueprint, anatomy) or "choose other widths"
+            advice = _fitting_groups(blueprint, anatomy) or "choose other widths, or insert layers"
             why = str(error).removesuffix(f"; {OWN_CONFIG}")
             raise BadInput(f"{shown}: a model of these widths cannot be described; {advice}: {why}") from error
         try:

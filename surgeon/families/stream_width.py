@@ -67,7 +67,9 @@ def wider_stream(config: Mapping[str, Any], derived: Derived, times: int) -> Str
             except (BadInput, *LOAD_FAILURES) as error:
                 failed = failed or str(error).partition("\n")[0]
                 continue
-            found.append((sum(value.numel() for value in wide.model.parameters()), fields, base, wide))
+            # Another field may have the last word on the width (Bloom's n_embed).
+            if sizes_of(wide).hidden == times * sizes_of(base).hidden:
+                found.append((sum(value.numel() for value in wide.model.parameters()), fields, base, wide))
         refused = ""
         for _, fields, base, wide in sorted(found, key=lambda each: (each[0], len(each[1]))):
             probe = Probe(base, wide, derived, times)
@@ -182,7 +184,7 @@ def _choices(config: Mapping[str, Any], skeleton: Skeleton, sizes: Sizes, times:
     # Each of several choices is one of these, or none.
     others = {
         key: value * times
-        for key, value in full.items()
+        for key, value in (full | stated).items()
         if WIDTHS.fullmatch(key) and value == sizes.hidden and key not in wider and key not in called
     }
     for more in itertools.product(({}, held), ({}, others), ({}, narrower), ({}, stated_heads, heads)):

@@ -209,6 +209,9 @@ def test_what_cannot_be_wider_is_refused_in_a_line(tmp_path: Path) -> None:
     grafted = apply(tmp_path, base, "grafted", {"op": "gated_adapters", "size": 4})
     pictures = tiny_decoder(tmp_path / "pictures", "qwen3_vl", IMAGE_TEXT, dtype="bfloat16", layers=1)
     alibi = tiny_decoder(tmp_path / "alibi", "bloom", dtype="bfloat16", layers=1)
+    # As published, by a field that its class takes and does not keep.
+    config = json.loads((alibi / "config.json").read_text())
+    (alibi / "config.json").write_text(json.dumps(config | {"n_embed": config.pop("hidden_size")}))
     gemma = base_of(tmp_path / "gemma", "gemma2")
     for on, operations, words in (
         (base, [{"op": "widen_hidden", "to": 48}], "give a multiple of 32, 64 say"),
