@@ -88,7 +88,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
     """A class of transformers' own; all grafts on tied weights; one unsharded; one to be resumed; a wild one; one whose
     own text somebody changed."""
     folder = tmp_path_factory.mktemp("launched")
-    base_of(folder, num_hidden_layers=8, dtype="float32")
+    base_of(folder, num_hidden_layers=4, dtype="float32")
     add_tokenizer(tiny.checkpoint(folder / "tied-base", "gemma2", dtype="float32"))
     add_tokenizer(tiny.checkpoint(folder / "small-base", "llama"))
     (folder / "everything.yaml").write_text(EVERYTHING, encoding="utf-8")
