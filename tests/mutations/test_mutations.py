@@ -94,7 +94,10 @@ MUTATIONS = {
     ),
     "adapter init": Mutation(
         (("runtime/adapters_rules.py", "1 / (width * layers)", "1 / width"),),
-        ("tests/runtime/test_adapters.py", *golden("neutral-residues", "neutral-residues/adapters", "domain-gate", "neutral-residues/l1-0.1")),
+        (
+            "tests/runtime/test_adapters.py",
+            *golden("neutral-residues", "neutral-residues/adapters", "domain-gate", "neutral-residues/l1-0.1"),
+        ),
     ),
     "new init": Mutation(
         (
