@@ -153,7 +153,7 @@ def due(case: dict[str, Any], mode: str) -> str | None:
     if case["by_sequence"]:
         return "config.surgery: "
     if not case["native"] and mode == "layers on 2":
-        return "does not support pipeline parallel"
+        return "set pipeline_parallel_size to 1"
     if "pmoe_experts" in case["operations"] and mode == "matrices on 2":
         return "set tensor_parallel_size to 1"
     return None

@@ -40,8 +40,7 @@ class UpcycledOuter(UpcycledPreTrained):
             super().__init__(config)
         finally:
             config.__class__ = whole
-        decoder: Any
-        (decoder,) = (module for module in self.modules() if type(module) is native)
+        decoder: Any = next(module for module in self.modules() if type(module) is native)
         if PARTS:
             decoder.config.__class__ = upcycled
         decoder.__class__ = self.decoder_class

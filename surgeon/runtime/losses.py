@@ -53,8 +53,7 @@ def given_tokens(given: Mapping[str, Any], domain_ids: Tensor | None) -> tuple[T
     if isinstance(mask, dict):
         # By the kind of layer: the one for layers that see everything, or the first.
         mask = mask.get("full_attention", next(iter(mask.values())))
-    shape = inputs.shape[:2]
-    return inputs, mask, None if domain_ids is None else domain_ids.reshape(shape[0], -1).expand(shape)
+    return inputs, mask, None if domain_ids is None else domain_ids.reshape(len(inputs), -1).expand(inputs.shape[:2])
 
 
 def valid_tokens(mask: Any, shape: torch.Size, device: torch.device, seen: int | Tensor = 0) -> Tensor:
@@ -110,8 +109,7 @@ def with_losses(output: Any, flow: Flow, labels: Any, given: Mapping[str, Any], 
         counted = labels[..., 1:] if given.get("shift_labels") is None else given["shift_labels"]
         share = (counted != -100).sum() / torch.as_tensor(given["num_items_in_batch"], device=labels.device)
     for name, parts in flow.losses.items():
-        losses = [loss.to(output.loss.device) for _, loss in parts]
-        weighted = [weight * loss.to(output.loss.device) for weight, loss in parts]
-        made[name] = torch.cat(losses).mean().detach()
-        made["loss"] = made["loss"] + share * torch.cat(weighted).mean()
+        made[name] = torch.cat([loss.to(output.loss.device) for _, loss in parts]).mean().detach()
+        weighted = torch.cat([weight * loss.to(output.loss.device) for weight, loss in parts]).mean()
+        made["loss"] = made["loss"] + share * weighted
     return made

@@ -29,8 +29,11 @@ class UpcycledPreTrained(PreTrainedModel):
 
     # Its modules are native ones, all of whose buffers transformers must fill as it does in its own models.
     is_custom_code = classmethod(lambda cls: False)
-    # vLLM and SGLang ask, and refuse to split the layers over processes: what grafts share stands in one.
-    supports_pp_plan = False
+
+    @property
+    def supports_pp_plan(self) -> bool:
+        """What vLLM and SGLang ask where they would split the layers over processes, alone."""
+        raise ValueError("layers with grafts run in one process alone; set pipeline_parallel_size to 1")
 
     def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, Any]:
         # What a native model keeps in float32 goes by names such as `gate`, which parts of grafts have too.

@@ -101,10 +101,11 @@ def test_the_rest_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     "surgery", [control(), adapters(), experts(), TOKEN], ids=["control", "adapters", "experts", "states"]
 )
 def test_engines_that_ask_are_told_that_layers_stay_in_one_process(surgery: dict[str, Any]) -> None:
-    """vLLM and SGLang raise, where layers are to be split, for a model that does not support it; the base does."""
+    """They ask where they would split layers; told that there is no plan, vLLM would infer one."""
     assert grafted("llama", surgery).model.native_class()(tiny.config("llama")).supports_pp_plan is True
     for model in (grafted("llama", surgery), grafted("llama", surgery).model):
-        assert model.supports_pp_plan is False
+        with pytest.raises(ValueError, match="set pipeline_parallel_size to 1"):
+            _ = model.supports_pp_plan
 
 
 def test_a_vllm_that_does_not_say_how_it_splits_is_refused() -> None:
