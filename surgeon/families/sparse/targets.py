@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from surgeon.errors import BadInput
@@ -193,6 +194,63 @@ _QWEN_IDLE = (
     ("mlp.shared_expert_gate.weight", (1, HIDDEN)),
 )
 
+# Of makers' classes that hold both forms, the one beside the FFN, and what of it adds nothing where experts are copies.
+_HUNYUAN = Target(
+    "hunyuan_v1_moe",
+    "HunYuanMoEV1ForCausalLM",
+    "shared",
+    "",
+    "mlp.gate.wg.weight",
+    _EXPERT,
+    _PROJECTIONS,
+    _hunyuan,
+    extends="hunyuan_v1_dense",
+    shared="mlp.shared_mlp.{}.weight",
+    balanced=False,
+    normed=True,
+)
+_HUNYUAN_IDLE = (
+    ("mlp.shared_mlp.gate_proj.weight", (NEURONS, HIDDEN)),
+    ("mlp.shared_mlp.up_proj.weight", (NEURONS, HIDDEN)),
+    ("mlp.shared_mlp.down_proj.weight", (HIDDEN, NEURONS)),
+)
+_NEMOTRON = Target(
+    "nemotron_h",
+    "NemotronHForCausalLM",
+    "shared",
+    "",
+    "mixer.gate.weight",
+    "mixer.experts.{}.{}.weight",
+    ("up_proj", "down_proj"),
+    _nemotron_h,
+    extends="nemotron_h",
+    shared="mixer.shared_experts.{}.weight",
+    bias="mixer.gate.e_score_correction_bias",
+    balanced=False,
+    plain="any",
+)
+_NEMOTRON_IDLE = (
+    ("mixer.shared_experts.up_proj.weight", (_IDLE, HIDDEN)),
+    ("mixer.shared_experts.down_proj.weight", (HIDDEN, _IDLE)),
+)
+_GRANITE_HYBRID = Target(
+    "granitemoehybrid",
+    "GraniteMoeHybridForCausalLM",
+    "shared",
+    "",
+    _STACKED_ROUTER,
+    _STACKED,
+    _LINEAR,
+    _granitemoehybrid,
+    extends="granitemoehybrid",
+    shared="shared_mlp.{}.weight",
+    fused=True,
+)
+_GRANITE_HYBRID_IDLE = (
+    ("shared_mlp.input_linear.weight", (2 * _IDLE, HIDDEN)),
+    ("shared_mlp.output_linear.weight", (HIDDEN, _IDLE)),
+)
+
 # In the order in which they are tried.
 TARGETS: tuple[Target, ...] = (
     Target(
@@ -312,38 +370,8 @@ TARGETS: tuple[Target, ...] = (
         _cohere2_moe,
     ),
     # Of one maker's dense type each, whose own layers they have.
-    Target(
-        "hunyuan_v1_moe",
-        "HunYuanMoEV1ForCausalLM",
-        "shared",
-        "",
-        "mlp.gate.wg.weight",
-        _EXPERT,
-        _PROJECTIONS,
-        _hunyuan,
-        extends="hunyuan_v1_dense",
-        shared="mlp.shared_mlp.{}.weight",
-        balanced=False,
-        normed=True,
-    ),
-    Target(
-        "hunyuan_v1_moe",
-        "HunYuanMoEV1ForCausalLM",
-        "copies",
-        "",
-        "mlp.gate.wg.weight",
-        _EXPERT,
-        _PROJECTIONS,
-        _hunyuan,
-        extends="hunyuan_v1_dense",
-        balanced=False,
-        normed=True,
-        idle=(
-            ("mlp.shared_mlp.gate_proj.weight", (NEURONS, HIDDEN)),
-            ("mlp.shared_mlp.up_proj.weight", (NEURONS, HIDDEN)),
-            ("mlp.shared_mlp.down_proj.weight", (HIDDEN, NEURONS)),
-        ),
-    ),
+    _HUNYUAN,
+    replace(_HUNYUAN, form="copies", shared="", idle=_HUNYUAN_IDLE),
     Target(
         "lfm2_moe",
         "Lfm2MoeForCausalLM",
@@ -359,69 +387,10 @@ TARGETS: tuple[Target, ...] = (
         normed=True,
         plain="lowest",
     ),
-    Target(
-        "nemotron_h",
-        "NemotronHForCausalLM",
-        "shared",
-        "",
-        "mixer.gate.weight",
-        "mixer.experts.{}.{}.weight",
-        ("up_proj", "down_proj"),
-        _nemotron_h,
-        extends="nemotron_h",
-        shared="mixer.shared_experts.{}.weight",
-        bias="mixer.gate.e_score_correction_bias",
-        balanced=False,
-        plain="any",
-    ),
-    Target(
-        "nemotron_h",
-        "NemotronHForCausalLM",
-        "copies",
-        "",
-        "mixer.gate.weight",
-        "mixer.experts.{}.{}.weight",
-        ("up_proj", "down_proj"),
-        _nemotron_h,
-        extends="nemotron_h",
-        bias="mixer.gate.e_score_correction_bias",
-        balanced=False,
-        normed=True,
-        plain="any",
-        idle=(
-            ("mixer.shared_experts.up_proj.weight", (_IDLE, HIDDEN)),
-            ("mixer.shared_experts.down_proj.weight", (HIDDEN, _IDLE)),
-        ),
-    ),
-    Target(
-        "granitemoehybrid",
-        "GraniteMoeHybridForCausalLM",
-        "shared",
-        "",
-        _STACKED_ROUTER,
-        _STACKED,
-        _LINEAR,
-        _granitemoehybrid,
-        extends="granitemoehybrid",
-        shared="shared_mlp.{}.weight",
-        fused=True,
-    ),
-    Target(
-        "granitemoehybrid",
-        "GraniteMoeHybridForCausalLM",
-        "copies",
-        "",
-        _STACKED_ROUTER,
-        _STACKED,
-        _LINEAR,
-        _granitemoehybrid,
-        extends="granitemoehybrid",
-        fused=True,
-        idle=(
-            ("shared_mlp.input_linear.weight", (2 * _IDLE, HIDDEN)),
-            ("shared_mlp.output_linear.weight", (HIDDEN, _IDLE)),
-        ),
-    ),
+    _NEMOTRON,
+    replace(_NEMOTRON, form="copies", shared="", normed=True, idle=_NEMOTRON_IDLE),
+    _GRANITE_HYBRID,
+    replace(_GRANITE_HYBRID, form="copies", shared="", idle=_GRANITE_HYBRID_IDLE),
     Target(
         "qwen3_5_moe_text",
         "Qwen3_5MoeForCausalLM",
