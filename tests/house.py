@@ -10,7 +10,10 @@ that it imports. Ideas are counted from the syntax tree alone, so that any check
 from __future__ import annotations
 
 import ast
+import io
 import sys
+import tokenize
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,6 +33,10 @@ BYTE_FORMS = {
     "checkpoint": ("Pieces",),
 }
 MOST_LINES, MOST_PARAMETERS = 60, 10
+# What a token count leaves out, beside docstrings: comments and the layout.
+_LAYOUT = (
+    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER
+)  # fmt: skip
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -65,6 +72,23 @@ class House:
         """`surgeon.apply.write`; a package's `__init__` is the package."""
         name = ".".join(file.relative_to(self.package.parent).with_suffix("").parts)
         return name.removesuffix(".__init__")
+
+    @cached_property
+    def tokens(self) -> Counter[str]:
+        """Python tokens by room, without comments, docstrings and layout."""
+        found: Counter[str] = Counter()
+        for module, tree in self.trees.items():
+            docstrings = {
+                (node.body[0].lineno, node.body[0].col_offset)
+                for node in ast.walk(tree)
+                if isinstance(node, ast.Module | ast.ClassDef | Function) and ast.get_docstring(node) is not None
+            }
+            source = io.StringIO(self.modules[module].read_text(encoding="utf-8"))
+            found[room_of(module)] += sum(
+                each.type not in _LAYOUT and each.start not in docstrings
+                for each in tokenize.generate_tokens(source.readline)
+            )
+        return found
 
     def imports(self, module: str) -> set[str]:
         """Modules and names that a module imports, inside functions and for types alone too."""
@@ -322,6 +346,8 @@ def report(house: House, *, sites: bool) -> Iterator[str]:
     classes = sum(isinstance(node, ast.ClassDef) for tree in house.trees.values() for node in ast.walk(tree))
     arrows = sum(len(others) for others in house.rooms.values())
     yield f"{len(house.modules)} files, {lines:,} lines, {len(functions):,} functions, {classes} classes"
+    yield f"{house.tokens.total():,} tokens without comments and docstrings"
+    yield from (f"    {count:,} {room}" for room, count in house.tokens.most_common() if sites)
     yield f"{len(rooms)} rooms, {len(house.rooms) - len(rooms)} loose modules, {arrows} arrows"
     recipes = house.recipes
     forms = house.byte_forms()
