@@ -22,6 +22,9 @@ from typing import Any
 
 from measuring import in_a_process, machine
 
+from surgeon.runtime.graft import cache_in
+from tests.caches import CACHE
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -97,14 +100,14 @@ def inner(folder: str, kind: str, numbers: str, batch: str, length: str, steps: 
         peak = float(line.split()[1]) * 1024
     model.eval()
     with torch.inference_mode():
-        cache = model(input_ids=ids[:, :32], use_cache=True).past_key_values
+        cache = cache_in(model(input_ids=ids[:, :32], use_cache=True))
         token = ids[:, 32:33]
         for _ in range(4):
-            token = model(input_ids=token, past_key_values=cache, use_cache=True).logits.argmax(-1)
+            token = model(input_ids=token, **{CACHE: cache}, use_cache=True).logits.argmax(-1)
         wait()
         begun = time.perf_counter()
         for _ in range(DECODED):
-            token = model(input_ids=token, past_key_values=cache, use_cache=True).logits.argmax(-1)
+            token = model(input_ids=token, **{CACHE: cache}, use_cache=True).logits.argmax(-1)
         wait()
         decode = (time.perf_counter() - begun) / DECODED
     trainable = float(sum(p.numel() for p in chosen))

@@ -37,6 +37,8 @@ from torch.nn import functional as F
 
 import surgeon
 from benchmarks.measuring import machine
+from surgeon.runtime.graft import cache_in
+from tests.caches import CACHE
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SURGERIES: dict[str, dict[str, Any]] = {
@@ -242,8 +244,8 @@ def cached(base: Any, grown: Any, windows: Sequence[Tensor]) -> dict[str, int]:
             for nth, model in enumerate((base, grown)):
                 flow = None if not hasattr(model, "surgery") else sys.modules[type(model).__module__].Flow()
                 given = {} if flow is None else {"surgery_flow": flow}
-                output = model(part[None], past_key_values=caches[nth], use_cache=True, **given)
-                caches[nth] = output.past_key_values
+                output = model(part[None], **{CACHE: caches[nth]}, use_cache=True, **given)
+                caches[nth] = cache_in(output)
                 logits.append(output.logits)
                 on = on if flow is None or flow.on is None else flow.on
             add(total, agreement(logits[0], logits[1], on))
@@ -481,8 +483,8 @@ def costs(base: Any, grown: Any, windows: dict[str, dict[str, list[Tensor]]]) ->
             for nth, model in enumerate((base, grown)):
                 cache, begun = None, time.process_time()
                 for at in range(96):
-                    output = model(texts[language][None, at : at + 1], past_key_values=cache, use_cache=True)
-                    cache = output.past_key_values
+                    output = model(texts[language][None, at : at + 1], **{CACHE: cache}, use_cache=True)
+                    cache = cache_in(output)
                 taken[nth].append(time.process_time() - begun)
         lines.append(f"| {how} | {min(taken[1]) / min(taken[0]):.2f} |")
     return lines

@@ -23,6 +23,8 @@ from torch import Tensor
 import surgeon
 from benchmarks.gate import SURGERIES
 from benchmarks.measuring import machine
+from surgeon.runtime.graft import cache_in
+from tests.caches import CACHE
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PREFILLS, DECODES = 7, 21
@@ -36,7 +38,7 @@ def decode(model: Any, ids: Tensor) -> tuple[list[float], Any]:
     cache, seconds = None, []
     for at in range(ids.shape[1]):
         begun = time.process_time()
-        cache = model(ids[:, at : at + 1], past_key_values=cache, use_cache=True).past_key_values
+        cache = cache_in(model(ids[:, at : at + 1], **{CACHE: cache}, use_cache=True))
         seconds.append(time.process_time() - begun)
     return seconds, cache
 
@@ -89,7 +91,7 @@ def measure(base: Any, model: Any) -> dict[str, float]:
     for _ in range(3):
         _, cache = decode(model, ids[:1, :TOKENS])
         gate.threshold.fill_(OPEN)
-        opening.append(one(model, ids[:1, :1], past_key_values=cache) / found["step"])
+        opening.append(one(model, ids[:1, :1], **{CACHE: cache}) / found["step"])
         gate.threshold.fill_(CLOSED)
     return found | {"opening": min(opening)}
 

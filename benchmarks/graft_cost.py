@@ -22,6 +22,9 @@ from typing import Any
 
 from measuring import in_a_process, machine
 
+from surgeon.runtime.graft import cache_in
+from tests.caches import CACHE
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -57,12 +60,12 @@ def speed(folder: Path, rounds: int) -> dict[str, float]:
             model(ids)
         for _ in range(rounds):
             begun = time.perf_counter()
-            state = model(ids, use_cache=True).past_key_values
+            state = cache_in(model(ids, use_cache=True))
             prefill.append(time.perf_counter() - begun)
             token = ids[:, -1:]
             begun = time.perf_counter()
             for _ in range(DECODED):
-                token = model(token, past_key_values=state, use_cache=True).logits.argmax(-1)
+                token = model(token, **{CACHE: state}, use_cache=True).logits.argmax(-1)
             decode.append((time.perf_counter() - begun) / DECODED)
     return {
         "prefill": min(prefill),

@@ -93,6 +93,7 @@ if TYPE_CHECKING:
     from surgeon.rework.apply_delta import apply_delta as apply_delta
     from surgeon.rework.make_delta import make_delta as make_delta
     from surgeon.rework.merge import merge as merge
+    from surgeon.rework.refresh import refresh as refresh
     from surgeon.rework.revert import revert as revert
     from surgeon.share.export_slot import export_slot as export_slot
     from surgeon.share.gguf_pattern import gguf_pattern as gguf_pattern
@@ -204,6 +205,7 @@ _HOMES = {
     "recall": "data.recall",
     "rehearse": "train.train",
     "report": "report.report",
+    "refresh": "rework.refresh",
     "revert": "rework.revert",
     "routing_report": "report.routing",
     "score": "data.scored",

@@ -54,7 +54,7 @@ def test_models_of_pairs_want_the_tensors_that_are_planned(tables: tuple[pairs.C
     for (first, second), found in tables[0].items():
         for name, drawn in ((name, each.drawn) for name, each in found.items() if each.drawn is not None):
             if not drawn.native:
-                check_skeleton(drawn)
+                check_skeleton(drawn.config, drawn.outputs)
                 continue
             if drawn.config["model_type"] != name:
                 # Experts are one tensor in memory and many on disk: the table's own run loads them.

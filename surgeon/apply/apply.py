@@ -137,7 +137,7 @@ def apply(
             if not shown.blueprint.native:
                 from surgeon.apply.preflight import check_skeleton
 
-                check_skeleton(shown.blueprint)
+                check_skeleton(shown.blueprint.config, shown.blueprint.outputs)
             moved = execute(job, target, listener, stopwatch, ranks)
     else:
         assist(job, listener, stopwatch, ranks)

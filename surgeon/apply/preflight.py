@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from surgeon.blueprint.blueprint import Blueprint
+from surgeon.blueprint.blueprint import Output
 from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.common.library import LOAD_FAILURES, first_line, quiet_transformers
 from surgeon.errors import BadInput, printable
@@ -21,22 +22,21 @@ from surgeon.runtime.states_rules import BANK
 _OWN = "get the base's own config.json"
 
 
-def check_skeleton(blueprint: Blueprint) -> None:
+def check_skeleton(config: dict[str, Any], stored: Sequence[Output]) -> None:
     """Build the grafted model on the meta device and compare names and shapes, so that planner and code cannot drift.
 
-    Raises BadInput naming the first tensor that one of them has and the other lacks, or has in another shape.
+    Raises BadInput naming the first tensor that the code or `stored` has and the other lacks, or has in another shape.
     """
-    model = _build(blueprint.config)
-    native = composition_of(blueprint.config)
+    model = _build(config)
+    native = composition_of(config)
     assert native is not None
-    config, stored = blueprint.config, blueprint.outputs
     plain = {out.name for out in stored if out.recipe.dtype in FLOAT_DTYPES and not is_scale(config, out.name)}
     made = made_of(model, sorted(plain))
     if packed := [output.name for output in stored if output.name not in plain]:
         made |= made_of(model, packed, quantizer_of(config))
     held = model.state_dict(keep_vars=True)
     wanted = {name: tuple(value.shape) for name, value in held.items()}
-    for output in blueprint.outputs:
+    for output in stored:
         told, shape = made[output.name], tuple(output.recipe.shape)
         if not output.new and not (of_graft(output.name) or BANK in output.name):
             continue

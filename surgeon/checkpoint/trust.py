@@ -13,7 +13,10 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any, Literal
+
+from packaging.version import Version
 
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, Source, is_side_file
 from surgeon.checkpoint.weights import INDEX_FILE, QUANTISATION, SINGLE_FILE, in_full, quantisation
@@ -51,6 +54,8 @@ _IMPLEMENTATION = re.compile(r"_*(attn|experts)_implementation.*", re.DOTALL)
 _REFERENCE = re.compile(r"(?:[\w.-]+/)?[\w.-]+--[\w./-]+\.[A-Za-z_]\w*")
 _LONGEST_REFERENCE = 300
 _MOST_NAMED = 6
+# By which name the grafts of earlier versions looked the cache up, and since when transformers gives it another.
+_OLD_CACHE, _CACHE_RENAMED = b'.get("past_key_values")', Version("5.24")
 # Where a checkpoint came from: often the path of a cache, which is spelled with `--` too.
 _ORIGIN = "name_or_path"
 
@@ -119,13 +124,26 @@ def _not_ours(
         of_what = " of an earlier surgeon, whose code this version does not ship" if earlier else ""
         return f"{_PARSED} has an `auto_map`{of_what}"
     if lying := [name for name in scripts if not (ours and name == CODE_FILE)]:
-        return f"{printable(lying[0])} lies in it, which is not what this version of surgeon ships"
+        found = f"{printable(lying[0])} lies in it, which is not what this version of surgeon ships"
+        wrong = known_wrong(source) if lying[0] == CODE_FILE else ""
+        return f"{found}; {wrong}" if wrong else found
     if config.get("auto_map") and not ours:
         return f"{_PARSED} has an `auto_map` to {CODE_FILE}, which is not there"
     for name, content in _settings(config, listing, source):
         if found := leads_to_code(content, except_auto_map=name == _PARSED):
             return f"{printable(name)} {found}"
     return ""
+
+
+def known_wrong(source: Source) -> str:
+    """Return why code that an earlier surgeon shipped is wrong under the installed transformers; empty where it is not.
+
+    The code is read as text.
+    """
+    installed = metadata.version("transformers")
+    if Version(installed) < _CACHE_RENAMED or _OLD_CACHE not in source.small(CODE_FILE, max_bytes=MAX_CODE_BYTES):
+        return ""
+    return f"under transformers {installed} it does not find the cache, and loses what grafts keep between tokens"
 
 
 def _settings(config: Mapping[str, Any], listing: Mapping[str, int], source: Source) -> Iterator[tuple[str, Any]]:
@@ -186,10 +204,10 @@ def check_trusted(brought: Brought, shown: str, *, trust_remote_code: bool) -> N
 
 
 def _foreign(shown: str, found: str) -> ForeignCode:
-    return ForeignCode(
-        f"{shown}: brings code of its own ({found}), which surgeon neither runs nor copies; read it, then"
-        " remove it or pass `--trust-remote-code`"
-    )
+    way = "read it, then remove it or pass `--trust-remote-code`"
+    if found.startswith(CODE_FILE):
+        way = f"where an earlier surgeon wrote it, `surgeon refresh {shown}` writes this version's; else {way}"
+    return ForeignCode(f"{shown}: brings code of its own ({found}), which surgeon neither runs nor copies; {way}")
 
 
 @dataclass(frozen=True)

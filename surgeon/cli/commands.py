@@ -219,6 +219,11 @@ shown(
     "Undo the last surgery of OUT, or all but the first N: DEST holds every earlier tensor, byte for byte.",
 )
 shown(
+    "refresh",
+    "refreshed_view",
+    "Write this version's code into OUT, an output with grafts of an earlier surgeon; nothing else changes.",
+)
+shown(
     "make_delta",
     "delta_view",
     "Write the part of OUT that the base of its last surgery lacks; `apply --delta` applies it to that base.",

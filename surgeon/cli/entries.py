@@ -23,7 +23,7 @@ GROUPS = {
     "Grow": ("demo", "plans", "families", "preview", "apply", "verify"),
     "Train and measure": ("train", "recall", "evaluate", "compare", "continual"),
     "Look": ("inspect", "diff", "report", "transport-report", "routing-report"),
-    "Undo, convert, share": ("revert", "blend", "merge", "delta", "export-slot", "gguf-pattern", "push"),
+    "Undo, convert, share": ("revert", "refresh", "blend", "merge", "delta", "export-slot", "gguf-pattern", "push"),
     "For editors": ("schema",),
 }
 # The rest of the line behind `surgeon COMMAND`.
@@ -45,6 +45,7 @@ EXAMPLES = {
     "transport-report": "out --maps 12.below.query --png pictures",
     "routing-report": "run --text french=fr.txt --text english=en.txt",
     "revert": "run base-again --to 0",
+    "refresh": "out",
     "blend": "run blended --with base-model --alpha 0.75",
     "merge": "run merged --alpha 0.5",
     "delta": "run run-delta",

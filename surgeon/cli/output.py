@@ -46,10 +46,13 @@ class _Unpadded:
 
 @contextmanager
 def listening(quiet: bool) -> Iterator[ProgressListener]:
-    """Show progress on stderr, unless `quiet`."""
+    """Show progress on stderr, unless `quiet`, and first which library is newer than any that was tested."""
+    from surgeon.common.installation import untested
     from surgeon.common.listener import ProgressListener
 
     with ProgressListener(quiet=quiet) as listener:
+        for line in filter(None, map(untested, ("transformers", "torch"))):
+            listener.say(line)
         yield listener
 
 

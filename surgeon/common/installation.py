@@ -4,7 +4,11 @@ On PyPI the name `surgeon` belongs to another project; this one's distribution i
 installed, each has overwritten files of the other, and uninstalling one removes them.
 """
 
+from importlib import metadata
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 DISTRIBUTION = "model-surgeon"
 
@@ -30,6 +34,26 @@ def clash(package: Path = _PACKAGE) -> str | None:
     return (
         f"{package}: {named} and `{DISTRIBUTION}` have both installed files there, so neither is whole;"
         f" `pip uninstall -y {' '.join(sorted(others))} {DISTRIBUTION}`, then `pip install {DISTRIBUTION}`"
+    )
+
+
+def untested(package: str) -> str | None:
+    """Return one line where the installed version of a package is above the range that this distribution asks for.
+
+    The range ends with the newest version that the tests have passed with. None where nobody installed a distribution.
+    """
+    try:
+        asked = [Requirement(line) for line in metadata.requires(DISTRIBUTION) or ()]
+        version = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+    ends = (each for r in asked if r.name == package and r.marker is None for each in r.specifier)
+    bound = next((each.version for each in ends if each.operator == "<"), None)
+    if bound is None or Version(version) < Version(bound):
+        return None
+    return (
+        f"{package} {version} is newer than what this version of surgeon was tested with (below {bound}); `surgeon"
+        " verify` shows whether what it writes is right"
     )
 
 

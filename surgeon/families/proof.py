@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _NEW_SEED = 7
+# What models call what they keep for later tokens, argument and output; from transformers 5.24 on nearly all `cache`.
+_CACHES = ("cache", "past_key_values", "cache_params", "state")
 # Of the largest logit: what sums in another order may change in float32.
 _ROUNDING = 1e-5
 
@@ -188,6 +190,20 @@ def run_prefill(twin: Skeleton, tokens: Tensor) -> Tensor:
     return logits
 
 
+def cache_argument(model: Any) -> str:
+    """Return the name by which a model takes what was kept of earlier tokens."""
+    taken = inspect.signature(getattr(model, "forward", model)).parameters
+    return next((name for name in _CACHES if name in taken), "past_key_values")
+
+
+def cache_of(output: Mapping[str, Any]) -> Any:
+    """Return what a model's output keeps for later tokens: a cache, or what RWKV and xLSTM have in its place."""
+    from surgeon.runtime.graft import cache_in
+
+    found = cache_in(output)
+    return next((output[name] for name in _CACHES if output.get(name) is not None), None) if found is None else found
+
+
 def run_cached(twin: Skeleton, tokens: Tensor) -> Tensor:
     """Logits of a sequence read in two parts, the second by what the first left behind, word by word."""
     import torch
@@ -195,13 +211,12 @@ def run_cached(twin: Skeleton, tokens: Tensor) -> Tensor:
     head = tokens.shape[1] - 2
     told = twin.model(input_ids=tokens[:, :head], use_cache=True)
     found: list[Tensor] = [told.logits]
-    cache = next((told[key] for key in ("past_key_values", "cache_params", "state") if told.get(key) is not None), None)
+    name, cache = cache_argument(twin.model), cache_of(told)
     if cache is None:
         return found[0]
-    name = next(key for key in ("past_key_values", "cache_params", "state") if told.get(key) is not None)
     for at in range(head, tokens.shape[1]):
         told = twin.model(input_ids=tokens[:, at : at + 1], use_cache=True, **{name: cache})
-        cache = told[name]
+        cache = cache_of(told)
         found.append(told.logits)
     return torch.cat(found, dim=1)
 

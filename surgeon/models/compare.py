@@ -17,6 +17,7 @@ from surgeon.blueprint.recipes import HEAD_BLOCK
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.weights import quantisation
 from surgeon.errors import BadInput, PromiseBroken
+from surgeon.families.proof import cache_argument, cache_of
 from surgeon.models.load import attention_of, load_model, opened, running, torch_dtype
 
 PREFILL = "prefill"
@@ -31,8 +32,6 @@ ROUNDING = {"float64": 1e-10, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1
 
 # Logits are compared in float64 a few rows at a time: about 8 MB a working copy at any vocabulary.
 _CHUNK_ELEMENTS = 1_000_000
-# What models call the cache that they return.
-_CACHES = ("past_key_values", "cache_params", "state")
 _NO_TARGET = -100
 
 
@@ -259,9 +258,8 @@ def cached(model: Any, ids_BT: Tensor, cache: dict[str, Any]) -> Tensor:
     fewer = {"logits_to_keep": 1} if keeps else {}
     with running(model):
         output = model(input_ids=ids_BT, use_cache=True, **cache, **fewer)
-    for name in list(cache) or _CACHES:
-        if (kept := getattr(output, name, None)) is not None:
-            cache[name] = kept
+    if (kept := cache_of(output)) is not None:
+        cache[cache_argument(model)] = kept
     logits_BTV: Tensor = output.logits
     # A copy where there are more, so that those of the whole prefix are freed before the first step.
     return logits_BTV if logits_BTV.shape[1] == 1 else logits_BTV[:, -1:].clone()
@@ -279,7 +277,7 @@ def decoded(model: Any, ids_BT: Tensor, steps: int) -> Iterator[Tensor]:
     cache: dict[str, Any] = {}
     if takes_dynamic_cache(model):
         with running(model):
-            cache["past_key_values"] = DynamicCache(config=model.config)
+            cache[cache_argument(model)] = DynamicCache(config=model.config)
     yield cached(model, ids_BT[:, :-steps], cache)
     for step_B1 in torch.split(ids_BT[:, -steps:], 1, dim=1):
         yield cached(model, step_B1, cache)

@@ -42,10 +42,10 @@ class _Layer(nn.Module):
         self.hidden_norm = LlamaRMSNorm(hidden, eps=eps)
         self.post_attention_layernorm = LlamaRMSNorm(hidden, eps=eps)
 
-    def forward(self, embedded: Tensor, hidden: Tensor, **how: Any) -> Tensor:
+    def forward(self, embedded: Tensor, hidden: Tensor, rotation: Any, mask: Any, cache: Any) -> Tensor:
         """The next hidden states, before the last norm: B T D each."""
         both = torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], dim=-1)
-        hidden = hidden + self.self_attn(hidden_states=both, **how)[0]
+        hidden = hidden + self.self_attn(both, rotation, mask, cache)[0]
         after: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return after
 
@@ -90,20 +90,8 @@ class DraftHead(nn.Module):
         """
         # Without the factor by which some bases multiply embeddings, which the norm would undo.
         embedded = F.embedding(input_ids, self._shared[0].weight).to(hidden.dtype)
-        mask = create_causal_mask(
-            config=self.config,
-            inputs_embeds=embedded,
-            attention_mask=None,
-            past_key_values=cache,
-            position_ids=positions,
-        )
-        states: Tensor = self.layers[0](
-            embedded,
-            hidden,
-            position_embeddings=self.rotary(embedded, positions),
-            attention_mask=mask,
-            past_key_values=cache,
-        )
+        mask = create_causal_mask(self.config, embedded, None, cache, position_ids=positions)
+        states: Tensor = self.layers[0](embedded, hidden, self.rotary(embedded, positions), mask, cache)
         normed: Tensor = self.norm(states)
         return normed
 

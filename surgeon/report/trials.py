@@ -68,7 +68,7 @@ def drawn(operations: Sequence[Operation], anatomy: Anatomy, folder: CheckpointF
     if known_proof(blueprint, anatomy, folder.config, folder.own).how != "cached":
         prove(blueprint, anatomy, folder.config, folder.own)
     if not blueprint.native:
-        check_skeleton(blueprint)
+        check_skeleton(blueprint.config, blueprint.outputs)
     return blueprint
 
 

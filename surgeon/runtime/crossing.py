@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from .graft import Flow, here
+from .graft import Flow, cache_in, here
 from .losses import given_tokens
 from .models import UpcycledModel
 
@@ -18,14 +18,14 @@ class CrossingModel(UpcycledModel):
 
     def run_grafted(self, run: Callable[..., Any], given: dict[str, Any], flow: Flow | None) -> Any:
         """`run`, the native forward, with what crosses layers; `given` are its arguments by name."""
+        cache = cache_in(given)
         if self in here.off:
-            _check_kept_nothing(given.get("past_key_values"))
+            _check_kept_nothing(cache)
             return super().run_grafted(run, given, flow)
-        cache = given.get("past_key_values")
         crossing, flow = self._crossing(flow, given)
         output = super().run_grafted(run, given, flow)
         # A model may fill the cache that it is given and not name it in its output (RecurrentGemma).
-        named = getattr(output, "past_key_values", None)
+        named = cache_in(output)
         for graft in crossing if flow is not None else ():
             graft.close(self, flow, cache if named is None else named)
         return output
@@ -51,7 +51,7 @@ class CrossingModel(UpcycledModel):
             if flow.domains is None:
                 flow.domains = domains
             for graft in found:
-                graft.open(self, flow, inputs, mask, given.get("past_key_values"))
+                graft.open(self, flow, inputs, mask, cache_in(given))
         return found, flow
 
 

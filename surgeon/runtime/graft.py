@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
 from .present import AFTER, BEFORE, COMPLETES, CROSSES, GATES, MIXES, REPLACES, ROUTES
 from .rules import Surgery
@@ -84,6 +85,15 @@ def only_where(on: Tensor | None, grown: Tensor, native: Tensor) -> Tensor:
     if on is None:
         raise RuntimeError("a layer with gated parts was called outside its model, which brings the gate's decision")
     return torch.where(on.reshape(*native.shape[:-1], 1).to(native.device), grown, native)
+
+
+def cache_in(given: Mapping[str, Any] | Iterable[Any]) -> Any:
+    """Return the cache among a forward's arguments or what it returns; None: there is none.
+
+    It is found by what it is: transformers has renamed the argument (`past_key_values` is `cache` from 5.24 on).
+    """
+    values = given.values() if isinstance(given, Mapping) else given
+    return next((each for each in values if isinstance(each, Cache)), None)
 
 
 class Here(threading.local):

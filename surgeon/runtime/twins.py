@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from .graft import Flow, here
+from .graft import Flow, cache_in, here
 from .layers import LAYER_NUMBERS, UpcycledLayer, one_tensor
 from .models import UpcycledModel
 from .rules import Surgery
@@ -112,7 +112,7 @@ class TwinnedModel(UpcycledModel):
     def run_grafted(self, run: Callable[..., Any], given: dict[str, Any], flow: Flow | None) -> Any:
         """As without twins, in a cache that has places for them."""
         if self not in here.off:
-            self._make_room_for_twins(given.get("past_key_values"))
+            self._make_room_for_twins(cache_in(given))
         return super().run_grafted(run, given, flow)
 
     def _make_room_for_twins(self, cache: Any) -> None:

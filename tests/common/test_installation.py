@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-from surgeon.common.installation import clash
+from surgeon.common.installation import clash, untested
 
 
 def installed(site: Path, name: str, *files: str) -> None:
@@ -33,3 +34,23 @@ def test_neighbours_are_none(tmp_path: Path) -> None:
     (tmp_path / "broken-1.dist-info").mkdir()
     assert clash(tmp_path / "surgeon") is None
     assert clash() is None
+
+
+def test_a_library_beyond_the_range_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ["torch>=2.7", "transformers>=5.19,<5.25", 'transformers<5; extra == "old"']
+    found = {"torch": "9.0", "transformers": "5.25.1"}
+    monkeypatch.setattr(metadata, "requires", lambda _: asked)
+    monkeypatch.setattr(metadata, "version", found.__getitem__)
+    line = untested("transformers")
+    assert line is not None and "transformers 5.25.1 is newer" in line and "(below 5.25)" in line
+    assert untested("torch") is None
+    found["transformers"] = "5.24.3"
+    assert untested("transformers") is None
+
+
+def test_a_range_that_nobody_installed_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking(_: str) -> list[str]:
+        raise metadata.PackageNotFoundError
+
+    monkeypatch.setattr(metadata, "requires", lacking)
+    assert untested("transformers") is None

@@ -21,6 +21,7 @@ from surgeon.families.decoders import HINTS, Hint
 from surgeon.families.dissect import dissect
 from surgeon.families.family import Role
 from surgeon.families.twin import twin_of
+from surgeon.runtime.graft import cache_in
 from tests.decoders import tiny_decoder
 
 # Negating these rows negates the named reading and leaves the others as they are (True), or changes the block's output
@@ -57,7 +58,7 @@ class Tried:
             lambda _module, _inputs, output: seen.append(output)
         )
         with torch.inference_mode():
-            cache = self.model(torch.arange(3, 11)[None], use_cache=True).past_key_values
+            cache = cache_in(self.model(torch.arange(3, 11)[None], use_cache=True))
         hook.remove()
         output = seen[0][0] if isinstance(seen[0], tuple) else seen[0]
         return {"keys": cache.layers[0].keys, "values": cache.layers[0].values, "block": output}

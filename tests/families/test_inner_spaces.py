@@ -18,6 +18,8 @@ from surgeon.families.family import Space
 from surgeon.families.inner_spaces import _holds, inner_spaces
 from surgeon.families.silence import captured
 from surgeon.families.twin import twin_of
+from surgeon.runtime.graft import cache_in
+from tests.caches import CACHE
 from tests.checkpoints import weights, write_plan
 from tests.decoders import checkpoint_of, tiny_decoder
 
@@ -57,7 +59,7 @@ def logits(folder: Path) -> torch.Tensor:
         found = [model(IDS, use_cache=False).logits]
         begun = model(IDS[:, :8], use_cache=True)
         for at in range(8, IDS.shape[1]):
-            begun = model(IDS[:, at : at + 1], past_key_values=begun.past_key_values, use_cache=True)
+            begun = model(IDS[:, at : at + 1], **{CACHE: cache_in(begun)}, use_cache=True)
             found.append(begun.logits)
     return torch.cat(found, dim=1)
 

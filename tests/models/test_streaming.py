@@ -19,6 +19,7 @@ from surgeon.models.load import load_model
 from surgeon.models.stored_matrix import StoredMatrix
 from surgeon.models.stream import StreamedModel
 from tests import tiny
+from tests.caches import CACHE
 from tests.compared_logits import compare_logits
 from tests.decoders import tiny_decoder
 from tests.models.grown import edit, grow, shard_of
@@ -41,9 +42,9 @@ def decoded(model: Any, ids_BT: torch.Tensor, steps: int) -> torch.Tensor:
     from transformers import DynamicCache
 
     cache = DynamicCache(config=model.config)
-    logits = [model(input_ids=ids_BT[:, :-steps], past_key_values=cache, use_cache=True).logits]
+    logits = [model(input_ids=ids_BT[:, :-steps], **{CACHE: cache}, use_cache=True).logits]
     for step in range(ids_BT.shape[1] - steps, ids_BT.shape[1]):
-        logits.append(model(input_ids=ids_BT[:, step : step + 1], past_key_values=cache, use_cache=True).logits)
+        logits.append(model(input_ids=ids_BT[:, step : step + 1], **{CACHE: cache}, use_cache=True).logits)
     return torch.cat(logits, dim=1)
 
 

@@ -27,7 +27,9 @@ from surgeon.families.skeleton import CAUSAL, IMAGE_TEXT
 from surgeon.models.tokenizer import open_tokenizer
 from surgeon.models.vocabulary.growing import Old
 from surgeon.models.vocabulary.trim import check_ids
+from surgeon.runtime.graft import cache_in
 from tests import mtp, tiny, vocabularies
+from tests.caches import CACHE
 from tests.checkpoints import edit_config, edit_tensor, weights, write_plan
 from tests.decoders import tiny_decoder
 from tests.vocabularies import ENGLISH, FRENCH, SPECIAL, write_text
@@ -133,8 +135,8 @@ def both_ways(folder: Path, ids: torch.Tensor, dtype: str, auto: str) -> torch.T
     with torch.inference_mode():
         found, cache = [model(input_ids=ids).logits], None
         for step in ids.split(1, dim=1):
-            made = model(input_ids=step, past_key_values=cache, use_cache=True)
-            found, cache = [*found, made.logits], made.past_key_values
+            made = model(input_ids=step, **{CACHE: cache}, use_cache=True)
+            found, cache = [*found, made.logits], cache_in(made)
     return torch.cat(found, dim=1)
 
 

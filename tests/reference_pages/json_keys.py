@@ -24,6 +24,7 @@ from surgeon.report.transport import TransportReport
 from surgeon.rework.apply_delta import AppliedDelta
 from surgeon.rework.make_delta import MadeDelta
 from surgeon.rework.merge import Merged
+from surgeon.rework.refresh import Refreshed
 from surgeon.rework.revert import Reverted
 from surgeon.share.export_slot import Exported
 from surgeon.share.gguf_pattern import GgufPattern
@@ -73,6 +74,7 @@ SECTIONS: dict[str, dict[str, tuple[type[Result], ...]]] = {
     "transport_report": {"": (TransportReport,)},
     "routing_report": {"Also the record that `--to` writes.": (RoutingReport,)},
     "revert": {"": (Reverted,)},
+    "refresh": {"": (Refreshed,)},
     "merge": {"": (Merged,)},
     "blend": {"": (Blended,)},
     "write_blend": {"": (Blend,)},

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from surgeon.runtime.graft import cache_in
 from tests import tiny
+from tests.caches import CACHE
 from tests.runtime.grafting import both, control, every_graft, every_graft_in, grafted, perturbed, tokens
 
 
@@ -27,7 +29,7 @@ def prefill_and_decode(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> lis
                 ids[:, now : now + 1],
                 attention_mask=mask[:, : now + 1],
                 position_ids=positions[:, now : now + 1],
-                past_key_values=out.past_key_values,
+                **{CACHE: cache_in(out)},
                 use_cache=True,
             )
             logits.append(out.logits)

@@ -9,7 +9,9 @@ import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
+from surgeon.runtime.graft import cache_in
 from tests import tiny
+from tests.caches import CACHE
 from tests.runtime.grafting import (
     both,
     control,
@@ -69,7 +71,7 @@ def test_a_static_cache_shows_no_empty_places_where_nothing_is_padded() -> None:
 
 def test_every_branch_has_a_cache_of_its_own() -> None:
     model = perturbed(grafted("gemma2", control(layers=(1, 4))))
-    cache = model(tokens(), use_cache=True).past_key_values
+    cache = cache_in(model(tokens(), use_cache=True))
     assert len(cache.layers) == model.config.num_hidden_layers == 8
     kinds = [type(layer).__name__ for layer in cache.layers]
     assert kinds[6] == kinds[1] != kinds[4] == kinds[7]
@@ -98,7 +100,7 @@ def test_a_ready_made_mask_dict_is_understood() -> None:
         "config": model.config,
         embeds: model.get_input_embeddings()(ids),
         "attention_mask": torch.ones_like(ids),
-        "past_key_values": None,
+        CACHE: None,
         "position_ids": torch.arange(14).unsqueeze(0),
     }
     masks = {
@@ -138,7 +140,7 @@ def test_drafts_by_the_first_layers(family: str) -> None:
             # As transformers makes a model of its first layers.
             model.config.num_hidden_layers = depth
             whole, cache = model(ids, use_cache=False).logits, DynamicCache(config=model.config)
-            parts = [model(some, past_key_values=cache).logits for some in ids.split((9, 1, 1, 1, 2), dim=1)]
+            parts = [model(some, **{CACHE: cache}).logits for some in ids.split((9, 1, 1, 1, 2), dim=1)]
             torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=2e-5, rtol=1e-4)
             model.config.num_hidden_layers = model.surgery.trunk_layers + len(surgery.get("control", ()))
             assert not torch.allclose(model(ids).logits, whole, atol=1e-3) or depth == model.surgery.trunk_layers
@@ -149,4 +151,4 @@ def test_a_cache_without_places_for_twins_is_refused() -> None:
     model.config.num_hidden_layers = 3
     static = StaticCache(config=model.config, max_cache_len=16)
     with pytest.raises(ValueError, match=r"StaticCache has 3 places.* up to 7; pass a DynamicCache"):
-        model(tokens(), past_key_values=static)
+        model(tokens(), **{CACHE: static})

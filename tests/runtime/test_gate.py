@@ -17,8 +17,10 @@ from transformers.utils.logging import warning_once
 from surgeon.errors import BadInput
 from surgeon.runtime.gate import DomainGate, Gating
 from surgeon.runtime.gate_rules import GateRules, GateSpec
+from surgeon.runtime.graft import cache_in
 from surgeon.train.gate_fitting import scores
 from tests import tiny
+from tests.caches import CACHE
 from tests.runtime.grafting import (
     adapters,
     control,
@@ -158,7 +160,7 @@ def run_through(model: Any, closed: list[int], opened: list[int], *, spares: boo
             mask[:, : 2 * padded] = 0
             positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -given[0] :]
             how = {"attention_mask": mask, "position_ids": positions} if padded else {}
-            made = model(ids, past_key_values=cache, surgery_flow=flow, **how)
+            made = model(ids, **{CACHE: cache}, surgery_flow=flow, **how)
             assert bool(flow.on[:, -1].any()) is not closing
             found.append(made.logits)
             seen += given[0]
@@ -187,7 +189,7 @@ def test_what_is_owed_is_made_as_if_nothing_had_been_spared(family: str, dtype: 
     # The last forward is owed still: one that opens makes all that is.
     ids = torch.tensor([opened[:1]] * 2)
     for _, cache, _ in (spared, whole):
-        model(ids, past_key_values=cache, attention_mask=torch.ones(2, cache.get_seq_length() + 1))
+        model(ids, **{CACHE: cache}, attention_mask=torch.ones(2, cache.get_seq_length() + 1))
     for one, other in zip(spared[1].layers, whole[1].layers, strict=True):
         assert torch.equal(one.keys, other.keys) and torch.equal(one.values, other.values)
         assert not {"owed", "crop"} & {*vars(one)} - {*vars(other)}
@@ -263,13 +265,13 @@ def test_a_cache_of_one_mode_is_refused_in_the_other() -> None:
     for surgery in (gate(), states(top_k=2)):
         model = perturbed(grafted("llama", surgery))
         with torch.no_grad():
-            made = model(ids, use_cache=True).past_key_values
+            made = cache_in(model(ids, use_cache=True))
             with pytest.raises(ValueError, match="filled outside of training"):
-                model.train()(ids[:, :1], past_key_values=made)
-            made = model(ids, use_cache=True).past_key_values
-            model(ids[:, :1], past_key_values=made)
+                model.train()(ids[:, :1], **{CACHE: made})
+            made = cache_in(model(ids, use_cache=True))
+            model(ids[:, :1], **{CACHE: made})
             with pytest.raises(ValueError, match="that this model did not route"):
-                model.eval()(ids[:, :1], past_key_values=made)
+                model.eval()(ids[:, :1], **{CACHE: made})
 
 
 def scored(values: list[list[float]], spec: GateSpec, begins: list[list[int]] | None = None, past: Any = None) -> Any:
@@ -423,7 +425,7 @@ def test_positions_of_transformers_own_padding_give_the_bases_bits(filled: int) 
     right, kept = ids.flip(1), mask.flip(1)
     spread = (kept.cumsum(-1) - 1).masked_fill(kept == 0, filled)
     with torch.no_grad():
-        made = model(right, attention_mask=kept, position_ids=spread, use_cache=True).past_key_values
+        made = cache_in(model(right, attention_mask=kept, position_ids=spread, use_cache=True))
         held = made.layers[0].kept["gate"]
     assert held["state"][:, -1, 1].flatten().tolist() == kept.sum(1).tolist()
 
@@ -445,7 +447,7 @@ def test_a_mask_that_keeps_documents_apart_is_seen() -> None:
                 if begin < end:
                     flow = _flow(model)
                     mask = shown[None, None, begin:end, :end]
-                    model(row[:, begin:end], attention_mask=mask, past_key_values=cache, surgery_flow=flow)
+                    model(row[:, begin:end], attention_mask=mask, **{CACHE: cache}, surgery_flow=flow)
             assert torch.equal(flow.gating.found["state"][:, -6:], alone.gating.found["state"][:, -6:]), cut
             assert torch.equal(flow.on[:, -6:], alone.on[:, -6:]), cut
 
@@ -455,19 +457,19 @@ def test_a_cache_has_as_many_entries_as_the_config_has_layers() -> None:
     model, ids = perturbed(grafted("llama", gated(everything()))), tokens(1, 9)
     halves(model)
     with torch.no_grad():
-        made = model(ids[:, :7], use_cache=True).past_key_values
+        made = cache_in(model(ids[:, :7], use_cache=True))
         assert len(made) == model.config.num_hidden_layers
         assert {*made.layers[0].kept} == {"gate", "states"}
         copied, pickled = copy.deepcopy(made), pickle.loads(pickle.dumps(made))
         made.crop(-3)
         whole = model(ids, use_cache=False).logits[:, -1]
         for cache, seen in ((made, 4), (copied, 7), (pickled, 7)):
-            again = model(ids[:, seen:], past_key_values=cache).logits[:, -1]
+            again = model(ids[:, seen:], **{CACHE: cache}).logits[:, -1]
             torch.testing.assert_close(again, whole, atol=2e-5, rtol=1e-4)
         # Beside what has one size it has one too, as a graph that was compiled for it asks.
         fixed, forms = StaticCache(config=model.config, max_cache_len=16), []
         for part in (ids[:, :7], ids[:, 7:8], ids[:, 8:]):
-            model(part, past_key_values=fixed)
+            model(part, **{CACHE: fixed})
             kept = fixed.layers[0].kept["gate"]
             forms.append({name: (value.shape, value.stride()) for name, value in kept.items()})
         assert forms[0] == forms[1] == forms[2]
@@ -497,17 +499,17 @@ def test_grafts_are_switched_off_inside_and_on_again_behind() -> None:
             worker = threading.Thread(target=lambda: elsewhere.append(model(ids).logits.detach()))
             worker.start()
             worker.join()
-            made = model(ids, use_cache=True).past_key_values
+            made = cache_in(model(ids, use_cache=True))
             raise KeyError
         assert torch.equal(model(ids).logits, whole) and torch.equal(elsewhere[0], whole)
         with pytest.raises(ValueError, match="that this model did not route"):
-            model(ids[:, :1], past_key_values=made)
+            model(ids[:, :1], **{CACHE: made})
         later = torch.arange(3, 3 + ids.shape[1])[None]
         with pytest.raises(ValueError, match="must see a document from its first token on"):
             grafted("llama", gate())(ids, position_ids=later)
-        kept = model(ids, use_cache=True).past_key_values
+        kept = cache_in(model(ids, use_cache=True))
         with pytest.raises(ValueError, match="begin with an empty one"), model.grafts(enabled=False):
-            model(ids[:, :1], past_key_values=kept)
+            model(ids[:, :1], **{CACHE: kept})
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgeon.runtime.graft import Frame
+from surgeon.runtime.graft import Frame, cache_in
 from surgeon.runtime.losses import balance_loss
 from surgeon.runtime.states import ControlBank, Mixing
 from surgeon.runtime.states_rules import MixtureSpec, States
 from tests import tiny
+from tests.caches import CACHE
 from tests.runtime.grafting import grafted, perturbed, states, tokens
 from tests.runtime.test_experts import normal, randomised
 
@@ -193,7 +194,7 @@ def test_a_sequence_is_routed_alike_in_any_batch() -> None:
 
 def _zero_keeps_none() -> bool:
     """Whether this transformers' caches take `crop(0)` as how many tokens to keep, as older ones do."""
-    cache = tiny.model("llama")(tokens(), use_cache=True).past_key_values
+    cache = cache_in(tiny.model("llama")(tokens(), use_cache=True))
     cache.crop(0)
     return cache.get_seq_length() == 0
 
@@ -201,23 +202,23 @@ def _zero_keeps_none() -> bool:
 def test_cache_is_cropped_and_selected_with_its_routing() -> None:
     model = perturbed(grafted("llama", states(top_k=1)))
     ids = tokens(2, 10)
-    cache = model(ids, use_cache=True).past_key_values
+    cache = cache_in(model(ids, use_cache=True))
     expected = model(torch.cat([ids[:, :6], ids[:, :3]], dim=1)).logits[:, 6:]
     cache.crop(-4)
     if not _zero_keeps_none():
         cache.crop(0)  # assisted decoding's, where every draft token was right
-    torch.testing.assert_close(model(ids[:, :3], past_key_values=cache).logits, expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(model(ids[:, :3], **{CACHE: cache}).logits, expected, atol=1e-5, rtol=1e-4)
     cache.crop(-3)
     cache.batch_select_indices(torch.tensor([1]))
-    torch.testing.assert_close(model(ids[1:, :3], past_key_values=cache).logits, expected[1:], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(model(ids[1:, :3], **{CACHE: cache}).logits, expected[1:], atol=1e-5, rtol=1e-4)
 
 
 def test_a_cache_of_another_model_is_refused() -> None:
     base = tiny.model("llama")
     model = grafted("llama", states(), base=base)
-    cache = base(tokens(), use_cache=True).past_key_values
+    cache = cache_in(base(tokens(), use_cache=True))
     with pytest.raises(ValueError, match="12 tokens that this model did not route"):
-        model(tokens(), past_key_values=cache)
+        model(tokens(), **{CACHE: cache})
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")

@@ -17,6 +17,8 @@ from typing import Any
 from torch import Tensor
 from transformers import masking_utils
 
+from surgeon.runtime.graft import cache_in
+
 _MAKERS = ("create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask")
 
 
@@ -32,7 +34,7 @@ def give_masks_positions(model: Any) -> None:
     @functools.wraps(plain)
     def forward(*args: Any, **given: Any) -> Any:
         positions = given.get("position_ids")
-        if positions is None or positions.dim() != 2 or given.get("past_key_values") is not None:
+        if positions is None or positions.dim() != 2 or cache_in(given) is not None:
             return plain(*args, **given)
         with _given(modules, positions):
             return plain(*args, **given)
@@ -60,7 +62,7 @@ def _with_positions(make: Callable[..., Any], positions: Tensor) -> Callable[...
     @functools.wraps(make)
     def made(*args: Any, **named: Any) -> Any:
         mask = named.get("attention_mask")
-        if len(args) < 3 and named.get("position_ids") is None and named.get("past_key_values") is None:
+        if len(args) < 3 and named.get("position_ids") is None and cache_in(named) is None:
             # Where the model itself makes a mask that leaves nothing out, none was given to it.
             if isinstance(mask, Tensor) and mask.dim() == 2 and bool(mask.all()):
                 mask = None

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers.masking_utils import create_causal_mask
 
 from surgeon.data.packing import IGNORED_LABEL
+from surgeon.runtime.graft import cache_in
 
 # transformers' own implementations that take a mask.
 _MASKED = ("eager", "sdpa", "flex_attention")
@@ -39,14 +40,9 @@ def builds_no_mask(model: Any) -> bool:
     if getattr(config, "_attn_implementation", None) in (None, *_MASKED):
         return False
     positions = torch.tensor([[0, 1, 0, 1]], device=model.device)
-    mask = create_causal_mask(
-        config=config,
-        inputs_embeds=torch.zeros(1, 4, 1, dtype=model.dtype, device=model.device),
-        attention_mask=None,
-        past_key_values=None,
-        position_ids=positions,
-    )
-    return mask is None
+    embedded = torch.zeros(1, 4, 1, dtype=model.dtype, device=model.device)
+    # Neither a mask nor a cache is given, by place: the argument's name is not the same in all of transformers.
+    return create_causal_mask(config, embedded, None, None, position_ids=positions) is None
 
 
 def run_in_one_row(model: Any) -> None:
@@ -58,7 +54,7 @@ def run_in_one_row(model: Any) -> None:
     @functools.wraps(plain)
     def forward(*args: Any, **given: Any) -> Any:
         positions = given.get("position_ids")
-        apart = any(given.get(name) is not None for name in ("attention_mask", "past_key_values"))
+        apart = given.get("attention_mask") is not None or cache_in(given) is not None
         if args or apart or positions is None or positions.dim() != 2:
             return plain(*args, **given)
         row = _one_row(given, positions)

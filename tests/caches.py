@@ -1,0 +1,9 @@
+"""The name by which decoders of the installed transformers take a cache: `cache`, before 5.24 `past_key_values`."""
+
+from __future__ import annotations
+
+from transformers import LlamaForCausalLM
+
+from surgeon.families.proof import cache_argument
+
+CACHE = cache_argument(LlamaForCausalLM)
