@@ -22,9 +22,6 @@ from typing import Any
 
 from measuring import in_a_process, machine
 
-from surgeon.runtime.graft import cache_in
-from tests.caches import CACHE
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -68,6 +65,8 @@ def load(folder: Path, kind: str, numbers: int, device: str) -> Any:
 def inner(folder: str, kind: str, numbers: str, batch: str, length: str, steps: str, device: str) -> None:
     """One candidate: seconds of a step and of a decoded token, peak memory, number of trained parameters."""
     import torch
+
+    from tests.caches import CACHE, cache_in
 
     model = load(Path(folder), kind, int(numbers), device).train()
     on_gpu = device != "cpu"

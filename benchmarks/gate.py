@@ -37,8 +37,7 @@ from torch.nn import functional as F
 
 import surgeon
 from benchmarks.measuring import machine
-from surgeon.runtime.graft import cache_in
-from tests.caches import CACHE
+from tests.caches import CACHE, cache_in
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SURGERIES: dict[str, dict[str, Any]] = {

@@ -23,8 +23,7 @@ from torch import Tensor
 import surgeon
 from benchmarks.gate import SURGERIES
 from benchmarks.measuring import machine
-from surgeon.runtime.graft import cache_in
-from tests.caches import CACHE
+from tests.caches import CACHE, cache_in
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PREFILLS, DECODES = 7, 21

@@ -22,9 +22,6 @@ from typing import Any
 
 from measuring import in_a_process, machine
 
-from surgeon.runtime.graft import cache_in
-from tests.caches import CACHE
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -50,6 +47,8 @@ def speed(folder: Path, rounds: int) -> dict[str, float]:
     """Seconds of prefill and of one decoded token for the batch, FLOPs of prefill, numbers in the model."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
+
+    from tests.caches import CACHE, cache_in
 
     model = load(folder)
     ids = torch.randint(3, 4000, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))

@@ -5,5 +5,8 @@ from __future__ import annotations
 from transformers import LlamaForCausalLM
 
 from surgeon.families.proof import cache_argument
+from surgeon.runtime.graft import cache_in
+
+__all__ = ["CACHE", "cache_in"]
 
 CACHE = cache_argument(LlamaForCausalLM)

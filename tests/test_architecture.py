@@ -336,6 +336,22 @@ def test_no_page_says_to_start_it_with_the_working_directory_on_its_path() -> No
             assert not found or page.name in ("trust.md", "__init__.py", "__main__.py"), f"{page}:{number}: {line}"
 
 
+_RENAMED = re.compile(r"past_key_values|cache_params")
+
+
+def test_no_code_knows_a_cache_by_a_name_that_transformers_has_renamed() -> None:
+    """A graft that looks for it by one loses its state in silence; where one is needed, the model is asked."""
+    asks = {"families/proof.py"}
+    for file in FILES:
+        if str(file.relative_to(PACKAGE)) in asks:
+            continue
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            said = getattr(node, "arg", None) or getattr(node, "attr", None) or getattr(node, "value", None)
+            named = isinstance(said, str) and _RENAMED.fullmatch(said)
+            assert not named, f"{file}:{getattr(node, 'lineno', 0)}: {said} (surgeon.runtime.graft.cache_in)"
+
+
 def imported_by(code: str) -> set[str]:
     ran = subprocess.run(
         [sys.executable, "-c", f"import sys\n{code}\nprint(*sys.modules)"],

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import PromiseBroken
+from surgeon.families.proof import cache_argument
 from surgeon.models import lockstep
 from surgeon.models.compare import (
     CACHED_DECODE,
@@ -196,11 +197,12 @@ class _Pair:
             )
             return
         pieces = [ids_BT[:, : -self._steps], *torch.split(ids_BT[:, -self._steps :], 1, dim=1)]
+        taken = [cache_argument(model.module) for model in self.models]
         for nth, piece in enumerate(pieces):
             yield (
                 [
-                    partial(_each, model, [partial(cached, model.module, piece, {"past_key_values": of_model[nth]})])
-                    for model, of_model in zip(self.models, caches, strict=True)
+                    partial(_each, model, [partial(cached, model.module, piece, {name: of_model[nth]})])
+                    for model, name, of_model in zip(self.models, taken, caches, strict=True)
                 ],
                 partial(self._compare, CACHED_DECODE, targets[nth : nth + 1]),
             )
