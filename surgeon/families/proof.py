@@ -200,8 +200,9 @@ def cache_of(output: Mapping[str, Any]) -> Any:
     """Return what a model's output keeps for later tokens: a cache, or what RWKV and xLSTM have in its place."""
     from surgeon.runtime.graft import cache_in
 
-    found = cache_in(output)
-    return next((output[name] for name in _CACHES if output.get(name) is not None), None) if found is None else found
+    held = dict(output.items())
+    found = cache_in(held)
+    return next((held[name] for name in _CACHES if held.get(name) is not None), None) if found is None else found
 
 
 def run_cached(twin: Skeleton, tokens: Tensor) -> Tensor:
