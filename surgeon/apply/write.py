@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -71,8 +71,6 @@ def execute(job: Job, out: Path, listener: Listener, stopwatch: Stopwatch, ranks
             ranks.gather(Report({}))
             return HowMoved()
         moved = _write(job, staging, way_to(job, out), listener, stopwatch, ranks)
-        if job.look is not None:
-            _look(job.look, staging, stopwatch)
         staging.publish()
         return moved
 
@@ -94,24 +92,17 @@ def _write(job: Job, staging: Staging, way: Way, listener: Listener, stopwatch: 
                 last = job.finish(proof)
         job.check_unchanged()
         unmoved.remember_copied()
+        for name, content in last.items():
+            run.small_file(name, content)
+        if job.look is not None:
+            with stopwatch.stage("look"):
+                job.look(staging.folder)
     except SurgeonError as error:
         # The base or the plan is at fault, not the moment: the same command would fail again.
         if not (isinstance(error, Elsewhere) and error.momentary):
             staging.abandon()
         raise
-    for name, content in last.items():
-        run.small_file(name, content)
     return HowMoved.of(job, proof.ways)
-
-
-def _look(look: Callable[[Path], None], staging: Staging, stopwatch: Stopwatch) -> None:
-    """Have a complete output looked at; what must not be published is not kept."""
-    try:
-        with stopwatch.stage("look"):
-            look(staging.folder)
-    except SurgeonError:
-        staging.abandon()
-        raise
 
 
 def _say_not_finite(proof: ReadBack, listener: Listener) -> None:

@@ -214,7 +214,7 @@ class _Comparer:
             image.leave_out("its prompt may have tokens that went")
         comparisons: list[Comparison] = []
         decoding: list[Check] = []
-        for nth, dtype in enumerate(dtypes, 1):
+        for dtype in dtypes:
             self.listener.say(f"comparing logits ({dtype}) on {self.tokens.source}")
             if self.pair.wordless:
                 comparisons.append(self._outputs(dtype))
@@ -223,7 +223,7 @@ class _Comparer:
             more, device = self.proof.more, self.device
             comparisons += compare_models(base, out, self.tokens.ids, more=more, device=device)
             comparisons += image.compared(base, out, more=more, device=device)
-            if nth == len(dtypes) and is_grafted(self.pair.out.config):
+            if is_grafted(self.pair.out.config) and not decoding:
                 # In its place there is room for the output in float32.
                 del base
                 decoding.append(check_decoding(out, self.tokens.ids))

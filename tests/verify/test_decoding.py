@@ -82,7 +82,7 @@ def test_a_twin_without_its_cache_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
     without(monkeypatch, type(model.model.layers[1].expanded), "forward", "past_key_values")
     found = checked(model)
     assert not found.holds
-    assert "(control)" in found.detail
+    assert "control lost" in found.detail
 
 
 def test_what_moves_nothing_is_said() -> None:
