@@ -161,6 +161,12 @@ def surgery_job(
     texts = {name: digest_of_file(path) for name, path in texts_of(blueprint, opened.plan_folder).items()}
     finish = _Finish(shown, opened, base_id, texts, metadata_of(base))
     _check_side_files(shown.facts, opened)
+
+    def look(staged: Path) -> None:
+        from surgeon.apply.overflow import check_finite
+
+        check_finite(staged, opened, blueprint, device=device(), say=opened.listener.say)
+
     return Job(
         shards=shards,
         sources={"": base.source},
@@ -186,6 +192,7 @@ def surgery_job(
         read_back=read_back,
         link=link,
         recall=True,
+        look=look if blueprint.promise == "exact" else None,
     )
 
 

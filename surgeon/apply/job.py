@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from surgeon._version import __version__
@@ -80,6 +81,8 @@ class Job:
     read_back: bool = True
     link: bool = False
     recall: bool = False
+    # Looks at the staged folder when all is in it, and raises where that must not be published.
+    look: Callable[[Path], None] | None = None
 
     @cached_property
     def unchanged(self) -> Mapping[str, Twin]:

@@ -24,6 +24,7 @@ from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.checkpoint.weights import quantisation
 from surgeon.common.cache import MAX_ENTRY_BYTES, cache_folder, read_entry, write_entry
 from surgeon.common.formatting import show_layers
+from surgeon.common.promises import CONDITION
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
 from surgeon.families.anatomy_cache import digest_of, found_with, versions
@@ -69,13 +70,14 @@ class Proof:
         shown = ", ".join(f"{name} {version}" for name, version in self.libraries.items())
         match self.how:
             case "proven":
-                return f"proven on a twin ({self.seconds:.1f} s)"
+                known = f"proven on a twin ({self.seconds:.1f} s)"
             case "cached":
-                return f"proven on a twin of this config before (cached {self.day}; {shown})"
+                known = f"proven on a twin of this config before (cached {self.day}; {shown})"
             case "promised":
-                return "promised; apply proves it on a twin before it writes"
+                known = "promised; apply proves it on a twin before it writes"
             case _:
                 return ""
+        return f"{known}, {CONDITION}"
 
     def to_json(self) -> dict[str, Any]:
         """As plain data for `--json`."""

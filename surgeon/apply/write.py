@@ -92,13 +92,16 @@ def _write(job: Job, staging: Staging, way: Way, listener: Listener, stopwatch: 
                 last = job.finish(proof)
         job.check_unchanged()
         unmoved.remember_copied()
+        for name, content in last.items():
+            run.small_file(name, content)
+        if job.look is not None:
+            with stopwatch.stage("look"):
+                job.look(staging.folder)
     except SurgeonError as error:
         # The base or the plan is at fault, not the moment: the same command would fail again.
         if not (isinstance(error, Elsewhere) and error.momentary):
             staging.abandon()
         raise
-    for name, content in last.items():
-        run.small_file(name, content)
     return HowMoved.of(job, proof.ways)
 
 

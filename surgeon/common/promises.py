@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from rich.text import Text
 
+# Where `exact` holds: what is new ends in zeros or at equal shares, and no number times zero is none.
+CONDITION = "wherever what is new stays finite"
+
 PROMISE_STYLES = {
     "exact": Text("exact", style="bold green"),
     "rounding": Text("rounding only", style="bold green"),

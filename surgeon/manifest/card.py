@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from surgeon.blueprint.blueprint import Layer
 from surgeon.checkpoint.card_metadata import Metadata, block_of
 from surgeon.checkpoint.header import DTYPE_BITS
-from surgeon.common.promises import PROMISE_STYLES
+from surgeon.common.promises import CONDITION, PROMISE_STYLES
 from surgeon.errors import printable
 from surgeon.families.format_depth import other_scale
 from surgeon.families.periods import broken_pattern
@@ -261,7 +261,7 @@ def _proof(manifest: Manifest, verified: list[str]) -> str:
         of = " of the base's tokens" if manifest.vocabularies else ""
         lines.append(
             f"At birth, before any training, this model computes what its base computes: every logit{of} bit-identical,"
-            f" in the checkpoint's dtype, with and without cache.{_on_twin(manifest)} Why:"
+            f" in the checkpoint's dtype, with and without cache, {CONDITION}.{_on_twin(manifest)} Why:"
         )
     elif manifest.promise == "rounding":
         lines.append(

@@ -179,29 +179,34 @@ def compare_with_image(
         name: value.to(device, base.dtype) if value.is_floating_point() else value.to(device)
         for name, value in inputs.items()
     }
-    before = _with_image(base, given, decode_tokens, None)
+    before_BTV, (before_BSV, said_BS) = _with_image(base, given, decode_tokens, None)
     try:
-        after = _with_image(out, given, decode_tokens, before.said_BS)
+        after_BTV, (after_BSV, _) = _with_image(out, given, decode_tokens, said_BS)
     except BadInput as error:
         raise PromiseBroken(f"with an image: {error}") from error
     ids_BT = given["input_ids"]
     prefill, decode = Tally(PREFILL_IMAGE, dtype, more), Tally(CACHED_DECODE_IMAGE, dtype, more)
-    prefill.add(before.prefill_BTV, after.prefill_BTV, next_tokens(ids_BT))
-    decode.add(before.decoded_BSV, after.decoded_BSV, before.said_BS)
+    prefill.add(before_BTV, after_BTV, next_tokens(ids_BT))
+    decode.add(before_BSV, after_BSV, said_BS)
     return [prefill.result(), decode.result()]
 
 
-@dataclass(frozen=True)
-class _ImageRun:
-    """Logits over a prompt with a picture, then of each of the tokens said after it, which are `said_BS`."""
+def _with_image(
+    model: Any, inputs: Mapping[str, Tensor], steps: int, said_BS: Tensor | None
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Logits over a prompt with a picture, and `generated` after it."""
+    with torch.inference_mode(), running(model):
+        prefill_BTV = model(**inputs, use_cache=False).logits
+    return prefill_BTV, generated(model, inputs, steps, said_BS)
 
-    prefill_BTV: Tensor
-    decoded_BSV: Tensor
-    said_BS: Tensor
 
+def generated(
+    model: Any, inputs: Mapping[str, Tensor], steps: int, said_BS: Tensor | None, *, cache: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Logits (batch, steps, vocabulary) of transformers' own generation, and the tokens: `said_BS`, else the likeliest.
 
-def _with_image(model: Any, inputs: Mapping[str, Tensor], steps: int, said_BS: Tensor | None) -> _ImageRun:
-    """Run a model on such a prompt; it says `said_BS`, or what is likeliest to it."""
+    All prompts, `inputs`, are of one length.
+    """
     from transformers import GenerationConfig
 
     length = inputs["input_ids"].shape[1]
@@ -211,7 +216,7 @@ def _with_image(model: Any, inputs: Mapping[str, Tensor], steps: int, said_BS: T
         min_new_tokens=steps,
         do_sample=False,
         num_beams=1,
-        use_cache=True,
+        use_cache=cache,
         pad_token_id=0,
         output_logits=True,
         return_dict_in_generate=True,
@@ -220,9 +225,8 @@ def _with_image(model: Any, inputs: Mapping[str, Tensor], steps: int, said_BS: T
     if forced is not None:
         options["prefix_allowed_tokens_fn"] = lambda row, ids: [forced[row][len(ids) - length]]
     with torch.inference_mode(), running(model):
-        prefill_BTV = model(**inputs, use_cache=False).logits
         made = model.generate(**inputs, generation_config=config, **options)
-    return _ImageRun(prefill_BTV, torch.stack(made.logits, dim=1), made.sequences[:, length:])
+    return torch.stack(made.logits, dim=1), made.sequences[:, length:]
 
 
 def next_tokens(ids_BT: Tensor) -> Tensor:

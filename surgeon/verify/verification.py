@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from surgeon.common.json_results import plain, plain_fields
+from surgeon.common.promises import CONDITION
 from surgeon.common.tables import FittedTable
 from surgeon.errors import printable
 from surgeon.verify.check import Check
@@ -132,13 +133,14 @@ def verdict(verification: Verification) -> Text:
     if not verification.holds:
         return Text("a promise does not hold", style="bold red")
     if verification.trained:
-        logits = "logits not compared" if verification.identical is None else "logits are the trained model's"
+        logits = "no model ran" if verification.identical is None else "logits are the trained model's"
         return Text(f"trained: every other tensor is the base's, byte for byte ({logits})", style="bold green")
     if verification.promise == "none":
-        found = {True: "identical all the same", False: "logits differ", None: "logits not compared"}
+        found = {True: "identical all the same", False: "logits differ", None: "no model ran"}
         return Text(f"not preserving, as promised ({found[verification.identical]})", style="bold yellow")
     if verification.identical is None:
-        return Text("every static promise holds (logits not compared)", style="bold green")
+        exact = f"; exact {CONDITION}" if verification.promise == "exact" else ""
+        return Text(f"every static promise holds (no model ran{exact})", style="bold green")
     if verification.promise == "rounding" and not verification.identical:
         most = max(c.max_abs_difference for c in verification.comparisons)
         of = " of the base's last V mod 4 tokens" if verification.tail_alone else ""
@@ -148,8 +150,9 @@ def verdict(verification: Verification) -> Text:
     if verification.bounded:
         rise = max(grown.rise for grown in verification.grown.values())
         words = f"every old logit is bit-identical, new tokens cost an old one at most {rise:.4g} nats"
-        return Text(f"exact: every promise holds, {words}", style="bold green")
-    return Text("exact: every promise holds, every logit is bit-identical", style="bold green")
+    else:
+        words = "every logit is bit-identical"
+    return Text(f"exact {CONDITION}, as here: every promise holds, {words}", style="bold green")
 
 
 def _comparisons(verification: Verification) -> FittedTable:

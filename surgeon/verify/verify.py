@@ -15,7 +15,7 @@ from surgeon.common.listener import Listener, Quiet
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy, without_a_place
 from surgeon.families.dissect_folder import dissect_folder
-from surgeon.families.grafted_config import native_config
+from surgeon.families.grafted_config import is_grafted, native_config
 from surgeon.families.skeleton import reads_images, wordless_auto
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest
 from surgeon.manifest.reading import manifest_of
@@ -181,6 +181,9 @@ class _Comparer:
         from surgeon.models.compare_streamed import compare_streamed
 
         image = _Image.of(self.pair, streamed=True)
+        if is_grafted(self.pair.out.config):
+            why_not = "not compared: layer by layer nothing is generated; leave out --streamed"
+            image.notes.append(Check("decoding", True, why_not, note=True))
         self.listener.say(f"comparing logits ({', '.join(dtypes)}) on {self.tokens.source}")
         layered = compare_streamed(
             self.pair.base,
@@ -203,17 +206,29 @@ class _Comparer:
 
     def whole(self, found: Verification, dtypes: Sequence[str]) -> Verification:
         """Return `found` with the comparisons in memory, in one dtype after the other."""
+        from surgeon.models.compare import compare_models
+        from surgeon.verify.decoding import check_decoding
+
         image = _Image() if self.pair.wordless else _Image.of(self.pair, streamed=False)
         if self.proof.kept is not None:
             image.leave_out("its prompt may have tokens that went")
         comparisons: list[Comparison] = []
+        decoding: list[Check] = []
         for dtype in dtypes:
             self.listener.say(f"comparing logits ({dtype}) on {self.tokens.source}")
             if self.pair.wordless:
                 comparisons.append(self._outputs(dtype))
-            else:
-                comparisons.extend(self._logits(dtype, image))
-        return replace(found, tokens=self.tokens.source, checks=[*found.checks, *image.notes], comparisons=comparisons)
+                continue
+            base, out = self._loaded(dtype)
+            more, device = self.proof.more, self.device
+            comparisons += compare_models(base, out, self.tokens.ids, more=more, device=device)
+            comparisons += image.compared(base, out, more=more, device=device)
+            if is_grafted(self.pair.out.config) and not decoding:
+                # In its place there is room for the output in float32.
+                del base
+                decoding.append(check_decoding(out, self.tokens.ids))
+        checks = [*found.checks, *image.notes, *decoding]
+        return replace(found, tokens=self.tokens.source, checks=checks, comparisons=comparisons)
 
     def with_peft(self, found: Verification, adapters: Sequence[str]) -> Verification:
         """Return `found` with the comparison with base and adapters, as PEFT runs them."""
@@ -232,16 +247,14 @@ class _Comparer:
         auto = auto_class(base.config)
         return compare_outputs(base, out, self.tokens.ids, auto=auto, dtype=dtype, device=self.device)
 
-    def _logits(self, dtype: str, image: _Image) -> list[LogitComparison]:
-        """Compare the logits on the tokens, and on the prompt with a picture where the base reads one."""
-        from surgeon.models.compare import compare_models, load_pair, trim_logits
+    def _loaded(self, dtype: str) -> tuple[Any, Any]:
+        """Both models; the base with the ids and the logits of the tokens that stay, where some went."""
+        from surgeon.models.compare import load_pair, trim_logits
 
         loaded = load_pair(self.pair.base, self.pair.out, dtype=dtype, device=self.device)
-        more = self.proof.more
         if self.proof.kept is not None:
             trim_logits(loaded[0], self.proof.kept)
-        compared = compare_models(*loaded, self.tokens.ids, more=more, device=self.device)
-        return [*compared, *image.compared(*loaded, more=more, device=self.device)]
+        return loaded
 
 
 def _is_gated(out: CheckpointFolder) -> bool:

@@ -7,7 +7,7 @@ from surgeon.common.page.charts import Bar, bars
 from surgeon.common.page.document import document, facts
 from surgeon.common.page.markup import Child, Markup, el, figure, folded, join, pair, section, table
 from surgeon.common.page.markup import lines as text_lines
-from surgeon.common.promises import PROMISE_STYLES
+from surgeon.common.promises import CONDITION, PROMISE_STYLES
 from surgeon.operations import papers_of
 from surgeon.operations.operation import Paper
 from surgeon.report.findings import Findings
@@ -239,7 +239,7 @@ def proof_section(findings: Findings) -> Markup:
     verification, manifest = findings.verification, findings.manifest
     if verification is None:
         promised = {
-            "exact": "promises that at birth this output computes what its base computes, bit for bit",
+            "exact": f"promises that at birth this output computes what its base computes, bit for bit, {CONDITION}",
             "rounding": "promises that at birth this output computes what its base computes, up to rounding",
             "none": "says that this output does not keep its base's function",
         }[manifest.promise]
