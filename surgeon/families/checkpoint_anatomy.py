@@ -17,7 +17,7 @@ from surgeon.families.derivation import Found
 from surgeon.families.derived import Derived, derive
 from surgeon.families.family import Family, Part
 from surgeon.families.mixture import groups_of
-from surgeon.families.names import Names, made_of, match, under_base
+from surgeon.families.names import Names, made_of, match, saved_names, under_base
 from surgeon.families.own_classes import trusted
 from surgeon.families.proof import layer_axis
 from surgeon.families.quantised import check_stored, is_scale, packed_of, quantizer_of, without_scales
@@ -197,13 +197,15 @@ def _prefix(stem: str, skeleton: Skeleton) -> str:
     """What names of tensors beside the layers, as a decoder's control states are, begin with.
 
     As the layers' names do, without that of their list, which may stand lower in the model: `bert.` of
-    `bert.encoder.layer.`; as in memory, where transformers makes nothing of that.
+    `bert.encoder.layer.`. Where transformers would not find it so: as it saves it, or as it stands in memory.
     """
     model, own = skeleton.model, skeleton.stack.removeprefix(f"{skeleton.holder}.")
     prefix = "".join(f"{word}." for word in stem.split(".")[: -1 - len(own.split("."))])
     base, home = f"{model.base_model_prefix}.", f"{skeleton.holder}.".removeprefix(".")
-    made = made_of(model, [f"{prefix}{BANK}"])[f"{prefix}{BANK}"].names[0]
-    return prefix if made.removeprefix(base) == f"{home}{BANK}".removeprefix(base) else home
+    place = f"{home}{BANK}"
+    made = made_of(model, tried := [f"{prefix}{BANK}", *saved_names(model, place)])
+    found = (name for name in tried if made[name].names[0].removeprefix(base) == place.removeprefix(base))
+    return next(found, place).removesuffix(BANK)
 
 
 def _check_grafts(

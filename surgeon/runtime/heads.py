@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from transformers import GenerationMixin, conversion_mapping
-from transformers.core_model_loading import WeightConverter
+from transformers.core_model_loading import WeightConverter, WeightTransform
 
 from .graft import Flow
 from .layers import in_flow
@@ -113,35 +113,34 @@ if PARTS:
         return fields
 
 
-class BesideGrafts:
+class BesideGrafts(WeightTransform):
     """What is mixed into a conversion of transformers': tensors of grafts go where their layer goes, by their names."""
 
     __slots__ = ()
+    # Of a graft's tensor what stands before its place in the layer, and the rest.
     grafts: ClassVar[re.Pattern[str]]
 
-    def rename_source_key(self: Any, source_key: str) -> tuple[str, str | None]:
-        """As transformers', but of a graft's tensor what stands before its place in the layer alone."""
-        native: Any = super()
-        if (found := self.grafts.fullmatch(source_key)) is None:
-            return native.rename_source_key(source_key)  # type: ignore[no-any-return]
+    def rename_source_key(self, source_key: str) -> Any:
+        """As transformers', but of a graft's tensor the first part alone."""
+        found = self.grafts.fullmatch(source_key)
+        if found is None:
+            return super().rename_source_key(source_key)
         if isinstance(self, WeightConverter):
             return source_key, None
-        renamed, pattern = native.rename_source_key(f"{found[1]}_")
+        renamed, pattern = super().rename_source_key(f"{found[1]}_")
         return renamed[:-1] + found[2], pattern
 
-    def reverse_transform(self: Any) -> Any:
+    def reverse_transform(self) -> Any:
         """As transformers', and beside grafts too."""
-        native: Any = super()
-        return beside_grafts(native.reverse_transform(), self.grafts)
+        return beside_grafts(super().reverse_transform(), self.grafts)
 
 
 def beside_grafts(conversion: Any, grafts: re.Pattern[str]) -> Any:
-    """The conversion as one that leaves the tensors of these grafts their names."""
+    """The conversion as one that leaves the tensors of grafts their names, which `grafts` parts."""
     kind = type(conversion)
-    name = f"{kind.__name__}BesideGrafts"
     if not issubclass(kind, BesideGrafts):
         # Pickles find it here.
-        stated = {"__slots__": (), "__module__": __name__, "grafts": grafts}
+        name, stated = f"{kind.__name__}BesideGrafts", {"__slots__": (), "__module__": __name__, "grafts": grafts}
         conversion.__class__ = globals().setdefault(name, type(name, (BesideGrafts, kind), stated))
     return conversion
 
@@ -153,7 +152,7 @@ def carry_conversions(upcycled: type[Any], native: type[Any]) -> None:
     class: its config says which it is.
     """
     config = upcycled.config_class
-    tensors = (name.strip("*") for graft in config.grafts for name in graft.tensors)
+    tensors = dict.fromkeys(name.strip("*") for graft in config.grafts for name in graft.tensors)
     own = "|".join(re.escape(name).replace(r"\*", ".*") for name in tensors)
     grafts = re.compile(rf"(.*?(?:\.\d+\.|(?={own})))(.*(?:{own}).*)")
     types = (config.model_type, config.__bases__[-1].model_type)

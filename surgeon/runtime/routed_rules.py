@@ -105,7 +105,6 @@ class RoutedRules(GraftRules):
 
     name = "routed"
     keys = ("routed_experts", "routed_loss")
-    tensors = ("*mlp.routed.*",)
     kinds = (RoutedKind(),)
     losses: ClassVar[Mapping[str, str]] = {"routed_balance_loss": "mean over layers with routed experts"}
     part = "surgeon.runtime.routed"
