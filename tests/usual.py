@@ -100,7 +100,7 @@ def type_entry(model_type: str) -> TypeEntry:
     first = TypeEntry(
         files=_files(model_type, kind),
         prefix=one.prefix,
-        stem=one.family.stem,
+        stem=one.family.stem.removeprefix(one.prefix),
         encoder=one.family.encoder,
         sizes={name: _size(model_type, field, stated.get(field)) for name, (field, _) in told.sizes.items()},
         required=_required(model_type),

@@ -353,9 +353,10 @@ class Anatomy:
     """A base checkpoint by parts.
 
     `layers[i]` maps a tensor's suffix (`self_attn.q_proj.weight`) to its entry in the header; `outer`
-    maps full names outside the layers, and of blocks that several layers run (shared.py); `prefix` is the base model's
-    in names (`model.` or nothing). Of a base that carries grafts, family, sizes and layers are those of its trunk;
-    `grafted[i]` holds the tensors of a layer's grafts, `bank` those of control states, by what follows the prefix.
+    maps full names outside the layers, and of blocks that several layers run (shared.py); with `prefix` begin the names
+    of what a graft adds outside them (`model.` or nothing). Of a base that carries grafts, family, sizes and layers are
+    those of its trunk; `grafted[i]` holds the tensors of a layer's grafts, `bank` those of control states, by what
+    follows the prefix.
     `idle` are tensors outside the layers that no model of this config has a place for: they are copied like any other,
     and compute nothing.
 
@@ -438,7 +439,7 @@ class Anatomy:
 
     def layer_name(self, index: int, suffix: str) -> str:
         """The full name of a layer's tensor."""
-        return f"{self.prefix}{self.family.stem}{index}.{suffix}"
+        return f"{self.family.stem}{index}.{suffix}"
 
     def module_name(self, index: int, path: str) -> str:
         """What transformers' model calls a module of a layer, whose tensors may be stored under another name."""

@@ -293,7 +293,7 @@ def _anatomy_of(
     entry: _Entry, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], own: OwnCode | None
 ) -> Anatomy | None:
     """The anatomy that an entry tells of, with this base's tensors; None where it does not fit them."""
-    above = f"{entry.prefix}{entry.stem}"
+    above = entry.stem
     try:
         layers = tuple(
             {suffix: tensors[f"{above}{index}.{suffix}"] for suffix in entry.suffixes[number]}
@@ -317,7 +317,7 @@ def _anatomy_of(
         return dissect(config, tensors, own).derivation
 
     return Anatomy(
-        family=Family(str(config["model_type"]), entry.prefix, entry.stem, entry.encoder),
+        family=Family(str(config["model_type"]), entry.stem, entry.encoder),
         sizes=entry.sizes,
         kinds=entry.kinds,
         kind_of=entry.kind_of,

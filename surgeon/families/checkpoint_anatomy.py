@@ -17,7 +17,7 @@ from surgeon.families.derivation import Found
 from surgeon.families.derived import Derived, derive
 from surgeon.families.family import Family, Part
 from surgeon.families.mixture import groups_of
-from surgeon.families.names import Names, match, under_base
+from surgeon.families.names import Names, made_of, match, saved_names, under_base
 from surgeon.families.own_classes import trusted
 from surgeon.families.proof import layer_axis
 from surgeon.families.quantised import check_stored, is_scale, packed_of, quantizer_of, without_scales
@@ -62,15 +62,14 @@ def anatomy_of(
     firsts = [found.kind_of.index(kind) for kind in range(len(found.titles))]
     packed = tuple(packed_of(config, names.layers[first], layers[first]) for first in firsts)
     sizes = found.sizes
-    # What stands beside the layers, as a decoder's control states do, begins as their names do.
-    prefix, stem = _parted(names.stem, found.skeleton)
+    prefix = _prefix(names.stem, found.skeleton)
     _check_grafts(grafts, bank, count, prefix)
     kinds = tuple(
         _kind(found, kind, first, names, without_scales(names.layers[first], config), layers[first], packed[kind])
         for kind, first in enumerate(firsts)
     )
     return Anatomy(
-        family=Family(str(config["model_type"]), prefix, stem, found.skeleton.encoder),
+        family=Family(str(config["model_type"]), names.stem, found.skeleton.encoder),
         sizes=sizes,
         kinds=kinds,
         kind_of=found.kind_of,
@@ -194,15 +193,19 @@ def _of_bank(name: str) -> bool:
     return layer_of(name) is None and (name.startswith(BANK) or f".{BANK}" in name)
 
 
-def _parted(stem: str, skeleton: Skeleton) -> tuple[str, str]:
-    """A stem as what it shares with the model's other tensors, and the name of its list: `model.`, `layers.`.
+def _prefix(stem: str, skeleton: Skeleton) -> str:
+    """What names of tensors beside the layers, as a decoder's control states are, begin with.
 
-    The list may stand lower in the model: `bert.`, `encoder.layer.`.
+    As the layers' names do, without that of their list, which may stand lower in the model: `bert.` of
+    `bert.encoder.layer.`. Where transformers would not find it so: as it saves it, or as it stands in memory.
     """
-    words = stem.removesuffix(".").split(".")
-    depth = len(skeleton.stack.removeprefix(f"{skeleton.holder}.").split("."))
-    own = ".".join(words[-depth:])
-    return stem.removesuffix(f"{own}."), f"{own}."
+    model, own = skeleton.model, skeleton.stack.removeprefix(f"{skeleton.holder}.")
+    prefix = "".join(f"{word}." for word in stem.split(".")[: -1 - len(own.split("."))])
+    base, home = f"{model.base_model_prefix}.", f"{skeleton.holder}.".removeprefix(".")
+    place = f"{home}{BANK}"
+    made = made_of(model, tried := [f"{prefix}{BANK}", *saved_names(model, place)])
+    found = (name for name in tried if made[name].names[0].removeprefix(base) == place.removeprefix(base))
+    return next(found, place).removesuffix(BANK)
 
 
 def _check_grafts(

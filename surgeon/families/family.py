@@ -149,15 +149,13 @@ def hidden_axis(part: Part) -> int:
 
 @dataclass(frozen=True)
 class Family:
-    """What a checkpoint's layers are called: a tensor is `{prefix}{stem}{number}.{suffix}`.
+    """What a checkpoint's layers are called: a tensor is `{stem}{number}.{suffix}`.
 
-    `prefix` is empty where the base model was saved alone. An `encoder` reads a sequence in both directions and has no
-    cache; its heads are copied as they are.
+    An `encoder` reads a sequence in both directions and has no cache; its heads are copied as they are.
     """
 
     model_type: str
-    prefix: str = "model."
-    stem: str = "layers."
+    stem: str = "model.layers."
     encoder: bool = False
 
 

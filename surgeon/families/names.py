@@ -227,15 +227,20 @@ def stored_name(model: Any, place: str, *, as_in_memory: bool) -> str:
 
     Raises BadInput where transformers would not find it there.
     """
-    import torch
-    from transformers.core_model_loading import revert_weight_conversion
-
-    saved = revert_weight_conversion(model, {place: torch.empty(model.state_dict()[place].shape, device="meta")})
+    saved = saved_names(model, place, tuple(model.state_dict()[place].shape))
     tried = [place, *saved] if as_in_memory else [*saved, place]
     found: str | None = next((n for n in tried if made_of(model, [n])[n] == Made((place,), False)), None)
     if found is None:
         raise BadInput(f"{printable(place)}: transformers has no name on disk for this tensor; leave the operation out")
     return found
+
+
+def saved_names(model: Any, place: str, shape: Sequence[int] = ()) -> list[str]:
+    """What transformers calls a tensor that stands at `place` in a model where it saves it."""
+    import torch
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return list(revert_weight_conversion(model, {place: torch.empty(tuple(shape), device="meta")}))
 
 
 def as_loaded(model: Any, tensors: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def known(
     titles = [types[kind_of.index(kind)] for kind in range(max(kind_of) + 1)]
     base = _Base(entry, layer, head, numbers, types, config, tuple(outer))
     return Anatomy(
-        family=Family(str(config["model_type"]), prefix, entry.stem, entry.encoder),
+        family=Family(str(config["model_type"]), f"{prefix}{entry.stem}", entry.encoder),
         sizes=Sizes(**{key: numbers[key] for key in Sizes.__dataclass_fields__}),
         kinds=tuple(
             LayerKind(

@@ -78,7 +78,6 @@ class AdapterRules(GraftRules):
 
     name = "adapters"
     keys = ("adapters", "local_loss")
-    tensors = ("*mlp.adapter.*",)
     kinds = (AdapterKind(),)
     losses: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("local_l1_loss", "local_cross_entropy_loss"), "mean over adapters"

@@ -85,7 +85,6 @@ class ControlRules(GraftRules):
 
     name = "control"
     keys = ("control",)
-    tensors = ("*interpolator.*",)
     kinds = (ControlKind(),)
     losses: ClassVar[Mapping[str, str]] = {"divergence_loss": "mean over control blocks"}
     part = "surgeon.runtime.control"

@@ -231,7 +231,6 @@ class ExpertRules(GraftRules):
 
     name = EXPERTS
     keys = ("experts", "expert_router", "router_loss")
-    tensors = ("*expert_router.*", "*.lora_*")
     kinds = (ExpertsKind(), RouterKind())
     losses: ClassVar[Mapping[str, str]] = {"router_loss": "the experts' router against the tasks"}
     part = "surgeon.runtime.experts"

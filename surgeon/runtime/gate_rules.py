@@ -134,7 +134,6 @@ class GateRules(GraftRules):
 
     name = "gate"
     keys = ("domain_gate", "gated")
-    tensors = ("*domain_gate.*",)
     kinds = (GateKind(), GatedKind())
     losses: ClassVar[Mapping[str, str]] = {}
     part = "surgeon.runtime.gate"

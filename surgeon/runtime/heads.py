@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import make_dataclass
 from typing import Any, ClassVar
@@ -9,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from transformers import GenerationMixin, conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightTransform
 
 from .graft import Flow
 from .layers import in_flow
@@ -111,12 +113,52 @@ if PARTS:
         return fields
 
 
+class BesideGrafts(WeightTransform):
+    """What is mixed into a conversion of transformers': tensors of grafts go where their layer goes, by their names."""
+
+    __slots__ = ()
+    # Of a graft's tensor what stands before its place in the layer, and the rest.
+    grafts: ClassVar[re.Pattern[str]]
+
+    def rename_source_key(self, source_key: str) -> Any:
+        """As transformers', but of a graft's tensor the first part alone."""
+        found = self.grafts.fullmatch(source_key)
+        if found is None:
+            return super().rename_source_key(source_key)
+        if isinstance(self, WeightConverter):
+            return source_key, None
+        renamed, pattern = super().rename_source_key(f"{found[1]}_")
+        return renamed[:-1] + found[2], pattern
+
+    def reverse_transform(self) -> Any:
+        """As transformers', and beside grafts too."""
+        return beside_grafts(super().reverse_transform(), self.grafts)
+
+
+def beside_grafts(conversion: Any, grafts: re.Pattern[str]) -> Any:
+    """The conversion as one that leaves the tensors of grafts their names, which `grafts` parts."""
+    kind = type(conversion)
+    if not issubclass(kind, BesideGrafts):
+        # Pickles find it here.
+        name, stated = f"{kind.__name__}BesideGrafts", {"__slots__": (), "__module__": __name__, "grafts": grafts}
+        conversion.__class__ = globals().setdefault(name, type(name, (BesideGrafts, kind), stated))
+    return conversion
+
+
 def carry_conversions(upcycled: type[Any], native: type[Any]) -> None:
     """Let transformers read and write an upcycled model's tensors as the native one's.
 
-    It does so for its own classes, by name, and by model type; of other code it must be told.
+    It does so for its own classes, by name, and by model type; of other code it must be told. A type may have another's
+    class: its config says which it is.
     """
-    types = (upcycled.config_class.model_type, native.config_class.model_type)
-    for own, theirs in ((upcycled.__name__, native.__name__), types):
+    config = upcycled.config_class
+    tensors = dict.fromkeys(name.strip("*") for graft in config.grafts for name in graft.tensors)
+    own = "|".join(re.escape(name).replace(r"\*", ".*") for name in tensors)
+    grafts = re.compile(rf"(.*?(?:\.\d+\.|(?={own})))(.*(?:{own}).*)")
+    types = (config.model_type, config.__bases__[-1].model_type)
+    for ours, theirs in (types, (upcycled.__name__, native.__name__)):
         if (known := conversion_mapping.get_checkpoint_conversion_mapping(theirs)) is not None:
-            conversion_mapping.register_checkpoint_conversion_mapping(own, known, overwrite=True)
+            # A part's config keeps its type, which is the native model's too.
+            ours = upcycled.__name__ if ours == theirs else ours
+            known = [beside_grafts(each, grafts) for each in known]
+            conversion_mapping.register_checkpoint_conversion_mapping(ours, known, overwrite=True)

@@ -200,7 +200,6 @@ class StatesRules(GraftRules):
 
     name = "states"
     keys = ("control_states", "mixture")
-    tensors = ("*control_bank.*",)
     kinds = (StatesKind(), MixtureKind())
     losses: ClassVar[Mapping[str, str]] = {"balance_loss": "mean over control states"}
     part = "surgeon.runtime.states"

@@ -53,7 +53,12 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h": (CAUSAL, {}),
     "olmo3": (CAUSAL, {}),
     "gpt2": (CAUSAL, {"tie_word_embeddings": True}),
+    # Another class, by another maker's names: dense, and experts beside one matrix of queries, keys and values.
+    "exaone": (CAUSAL, {}),
+    "sarvam_moe": (CAUSAL, {}),
 }
+# Before, transformers has no such type.
+SINCE = {"exaone": "5.24", "sarvam_moe": "5.24"}
 
 # Stored as the published ones are, in bfloat16 beside; the others in float32, in which a CPU trains far faster.
 QUANTISED = {"gpt_oss": "mxfp4", "deepseek_v3": "fp8"}
@@ -67,7 +72,7 @@ GRAFTS = (
 # Beside new layers and old: experts stored one by one, the text part of a larger model, norms behind blocks (hybrids
 # below); beside quantised ones what transformers' kernels do not replace.
 GRAFTED = {
-    **dict.fromkeys(("mixtral", "gemma3", "olmo3"), GRAFTS),
+    **dict.fromkeys(("mixtral", "gemma3", "olmo3", "exaone", "sarvam_moe"), GRAFTS),
     "gpt_oss": (GRAFTS[1],),
     # Slots in matrices that are stored inputs by outputs.
     "gpt2": (GRAFTS[2],),
@@ -159,6 +164,7 @@ def test_from_surgery_to_training_and_back(
 ) -> None:
     if model_type == "gemma4" and Version(transformers.__version__) < Version("5.23"):
         pytest.skip("until then its layers count themselves: new ones are of another kind, and refused")
+    skip_before(model_type)
     auto, changes = LAYOUTS[model_type]
     method = QUANTISED.get(model_type)
     base = tiny_decoder(tmp_path / "base", model_type, auto, dtype="bfloat16" if method else "float32", **changes)
@@ -194,6 +200,40 @@ def test_from_surgery_to_training_and_back(
     surgeon.revert(tmp_path / "run", tmp_path / "back")
     assert same_bytes(weights(base), weights(tmp_path / "back"))
     assert json.loads((base / "config.json").read_text()) == json.loads((tmp_path / "back/config.json").read_text())
+
+
+def skip_before(model_type: str) -> None:
+    if Version(transformers.__version__) < Version(SINCE.get(model_type, "0")):
+        pytest.skip("this transformers has no such type")
+
+
+# Types of whose names on disk transformers' patterns, one way or the other, would fit those of grafts; and one of which
+# they map the names of layers, and not what a graft adds beside them.
+RENAMED = {"sarvam_moe": CAUSAL, "mistral_large4": IMAGE_TEXT, "qianfan_ocr": IMAGE_TEXT}
+
+
+@pytest.mark.parametrize("model_type", RENAMED)
+def test_grafts_are_saved_by_the_names_that_they_were_read_by(model_type: str, plan: Path, tmp_path: Path) -> None:
+    skip_before(model_type)
+    auto, operations = RENAMED[model_type], [operation for operation in GRAFTS if "control_llm" not in operation]
+    base = tiny_decoder(tmp_path / "base", model_type, auto)
+    plan.write_text("surgeon: 1\noperations:\n" + "".join(f"  - {operation}\n" for operation in operations))
+    surgeon.apply(plan, str(base), tmp_path / "out")
+
+    def loaded(folder: Path) -> Any:
+        kind, asked = getattr(transformers, auto), {"trust_remote_code": True, "output_loading_info": True}
+        model, info = kind.from_pretrained(folder, **asked)
+        assert not info["missing_keys"]
+        assert not info["unexpected_keys"]
+        return model
+
+    model = perturbed(loaded(tmp_path / "out"))
+    model.save_pretrained(tmp_path / "saved")
+    assert weights(tmp_path / "saved").keys() == weights(tmp_path / "out").keys()
+    again = loaded(tmp_path / "saved").state_dict()
+    assert all(torch.equal(value, again[name]) for name, value in model.state_dict().items())
+    surgeon.revert(tmp_path / "saved", tmp_path / "back")
+    assert same_bytes(weights(base), weights(tmp_path / "back"))
 
 
 def assert_images(model_type: str, verified: Verification, times: int) -> None:

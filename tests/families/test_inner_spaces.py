@@ -76,7 +76,7 @@ def test_units_change_places_and_are_found_again(model_type: str, tmp_path: Path
     base = checkpoint_of(PUBLISHED[model_type], tmp_path / "base", dtype="float32")
     (below, *above), named = LAYERS[model_type]
     anatomy = dissect_folder(CheckpointFolder.open(base))
-    spaces, stem = anatomy.derivation.spaces(below), f"{anatomy.family.prefix}{anatomy.family.stem}"
+    spaces, stem = anatomy.derivation.spaces(below), anatomy.family.stem
     assert [space.name for space in spaces] == named
     own = f"{stem}{max([below, *above])}."
     held = {name.removeprefix(own): value for name, value in weights(base).items() if name.startswith(own)}

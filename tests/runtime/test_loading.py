@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, conversion_mapping
 
 from surgeon.runtime.bundle import CODE_FILE, bundle
+from surgeon.runtime.heads import carry_conversions
+from surgeon.runtime.rules import GraftRules
 from tests import tiny
 from tests.runtime.grafting import adapters, alone, both, classes, composition, control, grafted, perturbed, tokens
 from tests.warm import warm
@@ -160,6 +162,24 @@ def test_saved_and_loaded_again(family: str, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.glob("*.py")] == [CODE_FILE]
     assert (tmp_path / CODE_FILE).read_bytes() == bundle(json.loads((tmp_path / "config.json").read_text()))
     assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == composition(family).auto_map
+
+
+def test_what_is_renamed_of_a_base_leaves_the_names_of_its_grafts() -> None:
+    """Of every model type that transformers stores by other names than its class has."""
+    own = ("mlp.adapter.gate_proj.weight", "self_attn.q_proj.slots.0.lora_A", "mlp.gate.slots.1.lora_B")
+    own += ("expanded.mlp.adapter.down_proj.weight", "interpolator.gate.weight", "expert_router.slots.0.weight")
+    known = conversion_mapping._build_checkpoint_conversion_mapping()
+    for model_type in known:
+        native = type("NativeConfig", (), {"model_type": model_type})
+        config = type("Config", (native,), {"model_type": f"tried_{model_type}", "grafts": (GraftRules(),)})
+        carry_conversions(type("Tried", (), {"config_class": config}), type("Native", (), {}))
+        carried = conversion_mapping.get_checkpoint_conversion_mapping(f"tried_{model_type}")
+        for each, before in zip(carried, known[model_type], strict=True):
+            for one, other in ((each, before), (each.reverse_transform(), before.reverse_transform())):
+                for suffix in own:
+                    assert one.rename_source_key(f"model.layers.3.{suffix}")[0].endswith(f".{suffix}"), model_type
+                for name in ("model.layers.3.self_attn.q_proj.weight", "transformer.h.3.ln_1.bias", "lm_head.weight"):
+                    assert one.rename_source_key(name) == other.rename_source_key(name)
 
 
 def test_a_missing_graft_tensor_is_refused(tmp_path: Path) -> None:
