@@ -52,17 +52,22 @@ def with_tokens(config: Mapping[str, Any], kept: Sequence[int]) -> dict[str, Any
 
 def ids_in(data: Any, file: str) -> set[int]:
     """The ids in JSON data, as `renumbered` finds them. Raises BadInput for settings that mix them with numbers."""
+    for name, value in _members(data):
+        if name in _MIXED and value:
+            raise BadInput(f"{printable(file)}: `{name}` mixes ids with other numbers; take it out before trimming")
+        if name == "vocabulary_map" and value:
+            raise BadInput(f"{printable(file)}: `{name}` maps tokens of pictures to words by their ids; not supported")
+    return ids_named(data)
+
+
+def ids_named(data: Any) -> set[int]:
+    """The ids in JSON data, as `renumbered` finds them."""
     found: set[int] = set()
 
     def note(number: int) -> int:
         found.add(number)
         return number
 
-    for name, value in _members(data):
-        if name in _MIXED and value:
-            raise BadInput(f"{printable(file)}: `{name}` mixes ids with other numbers; take it out before trimming")
-        if name == "vocabulary_map" and value:
-            raise BadInput(f"{printable(file)}: `{name}` maps tokens of pictures to words by their ids; not supported")
     renumbered(data, note)
     return found
 

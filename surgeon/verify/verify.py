@@ -189,7 +189,7 @@ class _Comparer:
             dtypes=dtypes,
             layer_of_base=self.proof.layer_of_base,
             progress=_by_layers(self.listener),
-            more=self.proof.more,
+            new=self.proof.new,
             kept=self.proof.kept,
             device=self.device,
         )
@@ -237,11 +237,11 @@ class _Comparer:
         from surgeon.models.compare import compare_models, load_pair, trim_logits
 
         loaded = load_pair(self.pair.base, self.pair.out, dtype=dtype, device=self.device)
-        more = self.proof.more
+        new = self.proof.new
         if self.proof.kept is not None:
             trim_logits(loaded[0], self.proof.kept)
-        compared = compare_models(*loaded, self.tokens.ids, more=more, device=self.device)
-        return [*compared, *image.compared(*loaded, more=more, device=self.device)]
+        compared = compare_models(*loaded, self.tokens.ids, new=new, device=self.device)
+        return [*compared, *image.compared(*loaded, new=new, device=self.device)]
 
 
 def _is_gated(out: CheckpointFolder) -> bool:
@@ -314,15 +314,15 @@ def _by_layers(listener: Listener) -> Callable[[int, int], None]:
 class _Static(NamedTuple):
     """What bytes prove, and what is promised: for every base layer, `layer_of_base` is its number in the output.
 
-    `more` is how many rows for tokens the output has that the base has not, `kept` are the base's ids of its tokens
-    where some were taken out; `tail_alone` is that of `Verification`.
+    `new` are the output's rows for tokens that are not the base's, `kept` are the base's ids of its tokens where some
+    were taken out; `tail_alone` is that of `Verification`.
     """
 
     promise: str
     trained: bool
     layer_of_base: tuple[int, ...]
     checks: list[Check]
-    more: int
+    new: range
     tail_alone: bool
     kept: tuple[int, ...] | None = None
 
@@ -333,12 +333,12 @@ def _static(base: CheckpointFolder, out: CheckpointFolder, listener: Listener) -
     listener.begin("reading", bytes_to_read(base, out))
     if state := earlier_state(base, out, manifest):
         checks = check_earlier(state, manifest, base, out, advance=listener.advance)
-        more = max(state.more.values(), default=0)
-        return _Static(state.promise, state.trained, state.layers, checks, more, tail_alone=False)
+        new = next(iter(state.more.values()), range(0))
+        return _Static(state.promise, state.trained, state.layers, checks, new, tail_alone=False)
     drawn = Drawn.of(manifest, base.config, base.tensors, base.own, str(file))
     checks = check_static(drawn, manifest, base, out, advance=listener.advance)
     blueprint = drawn.blueprint
     trained, layers = bool(manifest.training), blueprint.layer_of_base
     return _Static(
-        blueprint.promise, trained, layers, checks, blueprint.more_rows, blueprint.tail_alone, blueprint.kept_tokens
+        blueprint.promise, trained, layers, checks, blueprint.new_rows, blueprint.tail_alone, blueprint.kept_tokens
     )

@@ -271,7 +271,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "there already": (["the"], "already a token"),
     "two there already": (
         ["xylem", "the", "cat"],
-        r"'the'\): already a token, and so are 2 \('cat'\); leave these 2 out",
+        r"'the'\): already a token, 'the' of id \d+, and so are 2 \('cat'\); leave these 2 out",
     ),
     "a special token": (["</s>"], "already a token"),
     "twice": (["lune", "soleil", "lune"], "`tokens` 2 .'lune'.: given before, as .* of `tokens` 0; leave it out"),
