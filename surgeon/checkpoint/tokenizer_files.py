@@ -68,28 +68,6 @@ class MeasuredText:
     before: int
     after: int
 
-    @property
-    def fertility(self) -> tuple[float, float]:
-        """Tokens a word, before and after."""
-        return self.before / max(1, self.words), self.after / max(1, self.words)
-
-
-@dataclass(frozen=True)
-class GrownVocabulary:
-    """Everything about a growth that drawing its plan again needs.
-
-    `rows` are the base's embedding rows that stay, so the first new id. `made_of` names for each new token the old ids
-    that the old tokenizer makes of it. `inserted` are the bytes that tokenizer files got; `how` says how pairs were
-    chosen.
-    """
-
-    kind: str
-    how: str
-    rows: int
-    made_of: tuple[tuple[int, ...], ...]
-    inserted: Mapping[str, Places]
-    measured: tuple[MeasuredText, ...] = ()
-
 
 @dataclass(frozen=True)
 class TokenizerJson:
@@ -180,14 +158,21 @@ def grown_files(
         entries = {names.get(number) or _unused(number, taken): number for number in range(last) if number not in used}
         entries |= {token.content: rows + nth for nth, token in enumerate(tokens)}
     merges = [token.merge for token in tokens if token.merge is not None]
-    listed = {
-        number: {"content": content, "single_word": False, "lstrip": False, "rstrip": False}
-        | {"normalized": not special, "special": special}
-        for number, (content, special) in enumerate(added.items(), first)
-    }
-    grown = {TOKENIZER_FILE: _grown_json(read, entries, tokens, merges, listed)}
-    if listed:
-        grown |= _with_listed(files, listed)
+    inserting = [(("model", "vocab"), _pieces_text(read, entries, tokens))]
+    if merges:
+        old = read.model.get("merges") or []
+        joined = bool(old) and isinstance(old[0], str)
+        inserting.append((("model", "merges"), [_json(" ".join(m) if joined else list(m)) for m in merges]))
+    grown: dict[str, tuple[bytes, Places]] = {}
+    if added:
+        plain = dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+        listed = {
+            number: {"content": content, **plain, "normalized": not special, "special": special}
+            for number, (content, special) in enumerate(added.items(), first)
+        }
+        inserting.append((("added_tokens",), [_json({"id": n, **each}) for n, each in listed.items()]))
+        grown = _with_listed(files, listed)
+    grown[TOKENIZER_FILE] = _into_values(read.text, inserting)
     if "vocab.json" in files and read.kind != "Unigram" and entries:
         grown["vocab.json"] = _into_values(files["vocab.json"].decode(), [((), _members_text(entries))])
     if "merges.txt" in files and merges:
@@ -234,26 +219,13 @@ def _with_listed(
     return {name: _into_values(files[name].decode(), inserting) for name, inserting in into.items()}
 
 
-def _grown_json(
-    read: TokenizerJson,
-    entries: Mapping[str, int],
-    tokens: Sequence[NewToken],
-    merges: Sequence[tuple[str, str]],
-    listed: Mapping[int, Mapping[str, Any]],
-) -> tuple[bytes, Places]:
+def _pieces_text(read: TokenizerJson, entries: Mapping[str, int], tokens: Sequence[NewToken]) -> list[str]:
+    if read.kind != "Unigram":
+        return _members_text(entries)
     # The lowest of the old ones: a lower one would change what an unknown character costs.
     lowest = min(read.scores.values(), default=0.0)
     scores = {token.content: token.score for token in tokens}
-    pieces = [_json([content, scores.get(content, lowest)]) for content in entries]
-    vocabulary = pieces if read.kind == "Unigram" else _members_text(entries)
-    inserting: _Inserting = [(("model", "vocab"), vocabulary)]
-    if merges:
-        old = read.model.get("merges") or []
-        joined = bool(old) and isinstance(old[0], str)
-        inserting.append((("model", "merges"), [_json(" ".join(m) if joined else list(m)) for m in merges]))
-    if listed:
-        inserting.append((("added_tokens",), [_json({"id": n, **each}) for n, each in listed.items()]))
-    return _into_values(read.text, inserting)
+    return [_json([content, scores.get(content, lowest)]) for content in entries]
 
 
 # One for a hundred thousand entries: json.dumps makes one for each.

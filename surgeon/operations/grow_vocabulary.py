@@ -13,10 +13,9 @@ made anew, no shape changes, and the bound is the same.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -24,8 +23,8 @@ from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import HEAD_BLOCK, extended
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
-from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, GrownVocabulary
-from surgeon.checkpoint.trimmed_vocabulary import ids_named
+from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE
+from surgeon.checkpoint.trimmed_vocabulary import OTHER_VOCABULARIES, ids_named
 from surgeon.common.json_results import plain_fields
 from surgeon.errors import BadInput, printable
 from surgeon.families.family import LARGEST_SIZE
@@ -33,11 +32,12 @@ from surgeon.families.vocabulary import VOCABULARY_KEY
 from surgeon.operations.operation import Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.prepare import Facts, OpenedBase
 
+if TYPE_CHECKING:
+    from surgeon.models.vocabulary.grow import Grown
+
 Paths = str | Annotated[list[str], Field(min_length=1)]
-# Tokens that are matched as they are written, and no white space alone.
-Marks = Sequence[Annotated[str, Field(pattern=r"\S", max_length=200)]]
-# Tokenizer files of other programs, which hold a vocabulary of their own.
-_OTHER_VOCABULARIES = re.compile(r"(\.model(\.v\w+)?|\.tiktoken|tekken\.json)$")
+# Characters of an added token.
+_LONGEST = 200
 
 
 class TextCounts(Spec):
@@ -76,7 +76,7 @@ class VocabularyFacts(Facts):
     measured: list[TextCounts]
 
     @classmethod
-    def of(cls, grown: GrownVocabulary) -> VocabularyFacts:
+    def of(cls, grown: Grown) -> VocabularyFacts:
         """The facts of a tokenizer that has grown."""
         return cls(
             kind=grown.kind,
@@ -135,8 +135,10 @@ class GrowVocabulary(Operation):
         list[str] | str | Learn | None,
         Field(description="words, or a UTF-8 file with one a line, or what to learn them from"),
     ] = None
-    special: Annotated[Marks, Field(description="special tokens, as `<think>`, which decoding can leave out")] = ()
-    added: Annotated[Marks, Field(description="added tokens that are not special, as `<tool>`")] = ()
+    special: Annotated[
+        Sequence[str], Field(description="special tokens, as `<think>`, which decoding can leave out")
+    ] = ()
+    added: Annotated[Sequence[str], Field(description="added tokens that are not special, as `<tool>`")] = ()
     output_init: Annotated[
         Literal["mean"], Field(description="new rows of the output head: the mean of all old ones")
     ] = "mean"
@@ -154,8 +156,15 @@ class GrowVocabulary(Operation):
     @model_validator(mode="after")
     def _check_keep(self) -> GrowVocabulary:
         tokens = self.tokens
-        if tokens is None and not (self.special or self.added):
-            raise ValueError("nothing to add: write words in `tokens`, or tokens as `<think>` in `special` or `added`")
+        if not (tokens or self.special or self.added):
+            raise ValueError(
+                "empty, so there is nothing to add: name words in `tokens`, or `special` or `added` tokens"
+            )
+        for mark in (*self.special, *self.added):
+            if not 0 < len(mark.strip()) <= len(mark) <= _LONGEST:
+                raise ValueError(
+                    f"{printable(repr(mark), 60)}: write a token of 1 to {_LONGEST} characters, not of white space only"
+                )
         if isinstance(tokens, Learn) and tokens.how == "unseen" and tokens.keep is None:
             raise ValueError("`how: unseen` needs `keep`, the text that is to tokenise as before")
         if isinstance(tokens, Learn) and tokens.how != "unseen" and tokens.keep is not None:
@@ -174,23 +183,29 @@ class GrowVocabulary(Operation):
         from surgeon.models.vocabulary.learned import LearnedTokens
         from surgeon.models.vocabulary.requested_words import Listed
 
-        rows, measure = base.anatomy.sizes.vocabulary, paths_of(base, self.measure)
+        wanted: tuple[str, ...] | LearnedTokens = ()
+        listed = Listed()
         added = {mark: mark in self.special for mark in (*self.special, *self.added)}
         if isinstance(self.tokens, Learn):
             learn = self.tokens
-            learned = LearnedTokens(paths_of(base, learn.learn), learn.count, paths_of(base, learn.keep), learn.how)
-            grown = grow(base.folder, learned, rows=rows, added=added, measure=measure, listener=base.listener)
+            wanted = LearnedTokens(paths_of(base, learn.learn), learn.count, paths_of(base, learn.keep), learn.how)
         elif isinstance(self.tokens, str):
             path = base.text(self.tokens)
             lines = lines_of(path)
-            listed = Listed(printable(str(path)), tuple(lines))
-            grown = grow(base.folder, tuple(lines.values()), rows=rows, added=added, measure=measure, listed=listed)
+            wanted, listed = tuple(lines.values()), Listed(printable(str(path)), tuple(lines))
         else:
-            if self.tokens == []:
-                raise BadInput("`tokens`: empty, so there is nothing to add; name at least one word")
-            grown = grow(base.folder, tuple(self.tokens or ()), rows=rows, added=added, measure=measure)
-        first = grown.facts.rows
-        if used := ids_named(base.folder.config) & {*range(first, first + len(grown.facts.made_of))}:
+            wanted = tuple(self.tokens or ())
+        grown = grow(
+            base.folder,
+            wanted,
+            rows=base.anatomy.sizes.vocabulary,
+            added=added,
+            measure=paths_of(base, self.measure),
+            listed=listed,
+            listener=base.listener,
+        )
+        first = grown.rows
+        if used := ids_named(base.folder.config) & {*range(first, first + len(grown.made_of))}:
             raise BadInput(
                 f"config.json: uses the id {min(used)}, which the tokenizer gives no token and would give a new one;"
                 " give that id its token first, or take it out of config.json"
@@ -199,9 +214,9 @@ class GrowVocabulary(Operation):
         base.notes.extend(
             f"{printable(name)} is carried along as it is: what reads it in place of tokenizer.json knows no new token"
             for name in base.folder.side_files
-            if _OTHER_VOCABULARIES.search(name)
+            if OTHER_VOCABULARIES.search(name)
         )
-        return VocabularyFacts.of(grown.facts)
+        return VocabularyFacts.of(grown)
 
     def edit(self, draft: Draft, facts: VocabularyFacts | None) -> OperationRecord:
         """Extend embeddings and output head."""

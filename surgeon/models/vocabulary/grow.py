@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, GrownVocabulary, NewToken, TokenizerJson, grown_files
+from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, MeasuredText, Places, TokenizerJson, grown_files
 from surgeon.common.listener import Listener, Quiet
-from surgeon.errors import BadInput, printable
+from surgeon.errors import BadInput
 from surgeon.models.tokenizer import Tokenizer, open_tokenizer
-from surgeon.models.vocabulary.growing import New, Old
+from surgeon.models.vocabulary.growing import New, Old, check_ids
 from surgeon.models.vocabulary.learned import LearnedTokens, learned
 from surgeon.models.vocabulary.learned_before import learned_once
 from surgeon.models.vocabulary.requested_words import Listed, check_new, check_words, marked_once, requested_tokens
@@ -34,9 +34,19 @@ _NONE_ADDED: Mapping[str, bool] = {}
 
 @dataclass(frozen=True)
 class Grown:
-    """A growth: the facts, the new files by name, and the contents of the new tokens in the order of their ids."""
+    """A growth: everything about it that drawing its plan again needs, the new files by name, and the new tokens.
 
-    facts: GrownVocabulary
+    `rows` are the base's rows of embeddings that tokens use, so the first new id. `made_of` names for each new token
+    the old ids that the old tokenizer makes of it. `inserted` are the bytes that tokenizer files got; `how` says how
+    pairs were chosen. `tokens` are the contents of the vocabulary's new tokens in the order of their ids.
+    """
+
+    kind: str
+    how: str
+    rows: int
+    made_of: tuple[tuple[int, ...], ...]
+    inserted: Mapping[str, Places]
+    measured: tuple[MeasuredText, ...]
     files: Mapping[str, bytes]
     tokens: tuple[str, ...]
 
@@ -92,20 +102,22 @@ def grow(
         made_of = (*tokenizer.many([*added]), *new.made_of)
         grown, inserted = grown_files(files, old.taken, old.rows, new.tokens, added)
         with opened_files(files | grown, base) as after:
-            _check_ids(old, new.tokens, after)
+            ids = old.taken | {token.content: number for number, token in enumerate(new.tokens, old.rows)}
+            check_ids(old, ids, {content: n for content, n in after.vocabulary().items() if content in ids})
             check_words([*added], after, rows, marks)
             if not isinstance(wanted, LearnedTokens):
                 check_words(wanted, after, old.rows, listed)
             measured = tuple(measured_text(use, paths, tokenizer, after) for use, paths in texts if paths)
-    facts = GrownVocabulary(
+    return Grown(
         kind="byte-level BPE" if old.read.byte_level else old.read.kind,
         how=how,
         rows=rows,
         made_of=tuple(map(tuple, made_of)),
         inserted=inserted,
         measured=measured,
+        files=grown,
+        tokens=tuple(token.content for token in new.tokens),
     )
-    return Grown(facts, grown, tuple(token.content for token in new.tokens))
 
 
 def _learned(
@@ -118,19 +130,6 @@ def _learned(
             f"{len(new.tokens):,} tokens were learned from {named(wanted.learn)} before, and kept in the cache"
         )
     return new
-
-
-def _check_ids(old: Old, tokens: Sequence[NewToken], after: Tokenizer) -> None:
-    """BadInput where transformers gives an old or a new token another id than it should have."""
-    found = after.vocabulary()
-    wanted = old.taken | {token.content: old.rows + nth for nth, token in enumerate(tokens)}
-    for content, number in wanted.items():
-        if found.get(content) != number:
-            raise BadInput(
-                f"{old.shown}: with more tokens, {printable(repr(content), 40)} would have the id"
-                f" {found.get(content)} in place of {number}: transformers makes this tokenizer otherwise than"
-                f" {TOKENIZER_FILE} says; save it with this version of transformers once, and operate on that"
-            )
 
 
 def tokenizer_json(base: CheckpointFolder) -> tuple[dict[str, bytes], TokenizerJson]:

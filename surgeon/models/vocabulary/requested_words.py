@@ -110,10 +110,10 @@ def check_new(
 
     if there:
         nth, number = next(iter(there.items()))
-        named = printable(repr(tokenizer.decode([number])), 60)
+        as_written = next(content for content, other in old.taken.items() if other == number)
         raise BadInput(
-            f"{listed.full(nth)} ({printable(repr(cut[nth][0]), 60)}): already a token, {named} of id"
-            f" {number}{rest(list(there))}"
+            f"{listed.full(nth)} ({printable(repr(cut[nth][0]), 60)}): already a token"
+            f" ({printable(repr(as_written), 60)}, id {number}){rest(list(there))}"
         )
     if twice:
         nth, first = next(iter(twice.items()))
