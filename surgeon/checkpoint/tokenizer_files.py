@@ -158,7 +158,7 @@ def grown_files(
         entries = {names.get(number) or _unused(number, taken): number for number in range(last) if number not in used}
         entries |= {token.content: rows + nth for nth, token in enumerate(tokens)}
     merges = [token.merge for token in tokens if token.merge is not None]
-    inserting = [(("model", "vocab"), _pieces_text(read, entries, tokens))]
+    inserting: _Inserting = [(("model", "vocab"), _pieces_text(read, entries, tokens))]
     if merges:
         old = read.model.get("merges") or []
         joined = bool(old) and isinstance(old[0], str)
