@@ -102,6 +102,7 @@ ROWS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "free rows, tied": (320, "qwen3", {}),
     "no free row": (300, "llama", {}),
     "some": (302, "qwen3", {}),
+    "no multiple of four": (303, "llama", {}),
     "padding": (320, "llama", {"pad_to_multiple_of": 64}),
     "words too": (320, "llama", {"tokens": [" zebra"]}),
 }

@@ -60,7 +60,7 @@ def requested_tokens(old: Old, tokenizer: Tokenizer, wanted: Sequence[str], list
         if len(found) != 1:
             raise BadInput(
                 f"{shown}: the tokenizer cuts it into {', '.join(printable(repr(word), 30) for word in found[:4])}"
-                " before it looks for tokens, so it cannot be one; give its parts"
+                " before it looks for tokens, so it cannot be one; give its parts, or list it in `special` or `added`"
             )
         word = found[0]
         if any(character.isspace() for character in word):
