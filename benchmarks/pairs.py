@@ -253,7 +253,7 @@ def alike(one: Path, other: Path, drawn: Blueprint, *, exact: bool) -> list[str]
     pairs = [load_pair(one, other, dtype=dtype) for dtype in DTYPES]
     for base, _ in pairs if kept is not None else ():
         trim_logits(base, kept)
-    found = [each for pair in pairs for each in compare_models(*pair, ids, more=drawn.more_rows)]
+    found = [each for pair in pairs for each in compare_models(*pair, ids, new=drawn.new_rows)]
     return [f"{c.mode} {c.dtype}: differs" for c in found if not (c.identical if exact else c.rounded)]
 
 

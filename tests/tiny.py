@@ -162,7 +162,7 @@ def base_for(plan: str, folder: Path) -> Path:
         return checkpoint(folder / "base", "qwen3")
     if plan.startswith("mixture-of-control/glue"):
         return checkpoint(folder / "base", "roberta")
-    if plan.startswith(("grow-vocabulary", "trim-vocabulary", "recipes/language")):
+    if plan.startswith(("grow-vocabulary", "special-tokens", "trim-vocabulary", "recipes/language")):
         from tests.vocabularies import byte_level
 
         return byte_level(checkpoint(folder / "base", "llama", vocab_size=320))

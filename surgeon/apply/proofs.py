@@ -159,8 +159,8 @@ def _prove(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any], ow
         prove_blueprint(blueprint, anatomy, config)
         return
     _prove_moves(blueprint, anatomy)
-    if blueprint.more_rows or blueprint.kept_tokens is not None:
-        prove_rows(anatomy, config, blueprint.more_rows, own)
+    if blueprint.new_rows or blueprint.kept_tokens is not None:
+        prove_rows(anatomy, config, len(blueprint.new_rows), own)
     elif blueprint.converted and own is None:
         prove_blueprint(blueprint, anatomy, config)
 
@@ -190,7 +190,7 @@ def _prove_moves(blueprint: Blueprint, anatomy: Anatomy) -> None:
     layers = blueprint.layers
     gone = [layer for dropped in blueprint.dropped.values() for layer in dropped]
     config = blueprint.config
-    if blueprint.more_rows or blueprint.kept_tokens is not None:
+    if blueprint.new_rows or blueprint.kept_tokens is not None:
         # A twin has words of its own.
         config = with_vocabulary(config, anatomy, anatomy.sizes.vocabulary)
     trunk = native_config(config)

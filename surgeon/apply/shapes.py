@@ -78,7 +78,7 @@ def _counts(field: str) -> bool:
 def lost_divisors(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any]) -> Iterator[str]:
     """A note for each size that a smaller power of two divides than divided the base's, up to `MOST_DIVIDED`."""
     sizes = widened_sizes(blueprint, anatomy, config)
-    if blueprint.more_rows:
+    if blueprint.new_rows:
         rows = part_of(blueprint.config, anatomy.derivation.path)[VOCABULARY_KEY]
         sizes[VOCABULARY_KEY] = (anatomy.sizes.vocabulary, rows)
     for key, (before, after) in sizes.items():

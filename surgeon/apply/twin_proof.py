@@ -58,9 +58,9 @@ def prove_blueprint(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str,
 
     before, after = dict(config), dict(blueprint.config)
     words = min(anatomy.sizes.vocabulary, _WORDS)
-    if blueprint.more_rows:
+    if blueprint.new_rows:
         before = with_vocabulary(before, anatomy, words)
-        after = with_vocabulary(after, anatomy, words + min(blueprint.more_rows, _MORE_WORDS))
+        after = with_vocabulary(after, anatomy, words + min(len(blueprint.new_rows), _MORE_WORDS))
     if blueprint.kept_tokens is not None:
         before = with_vocabulary(before, anatomy, words)
         after = with_vocabulary(after, anatomy, len(_staying(words)))
@@ -81,7 +81,7 @@ def prove_blueprint(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str,
         # An encoder that gets a head puts out something else.
         if base.encoder and (blueprint.native or after.get("architectures") != before.get("architectures")):
             _check_encoded(base, result)
-        elif blueprint.more_rows:
+        elif blueprint.new_rows:
             _check_old_words(base, result, words)
         elif blueprint.kept_tokens is not None:
             _check_kept_words(base, result, words)
@@ -304,7 +304,7 @@ def value_of(
             return torch.tensor(values, dtype=like.dtype).reshape(like.shape)
         case Constant(value) if not isinstance(value, tuple):
             return torch.full_like(like, value)
-        case Joined(parts=(of, Means())):
+        case Joined(parts=(_, Means(of), *_)):
             old = value_of(of, base, held, stored, like, draws)
             more = torch.randn((like.shape[0] - old.shape[0], *old.shape[1:]), generator=draws)
             return torch.cat([old, more * old.std()])

@@ -181,9 +181,10 @@ class Blueprint:
         return bool(rounded) and all(claim.tail_alone for claim in rounded)
 
     @property
-    def more_rows(self) -> int:
-        """How many rows the embeddings have that the base's have not."""
-        return max((len(r.made_of) for o in self.outputs for r in o.recipe.walk() if isinstance(r, Means)), default=0)
+    def new_rows(self) -> range:
+        """The rows of the embeddings that are not the base's."""
+        means = (r for o in self.outputs for r in o.recipe.walk() if isinstance(r, Means))
+        return next((range(each.first, each.first + len(each.made_of)) for each in means), range(0))
 
     @property
     def kept_tokens(self) -> tuple[int, ...] | None:

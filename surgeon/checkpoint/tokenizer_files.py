@@ -5,6 +5,9 @@ the base's files back. Old ids stay: new ones come after the embedding's rows, a
 in the model's vocabulary (special tokens above it, padded rows) gets one, as `tokenizers` counts entries to
 find the next free id. Entries without a merge are never made of text, so they change nothing.
 
+Added tokens, special or not, are matched in a text before it is cut. Their ids are the next free ones, as
+`tokenizers` gives them, and every file that lists such tokens gets them.
+
 Format: https://huggingface.co/docs/tokenizers/api/models, as `tokenizers` reads and writes it.
 """
 
@@ -23,12 +26,18 @@ TOKENIZER_FILE = "tokenizer.json"
 _OWN = "get the model's own file"
 # A vocabulary of a quarter of a million tokens has half a million merges, three commas and brackets each.
 _MOST_ITEMS = 8_000_000
+# The files that say which tokens are special, and the keys that list those without a name of their own.
+_SETTINGS, _NAMED, _ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+_DECODER_KEY = "added_tokens_decoder"
+_LISTS = ("additional_special_tokens", "extra_special_tokens")
 # What an id is called that no token has.
 _UNUSED = "<|unused_{}|>"
 
 Kind = Literal["BPE", "WordPiece", "Unigram"]
 # Begin and length of what was inserted into a file, in bytes of the new file.
 Places = tuple[tuple[int, int], ...]
+# What is to be inserted into a JSON file: at paths of keys, entries as text.
+_Inserting = list[tuple[tuple[str, ...], list[str]]]
 
 
 @dataclass(frozen=True)
@@ -59,36 +68,16 @@ class MeasuredText:
     before: int
     after: int
 
-    @property
-    def fertility(self) -> tuple[float, float]:
-        """Tokens a word, before and after."""
-        return self.before / max(1, self.words), self.after / max(1, self.words)
-
-
-@dataclass(frozen=True)
-class GrownVocabulary:
-    """Everything about a growth that drawing its plan again needs.
-
-    `rows` are the base's embedding rows, so the first new id. `made_of` names for each new token the old ids that the
-    old tokenizer makes of it. `inserted` are the bytes that tokenizer files got; `how` says how pairs were chosen.
-    """
-
-    kind: str
-    how: str
-    rows: int
-    made_of: tuple[tuple[int, ...], ...]
-    inserted: Mapping[str, Places]
-    measured: tuple[MeasuredText, ...] = ()
-
 
 @dataclass(frozen=True)
 class TokenizerJson:
     """A tokenizer.json that was read: the kind of its model, and its vocabulary (contents to ids).
 
-    `byte_level`: the vocabulary writes bytes as the characters of GPT-2's table.
+    `byte_level`: the vocabulary writes bytes as the characters of GPT-2's table. `ids` are those of added tokens too.
     """
 
     text: str
+    ids: set[Any]
     kind: Kind
     vocabulary: Mapping[str, int]
     model: Mapping[str, Any]
@@ -124,7 +113,10 @@ class TokenizerJson:
             vocabulary = model["vocab"]
         if any(type(number) is not int or number < 0 for number in vocabulary.values()):
             raise BadInput(f"{TOKENIZER_FILE}: `model.vocab` has an id that is no number; {_OWN}")
-        return cls(content.decode(), cast("Kind", kind), vocabulary, model, scores, byte_level)
+        added = [each.get("id") for each in data.get("added_tokens") or () if isinstance(each, dict)]
+        return cls(
+            content.decode(), {*vocabulary.values(), *added}, cast("Kind", kind), vocabulary, model, scores, byte_level
+        )
 
     @property
     def byte_tokens(self) -> dict[int, int]:
@@ -141,25 +133,51 @@ class TokenizerJson:
 
 
 def grown_files(
-    files: Mapping[str, bytes], taken: Mapping[str, int], rows: int, tokens: Sequence[NewToken]
+    files: Mapping[str, bytes],
+    taken: Mapping[str, int],
+    rows: int,
+    tokens: Sequence[NewToken],
+    added: Mapping[str, bool],
 ) -> tuple[dict[str, bytes], dict[str, Places]]:
-    """The tokenizer files that grow by `tokens`, whose ids begin at `rows`, and what was inserted into each.
+    """The tokenizer files that grow, and what was inserted into each.
 
-    `files` are the base's by name, `taken` is the whole vocabulary, special tokens among it, by content.
+    Args:
+        files: the base's by name.
+        taken: the whole vocabulary by content: special tokens and `added` among it.
+        rows: the first id of `tokens`.
+        tokens: those of the model's vocabulary.
+        added: those that are matched before a text is cut, with the ids before `rows`, and whether each is special.
     """
     read = TokenizerJson.parse(files[TOKENIZER_FILE])
     names = {number: content for content, number in taken.items()}
-    # Ids below the first new one that the model's vocabulary has no entry for.
-    used = set(read.vocabulary.values())
-    fillers = {names.get(number) or _unused(number, taken): number for number in range(rows) if number not in used}
-    entries = fillers | {token.content: rows + nth for nth, token in enumerate(tokens)}
+    first = rows - len(added)
+    entries: dict[str, int] = {}
+    if tokens or read.ids != {*range(first)}:
+        # Ids below the first new one that the model's vocabulary has no entry for.
+        used, last = set(read.vocabulary.values()), rows if tokens else first
+        entries = {names.get(number) or _unused(number, taken): number for number in range(last) if number not in used}
+        entries |= {token.content: rows + nth for nth, token in enumerate(tokens)}
     merges = [token.merge for token in tokens if token.merge is not None]
-    grown = {TOKENIZER_FILE: _grown_json(read, entries, tokens, merges)}
-    if "vocab.json" in files and read.kind != "Unigram":
+    inserting: _Inserting = [(("model", "vocab"), _pieces_text(read, entries, tokens))]
+    if merges:
+        old = read.model.get("merges") or []
+        joined = bool(old) and isinstance(old[0], str)
+        inserting.append((("model", "merges"), [_json(" ".join(m) if joined else list(m)) for m in merges]))
+    grown: dict[str, tuple[bytes, Places]] = {}
+    if added:
+        plain = dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+        listed = {
+            number: {"content": content, **plain, "normalized": not special, "special": special}
+            for number, (content, special) in enumerate(added.items(), first)
+        }
+        inserting.append((("added_tokens",), [_json({"id": n, **each}) for n, each in listed.items()]))
+        grown = _with_listed(files, listed)
+    grown[TOKENIZER_FILE] = _into_values(read.text, inserting)
+    if "vocab.json" in files and read.kind != "Unigram" and entries:
         grown["vocab.json"] = _into_values(files["vocab.json"].decode(), [((), _members_text(entries))])
     if "merges.txt" in files and merges:
         grown["merges.txt"] = _appended(files["merges.txt"], [" ".join(merge) for merge in merges])
-    if "vocab.txt" in files and read.kind == "WordPiece":
+    if "vocab.txt" in files and read.kind == "WordPiece" and entries:
         lines = files["vocab.txt"].decode().splitlines()
         grown["vocab.txt"] = _appended(files["vocab.txt"], [c for c, number in entries.items() if number >= len(lines)])
     return {name: content for name, (content, _) in grown.items()}, {name: where for name, (_, where) in grown.items()}
@@ -181,21 +199,33 @@ def _unused(number: int, taken: Mapping[str, int]) -> str:
     return name
 
 
-def _grown_json(
-    read: TokenizerJson, entries: Mapping[str, int], tokens: Sequence[NewToken], merges: Sequence[tuple[str, str]]
-) -> tuple[bytes, Places]:
-    if read.kind == "Unigram":
-        # The lowest of the old ones: a lower one would change what an unknown character costs.
-        lowest = min(read.scores.values(), default=0.0)
-        scores = {token.content: token.score for token in tokens}
-        pieces = [[content, scores.get(content, lowest)] for content in entries]
-        return _into_values(read.text, [(("model", "vocab"), [_json(piece) for piece in pieces])])
-    inserting: list[tuple[tuple[str, ...], list[str]]] = [(("model", "vocab"), _members_text(entries))]
-    if merges:
-        old = read.model.get("merges") or []
-        joined = bool(old) and isinstance(old[0], str)
-        inserting.append((("model", "merges"), [_json(" ".join(m) if joined else list(m)) for m in merges]))
-    return _into_values(read.text, inserting)
+def _with_listed(
+    files: Mapping[str, bytes], listed: Mapping[int, Mapping[str, Any]]
+) -> dict[str, tuple[bytes, Places]]:
+    """The files beside tokenizer.json that list added tokens, with more of them."""
+    special = [_json(each["content"]) for each in listed.values() if each["special"]]
+    into: dict[str, _Inserting] = {}
+    for name in (_NAMED, _SETTINGS):
+        if name in files:
+            data = parse_json_strict(files[name], file=name, max_bytes=MAX_SIDE_FILE_BYTES)
+            into[name] = [((key,), special) for key in _LISTS if isinstance(data.get(key), list)]
+            if name == _SETTINGS and special and not any(into.values()):
+                key = _LISTS[-1] if _LISTS[0] in data else _LISTS[0]
+                into[name].append(((), [f'"{key}": [{", ".join(special)}]']))
+            if _DECODER_KEY in data:
+                into[name].append(((_DECODER_KEY,), [f'"{number}": {_json(each)}' for number, each in listed.items()]))
+    if _ADDED in files:
+        into[_ADDED] = [((), _members_text({each["content"]: number for number, each in listed.items()}))]
+    return {name: _into_values(files[name].decode(), inserting) for name, inserting in into.items()}
+
+
+def _pieces_text(read: TokenizerJson, entries: Mapping[str, int], tokens: Sequence[NewToken]) -> list[str]:
+    if read.kind != "Unigram":
+        return _members_text(entries)
+    # The lowest of the old ones: a lower one would change what an unknown character costs.
+    lowest = min(read.scores.values(), default=0.0)
+    scores = {token.content: token.score for token in tokens}
+    return [_json([content, scores.get(content, lowest)]) for content in entries]
 
 
 # One for a hundred thousand entries: json.dumps makes one for each.
@@ -210,7 +240,7 @@ def _members_text(entries: Mapping[str, int]) -> list[str]:
     return [f"{_json(content)}: {number}" for content, number in entries.items()]
 
 
-def _into_values(text: str, inserting: Sequence[tuple[tuple[str, ...], list[str]]]) -> tuple[bytes, Places]:
+def _into_values(text: str, inserting: _Inserting) -> tuple[bytes, Places]:
     """JSON with more entries at the end of the objects and lists at the given paths, spaced as those before."""
     found = sorted((_value_at(text, path), entries) for path, entries in inserting)
     parts: list[bytes] = []

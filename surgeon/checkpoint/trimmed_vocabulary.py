@@ -11,6 +11,7 @@ that it knows, Unigram the best path: with fewer to choose from, what was chosen
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +23,7 @@ from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, TokenizerJson
 from surgeon.errors import BadInput, printable
 
 # Tokenizer files of other programs, which hold a vocabulary of their own.
-OTHER_VOCABULARIES = (".model", ".tiktoken", "tekken.json")
+OTHER_VOCABULARIES = re.compile(r"(\.model(\.v\w+)?|\.tiktoken|tekken\.json)$")
 # What says which tokens are special: settings of the tokenizer, of answers, of pictures.
 _SETTINGS = ("tokenizer_config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json")
 _IDS = ("_token_id", "_token_ids", "_token_index", "_token_indices")
@@ -52,17 +53,22 @@ def with_tokens(config: Mapping[str, Any], kept: Sequence[int]) -> dict[str, Any
 
 def ids_in(data: Any, file: str) -> set[int]:
     """The ids in JSON data, as `renumbered` finds them. Raises BadInput for settings that mix them with numbers."""
+    for name, value in _members(data):
+        if name in _MIXED and value:
+            raise BadInput(f"{printable(file)}: `{name}` mixes ids with other numbers; take it out before trimming")
+        if name == "vocabulary_map" and value:
+            raise BadInput(f"{printable(file)}: `{name}` maps tokens of pictures to words by their ids; not supported")
+    return ids_named(data)
+
+
+def ids_named(data: Any) -> set[int]:
+    """The ids in JSON data, as `renumbered` finds them."""
     found: set[int] = set()
 
     def note(number: int) -> int:
         found.add(number)
         return number
 
-    for name, value in _members(data):
-        if name in _MIXED and value:
-            raise BadInput(f"{printable(file)}: `{name}` mixes ids with other numbers; take it out before trimming")
-        if name == "vocabulary_map" and value:
-            raise BadInput(f"{printable(file)}: `{name}` maps tokens of pictures to words by their ids; not supported")
     renumbered(data, note)
     return found
 
@@ -222,7 +228,7 @@ def trimmed_files(files: Mapping[str, bytes], kept: Sequence[int]) -> dict[str, 
     for name, content in files.items():
         if name == TOKENIZER_FILE:
             made[name] = _trimmed_json(content, new, change)
-        elif name.endswith(OTHER_VOCABULARIES):
+        elif OTHER_VOCABULARIES.search(name):
             made[name] = None
         elif name in _SETTINGS:
             made[name] = _with_ids(name, content, change)

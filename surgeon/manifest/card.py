@@ -16,6 +16,7 @@ from surgeon.checkpoint.card_metadata import Metadata, block_of
 from surgeon.checkpoint.header import DTYPE_BITS
 from surgeon.common.promises import CONDITION, PROMISE_STYLES
 from surgeon.errors import printable
+from surgeon.families.anatomy import layer_of
 from surgeon.families.format_depth import other_scale
 from surgeon.families.periods import broken_pattern
 from surgeon.manifest.manifest import MANIFEST_FILE, LayerEntry, Manifest, NewTensor
@@ -357,6 +358,8 @@ def _training(manifest: Manifest, repo_id: str | None) -> str:
         return head + "Every parameter: the surgery is meant to be healed by training the whole model.\n"
     starts = {name: base_bytes_of(made, manifest) for name, made in manifest.new_tensors.items()}
     rows = {name: each.grown_from for name, each in starts.items() if each.grown_from is not None}
+    for grown in manifest.vocabularies.values():
+        rows |= {name: grown.rows for name, each in starts.items() if each.kept.spans and layer_of(name) is None}
     if _is_converted(manifest):
         code = (
             "for name, parameter in model.named_parameters():\n"

@@ -128,8 +128,8 @@ class Lineage:
                     f" {then.shape} then; {instead_of(surgery)}"
                 )
 
-    def _more(self, number: int, found: Mapping[str, Pieces], out: CheckpointFolder) -> dict[str, int]:
-        """Return how many rows tensors got since, by name: those of a vocabulary that grew."""
+    def _more(self, number: int, found: Mapping[str, Pieces], out: CheckpointFolder) -> dict[str, range]:
+        """Return which rows tensors got since, by name: those of a vocabulary that grew."""
         since = self.since(number)
         grown = {
             name
@@ -139,7 +139,7 @@ class Lineage:
         }
         then = since[0].base.tensors
         lying = {name: each.tensors[0] for name, each in found.items() if len(each.tensors) == 1}
-        return {name: out.tensors[t].shape[0] - then[name].shape[0] for name, t in lying.items() if t in grown}
+        return {n: range(then[n].shape[0], out.tensors[t].shape[0]) for n, t in lying.items() if t in grown}
 
     def _file_of(self, number: int) -> str:
         return self.file if number == self.count else f"{self.file} (surgery {number})"
@@ -206,7 +206,7 @@ class State:
 
     `manifest` is that state's own (None for state 0), `undone` those of the surgeries after it, oldest first. `pieces`
     says of that state's tensors where their bytes lie in the output, `tensors` of which dtype and shape they are, and
-    `more` how many rows those have there that got more since. `code` are the files of code that lie beside its weights.
+    `more` which rows those have there that got more since. `code` are the files of code that lie beside its weights.
     """
 
     number: int
@@ -217,7 +217,7 @@ class State:
     config: dict[str, Any]
     code: Mapping[str, bytes]
     tensors: Mapping[str, TensorInfo]
-    more: Mapping[str, int]
+    more: Mapping[str, range]
 
     @property
     def base(self) -> Base:

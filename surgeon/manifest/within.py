@@ -80,7 +80,7 @@ def base_within(
             )
     kept = set(state.layers)
     inserted = tuple(layer for layer in range(len(manifest.layers)) if layer not in kept)
-    grown = [state.tensors[name].shape[0] for name in state.more]
+    grown = [more.start for more in state.more.values()]
     newborn = state.promise == "exact" and not state.trained
     held = {place for lying in state.pieces.values() for place in lying.tensors}
     apart = not (held | heads.keys()).isdisjoint(training)

@@ -33,11 +33,13 @@ ROUNDING = {"float64": 1e-10, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1
 # Logits are compared in float64 a few rows at a time: about 8 MB a working copy at any vocabulary.
 _CHUNK_ELEMENTS = 1_000_000
 _NO_TARGET = -100
+# The new rows of an output that has none.
+NO_ROWS = range(0)
 
 
 @dataclass(frozen=True)
 class GrownLoss:
-    """What `added` new tokens cost the old ones, token by token, where the output has more of them than the base.
+    """What `added` new rows cost the old ones, token by token, where the output has some that are not the base's.
 
     `rise` is the largest, over all positions, of what the loss on an old token rose by, in nats: log(1 + Σ e^l_new / Σ
     e^l_old), the same for every old token of a position. `bound` is log(1 + added / old). `kept`: at no position did it
@@ -57,8 +59,8 @@ class LogitComparison:
     `tokens`: positions compared. `identical`: torch.equal on every logit. `kl`: mean KL(base || out) in
     nats per position. `top1_agreement`: share of positions with the same most probable token.
     `base_loss`, `out_loss`: mean next-token cross-entropy in nats. Sums are kept in float64; a value
-    that is not a number counts as infinite. Of an output with more tokens than the base `identical` and
-    `max_abs_difference` are of the base's tokens, and `grown` says what the others cost. `largest` is the base's
+    that is not a number counts as infinite. Of an output with new tokens `identical` and `max_abs_difference` are of
+    the base's rows that stayed, and `grown` says what the others cost. `largest` is the base's
     largest |logit| where they were not identical. `same` counts the positions all of whose logits are bit-identical;
     `apart` are base's and output's mean loss at the others (None: none of them has a next token). `same_before_tail`:
     all logits but those of the base's last V mod `HEAD_BLOCK` tokens are bit-identical.
@@ -138,19 +140,19 @@ def compare_models(
     device: str = "cpu",
     decode_tokens: int = 16,
     batch_size: int = 4,
-    more: int = 0,
+    new: range = NO_ROWS,
 ) -> list[LogitComparison]:
     """Compare two models on `ids` (windows, window): prefill, and cached decode unless `decode_tokens` is 0.
 
     Prefill runs each window at once without a cache; cached decode prefills all but the last `decode_tokens` of each
     window, then feeds those one at a time. Memory, beside the models: the logits of one batch of each.
-    `more` is how many tokens the output has that the base has not.
+    `new` are the rows of the output's embeddings that are not the base's.
     """
     steps = decoded_steps(ids, decode_tokens)
     dtype = str(base.dtype).removeprefix("torch.")
     results = []
     for mode in (PREFILL, CACHED_DECODE) if steps > 0 else (PREFILL,):
-        tally = Tally(mode, dtype, more)
+        tally = Tally(mode, dtype, new)
         for batch_BT in torch.split(ids.to(device), batch_size):
             with torch.inference_mode():
                 if mode == PREFILL:
@@ -166,13 +168,19 @@ def compare_models(
 
 
 def compare_with_image(
-    base: Any, out: Any, inputs: Mapping[str, Tensor], *, device: str = "cpu", decode_tokens: int = 4, more: int = 0
+    base: Any,
+    out: Any,
+    inputs: Mapping[str, Tensor],
+    *,
+    device: str = "cpu",
+    decode_tokens: int = 4,
+    new: range = NO_ROWS,
 ) -> list[LogitComparison]:
     """Compare two models on one prompt with a picture, `inputs` as a processor makes them.
 
     Prefill, then cached decode: transformers' own generation from the same prompt, of the tokens that are likeliest to
-    the base. `more` is how many tokens the output has that the base has not. Raises BadInput where the base cannot be
-    run with it, PromiseBroken where the output alone cannot.
+    the base. `new` are the rows of the output's embeddings that are not the base's. Raises BadInput where the base
+    cannot be run with it, PromiseBroken where the output alone cannot.
     """
     dtype = str(base.dtype).removeprefix("torch.")
     given = {
@@ -185,7 +193,7 @@ def compare_with_image(
     except BadInput as error:
         raise PromiseBroken(f"with an image: {error}") from error
     ids_BT = given["input_ids"]
-    prefill, decode = Tally(PREFILL_IMAGE, dtype, more), Tally(CACHED_DECODE_IMAGE, dtype, more)
+    prefill, decode = Tally(PREFILL_IMAGE, dtype, new), Tally(CACHED_DECODE_IMAGE, dtype, new)
     prefill.add(before_BTV, after_BTV, next_tokens(ids_BT))
     decode.add(before_BSV, after_BSV, said_BS)
     return [prefill.result(), decode.result()]
@@ -290,12 +298,12 @@ def decoded(model: Any, ids_BT: Tensor, steps: int) -> Iterator[Tensor]:
 class Tally:
     """Running sums over batches of logits; `result` turns them into a LogitComparison."""
 
-    def __init__(self, mode: str, dtype: str, more: int) -> None:
+    def __init__(self, mode: str, dtype: str, new: range) -> None:
         self.mode, self.dtype = mode, dtype
         self.tokens = self.targets = self.agreed = 0
         self.identical = self.same_before_tail = True
         self.difference = self.kl = self.base_loss = self.out_loss = 0.0
-        self.more, self.old = more, 1
+        self.new, self.old = new, 1
         self.rise, self.within = 0.0, True
         self.largest = 0.0
         self.same = self.apart_targets = 0
@@ -303,8 +311,9 @@ class Tally:
 
     def add(self, base_BTV: Tensor, out_BTV: Tensor, targets_BT: Tensor) -> None:
         """Add the logits of the same positions; `targets_BT` are the tokens that follow them."""
-        if base_BTV.shape[:-1] != out_BTV.shape[:-1] or base_BTV.shape[-1] + self.more != out_BTV.shape[-1]:
-            expected = f"{self.more} tokens more" if self.more else "the same vocabulary"
+        rows = max(base_BTV.shape[-1], self.new.stop)
+        if base_BTV.shape[:-1] != out_BTV.shape[:-1] or rows != out_BTV.shape[-1]:
+            expected = f"{rows} tokens" if self.new else "the same vocabulary"
             raise PromiseBroken(
                 f"the output gives logits of shape {tuple(out_BTV.shape)}, the base {tuple(base_BTV.shape)};"
                 f" expected {expected}"
@@ -340,10 +349,12 @@ class Tally:
         old = base_CV.shape[1]
         # In terms of what the base knows; new tokens take their share of every probability.
         out_log_CV = _log_probabilities(out_CV)[:, :old]
-        if self.more:
+        if self.new:
             self._add_rise(base_CV, out_CV)
         self.agreed += int((base_CV.argmax(-1) == out_CV.argmax(-1)).sum())
-        out_CV = out_CV[:, :old]
+        # Rows that no token had are no one's loss.
+        first, stop = self.new.start, self.new.stop
+        out_CV = torch.cat([out_CV[:, :first], base_CV[:, first:stop], out_CV[:, stop:old]], 1)
         self.identical = self.identical and torch.equal(base_CV, out_CV)
         tail = old - old % HEAD_BLOCK
         self.same_before_tail = self.same_before_tail and torch.equal(base_CV[:, :tail], out_CV[:, :tail])
@@ -366,7 +377,7 @@ class Tally:
         """What new tokens take from every old one at these positions."""
         rise_C = torch.logsumexp(_wide(out_CV), -1) - torch.logsumexp(_wide(base_CV), -1)
         slack_C = 2 * torch.finfo(out_CV.dtype).eps * _wide(out_CV).abs().amax(-1).clamp(min=1.0)
-        most_C = torch.log1p(self.more / base_CV.shape[1] * torch.exp(slack_C))
+        most_C = torch.log1p(len(self.new) / base_CV.shape[1] * torch.exp(slack_C))
         self.rise = max(self.rise, _finite(rise_C.max()))
         self.within = self.within and bool((rise_C <= most_C).all())
         self.old = base_CV.shape[1]
@@ -384,7 +395,9 @@ class Tally:
             top1_agreement=self.agreed / self.tokens,
             base_loss=self.base_loss / self.targets,
             out_loss=self.out_loss / self.targets,
-            grown=GrownLoss(self.more, self.rise, math.log1p(self.more / self.old), self.within) if self.more else None,
+            grown=GrownLoss(len(self.new), self.rise, math.log1p(len(self.new) / self.old), self.within)
+            if self.new
+            else None,
             largest=self.largest,
             same=self.same,
             same_before_tail=self.same_before_tail,

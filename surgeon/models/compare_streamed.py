@@ -21,6 +21,7 @@ from surgeon.families.proof import cache_argument
 from surgeon.models import lockstep
 from surgeon.models.compare import (
     CACHED_DECODE,
+    NO_ROWS,
     PREFILL,
     LogitComparison,
     Tally,
@@ -88,7 +89,7 @@ def compare_streamed(
     layer_of_base: Sequence[int],
     decode_tokens: int = 4,
     batch_size: int = 8,
-    more: int = 0,
+    new: range = NO_ROWS,
     kept: Sequence[int] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[StreamedComparison]:
@@ -106,7 +107,7 @@ def compare_streamed(
     """
     steps = decoded_steps(ids, decode_tokens)
     with lockstep.returned_memory():
-        pairs = [_Pair.of(base, out, dtype, device, layer_of_base, more, steps) for dtype in dtypes]
+        pairs = [_Pair.of(base, out, dtype, device, layer_of_base, new, steps) for dtype in dtypes]
         if kept is not None:
             for pair in pairs:
                 trim_logits(pair.models[0].module, kept)
@@ -130,7 +131,7 @@ class _Pair:
     """Base and output in one dtype, and what is known of them so far."""
 
     def __init__(
-        self, base: StreamedModel, out: StreamedModel, layer_of_base: Sequence[int], more: int, steps: int
+        self, base: StreamedModel, out: StreamedModel, layer_of_base: Sequence[int], new: range, steps: int
     ) -> None:
         self.models, self._layer_of_base, self._steps = (base, out), layer_of_base, steps
         self._depth = len(base.layers)
@@ -138,7 +139,7 @@ class _Pair:
             raise ValueError(f"layer_of_base must give {self._depth} layers of the output's {len(out.layers)}")
         dtype = str(base.dtype).removeprefix("torch.")
         modes = (PREFILL, CACHED_DECODE) if steps else (PREFILL,)
-        self._tallies = {mode: Tally(mode, dtype, more) for mode in modes}
+        self._tallies = {mode: Tally(mode, dtype, new) for mode in modes}
         self._found: list[FirstDifference] = []
 
     @classmethod
@@ -149,7 +150,7 @@ class _Pair:
         dtype: str,
         device: str,
         layer_of_base: Sequence[int],
-        more: int,
+        new: range,
         steps: int,
     ) -> _Pair:
         """Both without weights."""
@@ -160,12 +161,12 @@ class _Pair:
             device=device,
             attention=attention_of(before.module),
             failure=PromiseBroken,
-            more=more,
+            more=max(0, new.stop - before.module.config.get_text_config().vocab_size),
             by_matrix=True,
         )
         # A stream that became wider carries the base's in its first part.
         after.digest_width = getattr(before.module.config.get_text_config(), "hidden_size", None)
-        return cls(before, after, layer_of_base, more, steps)
+        return cls(before, after, layer_of_base, new, steps)
 
     def parts(self, ids_BT: Tensor) -> list[Tensor]:
         """The windows of a batch, as many together as have room for their logits."""

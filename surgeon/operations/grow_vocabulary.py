@@ -5,15 +5,17 @@ multiple of `HEAD_BLOCK`, to rounding for the last few tokens), and as exp is co
 probability than the mean old one: the loss on any old token rises by at most log(1 + k/V) (Jensen's inequality). New
 rows of input embeddings are the mean of the rows of the pieces that the old tokenizer makes of the token (as in Gee et
 al., 2022, Fast Vocabulary Transfer); old text never reads them.
+
+Special and added tokens get the next free ids, as transformers gives them. Many bases have padded rows there: these are
+made anew, no shape changes, and the bound is the same.
 """
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -21,7 +23,8 @@ from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import HEAD_BLOCK, extended
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
-from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, GrownVocabulary
+from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE
+from surgeon.checkpoint.trimmed_vocabulary import OTHER_VOCABULARIES, ids_named
 from surgeon.common.json_results import plain_fields
 from surgeon.errors import BadInput, printable
 from surgeon.families.family import LARGEST_SIZE
@@ -29,9 +32,12 @@ from surgeon.families.vocabulary import VOCABULARY_KEY
 from surgeon.operations.operation import Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.prepare import Facts, OpenedBase
 
+if TYPE_CHECKING:
+    from surgeon.models.vocabulary.grow import Grown
+
 Paths = str | Annotated[list[str], Field(min_length=1)]
-# Tokenizer files of other programs, which hold a vocabulary of their own.
-_OTHER_VOCABULARIES = re.compile(r"(\.model(\.v\w+)?|\.tiktoken|tekken\.json)$")
+# Characters of an added token.
+_LONGEST = 200
 
 
 class TextCounts(Spec):
@@ -55,9 +61,9 @@ class TextCounts(Spec):
 class VocabularyFacts(Facts):
     """A growth of the vocabulary, of whatever operation: what surgery.json keeps of the new tokens.
 
-    `rows` are the base's rows of embeddings, so the first new id. `made_of` has a line for each new token: the old ids
-    that the old tokenizer made of it (none: it knew none). `inserted` are the bytes that side files of the base got, as
-    begin and length; `verify` and `revert` take them out again.
+    `rows` are the base's rows of embeddings that tokens use, so the first new id. `made_of` has a line for each new
+    token: the old ids that the old tokenizer made of it (none: it knew none). `inserted` are the bytes that side files
+    of the base got, as begin and length; `verify` and `revert` take them out again.
     """
 
     section: ClassVar[str] = "vocabularies"
@@ -65,12 +71,12 @@ class VocabularyFacts(Facts):
     kind: str
     how: str
     rows: Annotated[int, Field(ge=1)]
-    made_of: list[Annotated[str, Field(pattern=r"^([0-9]{1,9}( [0-9]{1,9}){0,255})?$")]]
+    made_of: list[Annotated[str, Field(pattern=r"^([0-9]{1,9}( [0-9]{1,9}){0,1023})?$")]]
     inserted: dict[str, list[Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=2, max_length=2)]]]
     measured: list[TextCounts]
 
     @classmethod
-    def of(cls, grown: GrownVocabulary) -> VocabularyFacts:
+    def of(cls, grown: Grown) -> VocabularyFacts:
         """The facts of a tokenizer that has grown."""
         return cls(
             kind=grown.kind,
@@ -126,9 +132,13 @@ class GrowVocabulary(Operation):
 
     op: Literal["grow_vocabulary"]
     tokens: Annotated[
-        list[str] | str | Learn,
+        list[str] | str | Learn | None,
         Field(description="words, or a UTF-8 file with one a line, or what to learn them from"),
-    ]
+    ] = None
+    special: Annotated[
+        Sequence[str], Field(description="special tokens, as `<think>`, which decoding can leave out")
+    ] = ()
+    added: Annotated[Sequence[str], Field(description="added tokens that are not special, as `<tool>`")] = ()
     output_init: Annotated[
         Literal["mean"], Field(description="new rows of the output head: the mean of all old ones")
     ] = "mean"
@@ -146,6 +156,15 @@ class GrowVocabulary(Operation):
     @model_validator(mode="after")
     def _check_keep(self) -> GrowVocabulary:
         tokens = self.tokens
+        if not (tokens or self.special or self.added):
+            raise ValueError(
+                "empty, so there is nothing to add: name words in `tokens`, or `special` or `added` tokens"
+            )
+        for mark in (*self.special, *self.added):
+            if not 0 < len(mark.strip()) <= len(mark) <= _LONGEST:
+                raise ValueError(
+                    f"{printable(repr(mark), 60)}: write a token of 1 to {_LONGEST} characters, not of white space only"
+                )
         if isinstance(tokens, Learn) and tokens.how == "unseen" and tokens.keep is None:
             raise ValueError("`how: unseen` needs `keep`, the text that is to tokenise as before")
         if isinstance(tokens, Learn) and tokens.how != "unseen" and tokens.keep is not None:
@@ -164,27 +183,40 @@ class GrowVocabulary(Operation):
         from surgeon.models.vocabulary.learned import LearnedTokens
         from surgeon.models.vocabulary.requested_words import Listed
 
-        rows, measure = base.anatomy.sizes.vocabulary, paths_of(base, self.measure)
+        wanted: tuple[str, ...] | LearnedTokens = ()
+        listed = Listed()
+        added = {mark: mark in self.special for mark in (*self.special, *self.added)}
         if isinstance(self.tokens, Learn):
             learn = self.tokens
-            learned = LearnedTokens(paths_of(base, learn.learn), learn.count, paths_of(base, learn.keep), learn.how)
-            grown = grow(base.folder, learned, rows=rows, measure=measure, listener=base.listener)
+            wanted = LearnedTokens(paths_of(base, learn.learn), learn.count, paths_of(base, learn.keep), learn.how)
         elif isinstance(self.tokens, str):
             path = base.text(self.tokens)
             lines = lines_of(path)
-            listed = Listed(printable(str(path)), tuple(lines))
-            grown = grow(base.folder, tuple(lines.values()), rows=rows, measure=measure, listed=listed)
+            wanted, listed = tuple(lines.values()), Listed(printable(str(path)), tuple(lines))
         else:
-            if not self.tokens:
-                raise BadInput("`tokens`: empty, so there is nothing to add; name at least one word")
-            grown = grow(base.folder, tuple(self.tokens), rows=rows, measure=measure)
+            wanted = tuple(self.tokens or ())
+        grown = grow(
+            base.folder,
+            wanted,
+            rows=base.anatomy.sizes.vocabulary,
+            added=added,
+            measure=paths_of(base, self.measure),
+            listed=listed,
+            listener=base.listener,
+        )
+        first = grown.rows
+        if used := ids_named(base.folder.config) & {*range(first, first + len(grown.made_of))}:
+            raise BadInput(
+                f"config.json: uses the id {min(used)}, which the tokenizer gives no token and would give a new one;"
+                " give that id its token first, or take it out of config.json"
+            )
         base.side_files.update(grown.files)
         base.notes.extend(
             f"{printable(name)} is carried along as it is: what reads it in place of tokenizer.json knows no new token"
             for name in base.folder.side_files
-            if _OTHER_VOCABULARIES.search(name)
+            if OTHER_VOCABULARIES.search(name)
         )
-        return VocabularyFacts.of(grown.facts)
+        return VocabularyFacts.of(grown)
 
     def edit(self, draft: Draft, facts: VocabularyFacts | None) -> OperationRecord:
         """Extend embeddings and output head."""
@@ -198,7 +230,7 @@ class GrowVocabulary(Operation):
                 "an earlier operation of this plan unties the head, so with `input_init: pieces` its new rows would"
                 " not be the embeddings'; write grow_vocabulary first, say `input_init: mean`, or apply two plans"
             )
-        if facts.rows != rows:
+        if facts.rows > rows:
             raise BadInput(f"the tokens begin at id {facts.rows}, the model has {rows} rows; was the plan edited?")
         if tied and self.input_init == "pieces":
             raise BadInput(
@@ -206,19 +238,21 @@ class GrowVocabulary(Operation):
                 " all rows keeps the promise; leave `input_init` out"
             )
         tokens = len(facts.made_of)
-        added = math.ceil((rows + tokens) / self.pad_to_multiple_of) * self.pad_to_multiple_of - rows
-        if rows + added > LARGEST_SIZE:
-            raise BadInput(f"the vocabulary would have {rows + added} ids; beyond 2^31 is refused")
+        whole = math.ceil(max(rows, facts.rows + tokens) / self.pad_to_multiple_of) * self.pad_to_multiple_of
+        if whole > LARGEST_SIZE:
+            raise BadInput(f"the vocabulary would have {whole} ids; beyond 2^31 is refused")
+        # Rows that no token uses are padding where more are added, else what they were.
+        new = tokens if whole == rows else whole - facts.rows
         pieces = not tied and self.input_init != "mean"
-        means: tuple[tuple[int, ...], ...] = ((),) * added
+        means: tuple[tuple[int, ...], ...] = ((),) * new
         for name, reads in draft.vocabulary_tensors().items():
             made_of = (*facts.pieces, *means[tokens:]) if reads and pieces else means
-            draft.set_outer(name, extended(draft.stored(name), made_of))
-        draft.sizes[VOCABULARY_KEY] = rows + added
+            draft.set_outer(name, extended(draft.stored(name), made_of, facts.rows))
+        draft.sizes[VOCABULARY_KEY] = whole
         return OperationRecord(
             op=self.op,
-            matched=_matched(facts, rows, added),
-            claim=claim_of_rows(rows, added),
+            matched=_matched(facts, rows, new),
+            claim=claim_of_rows(rows, whole - rows, new),
             trains="new",
         )
 
@@ -231,10 +265,10 @@ def bound_of_rows(rows: int, added: int) -> str:
     )
 
 
-def claim_of_rows(rows: int, added: int) -> Claim:
-    """What old logits are, and what new tokens take from them."""
-    bound = bound_of_rows(rows, added)
-    tail = rows % HEAD_BLOCK
+def claim_of_rows(rows: int, added: int, new: int) -> Claim:
+    """What old logits are where there are `added` rows more, and what all that are `new` take from them."""
+    bound = bound_of_rows(rows, new)
+    tail = rows % HEAD_BLOCK if added else 0
     if not tail:
         return Claim("exact", f"old logits are bit-identical; {bound}")
     last = f"those of the last {tail} old tokens" if tail > 1 else "that of the last old token"
@@ -269,7 +303,8 @@ def lines_of(path: Path) -> dict[int, str]:
     return words
 
 
-def _matched(grown: VocabularyFacts, rows: int, added: int) -> str:
-    tokens = len(grown.made_of)
-    padding = f" and {added - tokens} rows of padding" if added > tokens else ""
-    return f"{tokens} tokens{padding}, ids {rows} to {rows + tokens - 1}, {grown.kind}: {grown.how}"
+def _matched(grown: VocabularyFacts, rows: int, new: int) -> str:
+    tokens, first = len(grown.made_of), grown.rows
+    padding = f" and {new - tokens} rows of padding" if new > tokens else ""
+    free = f", in {min(new, rows - first)} rows of the base that no token used" if first < rows else ""
+    return f"{tokens} tokens{padding}, ids {first} to {first + tokens - 1}{free}, {grown.kind}: {grown.how}"

@@ -84,7 +84,7 @@ class PadTo(Operation):
             before = draft.anatomy.sizes.vocabulary
             done.append(f"rows of the vocabulary: {before} become {before + rows}")
             both = Claim("rounding", f"{claim.reason}; {bound_of_rows(before, rows)}")
-            claim = both if draft.widths else claim_of_rows(before, rows)
+            claim = both if draft.widths else claim_of_rows(before, rows, rows)
         if not done:
             asked = {key: value for key in _FIELDS if (value := getattr(self, key)) is not None}
             wanted = ", ".join(f"`{key}: {value}`" for key, value in asked.items())

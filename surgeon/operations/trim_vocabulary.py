@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -127,9 +126,8 @@ class TrimVocabulary(Operation):
         from surgeon.models.vocabulary.trim import Wanted, trim
 
         rows = base.anatomy.sizes.vocabulary
-        wanted = Wanted(
-            paths_of(base, self.text), self.least, self.most, self._words(base.text), tuple(self.scripts or ())
-        )
+        words = lines_of(base.text(self.tokens)).values() if isinstance(self.tokens, str) else self.tokens
+        wanted = Wanted(paths_of(base, self.text), self.least, self.most, tuple(words or ()), tuple(self.scripts or ()))
         multiple = self.pad_to_multiple_of or max(n for n in _powers() if rows % n == 0)
         made = trim(base.folder, wanted, rows=rows, multiple=multiple, measure=paths_of(base, self.measure))
         base.side_files.update(made.files)
@@ -147,13 +145,6 @@ class TrimVocabulary(Operation):
             left=left,
             measured=[TextCounts(**plain_fields(text)) for text in made.measured],
         )
-
-    def _words(self, text: object) -> tuple[str, ...]:
-        if not isinstance(self.tokens, str):
-            return tuple(self.tokens or ())
-        assert callable(text)
-        path: Path = text(self.tokens)
-        return tuple(lines_of(path).values())
 
     def edit(self, draft: Draft, facts: TrimFacts | None) -> OperationRecord:
         """Take rows out of embeddings and output head."""

@@ -214,10 +214,10 @@ def _check_tokenizer(manifest: Manifest, out: CheckpointFolder, beside: Beside) 
         if not apart or hashlib.sha256(without(content, places)).hexdigest() != digest:
             wrong.append(name)
         elif name == TOKENIZER_FILE:
-            ids = set(TokenizerJson.parse(content).vocabulary.values())
-            new = {g.rows + nth for g in manifest.vocabularies.values() for nth in range(len(g.made_of))}
-            # With every id below the new ones taken, so that no later token gets one of these.
-            wrong += [name] if ids != set(range(max(new) + 1)) else []
+            (grown,) = manifest.vocabularies.values()
+            before, after = (TokenizerJson.parse(each).ids for each in (without(content, places), content))
+            # With every id below the new ones taken, so that no later token gets one of these, and no old one.
+            wrong += [name] if after != {*range(grown.rows + len(grown.made_of))} or max(before) >= grown.rows else []
     if not manifest.vocabularies:
         return []
     tokens = sum(len(grown.made_of) for grown in manifest.vocabularies.values())

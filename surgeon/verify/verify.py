@@ -192,7 +192,7 @@ class _Comparer:
             dtypes=dtypes,
             layer_of_base=self.proof.layer_of_base,
             progress=_by_layers(self.listener),
-            more=self.proof.more,
+            new=self.proof.new,
             kept=self.proof.kept,
             device=self.device,
         )
@@ -220,9 +220,9 @@ class _Comparer:
                 comparisons.append(self._outputs(dtype))
                 continue
             base, out = self._loaded(dtype)
-            more, device = self.proof.more, self.device
-            comparisons += compare_models(base, out, self.tokens.ids, more=more, device=device)
-            comparisons += image.compared(base, out, more=more, device=device)
+            new, device = self.proof.new, self.device
+            comparisons += compare_models(base, out, self.tokens.ids, new=new, device=device)
+            comparisons += image.compared(base, out, new=new, device=device)
             if is_grafted(self.pair.out.config) and not decoding:
                 # In its place there is room for the output in float32.
                 del base
@@ -327,15 +327,15 @@ def _by_layers(listener: Listener) -> Callable[[int, int], None]:
 class _Static(NamedTuple):
     """What bytes prove, and what is promised: for every base layer, `layer_of_base` is its number in the output.
 
-    `more` is how many rows for tokens the output has that the base has not, `kept` are the base's ids of its tokens
-    where some were taken out; `tail_alone` is that of `Verification`.
+    `new` are the output's rows for tokens that are not the base's, `kept` are the base's ids of its tokens where some
+    were taken out; `tail_alone` is that of `Verification`.
     """
 
     promise: str
     trained: bool
     layer_of_base: tuple[int, ...]
     checks: list[Check]
-    more: int
+    new: range
     tail_alone: bool
     kept: tuple[int, ...] | None = None
 
@@ -346,12 +346,12 @@ def _static(base: CheckpointFolder, out: CheckpointFolder, listener: Listener) -
     listener.begin("reading", bytes_to_read(base, out))
     if state := earlier_state(base, out, manifest):
         checks = check_earlier(state, manifest, base, out, advance=listener.advance)
-        more = max(state.more.values(), default=0)
-        return _Static(state.promise, state.trained, state.layers, checks, more, tail_alone=False)
+        new = next(iter(state.more.values()), range(0))
+        return _Static(state.promise, state.trained, state.layers, checks, new, tail_alone=False)
     drawn = Drawn.of(manifest, base.config, base.tensors, base.own, str(file))
     checks = check_static(drawn, manifest, base, out, advance=listener.advance)
     blueprint = drawn.blueprint
     trained, layers = bool(manifest.training), blueprint.layer_of_base
     return _Static(
-        blueprint.promise, trained, layers, checks, blueprint.more_rows, blueprint.tail_alone, blueprint.kept_tokens
+        blueprint.promise, trained, layers, checks, blueprint.new_rows, blueprint.tail_alone, blueprint.kept_tokens
     )

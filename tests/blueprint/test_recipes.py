@@ -333,7 +333,7 @@ CASES: dict[str, Case] = {
         {"predicted": [OF_B, {"copy": "c"}], "key": "key", "of": 3},
     ),
     "means": Case(
-        Means(base("a"), ((0, 2, 5), (1,))),
+        Means(base("a"), ((0, 2, 5), (1,)), 6),
         torch.stack([A[[0, 2, 5]].mean(0), A[1]]),
         {"means": OF_A, "rows": 2, "named": 2},
     ),

@@ -219,4 +219,4 @@ def test_logits_for_other_positions_than_tokens_are_refused() -> None:
     """Of a model that reads text by an encoder, say, and has tokens of its own in the decoder."""
     logits = torch.zeros(1, 3, 5)
     with pytest.raises(BadInput, match="for 3 positions of a text of 4 tokens"):
-        compare.Tally(PREFILL, "float32", 0).add(logits, logits, torch.zeros(1, 4, dtype=torch.long))
+        compare.Tally(PREFILL, "float32", compare.NO_ROWS).add(logits, logits, torch.zeros(1, 4, dtype=torch.long))

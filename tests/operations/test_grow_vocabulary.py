@@ -265,7 +265,7 @@ def test_a_bound_that_is_broken_is_said(tmp_path: Path) -> None:
     base = base_of(tmp_path)
     surgeon.apply(plan_of(tmp_path, GROW), base, tmp_path / "out", device="cpu")
     ids = torch.arange(4, 36).reshape(2, 16)
-    (kept, _) = compare_logits(base, tmp_path / "out", ids, more=12)
+    (kept, _) = compare_logits(base, tmp_path / "out", ids, new=range(ROWS, ROWS + 12))
     assert kept.identical and kept.grown is not None and kept.grown.kept
     before, after = logits_of(base, ids, "bfloat16").double(), logits_of(tmp_path / "out", ids, "bfloat16").double()
     rise = torch.logsumexp(after, -1) - torch.logsumexp(before, -1)
@@ -275,7 +275,7 @@ def test_a_bound_that_is_broken_is_said(tmp_path: Path) -> None:
     tensors = load_file(holding)
     tensors["lm_head.weight"][ROWS:] = 40 * tensors["lm_head.weight"][7]
     save_file(tensors, holding, metadata={"format": "pt"})
-    (broken, _) = compare_logits(base, tmp_path / "out", ids, more=12)
+    (broken, _) = compare_logits(base, tmp_path / "out", ids, new=range(ROWS, ROWS + 12))
     assert broken.identical and broken.grown is not None and not broken.grown.kept
 
 
@@ -294,7 +294,7 @@ def test_old_rows_that_are_no_multiple_of_four(tmp_path: Path) -> None:
     for same_before_tail in (True, False):
         found.comparisons[:] = [dataclasses.replace(off, same_before_tail=same_before_tail)]
         assert found.holds is same_before_tail
-    tally = Tally("prefill", "float32", 2)
+    tally = Tally("prefill", "float32", range(7, 9))
     logits = torch.zeros(1, 2, 7)
     for number, before_tail in ((6, True), (4, True), (3, False)):
         apart = torch.cat([logits, torch.full((1, 2, 2), -1.0)], -1)
@@ -352,11 +352,11 @@ def test_pieces_for_tied_embeddings_and_words_of_a_file(tmp_path: Path) -> None:
         surgeon.preview(plan_of(tmp_path, GROW | {"input_init": "pieces"}), base)
     plan = plan_of(tmp_path, {"op": "grow_vocabulary", "tokens": "words.txt"})
     (tmp_path / "words.txt").write_text(" zebra\n\nquagga\n", encoding="utf-8")
-    rows = surgeon.preview(plan, base).blueprint.more_rows
-    assert rows >= 2
+    rows = surgeon.preview(plan, base).blueprint.new_rows
+    assert len(rows) >= 2
     # As some editors save it, with a byte order mark and line ends of two characters.
     (tmp_path / "words.txt").write_bytes(b"\xef\xbb\xbf zebra\r\n\r\nquagga\r\n")
-    assert surgeon.preview(plan, base).blueprint.more_rows == rows
+    assert surgeon.preview(plan, base).blueprint.new_rows == rows
     (tmp_path / "words.txt").write_text("quagga\n\nzebra\nquagga\n", encoding="utf-8")
     with pytest.raises(
         BadInput, match=r"words.txt, line 4 \('quagga'\): given before, .*words.txt, line 1; leave it out"

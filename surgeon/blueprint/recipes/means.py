@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from surgeon.blueprint.recipes.copies import Copy
-from surgeon.blueprint.recipes.joined import Joined
+from surgeon.blueprint.recipes.copies import Copy, sliced
+from surgeon.blueprint.recipes.joined import Joined, side_by_side
 from surgeon.blueprint.recipes.recipe import Bench, Recipe, Words, row_batches
 
 if TYPE_CHECKING:
@@ -23,11 +23,12 @@ HEAD_BLOCK = 4
 class Means(Recipe):
     """Rows, each the mean of rows of the tensor `of`: those that its entry in `made_of` names, or (empty) of all.
 
-    Sums are in float64 and rounded once.
+    Sums are in float64 and rounded once. `first` is the row of the whole at which they begin.
     """
 
     of: Copy
     made_of: tuple[tuple[int, ...], ...]
+    first: int
 
     @property
     def dtype(self) -> str:
@@ -82,11 +83,19 @@ class Means(Recipe):
         return (total / self.of.shape[0]).to(bench.dtype(self.dtype))
 
 
-def extended(of: Copy, made_of: tuple[tuple[int, ...], ...]) -> Joined:
-    """The tensor `of` with more rows below its own, each the mean of those of its rows that its entry names."""
-    more = Means(of, made_of)
-    words: Words = (("extended", of), *more.own_words()[1:])
-    return Joined((of, more), 0, (of.shape[0] + len(made_of), *of.shape[1:]), words=words)
+def extended(of: Copy, made_of: tuple[tuple[int, ...], ...], first: int | None = None) -> Joined:
+    """The tensor `of` with more rows below its own, each the mean of those of its rows that its entry names.
+
+    They begin at row `first` where that is no token's, in the place of rows of its own.
+    """
+    rows = of.shape[0]
+    more = Means(of, made_of, rows if first is None else first)
+    stop = more.first + len(made_of)
+    if more.first == rows:
+        words: Words = (("extended", of), *more.own_words()[1:])
+        return Joined((of, more), 0, (stop, *of.shape[1:]), words=words)
+    left = [sliced(of, stop, rows)] if stop < rows else []
+    return side_by_side([sliced(of, 0, more.first), more, *left], 0)
 
 
 def _summed(rows: Tensor) -> Tensor:

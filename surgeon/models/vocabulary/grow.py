@@ -1,8 +1,9 @@
 """Growing a tokenizer: which tokens to add, the files that have them, and what that makes of texts.
 
 Learned pieces of a BPE go in as merges behind all old ones. By default only pairs that never occur in the segmentation
-of a text that is to stay as it is: then every word of it is cut as before. `added_tokens` are never used: they are
-matched before words are cut, and decode as they are written, so that accents come out as their bytes' characters.
+of a text that is to stay as it is: then every word of it is cut as before. They are no `added_tokens`, which are
+matched before words are cut, and decode as they are written, so that accents come out as their bytes' characters. Those
+are what a plan lists as `special` or `added`.
 
 A WordPiece takes the longest piece that it knows: there a new piece is refused where it would match in a word that is
 to stay. A Unigram weighs all pieces of a word at once and keeps no such promise: what changes is measured.
@@ -17,24 +18,35 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, GrownVocabulary, NewToken, TokenizerJson, grown_files
+from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, MeasuredText, Places, TokenizerJson, grown_files
 from surgeon.common.listener import Listener, Quiet
-from surgeon.errors import BadInput, printable
+from surgeon.errors import BadInput
 from surgeon.models.tokenizer import Tokenizer, open_tokenizer
-from surgeon.models.vocabulary.growing import New, Old
+from surgeon.models.vocabulary.growing import New, Old, check_ids
 from surgeon.models.vocabulary.learned import LearnedTokens, learned
 from surgeon.models.vocabulary.learned_before import learned_once
-from surgeon.models.vocabulary.requested_words import Listed, check_words, marked_once, requested_tokens
+from surgeon.models.vocabulary.requested_words import Listed, check_new, check_words, marked_once, requested_tokens
 from surgeon.models.vocabulary.texts import measured_text, named
 
 _OF_THE_PLAN = Listed()
+_NONE_ADDED: Mapping[str, bool] = {}
 
 
 @dataclass(frozen=True)
 class Grown:
-    """A growth: the facts, the new files by name, and the contents of the new tokens in the order of their ids."""
+    """A growth: everything about it that drawing its plan again needs, the new files by name, and the new tokens.
 
-    facts: GrownVocabulary
+    `rows` are the base's rows of embeddings that tokens use, so the first new id. `made_of` names for each new token
+    the old ids that the old tokenizer makes of it. `inserted` are the bytes that tokenizer files got; `how` says how
+    pairs were chosen. `tokens` are the contents of the vocabulary's new tokens in the order of their ids.
+    """
+
+    kind: str
+    how: str
+    rows: int
+    made_of: tuple[tuple[int, ...], ...]
+    inserted: Mapping[str, Places]
+    measured: tuple[MeasuredText, ...]
     files: Mapping[str, bytes]
     tokens: tuple[str, ...]
 
@@ -44,6 +56,7 @@ def grow(
     wanted: Sequence[str] | LearnedTokens,
     *,
     rows: int,
+    added: Mapping[str, bool] = _NONE_ADDED,
     measure: Sequence[Path] = (),
     listed: Listed = _OF_THE_PLAN,
     listener: Listener | None = None,
@@ -54,6 +67,8 @@ def grow(
         base: the checkpoint.
         wanted: the tokens of the plan.
         rows: the model's rows of embeddings.
+        added: tokens that are matched before a text is cut, and whether each is special. With some, new ids begin at
+            the first that is free.
         measure: texts on which the change is measured, beside those of `wanted`.
         listed: which file or plan lists the words.
         listener: what hears how far it is.
@@ -66,6 +81,12 @@ def grow(
     old = Old(read, base.source.shown, rows)
     with opened_files(files, base) as tokenizer:
         old.ask(tokenizer)
+        marks = Listed(key="`special`, `added`")
+        if added:
+            check_new(old, [(mark, [mark], []) for mark in added], tokenizer, marks)
+            rows = max(old.taken.values()) + 1
+            old.rows = rows + len(added)
+            old.taken |= {mark: number for number, mark in enumerate(added, rows)}
         if isinstance(wanted, LearnedTokens):
             new = _learned(old, tokenizer, wanted, files, listener or Quiet())
             texts = [("learned from", wanted.learn), ("kept", wanted.keep), ("measured", tuple(measure))]
@@ -77,22 +98,26 @@ def grow(
         else:
             wanted = marked_once(tokenizer, wanted)
             new = requested_tokens(old, tokenizer, wanted, listed)
-            texts, how = [("measured", tuple(measure))], "the words asked for"
-        grown, inserted = grown_files(files, old.taken, rows, new.tokens)
+            texts, how = [("measured", tuple(measure))], "as listed"
+        made_of = (*tokenizer.many([*added]), *new.made_of)
+        grown, inserted = grown_files(files, old.taken, old.rows, new.tokens, added)
         with opened_files(files | grown, base) as after:
-            _check_ids(old, new.tokens, after)
+            ids = old.taken | {token.content: number for number, token in enumerate(new.tokens, old.rows)}
+            check_ids(old, ids, {content: n for content, n in after.vocabulary().items() if content in ids})
+            check_words([*added], after, rows, marks)
             if not isinstance(wanted, LearnedTokens):
-                check_words(wanted, after, rows, listed)
+                check_words(wanted, after, old.rows, listed)
             measured = tuple(measured_text(use, paths, tokenizer, after) for use, paths in texts if paths)
-    facts = GrownVocabulary(
+    return Grown(
         kind="byte-level BPE" if old.read.byte_level else old.read.kind,
         how=how,
         rows=rows,
-        made_of=tuple(new.made_of),
+        made_of=tuple(map(tuple, made_of)),
         inserted=inserted,
         measured=measured,
+        files=grown,
+        tokens=tuple(token.content for token in new.tokens),
     )
-    return Grown(facts, grown, tuple(token.content for token in new.tokens))
 
 
 def _learned(
@@ -105,19 +130,6 @@ def _learned(
             f"{len(new.tokens):,} tokens were learned from {named(wanted.learn)} before, and kept in the cache"
         )
     return new
-
-
-def _check_ids(old: Old, tokens: Sequence[NewToken], after: Tokenizer) -> None:
-    """BadInput where transformers gives an old or a new token another id than it should have."""
-    found = after.vocabulary()
-    wanted = old.taken | {token.content: old.rows + nth for nth, token in enumerate(tokens)}
-    for content, number in wanted.items():
-        if found.get(content) != number:
-            raise BadInput(
-                f"{old.shown}: with more tokens, {printable(repr(content), 40)} would have the id"
-                f" {found.get(content)} in place of {number}: transformers makes this tokenizer otherwise than"
-                f" {TOKENIZER_FILE} says; save it with this version of transformers once, and operate on that"
-            )
 
 
 def tokenizer_json(base: CheckpointFolder) -> tuple[dict[str, bytes], TokenizerJson]:

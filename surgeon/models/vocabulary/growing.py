@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from surgeon.checkpoint.tokenizer_files import NewToken, TokenizerJson
+from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, NewToken, TokenizerJson
 from surgeon.errors import BadInput, printable
 from surgeon.models.tokenizer import Tokenizer
 from surgeon.models.vocabulary.learner import Pair
@@ -50,6 +50,17 @@ class Old:
         unknown = self.read.model.get("unk_token")
         number = self.read.model.get("unk_id") if self.read.kind == "Unigram" else self.taken.get(str(unknown))
         return {*self.read.byte_tokens, *([number] if isinstance(number, int) else [])}
+
+
+def check_ids(old: Old, wanted: Mapping[str, int], found: Mapping[str, int]) -> None:
+    """BadInput where transformers gives a token another id than it should have, or knows one that should not be."""
+    for content in {**wanted, **found}:
+        if found.get(content) != wanted.get(content):
+            raise BadInput(
+                f"{old.shown}: with other tokens, {printable(repr(content), 40)} would have the id {found.get(content)}"
+                f" in place of {wanted.get(content)}: transformers makes this tokenizer otherwise than {TOKENIZER_FILE}"
+                " says; save it with this version of transformers once, and operate on that"
+            )
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Requested words, each to be one token: with BPE also those on the way to them."""
+"""Requested tokens: words, each to be one (with BPE also those on the way to them), and added tokens."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ _LONGEST = 1024
 
 @dataclass(frozen=True)
 class Listed:
-    """The source of requested words: the plan, or a `file`, one on each of its `lines`."""
+    """The source of requested words: the plan's `key`, or a `file`, one on each of its `lines`."""
 
     file: str = ""
     lines: tuple[int, ...] = ()
+    key: str = "`tokens`"
 
     def full(self, nth: int) -> str:
         """The whole source of a word, for a message."""
-        return f"{self.file}, line {self.lines[nth]}" if self.file else f"`tokens` {nth}"
+        return f"{self.file}, line {self.lines[nth]}" if self.file else f"{self.key} {nth}"
 
     def short(self, nth: int) -> str:
         """The source of a word, for a message about one of which all is said."""
@@ -51,7 +52,7 @@ def requested_tokens(old: Old, tokenizer: Tokenizer, wanted: Sequence[str], list
     new = New()
     maker = Maker(old, new, lambda _pair, _content: True, _LONGEST)
     cut = list(_cut(tokenizer, wanted))
-    _check_new(old, cut, tokenizer, listed)
+    check_new(old, cut, tokenizer, listed)
     for nth, (text, found, ids) in enumerate(cut):
         shown = f"{listed.full(nth)} ({printable(repr(text), 60)})"
         if not text.strip():
@@ -59,7 +60,7 @@ def requested_tokens(old: Old, tokenizer: Tokenizer, wanted: Sequence[str], list
         if len(found) != 1:
             raise BadInput(
                 f"{shown}: the tokenizer cuts it into {', '.join(printable(repr(word), 30) for word in found[:4])}"
-                " before it looks for tokens, so it cannot be one; give its parts"
+                " before it looks for tokens, so it cannot be one; give its parts, or list it in `special` or `added`"
             )
         word = found[0]
         if any(character.isspace() for character in word):
@@ -75,7 +76,7 @@ def requested_tokens(old: Old, tokenizer: Tokenizer, wanted: Sequence[str], list
     return new
 
 
-def _check_new(
+def check_new(
     old: Old,
     cut: Sequence[tuple[str, list[str], list[int]]],
     tokenizer: Tokenizer,
@@ -83,9 +84,9 @@ def _check_new(
 ) -> None:
     """BadInput that names every text of a list that is a token already, or that the list has twice.
 
-    So that one edit leaves all of them out.
+    So that one edit leaves all of them out. `cut` has for each text what it is cut into, and the tokens of that.
     """
-    there: list[int] = []
+    there: dict[int, int] = {}
     twice: dict[int, int] = {}
     words: dict[str, int] = {}
     for nth, ((text, found, _), whole) in enumerate(
@@ -94,7 +95,7 @@ def _check_new(
         word = found[0] if len(found) == 1 else ""
         # A special token is one whatever it would be cut into; what is not known is one token too.
         if text.strip() and ((word and word in old.taken) or (len(whole) == 1 and whole[0] not in old.refused)):
-            there.append(nth)
+            there[nth] = old.taken.get(word, *whole[:1])
         elif word and words.setdefault(word, nth) != nth:
             twice[nth] = words[word]
 
@@ -108,10 +109,11 @@ def _check_new(
         return f", and so are {others}{more}; leave these {len(numbers)} out"
 
     if there:
-        text, found, _ = cut[there[0]]
-        as_written = f" ({printable(repr(found[0]), 60)})" if len(found) == 1 and found[0] != text else ""
+        nth, number = next(iter(there.items()))
+        as_written = next(content for content, other in old.taken.items() if other == number)
         raise BadInput(
-            f"{listed.full(there[0])} ({printable(repr(text), 60)}): already a token{as_written}{rest(there)}"
+            f"{listed.full(nth)} ({printable(repr(cut[nth][0]), 60)}): already a token"
+            f" ({printable(repr(as_written), 60)}, id {number}){rest(list(there))}"
         )
     if twice:
         nth, first = next(iter(twice.items()))

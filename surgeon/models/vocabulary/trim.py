@@ -7,16 +7,15 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, MeasuredText
+from surgeon.checkpoint.tokenizer_files import MeasuredText
 from surgeon.checkpoint.trimmed_vocabulary import Closure, byte_characters, ids_in, ids_of_file, trimmed_files
 from surgeon.errors import BadInput, printable
 from surgeon.models.templates import TEMPLATE_FILE
 from surgeon.models.tokenizer import Tokenizer
 from surgeon.models.vocabulary.grow import opened_files, tokenizer_json
-from surgeon.models.vocabulary.growing import Old
+from surgeon.models.vocabulary.growing import Old, check_ids
 from surgeon.models.vocabulary.texts import counted_tokens, measured_text, named
 
 _LARGEST = 0x110000
@@ -121,7 +120,9 @@ def trim(base: CheckpointFolder, wanted: Wanted, *, rows: int, multiple: int, me
         made = trimmed_files(files, kept)
         there = {name: content for name, content in (files | made).items() if content is not None}
         with opened_files(there, base) as after:
-            check_ids(old, kept, after)
+            new = {number: nth for nth, number in enumerate(kept)}
+            wanted_ids = {content: new[number] for content, number in old.taken.items() if number in new}
+            check_ids(old, wanted_ids, after.vocabulary())
             texts = [("kept", wanted.texts), ("measured", tuple(measure))]
             measured = tuple(measured_text(use, paths, tokenizer, after, kept) for use, paths in texts if paths)
     kind = "byte-level BPE" if read.byte_level else read.kind
@@ -242,17 +243,3 @@ def _characters(raw: bytes) -> Iterator[bytes]:
             end += 1
         yield raw[at:end]
         at = end
-
-
-def check_ids(old: Old, kept: Sequence[int], after: Tokenizer) -> None:
-    """BadInput where transformers gives a token that stays another id than it should have, or knows more."""
-    new = {number: nth for nth, number in enumerate(kept)}
-    wanted = {content: new[number] for content, number in old.taken.items() if number in new}
-    found: Mapping[str, Any] = after.vocabulary()
-    for content in {**wanted, **found}:
-        if found.get(content) != wanted.get(content):
-            raise BadInput(
-                f"{old.shown}: with fewer tokens, {printable(repr(content), 40)} would have the id"
-                f" {found.get(content)} in place of {wanted.get(content)}: transformers makes this tokenizer otherwise"
-                f" than {TOKENIZER_FILE} says; save it with this version of transformers once, and operate on that"
-            )

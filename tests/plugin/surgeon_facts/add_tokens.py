@@ -33,7 +33,7 @@ class AddTokens(Operation):
 
         grown = grow(base.folder, self.words, rows=base.anatomy.sizes.vocabulary)
         base.side_files.update(grown.files)
-        return VocabularyFacts.of(grown.facts)
+        return VocabularyFacts.of(grown)
 
     def edit(self, draft: Draft, facts: VocabularyFacts | None) -> OperationRecord:
         """Give embeddings and head a row for each token."""
