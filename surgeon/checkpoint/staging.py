@@ -3,6 +3,9 @@
 `.out.surgeon/` beside `out` holds `lock` (held while a process works here), `journal.jsonl` (the files that are done
 and flushed) and `out/` (the files so far). If the run is interrupted, `out` is absent or complete, and the same
 command continues from the journal.
+
+An `out` that is an empty folder may be a mounted volume, which nothing can be renamed to. `.out.surgeon/` is in it
+then, and each file is renamed into `out`, last of all those without which nothing loads the others.
 """
 
 from __future__ import annotations
@@ -17,14 +20,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from surgeon.checkpoint.folder import CONFIG_FILE, DELTA_FILE
+from surgeon.checkpoint.peft_folder import ADAPTER_CONFIG
 from surgeon.common.disk_space import check_room
 from surgeon.common.names import check_new_name
-from surgeon.common.work_folders import LOCK_FILE, WorkFolder, read_own, sync
+from surgeon.common.work_folders import LOCK_FILE, WorkFolder, foreign_in, read_own, sync, work_folder
 from surgeon.errors import BadInput, printable
 
 _JOURNAL = "journal.jsonl"
 _STAGED = "out"
 _FORMAT = 1
+# By these loaders know what a folder is.
+_LAST = (DELTA_FILE, ADAPTER_CONFIG, CONFIG_FILE)
 
 
 @dataclass
@@ -70,7 +77,7 @@ class Staging:
 
     def __init__(self, out: Path, *, fingerprint: str, say: Callable[[str], None]) -> None:
         self.out = _absolute(out)
-        self.working = _working_folder(self.out)
+        self.working = working_folder(self.out)
         self._work = WorkFolder(self.working, target=self.out)
         self.folder = self.working / _STAGED
         self.fingerprint = fingerprint
@@ -149,16 +156,34 @@ class Staging:
             sync(folder)
         found = self.folder.stat()
         self._append({"published": [found.st_ino, found.st_dev]})
-        if os.path.lexists(self.out):
+        if taken := _taken(self.out, self.working):
             raise BadInput(
-                f"{printable(str(self.out))}: exists now; it was not there when the run began. Nothing is lost:"
+                f"{printable(str(self.out))}: {taken} now; it was not so when the run began. Nothing is lost:"
                 " move it away and run the same command again"
             )
         self._work.check_there()
-        self.folder.rename(self.out)
-        sync(self.out.parent)
+        if self._within:
+            for path in sorted(self.folder.iterdir(), key=lambda path: (path.name in _LAST, path.name)):
+                path.rename(self.out / path.name)
+            sync(self.out)
+        else:
+            self.folder.rename(self.out)
+            sync(self.out.parent)
         self._published = True
         self._clean_up()
+
+    @property
+    def _within(self) -> bool:
+        return self.working.parent == self.out
+
+    def _take_back(self, journal: _Journal) -> None:
+        """Take out of `out` what a run put there that was killed before it had put all there: it is written again."""
+        for path in foreign_in(self.out):
+            files = [path, *path.rglob("*")] if path.is_dir() and not path.is_symlink() else [path]
+            entries = [(file, journal.done.get(str(file.relative_to(self.out)))) for file in files if not file.is_dir()]
+            if entries and all(_is_as(file, entry, but="ctime_ns") for file, entry in entries):
+                self.folder.mkdir(exist_ok=True)
+                path.rename(self.folder / path.name)
 
     def _staged(self) -> set[str]:
         return _files_in(self.folder)
@@ -170,8 +195,9 @@ class Staging:
             sync(self.out.parent)
             self._clean_up()
             return
-        if os.path.lexists(self.out):
-            raise BadInput(f"{printable(str(self.out))}: exists; choose another folder, or move it away")
+        if self._within and journal.fingerprint == self.fingerprint and journal.published is not None:
+            self._take_back(journal)
+        _check_free(self.out, self.working)
         if journal.fingerprint != self.fingerprint and (journal.fingerprint is not None or self.folder.exists()):
             self._set_aside()
             journal = _Journal()
@@ -199,7 +225,8 @@ class Staging:
             self._say(f"continuing an earlier run: {kept} files are done already")
 
     def _was_published(self, journal: _Journal) -> bool:
-        if journal.published is None or self.folder.exists() or not self.out.is_dir() or self.out.is_symlink():
+        absent = self._within or not self.out.is_dir() or self.out.is_symlink()
+        if absent or journal.published is None or self.folder.exists():
             return False
         found = self.out.stat()
         if journal.published != [found.st_ino, found.st_dev]:
@@ -253,13 +280,14 @@ def _files_in(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
 
 
-def _is_as(file: Path, entry: dict[str, Any] | None) -> bool:
-    """Whether nobody has touched a file since it got this entry in the journal."""
+def _is_as(file: Path, entry: dict[str, Any] | None, *, but: str = "") -> bool:
+    """Whether nobody has touched a file since it got this entry in the journal, as far as facts `but` one say."""
     try:
         found = os.lstat(file)
     except OSError:
         return False
-    return entry is not None and stat.S_ISREG(found.st_mode) and {**entry, **_facts(found)} == entry
+    facts = {name: fact for name, fact in _facts(found).items() if name != but}
+    return entry is not None and stat.S_ISREG(found.st_mode) and {**entry, **facts} == entry
 
 
 def _facts(found: os.stat_result) -> dict[str, int]:
@@ -268,8 +296,8 @@ def _facts(found: os.stat_result) -> dict[str, int]:
 
 
 def check_destination(out: Path, base: Path | None) -> None:
-    """Raise BadInput for an `out` that exists, has no writable parent, or is `base`, contains it or lies in it, and
-    for a name that nothing can be written to.
+    """Raise BadInput for an `out` that exists and is no empty folder, has no writable parent, or is `base`, contains it
+    or lies in it, and for a name that nothing can be written to.
 
     An `out` that a killed run completed but did not clean up passes: `Staging` finds out which run wrote it.
     """
@@ -281,10 +309,26 @@ def check_destination(out: Path, base: Path | None) -> None:
         raise BadInput(f"{shown}: {printable(str(out.absolute().parent))} is not a folder; make it first")
     if base is not None:
         _check_apart(target, base, shown)
-    if os.path.lexists(target) and _Journal.read(_working_folder(target) / _JOURNAL).published is None:
-        raise BadInput(f"{shown}: exists; choose another folder, or move it away")
-    if not os.access(target.parent, os.W_OK | os.X_OK):
-        raise BadInput(f"{shown}: {printable(str(target.parent))} is not writable for you; choose another folder")
+    working = working_folder(target)
+    if _Journal.read(working / _JOURNAL).published is None:
+        _check_free(target, working)
+    if not os.access(working.parent, os.W_OK | os.X_OK):
+        raise BadInput(f"{shown}: {printable(str(working.parent))} is not writable for you; choose another folder")
+
+
+def _check_free(out: Path, working: Path) -> None:
+    if taken := _taken(out, working):
+        raise BadInput(f"{printable(str(out))}: {taken}; choose another folder, or move it away")
+
+
+def _taken(out: Path, working: Path) -> str:
+    """Why an output cannot be written to `out`, in words; empty where it is absent, or an empty folder worked in."""
+    if not os.path.lexists(out):
+        return ""
+    if working.parent != out:
+        return "exists"
+    held = foreign_in(out)
+    return f"exists and holds {printable(held[0].name)}" if held else ""
 
 
 def _check_apart(target: Path, base: Path, shown: str) -> None:
@@ -308,7 +352,7 @@ def check_space(out: Path, needed_bytes: int, *, fingerprint: str | None = None)
     Files that an earlier run of the same `fingerprint` has staged are not counted.
     """
     target = _absolute(out)
-    working = _working_folder(target)
+    working = working_folder(target)
     if fingerprint is not None and _Journal.read(working / _JOURNAL).fingerprint == fingerprint:
         needed_bytes -= sum(path.lstat().st_blocks * 512 for path in (working / _STAGED).glob("*"))
     check_room(target, needed_bytes)
@@ -321,5 +365,6 @@ def _absolute(out: Path) -> Path:
     return Path(os.path.realpath(out.parent)) / out.name
 
 
-def _working_folder(out: Path) -> Path:
-    return out.with_name(f".{out.name}.surgeon")
+def working_folder(out: Path) -> Path:
+    """The folder in which an output is staged."""
+    return work_folder(out, "surgeon")

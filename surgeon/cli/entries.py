@@ -17,6 +17,7 @@ from surgeon.cli.failures import Command, failing
 from surgeon.cli.options import Spelling, as_option, parameters_given
 from surgeon.cli.output import listening, show
 from surgeon.cli.spellings import SPELLINGS
+from surgeon.common import devices
 
 # The order of the help.
 GROUPS = {
@@ -89,6 +90,7 @@ class Entry:
         def called(**words: Any) -> None:
             # What is not given has the function's default.
             given = {name: value for name, value in words.items() if value is not None or name not in spelt}
+            devices.check(given.get("device", "auto"))
             self.run(**{name: spelt[name].value(value) if name in spelt else value for name, value in given.items()})
 
         called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
