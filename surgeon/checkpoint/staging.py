@@ -156,47 +156,41 @@ class Staging:
             sync(folder)
         found = self.folder.stat()
         self._append({"published": [found.st_ino, found.st_dev]})
-        if taken := _taken(self.out, self.working):
-            raise BadInput(
-                f"{printable(str(self.out))}: {taken} now; it was not so when the run began. Nothing is lost:"
-                " move it away and run the same command again"
-            )
+        _check_free(
+            self.out,
+            self.working,
+            " now; it was not so when the run began. Nothing is lost: move it away and run the same command again",
+        )
         self._work.check_there()
-        if self._within:
-            for path in sorted(self.folder.iterdir(), key=lambda path: (path.name in _LAST, path.name)):
-                path.rename(self.out / path.name)
-            sync(self.out)
-        else:
-            self.folder.rename(self.out)
-            sync(self.out.parent)
+        self._move()
         self._published = True
         self._clean_up()
+
+    def _move(self) -> None:
+        """Give all that is staged its place, or what is still staged where a run was killed meanwhile."""
+        if not self._within:
+            if self.folder.exists():
+                self.folder.rename(self.out)
+            sync(self.out.parent)
+            return
+        for path in sorted(self.folder.glob("*"), key=lambda path: (path.name in _LAST, path.name)):
+            path.rename(self.out / path.name)
+        sync(self.out)
 
     @property
     def _within(self) -> bool:
         return self.working.parent == self.out
 
-    def _take_back(self, journal: _Journal) -> None:
-        """Take out of `out` what a run put there that was killed before it had put all there: it is written again."""
-        for path in foreign_in(self.out):
-            files = [path, *path.rglob("*")] if path.is_dir() and not path.is_symlink() else [path]
-            entries = [(file, journal.done.get(str(file.relative_to(self.out)))) for file in files if not file.is_dir()]
-            if entries and all(_is_as(file, entry, but="ctime_ns") for file, entry in entries):
-                self.folder.mkdir(exist_ok=True)
-                path.rename(self.folder / path.name)
-
     def _staged(self) -> set[str]:
-        return _files_in(self.folder)
+        return {str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if not path.is_dir()}
 
     def _continue_or_begin(self) -> None:
         journal = _Journal.read(self.working / _JOURNAL)
         if journal.fingerprint == self.fingerprint and self._was_published(journal):
             self.already_published = True
-            sync(self.out.parent)
+            self._move()
             self._clean_up()
             return
-        if self._within and journal.fingerprint == self.fingerprint and journal.published is not None:
-            self._take_back(journal)
         _check_free(self.out, self.working)
         if journal.fingerprint != self.fingerprint and (journal.fingerprint is not None or self.folder.exists()):
             self._set_aside()
@@ -225,15 +219,17 @@ class Staging:
             self._say(f"continuing an earlier run: {kept} files are done already")
 
     def _was_published(self, journal: _Journal) -> bool:
-        absent = self._within or not self.out.is_dir() or self.out.is_symlink()
-        if absent or journal.published is None or self.folder.exists():
+        if journal.published is None or not self.out.is_dir() or self.out.is_symlink():
             return False
         found = self.out.stat()
-        if journal.published != [found.st_ino, found.st_dev]:
+        if not self._within and (self.folder.exists() or journal.published != [found.st_ino, found.st_dev]):
             return False
         # A journal from elsewhere could guess the folder's number, not when each file was written here.
-        names = _files_in(self.out)
-        return bool(names) and all(_is_as(self.out / name, journal.done.get(name)) for name in names)
+        staged = {self.folder / name: name for name in self._staged()} if self._within else {}
+        there = {path: str(path.relative_to(self.out)) for top in foreign_in(self.out) for path in _below(top)}
+        return bool(staged or there) and all(
+            _is_as(path, journal.done.get(name), moved=self._within) for path, name in (staged | there).items()
+        )
 
     def _set_aside(self) -> None:
         """Move another run's working folder away, lock and all, and hold the lock of a new one."""
@@ -276,17 +272,19 @@ class Staging:
         self._work.release()
 
 
-def _files_in(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
+def _below(path: Path) -> list[Path]:
+    return [file for file in path.rglob("*") if not file.is_dir()] if path.is_dir() else [path]
 
 
-def _is_as(file: Path, entry: dict[str, Any] | None, *, but: str = "") -> bool:
-    """Whether nobody has touched a file since it got this entry in the journal, as far as facts `but` one say."""
+def _is_as(file: Path, entry: dict[str, Any] | None, *, moved: bool = False) -> bool:
+    """Whether nobody has touched a file since it got this entry in the journal, but that it may be `moved`."""
     try:
         found = os.lstat(file)
     except OSError:
         return False
-    facts = {name: fact for name, fact in _facts(found).items() if name != but}
+    facts = _facts(found)
+    if moved:
+        del facts["ctime_ns"]
     return entry is not None and stat.S_ISREG(found.st_mode) and {**entry, **facts} == entry
 
 
@@ -316,19 +314,11 @@ def check_destination(out: Path, base: Path | None) -> None:
         raise BadInput(f"{shown}: {printable(str(working.parent))} is not writable for you; choose another folder")
 
 
-def _check_free(out: Path, working: Path) -> None:
-    if taken := _taken(out, working):
-        raise BadInput(f"{printable(str(out))}: {taken}; choose another folder, or move it away")
-
-
-def _taken(out: Path, working: Path) -> str:
-    """Why an output cannot be written to `out`, in words; empty where it is absent, or an empty folder worked in."""
-    if not os.path.lexists(out):
-        return ""
-    if working.parent != out:
-        return "exists"
-    held = foreign_in(out)
-    return f"exists and holds {printable(held[0].name)}" if held else ""
+def _check_free(out: Path, working: Path, then: str = "; choose another folder, or move it away") -> None:
+    """Raise BadInput, which ends as `then` says, where an output cannot be written to `out`."""
+    held = foreign_in(out)[:1] if working.parent == out else []
+    if held or (working.parent != out and os.path.lexists(out)):
+        raise BadInput(f"{printable(str(out))}: exists{''.join(f' and holds {printable(p.name)}' for p in held)}{then}")
 
 
 def _check_apart(target: Path, base: Path, shown: str) -> None:

@@ -27,7 +27,7 @@ _LOCK_ATTEMPTS = 20
 
 def work_folder(target: Path, what: str) -> Path:
     """The folder in which surgeon makes `target`: beside it, or inside where that was a folder before work began."""
-    target = target if target.name else Path(os.path.realpath(target))
+    target = target if target.name else target.absolute()
     beside = target.with_name(f".{target.name}.{what}")
     inside = target.is_dir() and not target.is_symlink() and not os.path.lexists(beside)
     return target / beside.name if inside else beside
@@ -35,8 +35,8 @@ def work_folder(target: Path, what: str) -> Path:
 
 def foreign_in(folder: Path) -> list[Path]:
     """What a folder holds beside surgeon's own work in it, and what every new ext4 volume holds."""
-    own = f".{Path(os.path.realpath(folder)).name}."
-    return sorted(path for path in folder.iterdir() if not path.name.startswith(own) and path.name != "lost+found")
+    own = (f".{folder.name}.", "lost+found")
+    return sorted(path for path in folder.iterdir() if not path.name.startswith(own))
 
 
 def sync(path: Path) -> None:
