@@ -32,6 +32,7 @@ from surgeon.common.distributed import Ranks
 from surgeon.common.formatting import counted
 from surgeon.common.json_results import plain_fields
 from surgeon.common.listener import Listener, Quiet, Stopwatch
+from surgeon.common.places import meant
 from surgeon.common.promises import PROMISE_STYLES
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.compose import BaseId, Written, base_entry, compose, surgeries_of
@@ -112,7 +113,7 @@ def apply(
     """
     listener = listener or Quiet()
     ranks = ranks or Ranks()
-    target, base = Path(out), str(base)
+    target, base = Path(out), meant(str(base))
     devices.check(device)
     loaded = loaded_plan(plan, overrides)
     check_destination(target, Path(base) if Path(base).exists() else None)

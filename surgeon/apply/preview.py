@@ -21,6 +21,7 @@ from surgeon.checkpoint.hub import open_headers
 from surgeon.checkpoint.tokenizer_ids import disagreement
 from surgeon.common.formatting import listed
 from surgeon.common.listener import Listener, Quiet
+from surgeon.common.places import meant
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import without_a_place
 from surgeon.families.anatomy_cache import keep, recalled
@@ -342,7 +343,7 @@ def texts_of(blueprint: Blueprint, plan_folder: Path) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for coupling in blueprint.couplings.values():
         if coupling.support is not None:
-            path = plan_folder / coupling.support.text
+            path = plan_folder / meant(coupling.support.text)
             if not path.is_file():
                 raise BadInput(
                     f"{printable(str(path))}: no such text, which `support: activations` of the plan asks for"

@@ -17,6 +17,7 @@ from pydantic import Field, model_validator
 
 from surgeon import HeldOut, TextSpec, check_source, held_out_text, load_config
 from surgeon.common.checked_yaml import check_yaml, where
+from surgeon.common.places import beside
 from surgeon.common.schema import Entry
 from surgeon.common.yaml import parse_yaml, read_text
 from surgeon.errors import BadInput, bad_input, printable
@@ -52,7 +53,7 @@ class _Named:
 
     def resolve(self, path: str) -> Path:
         """The path to open for one that the file names."""
-        return self.source.parent / path
+        return beside(self.source, path)
 
 
 def open_texts(

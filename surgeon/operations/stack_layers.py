@@ -18,8 +18,9 @@ from pydantic import Field, model_validator
 
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft, LayerDraft
+from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.common.formatting import layers_have, show
-from surgeon.errors import BadInput
+from surgeon.errors import BadInput, printable
 from surgeon.families.family import MOST_LAYERS
 from surgeon.operations.drop_layers import check_grafts
 from surgeon.operations.insert_layers import InsertLayers
@@ -84,6 +85,10 @@ class StackLayers(Operation):
         ),
     ] = None
 
+    dtype: Annotated[
+        str | None, Field(description="of mergekit's configs: refuse a base that is stored in another dtype")
+    ] = None
+
     @model_validator(mode="after")
     def _one_way(self) -> Self:
         given = {key for key in ("bottom", "top", "times", "range", "slices") if getattr(self, key) is not None}
@@ -100,6 +105,12 @@ class StackLayers(Operation):
     def edit(self, draft: Draft, facts: None) -> OperationRecord:
         """Put copies of layers beside them, and take out those that occur no more."""
         total = len(draft.layers)
+        stored = FLOAT_DTYPES[draft.dtype_of(0)].torch
+        if self.dtype not in (None, stored):
+            raise BadInput(
+                f"`dtype` is {printable(str(self.dtype))}, and the base is stored in {stored}: its bytes are copied as"
+                " they are, so leave `dtype` out, or convert the base first"
+            )
         order = [layer for first, end in self._slices(total) for layer in range(first, end)]
         if max(order) >= total:
             raise BadInput(

@@ -26,6 +26,7 @@ from surgeon import (
 )
 from surgeon.common.checked_yaml import check_yaml, editor_schema
 from surgeon.common.checked_yaml import where as place_of
+from surgeon.common.places import beside
 from surgeon.common.suggestions import did_you_mean
 from surgeon.common.yaml import Place, override, parse_yaml, read_text
 from surgeon.compare.config.entries import PEERS, StudyText
@@ -74,7 +75,7 @@ class LoadedStudy:
 
     def resolve(self, path: str) -> Path:
         """A path that the file names."""
-        return self.source.parent / path
+        return beside(self.source, path)
 
     def texts(self, group: Group) -> list[StudyText]:
         """The texts of a kind, with shares that sum to 1."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from surgeon import overrides_of, shipped_tasks
 from surgeon.common.checked_yaml import check_yaml, editor_schema, where
+from surgeon.common.places import beside
 from surgeon.common.suggestions import did_you_mean
 from surgeon.common.yaml import Place, override, parse_yaml, read_text
 from surgeon.continual.config.schema import TasksConfig
@@ -49,7 +50,7 @@ class LoadedTasks:
 
     def resolve(self, path: str) -> Path:
         """A path that the file names."""
-        return self.source.parent / path
+        return beside(self.source, path)
 
 
 def find_tasks(tasks: str | Path) -> Path:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from surgeon.common.checked_yaml import check_yaml, editor_schema, where
+from surgeon.common.places import beside
 from surgeon.common.yaml import Place, override, parse_yaml, read_text
 from surgeon.errors import printable
 from surgeon.models.templates import TEMPLATES
@@ -87,7 +88,7 @@ class LoadedConfig:
 
     def resolve(self, path: str) -> Path:
         """A path that the config names."""
-        return self.source.parent / path
+        return beside(self.source, path)
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
