@@ -145,9 +145,7 @@ class _Builder:
                     f"{self.shown}:{line}: a key must be a plain word, not a list or a mapping; write one in its place"
                 )
             if key_node.tag.endswith(":merge"):
-                raise BadInput(
-                    f"{self.shown}:{line}: merge keys (`<<`) are not read; write out what this one brings in"
-                )
+                raise BadInput(f"{self.shown}:{line}: merge keys (`<<`) are not read; write out what it brings in")
             key = self._characters(key_node.value, line)
             if key in result:
                 first = self.lines[(*place, key)]

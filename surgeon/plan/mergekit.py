@@ -37,18 +37,16 @@ class _Passthrough(Spec):
 
 def of_mergekit(data: dict[str, Any], lines: dict[Place, int], source: str) -> dict[str, Any]:
     """Return the plan that a mergekit config is, and its places in `lines`. Raises BadInput where it merges models."""
-    models: list[str] = []
-    if data.get("merge_method") == "passthrough":
-        config = check_yaml(_Passthrough, data, lines, source, what="mergekit config", habits=_HABITS)
-        stacked = [each for part in config.slices for each in part.sources]
-        # What is behind a plus is an adapter.
-        models = list(dict.fromkeys(name for each in stacked for name in each.model.split("+")))
-        if len(models) == 1 and len(stacked) == len(config.slices):
-            lines["operations", 0] = lines["slices",]
-            slices = [each.layer_range for each in stacked]
-            return {"surgeon": 1, "operations": [{"op": "stack_layers", "slices": slices, "dtype": config.dtype}]}
-    named = f" of {listed(models)}" if models else ""
-    raise BadInput(
-        f"{printable(source)}: a mergekit config that merges models{named}; surgeon grows one model and merges none, so"
-        " merge with mergekit, then grow what it wrote"
-    )
+    merges = data.get("merge_method") != "passthrough"
+    config = None if merges else check_yaml(_Passthrough, data, lines, source, what="mergekit config", habits=_HABITS)
+    stacked = [] if config is None else [each for part in config.slices for each in part.sources]
+    # What is behind a plus is an adapter.
+    models = {name for each in stacked for name in each.model.split("+")}
+    if config is None or len(models) != 1 or len(stacked) != len(config.slices):
+        raise BadInput(
+            f"{printable(source)}: a mergekit config that merges models{' ' if models else ''}{listed(sorted(models))};"
+            " surgeon grows one model and merges none, so merge with mergekit, then grow what it wrote"
+        )
+    lines["operations", 0] = lines["slices",]
+    slices = [each.layer_range for each in stacked]
+    return {"surgeon": 1, "operations": [{"op": "stack_layers", "slices": slices, "dtype": config.dtype}]}

@@ -115,9 +115,9 @@ def test_a_key_that_stands_in_a_section_is_sent_there() -> None:
         ("models: [{model: a}, {model: b}]\n", "surgeon grows one model and merges none"),
         (
             f"slices: [{A}, {A.replace('a,', 'b,')}]\nmerge_method: passthrough\n",
-            r"merges models of a, b; surgeon grows",
+            r"merges models a, b; surgeon grows",
         ),
-        (f"slices: [{A.replace('a,', 'a+lora,')}]\nmerge_method: passthrough\n", "merges models of a, lora; surgeon"),
+        (f"slices: [{A.replace('a,', 'a+lora,')}]\nmerge_method: passthrough\n", "merges models a, lora; surgeon"),
     ],
 )
 def test_a_config_of_mergekit_that_merges_is_recognised(text: str, said: str) -> None:
