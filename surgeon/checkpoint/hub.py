@@ -63,7 +63,7 @@ class Located:
 
 def id_and_revision(name: str, revision: str | None = None) -> tuple[str, str | None]:
     """Split `user/name[@revision]` into the Hub id and the revision. Raises BadInput for no id, or two revisions."""
-    repo_id, at, named = name.partition("@")
+    repo_id, at, named = meant(name).partition("@")
     check_id(repo_id if at and named else name)
     if at and revision is not None:
         raise BadInput(f"{printable(name)}: names a revision, and `--revision` another; leave one of them out")
@@ -98,7 +98,7 @@ def locate_adapter(adapter: str) -> Located:
 
     Raises BadInput as `locate` does; a pickle is never downloaded.
     """
-    repo_id, revision = id_and_revision(meant(adapter))
+    repo_id, revision = id_and_revision(adapter)
     if offline():
         return _snapshot(repo_id, revision, [ADAPTER_CONFIG, ADAPTER_WEIGHTS], offline=True)
 
@@ -140,7 +140,7 @@ def remote_folder(repo_id: str, revision: str | None, *, trust_remote_code: bool
     Everything but the weights is read and checked as by `CheckpointFolder.open`; reading a tensor raises BadInput.
     Offline it is opened from the cache. Raises BadInput as `locate` and `CheckpointFolder.open` do.
     """
-    repo_id, revision = id_and_revision(meant(repo_id), revision)
+    repo_id, revision = id_and_revision(repo_id, revision)
     if offline():
         return CheckpointFolder.open(_cached(repo_id, revision).path, trust_remote_code=trust_remote_code)
     repository = _Repository.ask(repo_id, revision)

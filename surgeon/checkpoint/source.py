@@ -252,7 +252,7 @@ class _Identity:
 
 _NO_FOLDER = "not a folder; give the folder of a transformers checkpoint"
 _NOT_READ = {
-    ".gguf": "a GGUF file, which surgeon does not read; give the folder, or the Hub id, of the model that it is of",
+    ".gguf": "a GGUF file, which surgeon does not read; give the model that it was made from: its folder or Hub id",
     ".safetensors": "a file of weights; give the folder that it is in, with its config.json",
 }
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import unquote
 
+from surgeon.common.suggestions import did_you_mean
 from surgeon.errors import BadInput, printable
 
 # `Path` makes one slash of two. The page of a file means its repository.
@@ -15,6 +17,7 @@ _HUB = re.compile(
     r"(?:(?!datasets/|spaces/)([\w.-]+/[\w.-]+)"
     r"(?:(?:@|/(?:tree|commit)/)([^/?#]+)|/(?:blob|resolve|raw)/([^/?#]+)/[^?#]+)?/?(?:[?#].*)?|.*)"
 )
+_NAMED = re.compile(r"([A-Za-z0-9_-]{1,60})=(.+)", re.S)
 
 
 def meant(given: str) -> str:
@@ -45,6 +48,23 @@ def meant(given: str) -> str:
     return str(snapshots[0])
 
 
-def beside(file: Path, given: str) -> Path:
-    """Return the path that a file means by `given`: seen from the file's folder."""
-    return file.parent / meant(given)
+def named(given: str | Path) -> tuple[str | None, str]:
+    """Split NAME=FILE into both; what is a file as it stands has no name."""
+    found = _NAMED.fullmatch(str(given))
+    return (found[1], found[2]) if found and not Path(given).exists() else (None, str(given))
+
+
+def from_here(path: str) -> str:
+    """Return a path that an option names from the root: those of a file begin at its folder. A data set stays."""
+    return path if path.startswith("dataset:") else str(Path(meant(path)).absolute())
+
+
+def find_file(given: str | Path, shipped: Mapping[str, Path], *, what: str) -> Path:
+    """Return the file that an argument means: a path, or the name of a shipped `what`. Raises BadInput for neither."""
+    path = Path(meant(str(given)))
+    if (path.exists() and not path.is_dir()) or path.suffix in (".yaml", ".yml"):
+        return path
+    if str(given) in shipped:
+        return shipped[str(given)]
+    why = f"a folder, not a {what}" if path.is_dir() else f"neither a {what} nor the name of a shipped one"
+    raise BadInput(f"{printable(str(given))}: {why}{did_you_mean(str(given), list(shipped))}")
