@@ -97,7 +97,7 @@ class StackLayers(Operation):
                 "give `bottom` and `top` (two overlapping copies), or `times` (how often the stack occurs, or a `range`"
                 " of it), or `slices`"
             )
-        counts = [end - first for first, end in self.slices or [(0, 1)]]
+        counts = [end - first for first, end in self.slices or [[0, 1]]]
         if min(counts) < 1 or sum(counts) > MOST_LAYERS:
             raise ValueError(f"a slice is [first, end], without its end; all hold {MOST_LAYERS} layers at most")
         return self
