@@ -75,6 +75,8 @@ def test_a_plan_may_come_from_stdin(base: Path) -> None:
     [
         ("apply BASE solar out", ["did you swap PLAN and BASE?"]),
         ("apply solar out BASE", ["did you swap BASE and OUT?"]),
+        ("apply solar BASE full", ["full: exists and holds x; choose another folder"]),
+        ("apply solar BASE out --device cuda", ["--device cuda: no CUDA device is visible here; use cpu"]),
         ("verify BASE BASE --device gpu", ["--device gpu: unknown; use auto, cpu, cuda or cuda:N"]),
         ("verify BASE out --text absent.txt", ["absent.txt: cannot read the text (no such file; looked at"]),
         ("train BASE ROWS run", ["rows.jsonl:2: no key `text`; `chosen` and `rejected` are preferences"]),
@@ -104,6 +106,9 @@ def test_what_is_wrong_is_said_in_a_line_each_before_torch_is_asked_for(
     rows = tmp_path / "rows.yaml"
     rows.write_text("surgeon_train: 1\nsteps: 1\nwhat: all\nsources: [{name: a, share: 1, path: rows.jsonl}]\n")
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").touch()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.chdir(tmp_path)
 
     def no_torch(device: str) -> str:

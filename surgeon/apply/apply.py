@@ -24,6 +24,7 @@ from surgeon.checkpoint.card_metadata import Metadata, metadata_of
 from surgeon.checkpoint.folder import CARD_FILE, CheckpointFolder, digests_of
 from surgeon.checkpoint.hub import locate, remote_folder
 from surgeon.checkpoint.peft_folder import AdapterFolder
+from surgeon.checkpoint.staging import check_destination
 from surgeon.checkpoint.tokenizer_files import without
 from surgeon.checkpoint.trimmed_vocabulary import trimmed_files
 from surgeon.common import devices
@@ -31,6 +32,7 @@ from surgeon.common.distributed import Ranks
 from surgeon.common.formatting import counted
 from surgeon.common.json_results import plain_fields
 from surgeon.common.listener import Listener, Quiet, Stopwatch
+from surgeon.common.places import meant
 from surgeon.common.promises import PROMISE_STYLES
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.compose import BaseId, Written, base_entry, compose, surgeries_of
@@ -111,15 +113,16 @@ def apply(
     """
     listener = listener or Quiet()
     ranks = ranks or Ranks()
-    target, base = Path(out), str(base)
+    target, base = Path(out), meant(str(base))
+    devices.check(device)
     loaded = loaded_plan(plan, overrides)
+    check_destination(target, Path(base) if Path(base).exists() else None)
     adapters: dict[str, AdapterFolder] = {}
     if not Path(base).exists():
         # Everything that can be refused is refused before the first weight is downloaded.
-        remote = remote_folder(base, revision, trust_remote_code=trust_remote_code)
-        headers = opened_for(loaded, remote, weights=False)
+        headers = opened_for(loaded, remote_folder(base, revision, trust_remote_code=trust_remote_code), weights=False)
         with contextlib.suppress(WeightsNeeded):
-            proved(preview_of(loaded, headers), remote)
+            proved(preview_of(loaded, headers), headers)
         adapters = headers.adapters
     located = locate(base, revision=revision, code=trust_remote_code)
     folder = CheckpointFolder.open(located.path, trust_remote_code=trust_remote_code)
@@ -131,7 +134,10 @@ def apply(
     if ranks.leads:
         with ranks.leading():
             check_output(job, located.path, target)
-            shown = proved(shown, folder)
+            if device != "auto":
+                # Although nothing may be computed: who names a device that is not there is told so.
+                devices.resolve(device)
+            shown = proved(shown, opened)
             for note in shown.notes_on_it:
                 listener.say(note)
             if not shown.blueprint.native:

@@ -21,6 +21,7 @@ from surgeon.checkpoint.known_digests import FileDigests, Stamp, keep_digests, k
 from surgeon.checkpoint.linking import can_clone, check_linkable, clone, hard_link
 from surgeon.checkpoint.ranges import sha256_range
 from surgeon.checkpoint.source import LocalSource, OpenShards
+from surgeon.checkpoint.staging import working_folder
 from surgeon.common.formatting import size
 from surgeon.common.json_results import plain_fields
 from surgeon.common.listener import Stopwatch
@@ -62,7 +63,7 @@ class Moved:
 
 def way_to(job: Job, out: Path) -> Way:
     """How unchanged shards get into the folder of `out`. Raises BadInput where they are to be linked and cannot be."""
-    folder = out.absolute().parent
+    folder = working_folder(out).parent
     with OpenShards(job.sources) as shards:
         for twin in job.unchanged.values():
             if not job.link:

@@ -10,7 +10,7 @@ from typing import Any
 
 from surgeon.apply.job import places_in, twins_in, unchanged_among
 from surgeon.apply.memory import peak_memory
-from surgeon.apply.proofs import NOTHING_TO_PROVE, Proof, known_proof, prove
+from surgeon.apply.proofs import NOTHING_TO_PROVE, Proof, known_proof, promised, prove
 from surgeon.apply.shapes import check_shapes, check_taken, lost_divisors
 from surgeon.blueprint.blueprint import Blueprint, Output
 from surgeon.blueprint.shards import MAX_NEW_SHARD_BYTES, Shard, lay_out
@@ -21,6 +21,7 @@ from surgeon.checkpoint.hub import open_headers
 from surgeon.checkpoint.tokenizer_ids import disagreement
 from surgeon.common.formatting import listed
 from surgeon.common.listener import Listener, Quiet
+from surgeon.common.places import meant
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import without_a_place
 from surgeon.families.anatomy_cache import keep, recalled
@@ -222,6 +223,7 @@ def preview_of(
     """The preview of a plan on an opened base. Raises BadInput.
 
     With `recall`, what an earlier preview proved of this base and plan is not proven again: for what writes nothing.
+    Without it nothing is proven: that is left to `proved`, after all that costs less.
     """
     folder, anatomy = base.folder, base.anatomy
     facts = prepare(loaded, base)
@@ -262,7 +264,7 @@ def preview_of(
 
 
 def _proof(blueprint: Blueprint, base: OpenedBase, *, recall: bool) -> Proof:
-    """How the promise of exactness is known: proven now, or with `recall` by an earlier preview.
+    """How the promise of exactness is known: with `recall` by an earlier preview, else not yet.
 
     Of a usual model, whose anatomy ships with surgeon, a preview proves nothing but that widths can grow, which code
     may forbid: `apply` proves the rest.
@@ -270,7 +272,7 @@ def _proof(blueprint: Blueprint, base: OpenedBase, *, recall: bool) -> Proof:
     folder, anatomy = base.folder, base.anatomy
     of = (blueprint, anatomy, folder.config, folder.own)
     if not recall:
-        return prove(*of)
+        return promised(blueprint)
     proof = known_proof(*of)
     if proof.how != "cached" and (anatomy.derivation.proven or blueprint.promise == "rounding"):
         proof = prove(*of)
@@ -323,12 +325,10 @@ def _notes(blueprint: Blueprint, base: OpenedBase, texts: Mapping[str, Path]) ->
         yield _NO_LICENSE
 
 
-def proved(shown: Preview, folder: CheckpointFolder) -> Preview:
-    """A preview whose promise is proven on a twin, where it was not yet. Raises BadInput where it does not hold."""
-    if shown.proof.how != "promised":
-        return shown
-    anatomy = dissect_folder(folder)
-    return replace(shown, proof=prove(shown.blueprint, anatomy, folder.config, folder.own))
+def proved(shown: Preview, base: OpenedBase) -> Preview:
+    """A preview whose promise is proven on a twin. Raises BadInput where it does not hold."""
+    with placed(shown.plan):
+        return replace(shown, proof=prove(shown.blueprint, base.anatomy, base.folder.config, base.folder.own))
 
 
 def _new_numbers(output: Output, folder: CheckpointFolder) -> int:
@@ -343,7 +343,7 @@ def texts_of(blueprint: Blueprint, plan_folder: Path) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for coupling in blueprint.couplings.values():
         if coupling.support is not None:
-            path = plan_folder / coupling.support.text
+            path = plan_folder / meant(coupling.support.text)
             if not path.is_file():
                 raise BadInput(
                     f"{printable(str(path))}: no such text, which `support: activations` of the plan asks for"

@@ -87,19 +87,24 @@ class Proof:
 NOTHING_TO_PROVE = Proof("none")
 
 
+def promised(blueprint: Blueprint) -> Proof:
+    """What is known of a blueprint's promise where nobody has looked."""
+    return Proof("promised", libraries=_run_by()) if blueprint.promise == "exact" else NOTHING_TO_PROVE
+
+
 def known_proof(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any], own: OwnCode | None) -> Proof:
     """What the cache knows of a blueprint's promise for a base of this `config` and its `own` code."""
-    if blueprint.promise != "exact":
-        return NOTHING_TO_PROVE
+    if (unproven := promised(blueprint)).how == "none":
+        return unproven
     folder = cache_folder(_KIND)
     key = _key(blueprint, anatomy, config, own) if folder is not None else ""
     content = read_entry(folder, f"{key}.json") if folder is not None else None
     if content is None:
-        return Proof("promised", libraries=_run_by())
+        return unproven
     try:
         entry = _Entry.model_validate(parse_json_strict(content, file=key, max_bytes=MAX_ENTRY_BYTES))
     except (BadInput, ValidationError):
-        return Proof("promised", libraries=_run_by())
+        return unproven
     return Proof("cached" if entry.key == key else "promised", day=entry.day, libraries=_run_by())
 
 

@@ -28,7 +28,7 @@ from surgeon.checkpoint.header import Header, header_bytes
 from surgeon.checkpoint.piece_bytes import copy_pieces
 from surgeon.checkpoint.ranges import WriteBehind, reserve, write_all
 from surgeon.checkpoint.source import OpenShards
-from surgeon.checkpoint.staging import Staging, check_destination, check_space
+from surgeon.checkpoint.staging import Staging, check_destination, check_space, working_folder
 from surgeon.common.disk_space import writing
 from surgeon.common.distributed import Elsewhere, Ranks, Report
 from surgeon.common.listener import Listener, Stopwatch
@@ -59,7 +59,7 @@ def execute(job: Job, out: Path, listener: Listener, stopwatch: Stopwatch, ranks
     is continued. Raises BadInput for what the user can mend (disk full, base changed meanwhile) and PromiseBroken when
     what was read back is not what was written. Returns how the bytes of the shards came there.
     """
-    working = out.parent / f".{out.name}.surgeon"
+    working = working_folder(out)
     kept = f"what was finished is kept in {printable(str(working))}: the same command continues"
     with (
         writing(out, kept=kept, kept_in=working, needed_bytes=bytes_to_move(job, out)),

@@ -39,6 +39,7 @@ from surgeon.checkpoint.hub_calls import (
 from surgeon.checkpoint.peft_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_adapter_files
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, LocalSource, is_side_file, read_capped
 from surgeon.checkpoint.weights import INDEX_FILE, choose_weights
+from surgeon.common.places import meant
 from surgeon.errors import BadInput, printable
 from surgeon.runtime.bundle import CODE_FILE
 
@@ -62,7 +63,7 @@ class Located:
 
 def id_and_revision(name: str, revision: str | None = None) -> tuple[str, str | None]:
     """Split `user/name[@revision]` into the Hub id and the revision. Raises BadInput for no id, or two revisions."""
-    repo_id, at, named = name.partition("@")
+    repo_id, at, named = meant(name).partition("@")
     check_id(repo_id if at and named else name)
     if at and revision is not None:
         raise BadInput(f"{printable(name)}: names a revision, and `--revision` another; leave one of them out")
@@ -76,6 +77,7 @@ def locate(base: str, *, revision: str | None, code: bool = False, download: boo
     a pickle, and Python files only with `code`. Without `download` only the cache is searched. Raises
     BadInput where it is not found, gated, of an unknown revision, or neither cached nor reachable.
     """
+    base = meant(base)
     if Path(base).exists():
         if revision is not None:
             raise BadInput(f"{printable(base)}: a local folder has no revision; leave `--revision` out")
@@ -112,6 +114,7 @@ def locate_delta(delta: str) -> Located:
 
     Raises BadInput as `locate` does; only tensors and the files that a delta may hold are downloaded.
     """
+    delta = meant(delta)
     if Path(delta).exists():
         return Located(Path(delta))
     repo_id, revision = id_and_revision(delta)
@@ -146,9 +149,10 @@ def remote_folder(repo_id: str, revision: str | None, *, trust_remote_code: bool
 
 def open_headers(base: str | Path, *, revision: str | None, trust_remote_code: bool) -> CheckpointFolder:
     """A base, given as a folder or a Hub id, for whoever reads no byte of its weights. Raises BadInput."""
+    base = meant(str(base))
     if Path(base).exists():
         return CheckpointFolder.open(Path(base), trust_remote_code=trust_remote_code)
-    return remote_folder(str(base), revision, trust_remote_code=trust_remote_code)
+    return remote_folder(base, revision, trust_remote_code=trust_remote_code)
 
 
 def _at_one_commit(repo_id: str, revision: str | None, choose: Callable[[_Repository], list[str]]) -> Located:

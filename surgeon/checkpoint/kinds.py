@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 from surgeon.checkpoint.folder import CONFIG_FILE, DELTA_FILE, MANIFEST_FILE
 from surgeon.common.files import read_given
+from surgeon.common.places import meant
 from surgeon.errors import BadInput, printable
 
 Kind = Literal[
@@ -57,8 +58,8 @@ class Argument(NamedTuple):
 
 def kind_of(given: str) -> Kind:
     """What `given` is. Nothing is refused: what cannot be looked at is a file."""
-    path = Path(given)
     try:
+        path = Path(meant(given))
         if path.is_dir():
             return _folder_kind({entry.name for entry in path.iterdir()})
         if not os.path.lexists(path):

@@ -250,6 +250,13 @@ class _Identity:
         return cls(found.st_size, found.st_mtime_ns, found.st_ino)
 
 
+_NO_FOLDER = "not a folder; give the folder of a transformers checkpoint"
+_NOT_READ = {
+    ".gguf": "a GGUF file, which surgeon does not read; give the model that it was made from: its folder or Hub id",
+    ".safetensors": "a file of weights; give the folder that it is in, with its config.json",
+}
+
+
 class LocalSource:
     """A folder on this machine."""
 
@@ -266,7 +273,7 @@ class LocalSource:
         except FileNotFoundError:
             raise BadInput(f"{self.shown}: no such folder; check the path") from None
         except NotADirectoryError:
-            raise BadInput(f"{self.shown}: not a folder; give the folder of a transformers checkpoint") from None
+            raise BadInput(f"{self.shown}: {_NOT_READ.get(self.path.suffix, _NO_FOLDER)}") from None
         except PermissionError:
             raise BadInput(f"{self.shown}: permission denied; make it readable or run as its owner") from None
         except OSError as error:

@@ -3,6 +3,9 @@
 `.out.surgeon/` beside `out` holds `lock` (held while a process works here), `journal.jsonl` (the files that are done
 and flushed) and `out/` (the files so far). If the run is interrupted, `out` is absent or complete, and the same
 command continues from the journal.
+
+An `out` that is an empty folder may be a mounted volume, which nothing can be renamed to. `.out.surgeon/` is in it
+then, and each file is renamed into `out`, last of all those without which nothing loads the others.
 """
 
 from __future__ import annotations
@@ -17,14 +20,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from surgeon.checkpoint.folder import CONFIG_FILE, DELTA_FILE
+from surgeon.checkpoint.peft_folder import ADAPTER_CONFIG
 from surgeon.common.disk_space import check_room
 from surgeon.common.names import check_new_name
-from surgeon.common.work_folders import LOCK_FILE, WorkFolder, read_own, sync
+from surgeon.common.work_folders import LOCK_FILE, WorkFolder, foreign_in, read_own, sync, work_folder
 from surgeon.errors import BadInput, printable
 
 _JOURNAL = "journal.jsonl"
 _STAGED = "out"
 _FORMAT = 1
+# By these loaders know what a folder is.
+_LAST = (DELTA_FILE, ADAPTER_CONFIG, CONFIG_FILE)
 
 
 @dataclass
@@ -70,7 +77,7 @@ class Staging:
 
     def __init__(self, out: Path, *, fingerprint: str, say: Callable[[str], None]) -> None:
         self.out = _absolute(out)
-        self.working = _working_folder(self.out)
+        self.working = working_folder(self.out)
         self._work = WorkFolder(self.working, target=self.out)
         self.folder = self.working / _STAGED
         self.fingerprint = fingerprint
@@ -149,29 +156,42 @@ class Staging:
             sync(folder)
         found = self.folder.stat()
         self._append({"published": [found.st_ino, found.st_dev]})
-        if os.path.lexists(self.out):
-            raise BadInput(
-                f"{printable(str(self.out))}: exists now; it was not there when the run began. Nothing is lost:"
-                " move it away and run the same command again"
-            )
+        _check_free(
+            self.out,
+            self.working,
+            " now; it was not so when the run began. Nothing is lost: move it away and run the same command again",
+        )
         self._work.check_there()
-        self.folder.rename(self.out)
-        sync(self.out.parent)
+        self._move()
         self._published = True
         self._clean_up()
 
+    def _move(self) -> None:
+        """Give all that is staged its place, or what is still staged where a run was killed meanwhile."""
+        if not self._within:
+            if self.folder.exists():
+                self.folder.rename(self.out)
+            sync(self.out.parent)
+            return
+        for path in sorted(self.folder.glob("*"), key=lambda path: (path.name in _LAST, path.name)):
+            path.rename(self.out / path.name)
+        sync(self.out)
+
+    @property
+    def _within(self) -> bool:
+        return self.working.parent == self.out
+
     def _staged(self) -> set[str]:
-        return _files_in(self.folder)
+        return {str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if not path.is_dir()}
 
     def _continue_or_begin(self) -> None:
         journal = _Journal.read(self.working / _JOURNAL)
         if journal.fingerprint == self.fingerprint and self._was_published(journal):
             self.already_published = True
-            sync(self.out.parent)
+            self._move()
             self._clean_up()
             return
-        if os.path.lexists(self.out):
-            raise BadInput(f"{printable(str(self.out))}: exists; choose another folder, or move it away")
+        _check_free(self.out, self.working)
         if journal.fingerprint != self.fingerprint and (journal.fingerprint is not None or self.folder.exists()):
             self._set_aside()
             journal = _Journal()
@@ -199,14 +219,17 @@ class Staging:
             self._say(f"continuing an earlier run: {kept} files are done already")
 
     def _was_published(self, journal: _Journal) -> bool:
-        if journal.published is None or self.folder.exists() or not self.out.is_dir() or self.out.is_symlink():
+        if journal.published is None or not self.out.is_dir() or self.out.is_symlink():
             return False
         found = self.out.stat()
-        if journal.published != [found.st_ino, found.st_dev]:
+        if not self._within and (self.folder.exists() or journal.published != [found.st_ino, found.st_dev]):
             return False
         # A journal from elsewhere could guess the folder's number, not when each file was written here.
-        names = _files_in(self.out)
-        return bool(names) and all(_is_as(self.out / name, journal.done.get(name)) for name in names)
+        staged = {self.folder / name: name for name in self._staged()} if self._within else {}
+        there = {path: str(path.relative_to(self.out)) for top in foreign_in(self.out) for path in _below(top)}
+        return bool(staged or there) and all(
+            _is_as(path, journal.done.get(name), moved=self._within) for path, name in (staged | there).items()
+        )
 
     def _set_aside(self) -> None:
         """Move another run's working folder away, lock and all, and hold the lock of a new one."""
@@ -249,17 +272,20 @@ class Staging:
         self._work.release()
 
 
-def _files_in(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
+def _below(path: Path) -> list[Path]:
+    return [file for file in path.rglob("*") if not file.is_dir()] if path.is_dir() else [path]
 
 
-def _is_as(file: Path, entry: dict[str, Any] | None) -> bool:
-    """Whether nobody has touched a file since it got this entry in the journal."""
+def _is_as(file: Path, entry: dict[str, Any] | None, *, moved: bool = False) -> bool:
+    """Whether nobody has touched a file since it got this entry in the journal, but that it may be `moved`."""
     try:
         found = os.lstat(file)
     except OSError:
         return False
-    return entry is not None and stat.S_ISREG(found.st_mode) and {**entry, **_facts(found)} == entry
+    facts = _facts(found)
+    if moved:
+        del facts["ctime_ns"]
+    return entry is not None and stat.S_ISREG(found.st_mode) and {**entry, **facts} == entry
 
 
 def _facts(found: os.stat_result) -> dict[str, int]:
@@ -268,8 +294,8 @@ def _facts(found: os.stat_result) -> dict[str, int]:
 
 
 def check_destination(out: Path, base: Path | None) -> None:
-    """Raise BadInput for an `out` that exists, has no writable parent, or is `base`, contains it or lies in it, and
-    for a name that nothing can be written to.
+    """Raise BadInput for an `out` that exists and is no empty folder, has no writable parent, or is `base`, contains it
+    or lies in it, and for a name that nothing can be written to.
 
     An `out` that a killed run completed but did not clean up passes: `Staging` finds out which run wrote it.
     """
@@ -281,10 +307,18 @@ def check_destination(out: Path, base: Path | None) -> None:
         raise BadInput(f"{shown}: {printable(str(out.absolute().parent))} is not a folder; make it first")
     if base is not None:
         _check_apart(target, base, shown)
-    if os.path.lexists(target) and _Journal.read(_working_folder(target) / _JOURNAL).published is None:
-        raise BadInput(f"{shown}: exists; choose another folder, or move it away")
-    if not os.access(target.parent, os.W_OK | os.X_OK):
-        raise BadInput(f"{shown}: {printable(str(target.parent))} is not writable for you; choose another folder")
+    working = working_folder(target)
+    if _Journal.read(working / _JOURNAL).published is None:
+        _check_free(target, working)
+    if not os.access(working.parent, os.W_OK | os.X_OK):
+        raise BadInput(f"{shown}: {printable(str(working.parent))} is not writable for you; choose another folder")
+
+
+def _check_free(out: Path, working: Path, then: str = "; choose another folder, or move it away") -> None:
+    """Raise BadInput, which ends as `then` says, where an output cannot be written to `out`."""
+    held = foreign_in(out)[:1] if working.parent == out else []
+    if held or (working.parent != out and os.path.lexists(out)):
+        raise BadInput(f"{printable(str(out))}: exists{''.join(f' and holds {printable(p.name)}' for p in held)}{then}")
 
 
 def _check_apart(target: Path, base: Path, shown: str) -> None:
@@ -308,7 +342,7 @@ def check_space(out: Path, needed_bytes: int, *, fingerprint: str | None = None)
     Files that an earlier run of the same `fingerprint` has staged are not counted.
     """
     target = _absolute(out)
-    working = _working_folder(target)
+    working = working_folder(target)
     if fingerprint is not None and _Journal.read(working / _JOURNAL).fingerprint == fingerprint:
         needed_bytes -= sum(path.lstat().st_blocks * 512 for path in (working / _STAGED).glob("*"))
     check_room(target, needed_bytes)
@@ -321,5 +355,6 @@ def _absolute(out: Path) -> Path:
     return Path(os.path.realpath(out.parent)) / out.name
 
 
-def _working_folder(out: Path) -> Path:
-    return out.with_name(f".{out.name}.surgeon")
+def working_folder(out: Path) -> Path:
+    """The folder in which an output is staged."""
+    return work_folder(out, "surgeon")

@@ -7,6 +7,7 @@ from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -17,6 +18,8 @@ from surgeon.cli.failures import Command, failing
 from surgeon.cli.options import Spelling, as_option, parameters_given
 from surgeon.cli.output import listening, show
 from surgeon.cli.spellings import SPELLINGS
+from surgeon.common import devices
+from surgeon.common.places import meant
 
 # The order of the help.
 GROUPS = {
@@ -90,6 +93,8 @@ class Entry:
         def called(**words: Any) -> None:
             # What is not given has the function's default.
             given = {name: value for name, value in words.items() if value is not None or name not in spelt}
+            given |= {name: Path(meant(str(value))) for name, value in given.items() if isinstance(value, Path)}
+            devices.check(given.get("device", "auto"))
             self.run(**{name: spelt[name].value(value) if name in spelt else value for name, value in given.items()})
 
         called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

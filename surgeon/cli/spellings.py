@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from surgeon.cli.options import Spelling
+from surgeon.common.places import meant
 from surgeon.errors import BadInput, printable
 
 
@@ -51,7 +52,7 @@ def _named_texts(given: list[str]) -> dict[str, Path | None]:
             raise BadInput(f"--text {printable(entry)}: give a name and a file, as in --text french=fr.txt")
         if name in named:
             raise BadInput(f"--text {printable(entry)}: the name {printable(name)} is given twice")
-        named[name] = Path(file)
+        named[name] = Path(meant(file))
     return named
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from surgeon.common.places import meant
 from surgeon.common.schema_forms import Forms
 from surgeon.common.suggestions import did_you_mean, nearest, value_text
 from surgeon.common.yaml import Place
@@ -90,6 +92,29 @@ def where(place: Place, lines: Mapping[Place, int], source: str, given: Mapping[
     inside = dict.fromkeys(printable(option) for at, option in given.items() if at[: len(place)] == place)
     changed = f", with {' '.join(inside)}" if inside else ""
     return f"{printable(source)}:{_line_of(place, lines)}{changed}: "
+
+
+@dataclass(frozen=True)
+class Loaded(Generic[ModelT]):
+    """A file as read; relative paths in it start at its folder.
+
+    `lines` are those of its keys, `given` what set some of them instead: options, say.
+    """
+
+    config: ModelT
+    source: Path
+    lines: Mapping[Place, int] = field(default_factory=dict)
+    given: Mapping[Place, str] = field(default_factory=dict)
+
+    def where(self, *place: str | int) -> str:
+        """How an error about a key begins: the file and line, or what set it instead."""
+        if not self.lines and place not in self.given:
+            return f"{printable(str(self.source))}: "
+        return where(place, self.lines, str(self.source), self.given)
+
+    def resolve(self, path: str) -> Path:
+        """A path that the file names."""
+        return self.source.parent / meant(path)
 
 
 def _line_of(place: Place, lines: Mapping[Place, int]) -> int:

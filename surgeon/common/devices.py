@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -25,7 +26,9 @@ def check(device: str) -> None:
 
 
 def _has_driver() -> bool:
-    """Whether the driver of an NVIDIA or AMD GPU is there; without one torch sees none."""
+    """Whether the driver of an NVIDIA or AMD GPU is there, and shows one; without that torch sees none."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return False
     if Path("/dev/kfd").exists():
         return True
     try:
@@ -38,13 +41,14 @@ def _has_driver() -> bool:
 def resolve(device: str) -> str:
     """The torch device that `--device` names. Raises BadInput where the name is unknown or the device is missing."""
     check(device)
+    if device == "cpu" or not _has_driver():
+        return "cpu"
     import torch
 
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     found = _NAME.fullmatch(device)
-    if found is None or device == "cpu":
-        return device
+    assert found is not None, device
     count = torch.cuda.device_count()
     if count == 0:
         raise BadInput(f"--device {device}: no CUDA device is visible here; use cpu")

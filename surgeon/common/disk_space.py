@@ -43,7 +43,7 @@ def free_bytes(path: Path) -> int:
 
 def check_room(path: Path, needed_bytes: int, *, what: str = "") -> None:
     """Raise BadInput, with both numbers, where the file system of `path` has less room; `what` says what it is for."""
-    free = free_bytes(path.parent)
+    free = free_bytes(path)
     if needed_bytes > free:
         raise BadInput(
             f"{printable(str(path))}: {size(needed_bytes)} are needed{what}, {size(free)} are free on its disk;"
@@ -59,7 +59,7 @@ def disk_error(error: BaseException, path: Path, *, kept: str = "", needed_bytes
     if problem is None:
         return f"{where}: {getattr(error, 'strerror', None) or printable(str(error))}{kept}"
     try:
-        there = f"{size(free_bytes(path.parent))} are free there"
+        there = f"{size(free_bytes(path))} are free there"
     except OSError:
         there = "nobody can say what is free there"
     needed = "" if needed_bytes is None else f"{size(needed_bytes)} are needed in all, "

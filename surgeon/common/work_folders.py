@@ -25,6 +25,20 @@ LOCK_FILE = "lock"
 _LOCK_ATTEMPTS = 20
 
 
+def work_folder(target: Path, what: str) -> Path:
+    """The folder in which surgeon makes `target`: beside it, or inside where that was a folder before work began."""
+    target = target if target.name else target.absolute()
+    beside = target.with_name(f".{target.name}.{what}")
+    inside = target.is_dir() and not target.is_symlink() and not os.path.lexists(beside)
+    return target / beside.name if inside else beside
+
+
+def foreign_in(folder: Path) -> list[Path]:
+    """What a folder holds beside surgeon's own work in it, and what every new ext4 volume holds."""
+    own = (f".{folder.name}.", "lost+found")
+    return sorted(path for path in folder.iterdir() if not path.name.startswith(own))
+
+
 def sync(path: Path) -> None:
     """Flush a file's content, or a folder's entries, to disk."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -28,6 +28,8 @@ DEEPEST = 40
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]{0,18})")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]{1,4})?")
 _LOOKS_NUMERIC = re.compile(r"[-+]?(0[0-9]+|0x[0-9a-fA-F]+|0o[0-7]+|[0-9]+)")
+# Spaces to people, letters to YAML, before or behind a key or a dash.
+_ODD_SPACE = re.compile(r"^ *(?:- *)*(?:[\w.-]+:)? *([\u00a0\u2000-\u200b\u202f\u205f])", re.MULTILINE)
 _CORE_TAGS = ("str", "int", "float", "bool", "null", "map", "seq")
 Place = tuple[str | int, ...]
 
@@ -53,6 +55,11 @@ def parse_yaml(text: str, source: str, *, what: str, needs: str) -> tuple[dict[s
     Raises BadInput for what is not valid YAML, nests too deep, repeats a key, is empty or no mapping.
     """
     shown = printable(source)
+    if odd := _ODD_SPACE.search(text):
+        raise BadInput(
+            f"{shown}:{text.count(chr(10), 0, odd.end()) + 1}: U+{ord(odd[1]):04X} where a space belongs (U+00A0 is a"
+            " non-breaking space), a letter to YAML; type a plain space"
+        )
     try:
         node = _Reader(text, shown, what).get_single_node()
     except yaml.MarkedYAMLError as error:
@@ -137,6 +144,8 @@ class _Builder:
                 raise BadInput(
                     f"{self.shown}:{line}: a key must be a plain word, not a list or a mapping; write one in its place"
                 )
+            if key_node.tag.endswith(":merge"):
+                raise BadInput(f"{self.shown}:{line}: merge keys (`<<`) are not read; write out what it brings in")
             key = self._characters(key_node.value, line)
             if key in result:
                 first = self.lines[(*place, key)]

@@ -17,11 +17,11 @@ from pydantic import Field, model_validator
 
 from surgeon import HeldOut, TextSpec, check_source, held_out_text, load_config
 from surgeon.common.checked_yaml import check_yaml, where
+from surgeon.common.places import meant, named
 from surgeon.common.schema import Entry
 from surgeon.common.yaml import parse_yaml, read_text
 from surgeon.errors import BadInput, bad_input, printable
 
-_NAMED = re.compile(r"([A-Za-z0-9_-]{1,60})=(.+)", re.S)
 _CONFIGS = (".yaml", ".yml")
 _WHAT = "data file"
 _NEEDS = "`surgeon_data: 1` and `sources:`"
@@ -52,7 +52,7 @@ class _Named:
 
     def resolve(self, path: str) -> Path:
         """The path to open for one that the file names."""
-        return self.source.parent / path
+        return self.source.parent / meant(path)
 
 
 def open_texts(
@@ -133,11 +133,8 @@ def _entries(
     entries: list[tuple[str | None, Path]] = []
     for given in [data] if isinstance(data, str | Path) else data:
         assert not isinstance(given, HeldOut), "those that are open come first"
-        match = _NAMED.fullmatch(str(given))
-        if match and not Path(given).exists():
-            entries.append((match[1], Path(match[2])))
-        else:
-            entries.append((None, Path(given)))
+        name, file = named(given)
+        entries.append((name, Path(meant(file))))
     if not entries:
         raise BadInput("no data: give a text file, NAME=FILE or a data file")
     return entries

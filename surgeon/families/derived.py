@@ -49,12 +49,12 @@ class Derived:
 
     @property
     def evidence(self) -> str:
-        """What was proven, in one line."""
+        """What was found, in one line."""
         if self.skeleton.encoder:
             kinds = f", {len(self.titles)} kinds" if len(self.titles) > 1 else ""
             return f"an encoder of {len(self.kind_of)} layers{kinds}; its controls are proven on a twin"
         found = in_words([each.values for each in self.silence])
-        return f"proven on a twin in {self.seconds:.1f} s: {found}"
+        return f"found on a twin in {self.seconds:.1f} s: {found}"
 
     @property
     def sizes(self) -> Sizes:

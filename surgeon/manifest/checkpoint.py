@@ -14,6 +14,7 @@ from surgeon.checkpoint.header import TensorInfo, check_dtype
 from surgeon.checkpoint.hub import id_and_revision, locate
 from surgeon.checkpoint.labels import is_classifier, label_names
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
+from surgeon.common.places import meant
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy, within
 from surgeon.families.dissect_folder import dissect_folder
@@ -233,7 +234,7 @@ def check_model(model: str | Path, *, trust_remote_code: bool = False) -> None:
 
     The Hub itself is not called, so that what is wrong is said before anything is downloaded.
     """
-    if Path(model).exists():
+    if Path(meant(str(model))).exists():
         open_checkpoint(model, trust_remote_code=trust_remote_code)
     else:
         id_and_revision(str(model))

@@ -239,7 +239,7 @@ class DropLayers(Operation):
         total = len(draft.layers)
         gone = self._gone(facts, total)
         merged = self._merged(draft, facts, gone)
-        _check_grafts(draft, [*gone, *merged])
+        check_grafts(draft, [*gone, *merged])
         silent = not merged and all(_is_silent(draft, layer, facts.silent) for layer in gone)
         for layer, made_of in _recipes(draft, merged).items():
             home = draft.layers[layer]
@@ -321,7 +321,7 @@ def _into(merged: Mapping[int, Mapping[int, int]]) -> str:
     return "".join(said)
 
 
-def _check_grafts(draft: Draft, layers: Sequence[int]) -> None:
+def check_grafts(draft: Draft, layers: Sequence[int]) -> None:
     """Raise BadInput where something beside the native layers would go with them."""
     carrying = [layer for layer in layers if draft.layers[layer].grafts]
     if carrying or draft.bank is not None:

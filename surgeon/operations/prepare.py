@@ -18,6 +18,7 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.hub import locate, locate_adapter, remote_folder
 from surgeon.checkpoint.peft_folder import AdapterFolder
 from surgeon.common.listener import Listener, Quiet
+from surgeon.common.places import meant
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
 
@@ -66,7 +67,7 @@ class OpenedBase:
 
     def text(self, name: str) -> Path:
         """The path of a text that the plan calls `name`. Raises BadInput where there is none."""
-        path = self.plan_folder / name
+        path = self.plan_folder / meant(name)
         if not path.is_file():
             raise BadInput(f"{printable(str(path))}: no such text; check the path, which starts at the plan's folder")
         return path
@@ -106,8 +107,8 @@ class OpenedBase:
 
     def _path(self, name: str) -> Path:
         """A path of the plan: seen from the plan's folder, else from the working directory."""
-        beside = self.plan_folder / name
-        return beside if beside.exists() else Path(name)
+        beside = self.plan_folder / meant(name)
+        return beside if beside.exists() else Path(meant(name))
 
 
 def digest_of_file(path: Path) -> str:

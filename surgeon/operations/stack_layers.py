@@ -3,25 +3,31 @@
 SOLAR (Kim et al. 2024): the bottom `bottom` layers are followed by the top `top` layers of the same base; the layers
 both copies share occur twice. SOLAR takes three quarters of the stack for each (24 of 32). G_stack (Du et al. 2024,
 equation 1): the whole stack `times` times, of which `range` takes a block alone (repeated blocks, as in self-merges).
-The function is not preserved, and both papers train every layer.
+mergekit's passthrough of one model with itself: `slices` of its layers in any order and number. A slice's layers are
+the base's own where their order allows that, else copies; the function is not preserved, and both papers train every
+layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from surgeon.blueprint.blueprint import Claim, OperationRecord
-from surgeon.blueprint.draft import Draft
+from surgeon.blueprint.draft import Draft, LayerDraft
+from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.common.formatting import layers_have, show
-from surgeon.errors import BadInput
+from surgeon.errors import BadInput, printable
+from surgeon.families.family import MOST_LAYERS
+from surgeon.operations.drop_layers import check_grafts
 from surgeon.operations.insert_layers import InsertLayers
 from surgeon.operations.operation import Operation, Paper, TrainingDefaults
 from surgeon.operations.selectors import Index, Range, select_layers
 
+Slice = Annotated[list[Index], Field(min_length=2, max_length=2)]
 Share = Annotated[float, Field(gt=0, le=1)] | Annotated[int, Field(ge=1)]
 
 
@@ -51,7 +57,11 @@ class StackLayers(Operation):
         source="SOLAR's paper gives none; OpT-DeUS, section 5.5: 1e-4 (1.7B models), 64 sequences of 2048",
     )
 
-    examples: ClassVar[tuple[Mapping[str, object], ...]] = ({"bottom": 0.75, "top": 0.75}, {"times": 2})
+    examples: ClassVar[tuple[Mapping[str, object], ...]] = (
+        {"bottom": 0.75, "top": 0.75},
+        {"times": 2},
+        {"slices": [[0, 1], [0, 1]]},
+    )
 
     op: Literal["stack_layers"]
     bottom: Annotated[
@@ -67,52 +77,97 @@ class StackLayers(Operation):
         list[Index] | None,
         Field(min_length=2, max_length=2, description="of `times`: the block, [first, last]; default: all layers"),
     ] = None
+    slices: Annotated[
+        list[Slice] | None,
+        Field(
+            min_length=1,
+            description="instead of these: all layers, bottom up, in slices [first, end], whose ends are not included",
+        ),
+    ] = None
+
+    dtype: Annotated[
+        str | None, Field(description="of mergekit's configs: refuse a base that is stored in another dtype")
+    ] = None
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:
-        if self.times is None and (self.bottom is None or self.top is None):
+        given = {key for key in ("bottom", "top", "times", "range", "slices") if getattr(self, key) is not None}
+        if given not in ({"bottom", "top"}, {"times"}, {"times", "range"}, {"slices"}):
             raise ValueError(
-                "give `bottom` and `top` (two overlapping copies), or `times` (how often the stack occurs)"
+                "give `bottom` and `top` (two overlapping copies), or `times` (how often the stack occurs, or a `range`"
+                " of it), or `slices`"
             )
-        if self.times is not None and not self.bottom is self.top is None:
-            raise ValueError(
-                "`times` repeats the stack or a `range` of it; `bottom` and `top` are another way: give one"
-            )
-        if self.times is None and self.range is not None:
-            raise ValueError("`range` is of `times`: which block is repeated")
+        counts = [end - first for first, end in self.slices or [[0, 1]]]
+        if min(counts) < 1 or sum(counts) > MOST_LAYERS:
+            raise ValueError(f"a slice is [first, end], without its end; all hold {MOST_LAYERS} layers at most")
         return self
 
     def edit(self, draft: Draft, facts: None) -> OperationRecord:
-        """Insert copies of layers above themselves."""
-        block = self._block(len(draft.layers))
-        carrying = [source for source in block if draft.layers[source].grafts]
-        if carrying:
+        """Put copies of layers beside them, and take out those that occur no more."""
+        total = len(draft.layers)
+        stored = FLOAT_DTYPES[draft.dtype_of(0)].torch
+        if self.dtype not in (None, stored):
             raise BadInput(
-                f"{layers_have(carrying)} grafts, and a layer with grafts cannot be copied; stack layers before"
-                " you add grafts"
+                f"`dtype` is {printable(str(self.dtype))}, and the base is stored in {stored}: its bytes are copied as"
+                " they are, so leave `dtype` out, or convert the base first"
             )
-        times = self.times or 2
-        copies = [draft.copy_of(source, operation=draft.number) for _ in range(times - 1) for source in block]
-        draft.insert({block[-1]: copies})
-        often = "twice" if times == 2 else f"{times} times"
+        order = [layer for first, end in self._slices(total) for layer in range(first, end)]
+        if max(order) >= total:
+            raise BadInput(
+                f"`slices` go up to layer {max(order)}, the model has layers 0 to {total - 1} at this point; a slice is"
+                f" [first, end], and its end, {total} at most, is not included"
+            )
+        if order == list(range(total)):
+            raise BadInput("`slices` are the layers as they stand, so nothing would change")
+        _stack(draft, order)
         return OperationRecord(
             op=self.op,
-            matched=f"layers {show(block)} occur {often}, the copies after layer {block[-1]}",
-            claim=Claim("none", f"whole layers run {often}, so the function changes; every layer is to be trained on"),
+            matched=f"{len(order)} layers of {total}: {show(order)}",
+            claim=Claim(
+                "none",
+                "layers run again or in another order, so the function changes; every layer is to be trained on",
+            ),
             trains="all",
         )
 
-    def _block(self, total: int) -> list[int]:
-        """The layers that occur more than once, bottom up. Raises BadInput where there are none."""
+    def _slices(self, total: int) -> list[list[int]]:
+        """All layers, bottom up. Raises BadInput where two copies do not overlap."""
+        if self.slices is not None:
+            return self.slices
         if self.bottom is None or self.top is None:
-            return list(range(total)) if self.range is None else select_layers(Range(range=self.range), total)
+            block = list(range(total)) if self.range is None else select_layers(Range(range=self.range), total)
+            end = block[-1] + 1
+            return [[0, end], *[[block[0], end]] * ((self.times or 2) - 1), [end, total]]
         bottom, top = _layers(self.bottom, total, "bottom"), _layers(self.top, total, "top")
         if bottom + top <= total:
             raise BadInput(
                 f"`bottom` {bottom} and `top` {top} do not overlap in a model of {total} layers: nothing would be"
                 " added, or layers lost; their sum must exceed the number of layers"
             )
-        return list(range(total - top, bottom))
+        return [[0, bottom], [total - top, total]]
+
+
+def _stack(draft: Draft, order: Sequence[int]) -> None:
+    """Make the stack of these layers (numbers of it as it stands): themselves as long as they ascend, else copies."""
+    highest, before = -1, draft.layers
+    copies: dict[int, list[LayerDraft]] = {}
+    for layer in order:
+        if layer > highest:
+            highest = layer
+            copies[layer] = []
+            continue
+        if before[layer].grafts:
+            raise BadInput(
+                f"{layers_have([layer])} grafts, and a layer with grafts cannot be copied; stack layers before you add"
+                " grafts"
+            )
+        copies[highest].append(draft.copy_of(layer, operation=draft.number))
+    gone = [layer for number, layer in enumerate(before) if number not in copies]
+    draft.insert(copies)
+    if gone:
+        numbers = [number for number, layer in enumerate(draft.layers) if any(layer is each for each in gone)]
+        check_grafts(draft, numbers)
+        draft.drop(numbers, operation=draft.number)
 
 
 def _layers(share: float | int, total: int, key: str) -> int:

@@ -22,6 +22,7 @@ from surgeon.operations import OPERATIONS, AnyOperation
 from surgeon.operations.classification_head import ClassificationHead
 from surgeon.operations.operation import Operation
 from surgeon.operations.prepare import Facts, OpenedBase, WeightsNeeded
+from surgeon.plan.mergekit import MERGEKIT_KEYS, of_mergekit
 
 
 class Plan(BaseModel):
@@ -81,29 +82,14 @@ def parse_plan(text: str, *, source: str = "plan", overrides: Sequence[str] = ()
     value in YAML (`operations.0.init.reg=0.1`). The text of the result then has them in it. Raises BadInput.
     """
     data, lines = parse_yaml(text, source, what="plan", needs="`surgeon: 1` and `operations:`")
-    _check_program(data, source)
+    if not {"surgeon", "operations"} & data.keys() and any(key in data for key in MERGEKIT_KEYS):
+        data = of_mergekit(data, lines, source)
     given = override(data, overrides, example="operations.0.layers=all")
     plan = check_yaml(Plan, data, lines, source, what="plan", given=given)
     if overrides:
         options = " ".join(f"--set {setting}" for setting in overrides)
         text = f"# With {printable(options, len(options))}\n{written_yaml(data)}"
     return LoadedPlan(plan, text, source, lines, given)
-
-
-def _check_program(data: Mapping[str, Any], source: str) -> None:
-    """Raise BadInput for the config of another program that works on checkpoints."""
-    if not {"surgeon", "operations"} & data.keys() and (found := [key for key in _MERGEKIT if key in data]):
-        merges = data.get("merge_method") not in (None, "passthrough")
-        here = (
-            "surgeon grows one model and merges none, so merge with mergekit, then grow what it wrote"
-            if merges
-            else "stacked slices are `stack_layers`, or `insert_layers` with `init: copy`; `surgeon plans` lists plans"
-            " to start from"
-        )
-        raise BadInput(f"{printable(source)}: a mergekit config (it has `{found[0]}`), and surgeon takes plans; {here}")
-
-
-_MERGEKIT = ("merge_method", "slices", "base_model", "experts", "modules")
 
 
 # The plan of a model that was trained as it is: there was no surgery.

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from surgeon.common.json_results import by_number
+from surgeon.common.places import meant
 from surgeon.errors import BadInput, printable
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ def find_plan(plan: str | Path) -> FoundPlan:
 
     Raises BadInput where it is none of them.
     """
-    path = Path(plan)
+    path = Path(meant(str(plan)))
     if (sweep := find_sweep(plan)) is not None:
         raise BadInput(
             f"{printable(str(plan))}: a sweep, not a plan; `surgeon plans {printable(str(plan))}` lists the command of"

@@ -13,7 +13,7 @@ from surgeon.checkpoint.staging import check_destination
 from surgeon.common.disk_space import writing
 from surgeon.common.json_results import plain_fields
 from surgeon.common.listener import Listener, Quiet, Stopwatch
-from surgeon.common.work_folders import working_in
+from surgeon.common.work_folders import work_folder, working_in
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.reading import manifest_of
@@ -103,7 +103,7 @@ def write_blend(
     way = way_back(folder, manifest, state)
     check_destination(target, folder.path)
     digests = check_as_left(folder, manifest, listener)
-    work = target.with_name(f".{target.name}.blending")
+    work = work_folder(target, "blending")
     stopwatch = Stopwatch()
     with writing(work), working_in(work, target=target, marker=FINAL_FILE) as own:
         final = write_blended(folder, opened, way, Shares(alpha, top, len(manifest.layers)), work, listener)

@@ -18,7 +18,7 @@ from surgeon.common.disk_space import writing
 from surgeon.common.distributed import Ranks, waiting
 from surgeon.common.formatting import listed
 from surgeon.common.listener import Listener
-from surgeon.common.work_folders import WorkFolder
+from surgeon.common.work_folders import WorkFolder, work_folder
 from surgeon.data.layouts import Labelled
 from surgeon.data.sources import open_source
 from surgeon.errors import BadInput, printable
@@ -30,7 +30,7 @@ from surgeon.train.self_generated import join
 
 def headed_folder(target: Path) -> Path:
     """Return the folder of an encoder with a new head until the run is published: `.NAME.headed`."""
-    return target.with_name(f".{target.name}.headed")
+    return work_folder(target, "headed")
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from surgeon.common.disk_space import writing
 from surgeon.common.distributed import Ranks, waiting
 from surgeon.common.listener import Listener
 from surgeon.common.schema import BEGIN, TEMPLATE
-from surgeon.common.work_folders import WorkFolder
+from surgeon.common.work_folders import WorkFolder, work_folder
 from surgeon.data.documents import Corpus, Repeated
 from surgeon.data.recall import recalled, sampled
 from surgeon.data.recalled_text import NearlyNothing
@@ -43,7 +43,7 @@ _GATE_LENGTH = 256
 
 def memory_folder(target: Path) -> Path:
     """Return the folder of texts that the model writes for training, until the run is published: `.NAME.memory`."""
-    return target.with_name(f".{target.name}.memory")
+    return work_folder(target, "memory")
 
 
 def gate_text(target: Path) -> Path:

@@ -200,9 +200,91 @@ def test_an_out_that_came_meanwhile_is_not_touched(existing: Callable[[Path], ob
 
 def test_an_existing_out_is_refused_and_nothing_left_beside(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    with pytest.raises(BadInput, match="exists"), staging(tmp_path / "out"):
-        pass
+    (tmp_path / "out" / "mine").touch()
+    for check in (lambda: check_destination(tmp_path / "out", None), staging(tmp_path / "out").__enter__):
+        with pytest.raises(BadInput, match="out: exists and holds mine; choose another folder"):
+            check()
     assert names(tmp_path) == ["out"]
+    assert names(tmp_path / "out") == ["mine"]
+
+
+@pytest.fixture
+def volume(tmp_path: Path) -> Path:
+    """An empty folder whose parent nobody may write to, as a mounted volume is; ext4 has a folder of its own there."""
+    out = tmp_path / "out"
+    (out / "lost+found").mkdir(parents=True)
+    (out / "lost+found").chmod(0)
+    return out
+
+
+def test_an_empty_folder_is_written_into(volume: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = volume.stat()
+    monkeypatch.setattr(os, "access", lambda path, _: Path(path) == volume)
+    monkeypatch.chdir(volume)
+    for out in (volume, Path()):
+        check_destination(out, None)
+    with staging(Path()) as stage:
+        finish(stage)
+    assert os.path.samestat(before, volume.stat())
+    assert content(volume) == FILES
+    assert names(volume.parent) == ["out"]
+    with pytest.raises(BadInput, match=r"exists and holds config\.json"):
+        check_destination(volume, None)
+
+
+def test_what_comes_into_the_folder_meanwhile_is_not_touched(volume: Path) -> None:
+    with pytest.raises(BadInput, match=r"exists and holds config\.json now"), staging(volume) as stage:
+        for name in FILES:
+            make(stage, name)
+        (volume / "config.json").write_text("mine")
+        stage.publish()
+    with pytest.raises(BadInput, match=r"exists and holds config\.json"), staging(volume):
+        pass
+    assert (volume / "config.json").read_text() == "mine"
+    (volume / "config.json").unlink()
+    with staging(volume) as stage:
+        assert stage.already_published
+    assert content(volume) == FILES
+
+
+def test_a_folder_with_all_but_a_few_files_is_taken_for_nothing(volume: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed at any rename: the file that says what the folder is comes last, and the same command does the rest."""
+    real = Path.rename
+    for moved in range(len(FILES) + 1):
+        seen: list[str] = []
+
+        def rename(self: Path, target: Path) -> Path:
+            if len(seen) == moved:  # noqa: B023 (called within this round)
+                raise KeyboardInterrupt
+            seen.append(target.name)  # noqa: B023
+            return real(self, target)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "rename", rename)
+            patch.setattr(Staging, "_clean_up", lambda _: None)
+            if moved < len(FILES):
+                with pytest.raises(KeyboardInterrupt), staging(volume) as stage:
+                    finish(stage)
+            else:
+                with staging(volume) as stage:
+                    finish(stage)
+        assert ("config.json" in names(volume)) == (moved == len(FILES))
+        check_destination(volume, None)
+        if moved:
+            with pytest.raises(BadInput, match="exists and holds"), staging(volume, "another"):
+                pass
+        if moved % 2:
+            # A file that is another by now, though of the same size: the output is not taken for ours.
+            (volume / seen[0]).write_bytes(FILES[seen[0]])
+            with pytest.raises(BadInput, match="exists and holds"), staging(volume):
+                pass
+        else:
+            with staging(volume) as stage:
+                assert stage.already_published
+            assert content(volume) == FILES
+        assert (volume / "lost+found").is_dir()
+        for path in (path for path in volume.iterdir() if path.name != "lost+found"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def killed_after_rename(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -525,7 +607,7 @@ def write(out):
         if stage.already_published:
             return
         for number in range(12):
-            name = f"shard-{number}"
+            name = f"shard-{number}" if number else "config.json"
             if stage.is_done(name) is None:
                 fd = os.open(stage.folder / name, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
                 reserve(fd, 80_000)
@@ -572,7 +654,8 @@ for line in sys.stdin:
 """
 
 
-def test_killed_at_forty_moments(tmp_path: Path) -> None:
+@pytest.mark.parametrize("within", [False, True])
+def test_killed_at_forty_moments(tmp_path: Path, within: bool) -> None:
     """Killed at a call: out is absent or complete, and the run after is byte-equal to an uninterrupted one."""
     server = subprocess.Popen([sys.executable, "-c", WRITER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert server.stdin is not None
@@ -595,23 +678,28 @@ def test_killed_at_forty_moments(tmp_path: Path) -> None:
         unfinished = resumed = 0
         for trial in range(40):
             out = tmp_path / f"out-{trial % 20}"
-            if not out.exists():
-                resumed += (tmp_path / f".{out.name}.surgeon").exists()
-                assert write(out, rng.randint(1, whole))[0] in (0, -signal.SIGKILL)
-            if out.exists():
-                assert content(out) == expected
+            out.mkdir(exist_ok=True) if within else None
+            working = (out if within else tmp_path) / f".{out.name}.surgeon"
+            if not (out / "config.json").exists():
+                resumed += working.exists()
+                # The renames are few among the calls, and the last of them.
+                first = 1 if not within or trial % 3 else whole - 5
+                assert write(out, rng.randint(first, whole + 12 * within))[0] in (0, -signal.SIGKILL)
+            if (out / "config.json").exists():
+                assert {name: made for name, made in content(out).items() if "/" not in name} == expected
             else:
                 unfinished += 1
         assert unfinished
         assert resumed
         for trial in range(20):
             out = tmp_path / f"out-{trial}"
-            working = tmp_path / f".{out.name}.surgeon"
+            working = (out if within else tmp_path) / f".{out.name}.surgeon"
             if working.exists():
                 # Killed at the very last step: all is done but for an empty folder, and `out` is there already.
-                over = out.exists() and not any(working.iterdir())
+                over = (out / "config.json").exists() and not (working / "journal.jsonl").exists()
                 assert write(out)[0] == (1 if over else 0)
-            elif not out.exists():
+                working.rmdir() if over and within else None
+            elif not (out / "config.json").exists():
                 assert write(out)[0] == 0
             assert content(out) == expected
             assert not working.exists()

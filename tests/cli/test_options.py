@@ -6,6 +6,7 @@ import inspect
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from surgeon.cli import app
 from surgeon.cli.entries import ENTRIES, EXAMPLES, GROUPS
 from surgeon.cli.options import COMPUTED, parameters_of
 from surgeon.cli.spellings import SPELLINGS
+from surgeon.errors import BadInput
 
 FUNCTIONS = {name: home for name, home in surgeon._HOMES.items() if inspect.isfunction(getattr(surgeon, name))}
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
@@ -125,3 +127,10 @@ def test_what_a_command_does_not_take_is_refused(given: str, said: str) -> None:
     ran = CliRunner().invoke(app, given.split(" "), prog_name="surgeon")
     assert ran.exit_code == 2 and not ran.stdout
     assert said in " ".join(ran.stderr.split()), ran.stderr
+
+
+@pytest.mark.parametrize("name", [name for name in CALLING if any(p.name == "device" for p in COMMANDS[name].params)])
+def test_a_device_that_is_not_there_is_refused_before_anything_else(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(BadInput, match="--device cuda: no CUDA device is visible here; use cpu"):
+        replace(CALLING[name], run=lambda **_: pytest.fail("it ran")).command().callback(device="cuda")

@@ -97,6 +97,10 @@ def test_a_key_of_another_trainer_is_named_as_it_is_here(key: str) -> None:
                 assert inner in keys, named
 
 
+# A slice of mergekit's.
+A = "{sources: [{model: a, layer_range: [0, 2]}]}"
+
+
 def test_a_key_that_stands_in_a_section_is_sent_there() -> None:
     data = {"surgeon_train": 1, "steps": 1, "sources": [{"name": "a", "share": 1.0, "path": "a"}], "weight_decay": 1}
     assert refusal(TrainConfig, data) == [
@@ -108,12 +112,35 @@ def test_a_key_that_stands_in_a_section_is_sent_there() -> None:
     ("text", "said"),
     [
         ("merge_method: linear\nmodels: []\n", "surgeon grows one model and merges none"),
-        ("slices: []\nmerge_method: passthrough\n", "stacked slices are `stack_layers`.*surgeon plans"),
+        ("models: [{model: a}, {model: b}]\n", "surgeon grows one model and merges none"),
+        (
+            f"slices: [{A}, {A.replace('a,', 'b,')}]\nmerge_method: passthrough\n",
+            r"merges models a, b; surgeon grows",
+        ),
+        (f"slices: [{A.replace('a,', 'a+lora,')}]\nmerge_method: passthrough\n", "merges models a, lora; surgeon"),
     ],
 )
-def test_a_config_of_mergekit_is_recognised(text: str, said: str) -> None:
+def test_a_config_of_mergekit_that_merges_is_recognised(text: str, said: str) -> None:
     with pytest.raises(BadInput, match=rf"a mergekit config.*{said}"):
         parse_plan(text)
+
+
+def test_a_config_of_mergekit_that_stacks_one_model_is_a_plan() -> None:
+    text = f"dtype: bfloat16\nmerge_method: passthrough\nslices:\n- {A}\n- {A.replace('0, 2', '1, 3')}\n"
+    loaded = parse_plan(text, source="x.yml")
+    (operation,) = loaded.data()["operations"]
+    assert (operation["slices"], operation["dtype"]) == ([[0, 2], [1, 3]], "bfloat16")
+    assert loaded.text == text and loaded.operation(0) == "x.yml:3: operations[0] (stack_layers)"
+    changed = parse_plan(text, overrides=["operations.0.slices=[[0, 1], [0, 1]]"])
+    assert changed.data()["operations"][0]["slices"] == [[0, 1], [0, 1]]
+    wrong = text.replace("[1, 3]}", "[1, 3, 5],\n  parameters: {scale: 0.0}}") + "tokenizer_source: base\n"
+    with pytest.raises(BadInput) as refused:
+        parse_plan(wrong, source="x.yml")
+    assert [line.split(";")[0] for line in str(refused.value).splitlines()] == [
+        "x.yml:5: `slices.1.sources.0.layer_range` is [1, 3, 5]",
+        "x.yml:6: unknown key `parameters`",
+        "x.yml:7: unknown key `tokenizer_source`",
+    ]
 
 
 def test_what_is_missing_is_named_with_what_it_takes() -> None:

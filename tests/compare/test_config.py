@@ -321,7 +321,7 @@ def test_shipped_studies_are_studies_and_no_plans(tmp_path: Path) -> None:
         peers = {"full", "lora"} if name.startswith("papers/") else {"full", "lora", "partial"}
         assert {method.kind for method in loaded.config.all_methods} >= {*peers, "plan"}
         recalled_by(loaded.config)
-    with pytest.raises(BadInput, match="neither a study file nor the name of a shipped study; did you mean `quick`"):
+    with pytest.raises(BadInput, match="neither a study nor the name of a shipped one; did you mean `quick`"):
         load_study("quik")
     # The option that is wrong is named, not the first.
     with pytest.raises(BadInput, match=r"^--new other=.*absent\.jsonl: "):

@@ -175,7 +175,7 @@ def test_from_surgery_to_training_and_back(
     plan.write_text(plan.read_text() + "".join(f"  - {operation}\n" for operation in grafts))
     out = tmp_path / f"{model_type}-out"
     applied = surgeon.apply(plan, str(base), out)
-    assert any("proven on a twin" in note for note in applied.preview.notes)
+    assert any("found on a twin" in note for note in applied.preview.notes)
     # As stored: of most, in float32; they are verified in bfloat16.
     assert elsewhere(auto, base, out, "own" if grafts else "native") == "the same"
     text = corpus(tmp_path / "words.jsonl", documents=30)

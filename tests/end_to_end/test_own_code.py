@@ -54,7 +54,7 @@ def plan(tmp_path: Path) -> Path:
 
 def test_from_preview_to_training_and_back(base: Path, plan: Path, tmp_path: Path) -> None:
     shown = surgeon.preview(plan, base, **TRUST)
-    assert any("proven on a twin" in note and "2 kinds" in note for note in shown.notes)
+    assert any("found on a twin" in note and "2 kinds" in note for note in shown.notes)
     assert set(shown.blueprint.config) == set(json.loads((base / "config.json").read_text()))
     assert shown.blueprint.config["layer_windows"] == [0, 0, 4, 4, 0, 0]
     surgeon.apply(plan, base, tmp_path / "out", **TRUST)

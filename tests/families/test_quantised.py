@@ -46,7 +46,7 @@ def test_grown_exactly_and_back(model_type: str, plan: Plan, tmp_path: Path) -> 
     drawn = plan(INSERT)
     shown = surgeon.preview(drawn, str(base))
     assert shown.blueprint.promise == "exact"
-    assert any("proven on a twin" in note for note in shown.notes)
+    assert any("found on a twin" in note for note in shown.notes)
     surgeon.apply(drawn, str(base), tmp_path / "out")
     verified = surgeon.verify(base, tmp_path / "out", window=16, windows=1, dtypes=["auto", "float32"])
     assert verified.holds

@@ -509,7 +509,7 @@ def without_notes(shown: Any) -> dict[str, Any]:
     """All but what is known of its proof."""
     told = shown.to_json()
     del told["proof"]
-    findings = (FROM_TABLE, "proven on a twin", "an encoder")
+    findings = (FROM_TABLE, "found on a twin", "an encoder")
     return told | {"notes": [note for note in told["notes"] if not note.startswith(findings)]}
 
 
@@ -533,7 +533,7 @@ def test_a_preview_from_the_table_is_the_derived_one(
     if isinstance(other, SurgeonError):
         assert str(one) == str(other)
         return
-    assert any(note.startswith(FROM_TABLE) for note in one.notes) and other.notes[0].startswith("proven on a twin")
+    assert any(note.startswith(FROM_TABLE) for note in one.notes) and other.notes[0].startswith("found on a twin")
     assert without_notes(one) == without_notes(other)
     assert one.blueprint == other.blueprint
 
@@ -549,7 +549,7 @@ def test_a_preview_of_an_encoder_is_the_derived_one(
     one = surgeon.preview("mixture-of-control/glue", base)
     monkeypatch.setenv(cache.VARIABLE, "off")
     other = surgeon.preview("mixture-of-control/glue", base)
-    assert f"{FROM_TABLE}: an encoder of 6 layers" in one.notes[0] and "proven on a twin" in other.notes[0]
+    assert f"{FROM_TABLE}: an encoder of 6 layers" in one.notes[0] and "found on a twin" in other.notes[0]
     assert without_notes(one) == without_notes(other) and one.blueprint == other.blueprint
 
 
@@ -616,14 +616,14 @@ def test_apply_and_verify_never_read_the_table(
 
     monkeypatch.setattr(anatomy_cache, "known", refuse)
     applied = surgeon.apply("llama-pro", base, tmp_path / "out")
-    assert applied.preview.notes[0].startswith("proven on a twin")
+    assert applied.preview.notes[0].startswith("found on a twin")
     assert surgeon.verify(base, tmp_path / "out", logits=False).holds
 
 
 def test_without_a_cache_a_preview_derives_and_proves(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(cache.VARIABLE, "off")
     shown = surgeon.preview("llama-pro", base)
-    assert shown.notes[0].startswith("proven on a twin") and shown.proof.how == "proven"
+    assert shown.notes[0].startswith("found on a twin") and shown.proof.how == "proven"
 
 
 def test_a_preview_refuses_a_width_that_code_forbids(tmp_path: Path) -> None:

@@ -73,6 +73,9 @@ def test_the_layers_are_those_of_the_base(base: Path, tmp_path: Path) -> None:
         ({"times": 3}, [*range(6), *range(6), *range(6)]),
         ({"times": 2, "range": [1, 3]}, [0, 1, 2, 3, 1, 2, 3, 4, 5]),
         ({"times": 4, "range": [5, 5]}, [0, 1, 2, 3, 4, 5, 5, 5, 5]),
+        ({"slices": [[0, 4], [2, 6]]}, [0, 1, 2, 3, 2, 3, 4, 5]),
+        ({"slices": [[3, 6], [0, 3], [5, 6]]}, [3, 4, 5, 0, 1, 2, 5]),
+        ({"slices": [[0, 1], [4, 6]]}, [0, 4, 5]),
     ],
 )
 def test_a_stack_or_a_block_of_it_occurs_again(

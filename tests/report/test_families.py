@@ -125,7 +125,7 @@ def test_a_derived_base(model_type: str, tmp_path: Path) -> None:
     base = tiny_decoder(tmp_path / "base", model_type, **changes)
     found = known(base)
     assert (found.model_type, found.period) == (model_type, period)
-    assert "proven on a twin" in found.evidence
+    assert "found on a twin" in found.evidence
     assert sorted(layer for kind in found.kinds for layer in kind.layers) == list(
         range({"jamba": 8, "bart": 4}[model_type])
     )

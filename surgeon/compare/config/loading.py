@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -24,9 +23,8 @@ from surgeon import (
     shipped_studies,
     text_files,
 )
-from surgeon.common.checked_yaml import check_yaml, editor_schema
-from surgeon.common.checked_yaml import where as place_of
-from surgeon.common.suggestions import did_you_mean
+from surgeon.common.checked_yaml import Loaded, check_yaml, editor_schema
+from surgeon.common.places import find_file, from_here, named
 from surgeon.common.yaml import Place, override, parse_yaml, read_text
 from surgeon.compare.config.entries import PEERS, StudyText
 from surgeon.compare.config.schema import Study, spelled_out, study_replays
@@ -39,21 +37,16 @@ _WHAT = "study"
 # The operation whose gate is fitted before the first step.
 _GATE = "domain_gate"
 _NEEDS = "`surgeon_study: 1` and `methods:`"
-_NAMED = re.compile(r"([A-Za-z0-9_-]{1,60})=(.+)", re.S)
 
 
 @dataclass(frozen=True)
-class LoadedStudy:
-    """A study as read; relative paths in it start at the file's folder, those of options in the current one.
+class LoadedStudy(Loaded[Study]):
+    """A study as read; relative paths of options start at the current folder.
 
     `plans` are those of methods, by the methods' names; `notes` what is to be said of its base.
     """
 
-    config: Study
-    source: Path
-    lines: Mapping[Place, int]
-    given: Mapping[Place, str]
-    plans: Mapping[str, LoadedPlan]
+    plans: Mapping[str, LoadedPlan] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     @property
@@ -67,14 +60,6 @@ class LoadedStudy:
         """What errors call the study: its name where it ships with surgeon, else its file."""
         names = (name for name, path in shipped_studies().items() if path == self.source)
         return next(names, printable(str(self.source)))
-
-    def where(self, *place: str | int) -> str:
-        """How an error about a key begins: the file and line, or the option that set it."""
-        return place_of(place, self.lines, str(self.source), self.given)
-
-    def resolve(self, path: str) -> Path:
-        """A path that the file names."""
-        return self.source.parent / path
 
     def texts(self, group: Group) -> list[StudyText]:
         """The texts of a kind, with shares that sum to 1."""
@@ -96,17 +81,6 @@ class LoadedStudy:
         return sum(file.stat().st_size for file in text_files(self.resolve(text.path))) or 1
 
 
-def find_study(study: str | Path) -> Path:
-    """The file a study argument means: a path, or the name of a shipped study. BadInput where it is neither."""
-    path, shipped = Path(study), shipped_studies()
-    if (path.exists() and not path.is_dir()) or path.suffix in (".yaml", ".yml"):
-        return path
-    if str(study) in shipped:
-        return shipped[str(study)]
-    what = "a folder, not a study" if path.is_dir() else "neither a study file nor the name of a shipped study"
-    raise BadInput(f"{printable(str(study))}: {what}{did_you_mean(str(study), list(shipped))}")
-
-
 def load_study(
     study: str | Path,
     overrides: Sequence[str] = (),
@@ -116,7 +90,7 @@ def load_study(
     replayed: Sequence[str | Path] = (),
 ) -> LoadedStudy:
     """Read and check a study; `overrides` and texts that are given replace the file's. BadInput names file and line."""
-    path = find_study(study)
+    path = find_file(study, shipped_studies(), what=_WHAT)
     text = read_text(path, what=_WHAT)
     data, lines = parse_yaml(text, str(path), what=_WHAT, needs=_NEEDS)
     _spell_out(data)
@@ -234,14 +208,8 @@ _SHORT: dict[str, Callable[[str], dict[str, Any]]] = {
 
 def _text_of(given: str | Path) -> dict[str, Any]:
     """What an option says: a file, or NAME=FILE; its path starts in the current folder."""
-    match = _NAMED.fullmatch(str(given))
-    if match and not Path(given).exists():
-        return {"name": match[1], "path": _absolute(match[2])}
-    return {"path": _absolute(str(given))}
-
-
-def _absolute(path: str) -> str:
-    return path if path.startswith("dataset:") else str(Path(path).absolute())
+    name, file = named(given)
+    return {"path": from_here(file)} | ({} if name is None else {"name": name})
 
 
 def _absent(loaded: LoadedStudy) -> list[str]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from surgeon import overrides_of, shipped_tasks
-from surgeon.common.checked_yaml import check_yaml, editor_schema, where
+from surgeon.common.checked_yaml import Loaded, check_yaml, editor_schema
+from surgeon.common.places import find_file, from_here
 from surgeon.common.suggestions import did_you_mean
 from surgeon.common.yaml import Place, override, parse_yaml, read_text
 from surgeon.continual.config.schema import TasksConfig
@@ -23,44 +24,17 @@ SLOTS = "pmoe_experts"
 
 
 @dataclass(frozen=True)
-class LoadedTasks:
-    """A tasks file as read, of one row where it has rows; relative paths in it start at the file's folder.
-
-    `lines` are those of its keys, `given` the options and the row's settings that set some of them instead.
-    """
-
-    config: TasksConfig
-    source: Path
-    lines: Mapping[Place, int]
-    given: Mapping[Place, str] = field(default_factory=dict)
+class LoadedTasks(Loaded[TasksConfig]):
+    """A tasks file as read, of one row where it has rows, whose settings are `given` too."""
 
     def where_surgery(self, number: int) -> str:
         """How an error about what task `number` (from 0) adds begins; of a default, with the task's own line."""
         general: Place = ("next_plan",) if number and self._has(("next_plan",)) else ("plan",)
         places: list[Place] = [("tasks", number, "plan"), general, ("tasks", number)]
-        return self.where(next(place for place in places if self._has(place)))
-
-    def where(self, place: Place) -> str:
-        """How an error about a key begins: the file and line, or what set it instead."""
-        return where(place, self.lines, str(self.source), self.given)
+        return self.where(*next(place for place in places if self._has(place)))
 
     def _has(self, place: Place) -> bool:
         return place in self.lines or any(at[: len(place)] == place for at in self.given)
-
-    def resolve(self, path: str) -> Path:
-        """A path that the file names."""
-        return self.source.parent / path
-
-
-def find_tasks(tasks: str | Path) -> Path:
-    """The file that an argument means: a path, or the name of a shipped tasks file. BadInput where it is neither."""
-    path, shipped = Path(tasks), shipped_tasks()
-    if (path.exists() and not path.is_dir()) or path.suffix in (".yaml", ".yml"):
-        return path
-    if str(tasks) in shipped:
-        return shipped[str(tasks)]
-    what = "a folder, not a tasks file" if path.is_dir() else "neither a tasks file nor the name of a shipped one"
-    raise BadInput(f"{printable(str(tasks))}: {what}{did_you_mean(str(tasks), list(shipped))}")
 
 
 def load_tasks(
@@ -84,7 +58,7 @@ def load_tasks(
     Raises:
         BadInput: with file and line, of all that is wrong with the first row that is not as it must be.
     """
-    path = find_tasks(tasks)
+    path = find_file(tasks, shipped_tasks(), what=_WHAT)
     text = read_text(path, what=_WHAT)
     # Read anew for each row, which changes what was read.
     rows = _rows(path, _parsed(path, text)[0])
@@ -122,7 +96,7 @@ def _load(
     for place, name, source in _named(data):
         if name in texts:
             unknown.pop(name, None)
-            source["path"] = _from_here(str(texts[name]))
+            source["path"] = from_here(str(texts[name]))
             given[(*place, "path")] = f"--text {name}={texts[name]}"
     config = check_yaml(TasksConfig, data | rows, lines, str(path), what=_WHAT, given=given)
     config = config.model_copy(update={"rows": None})
@@ -134,7 +108,7 @@ def _load(
     if lacking := [(place, name) for place, name, source in _named(data) if not source.get("path")]:
         raise bad_input(
             [
-                f"{loaded.where(place)}source {name} has no `path`; add one, or --text {name}=FILE"
+                f"{loaded.where(*place)}source {name} has no `path`; add one, or --text {name}=FILE"
                 for place, name in lacking
             ]
         )
@@ -150,11 +124,6 @@ def _named(data: Mapping[str, Any]) -> Iterator[tuple[Place, str, dict[str, Any]
     for key in ("memory", "general"):
         for number, source in enumerate(_mappings(data.get(key))):
             yield (key, number), str(source.get("name")), source
-
-
-def _from_here(path: str) -> str:
-    """A path that an option names, from the root: those of the file begin at its folder."""
-    return path if path.startswith("dataset:") else str(Path(path).absolute())
 
 
 def _mappings(found: Any) -> list[dict[str, Any]]:

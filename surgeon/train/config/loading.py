@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from surgeon.common.checked_yaml import check_yaml, editor_schema, where
-from surgeon.common.yaml import Place, override, parse_yaml, read_text
-from surgeon.errors import printable
+from surgeon.common.checked_yaml import Loaded, check_yaml, editor_schema
+from surgeon.common.yaml import override, parse_yaml, read_text
 from surgeon.models.templates import TEMPLATES
 from surgeon.train.config.schema import TrainConfig
 
@@ -62,32 +61,14 @@ HABITS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True)
-class LoadedConfig:
-    """A config and the file it came from; relative paths in it start at the file's folder.
-
-    `lines` are those of its keys, `given` the options that set some of them instead.
-    """
-
-    config: TrainConfig
-    source: Path
-    lines: Mapping[Place, int] = field(default_factory=dict)
-    given: Mapping[Place, str] = field(default_factory=dict)
+class LoadedConfig(Loaded[TrainConfig]):
+    """A config and the file it came from."""
 
     @property
     def template(self) -> str | None:
         """The chat template that `chat_template` names; None where it is left out."""
         named = self.config.chat_template
         return None if named is None else TEMPLATES[named]
-
-    def where(self, *place: str | int) -> str:
-        """How an error about a key begins: the file and line, or the option that set it."""
-        if not self.lines and place not in self.given:
-            return f"{printable(str(self.source))}: "
-        return where(place, self.lines, str(self.source), self.given)
-
-    def resolve(self, path: str) -> Path:
-        """A path that the config names."""
-        return self.source.parent / path
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:

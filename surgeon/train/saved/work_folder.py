@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from surgeon._version import __version__
+from surgeon.common import work_folders
 from surgeon.common.signed import check_own
 from surgeon.common.work_folders import WorkFolder, working_in
 from surgeon.errors import BadInput, printable
@@ -19,8 +20,8 @@ from surgeon.train.training_data import TrainingData
 
 
 def work_folder(target: Path) -> Path:
-    """Return the folder of checkpoints until the run is published: beside it, `.NAME.training`."""
-    return target.with_name(f".{target.name}.training")
+    """Return the folder of checkpoints until the run is published: `.NAME.training`."""
+    return work_folders.work_folder(target, "training")
 
 
 @contextlib.contextmanager
