@@ -205,12 +205,12 @@ def script_pattern(names: Sequence[str]) -> re.Pattern[str]:
 
     for name in names:
         try:
-            regex.compile(rf"\p{{Script={name}}}")
+            regex.compile(rf"\p{{Script={re.escape(name)}}}")
         except regex.error:
             raise BadInput(
                 f"scripts: there is no script {printable(name, 40)} in Unicode; write its name, as Latin or Cyrillic"
             ) from None
-    every = "".join(rf"\p{{Script={name}}}" for name in (*names, "Common", "Inherited"))
+    every = "".join(rf"\p{{Script={re.escape(name)}}}" for name in (*names, "Common", "Inherited"))
     found: re.Pattern[str] = regex.compile(f"[{every}]")
     return found
 
