@@ -14,6 +14,7 @@ from surgeon.blueprint.recipes import Imported, Recipe
 from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.checkpoint.peft_folder import Adapter, AdapterFolder, AdapterTensor
 from surgeon.common.json_results import plain_fields
+from surgeon.common.schema import Many
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import layer_of
 from surgeon.operations.operation import OneOf, Spec
@@ -56,7 +57,7 @@ class TensorEntry(Spec):
     """One tensor of an adapter: its dtype, its shape and the digest of its bytes."""
 
     dtype: Annotated[str, OneOf(lambda: FLOAT_DTYPES)]
-    shape: list[Annotated[int, Field(ge=0)]]
+    shape: list[Many]
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 

@@ -62,7 +62,7 @@ class MergeFacts(Facts):
 class MergeAdapter(Operation):
     """PEFT adapters become a part of the weights that they adapt; the output is the base's own class."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=True)
+    model_config = ConfigDict(populate_by_name=True)
 
     papers: ClassVar[tuple[Paper, ...]] = (
         Paper(
