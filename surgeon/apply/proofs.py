@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ConfigDict, ValidationError
 
 from surgeon.apply.shapes import changed_counts
 from surgeon.blueprint.blueprint import Blueprint, Layer, Output
@@ -25,6 +25,7 @@ from surgeon.checkpoint.weights import quantisation
 from surgeon.common.cache import MAX_ENTRY_BYTES, cache_folder, read_entry, write_entry
 from surgeon.common.formatting import show_layers
 from surgeon.common.promises import CONDITION
+from surgeon.common.schema import Bounded
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
 from surgeon.families.anatomy_cache import digest_of, found_with, versions
@@ -42,10 +43,10 @@ _LIBRARIES = ("transformers", "torch")
 How = Literal["proven", "cached", "promised", "none"]
 
 
-class _Entry(BaseModel):
+class _Entry(Bounded):
     """One proof that held."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(strict=False)
 
     key: str
     day: datetime.date

@@ -6,7 +6,6 @@ import functools
 import hashlib
 import math
 import os
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from surgeon.checkpoint.header import FLOAT_DTYPES, Header
 from surgeon.checkpoint.ranges import sha256_range
 from surgeon.checkpoint.source import LocalSource, read_tensor
 from surgeon.checkpoint.strict_json import parse_json_strict
+from surgeon.common.patterns import Matcher
 from surgeon.errors import BadInput, printable
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -24,11 +24,6 @@ MAX_CONFIG_BYTES = 4_000_000
 
 _AGAIN = "get the adapter's own file again"
 _PICKLE = "adapter_model.bin"
-_MOST_PATTERNS = 10_000
-_LONGEST_PATTERN = 200
-_MOST_REPEATS = 2
-# Alternatives multiply the cost of a match: fewer of them are allowed beside wildcards.
-_MOST_CHOICES = {False: 8, True: 3}
 
 # Keys that the product depends on are read; others are about training, or must be empty (see `check_settings`).
 _READ = {"peft_type", "r", "lora_alpha", "use_rslora", "lora_dropout", "alpha_pattern", "init_lora_weights"}
@@ -60,10 +55,6 @@ _OF_NO_EFFECT = {
 # Initialisations that do not change the base's weights.
 _PLAIN_INITS = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
 
-# A pattern is a regular expression from an untrusted file: no repeated group, so that matching stays cheap.
-_PATTERN = re.compile(r"(?:[A-Za-z0-9_.^$|()*+?-]|\\[.d]|\[[0-9]-[0-9]\])+")
-_REPEATED_GROUP = re.compile(r"\)[*+?]|[*+?][*+?]|\(\?")
-
 
 @dataclass(frozen=True)
 class AdapterTensor:
@@ -91,8 +82,12 @@ class Adapter:
 
     def scale(self, module: str, rank: int) -> float:
         """The factor of the product B A at `module` (a path in the base model), as PEFT reads its patterns."""
-        alpha = matched(self.alpha_pattern, module, self.alpha)
+        alpha = matched(self.alpha_pattern, module, self.alpha, self._matcher)
         return alpha / (math.sqrt(rank) if self.rslora else rank)
+
+    @functools.cached_property
+    def _matcher(self) -> Matcher:
+        return Matcher(f"{printable(self.id)}: `alpha_pattern`")
 
     def identity(self) -> dict[str, Any]:
         """All fields as JSON data, for a digest."""
@@ -138,7 +133,7 @@ class AdapterFolder:
             alpha=_number(config, "lora_alpha", shown, 8),
             rslora=_flag(config, "use_rslora", shown),
             dropout=_dropout(config, shown),
-            alpha_pattern=_alpha_pattern(config, shown),
+            alpha_pattern=numbers_of(config, "alpha_pattern", shown),
             tensors=_hashed(source, header),
         )
         return cls(facts, config, source, header)
@@ -173,24 +168,6 @@ class AdapterFolder:
         self._source.check_unchanged()
 
 
-def check_pattern(pattern: str, shown: str, key: str = "alpha_pattern") -> None:
-    """Raise BadInput for a name in the setting `key` that is more than a module's name with a few wildcards."""
-    repeats = sum(pattern.count(sign) for sign in "*+?")
-    cheap = repeats <= _MOST_REPEATS and pattern.count("|") <= _MOST_CHOICES[repeats > 0]
-    plain = len(pattern) <= _LONGEST_PATTERN and _PATTERN.fullmatch(pattern) and not _REPEATED_GROUP.search(pattern)
-    if cheap and plain:
-        try:
-            _compiled(pattern)
-        except re.error:
-            pass
-        else:
-            return
-    raise BadInput(
-        f"{shown}: `{key}` has the key {printable(repr(pattern))}; names of modules with at most"
-        f" {_MOST_REPEATS} wildcards are read: write the modules' full names"
-    )
-
-
 def check_adapter_files(listing: Mapping[str, int], shown: str) -> None:
     """Raise BadInput where the folder lacks the files of an adapter that can be read."""
     names = {name.removesuffix("/") for name in listing}
@@ -207,16 +184,10 @@ def check_adapter_files(listing: Mapping[str, int], shown: str) -> None:
     raise BadInput(f"{shown}: no {ADAPTER_WEIGHTS} here; is the download complete?")
 
 
-def matched(patterns: Mapping[str, float], module: str, default: float) -> float:
-    """The number of the first pattern that names a module, by its path, as PEFT matches them."""
-    return next((value for pattern, value in patterns.items() if _compiled(pattern).match(module)), default)
-
-
-# `re` caches a few hundred patterns; an adapter may have one for every module.
-@functools.lru_cache(maxsize=_MOST_PATTERNS)
-def _compiled(pattern: str) -> re.Pattern[str]:
-    # As `peft.utils.other.get_pattern_key` does.
-    return re.compile(rf"(.*\.)?({pattern})$")
+def matched(patterns: Mapping[str, float], module: str, default: float, matcher: Matcher) -> float:
+    """The number of the first pattern that names a module, by its path or the end of it, as PEFT matches them."""
+    starts = [0, *(at + 1 for at, letter in enumerate(module) if letter == ".")]
+    return next((value for pattern, value in patterns.items() if matcher.whole(pattern, module, starts)), default)
 
 
 def _check_kind(config: Mapping[str, Any], shown: str) -> None:
@@ -253,17 +224,11 @@ def _dropout(config: Mapping[str, Any], shown: str) -> float:
     return value
 
 
-def _alpha_pattern(config: Mapping[str, Any], shown: str) -> dict[str, float]:
-    return checked_pattern(config, "alpha_pattern", shown)
-
-
-def checked_pattern(config: Mapping[str, Any], key: str, shown: str) -> dict[str, float]:
-    """A setting's numbers by names of modules. Raises BadInput for names that are more than that."""
+def numbers_of(config: Mapping[str, Any], key: str, shown: str) -> dict[str, float]:
+    """A setting's numbers by names of modules, or patterns of them."""
     found = config.get(key) or {}
-    if not isinstance(found, dict) or len(found) > _MOST_PATTERNS:
-        raise BadInput(f"{shown}: `{key}` must map at most {_MOST_PATTERNS:,} names of modules to numbers; {_AGAIN}")
-    for pattern in found:
-        check_pattern(pattern, shown, key)
+    if not isinstance(found, dict):
+        raise BadInput(f"{shown}: `{key}` must map names of modules to numbers; {_AGAIN}")
     return {pattern: _number(found, pattern, shown, 0.0) for pattern in found}
 
 

@@ -7,9 +7,11 @@ checkpoint's header, index or config, so its cost is limited here first.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import json
 import math
 import re
+from collections.abc import Iterator
 from typing import Any, Never
 
 from surgeon.errors import BadInput, printable
@@ -103,6 +105,26 @@ def parse_json_strict(
     if _SURROGATE.search(data):
         _refuse_half_characters(value, shown)
     return value
+
+
+def json_object(content: bytes) -> dict[str, Any]:
+    """The object of a JSON file that nothing depends on; empty where it holds none."""
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+@contextlib.contextmanager
+def shaped(file: str) -> Iterator[None]:
+    """Turn what a file of another shape or encoding than its name promises leads to inside into BadInput."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise BadInput(
+            f"{printable(file)}: not what a file of this name holds ({printable(str(error), 80)}); get the model's own"
+        ) from error
 
 
 def count_items(data: bytes) -> int:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
-from surgeon.checkpoint.strict_json import parse_json_strict
+from surgeon.checkpoint.strict_json import parse_json_strict, shaped
 from surgeon.errors import BadInput, printable
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -174,11 +174,13 @@ def grown_files(
         grown = _with_listed(files, listed)
     grown[TOKENIZER_FILE] = _into_values(read.text, inserting)
     if "vocab.json" in files and read.kind != "Unigram" and entries:
-        grown["vocab.json"] = _into_values(files["vocab.json"].decode(), [((), _members_text(entries))])
+        with shaped("vocab.json"):
+            grown["vocab.json"] = _into_values(files["vocab.json"].decode(), [((), _members_text(entries))])
     if "merges.txt" in files and merges:
         grown["merges.txt"] = _appended(files["merges.txt"], [" ".join(merge) for merge in merges])
     if "vocab.txt" in files and read.kind == "WordPiece" and entries:
-        lines = files["vocab.txt"].decode().splitlines()
+        with shaped("vocab.txt"):
+            lines = files["vocab.txt"].decode().splitlines()
         grown["vocab.txt"] = _appended(files["vocab.txt"], [c for c, number in entries.items() if number >= len(lines)])
     return {name: content for name, (content, _) in grown.items()}, {name: where for name, (_, where) in grown.items()}
 

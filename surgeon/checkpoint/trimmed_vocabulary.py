@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Any
 
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
-from surgeon.checkpoint.strict_json import parse_json_strict
+from surgeon.checkpoint.strict_json import parse_json_strict, shaped
 from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, TokenizerJson
 from surgeon.errors import BadInput, printable
 
@@ -226,20 +226,21 @@ def trimmed_files(files: Mapping[str, bytes], kept: Sequence[int]) -> dict[str, 
 
     made: dict[str, bytes | None] = {}
     for name, content in files.items():
-        if name == TOKENIZER_FILE:
-            made[name] = _trimmed_json(content, new, change)
-        elif OTHER_VOCABULARIES.search(name):
-            made[name] = None
-        elif name in _SETTINGS:
-            made[name] = _with_ids(name, content, change)
-        elif name in ("vocab.json", "added_tokens.json"):
-            vocabulary = _parsed(name, content)
-            made[name] = _json({token: new[number] for token, number in vocabulary.items() if number in new})
-        elif name == "vocab.txt":
-            lines = content.decode().splitlines()
-            made[name] = "".join(f"{line}\n" for nth, line in enumerate(lines) if nth in new).encode()
-        elif name == "merges.txt":
-            made[name] = _trimmed_merges(content, files, new)
+        with shaped(name):
+            if name == TOKENIZER_FILE:
+                made[name] = _trimmed_json(content, new, change)
+            elif OTHER_VOCABULARIES.search(name):
+                made[name] = None
+            elif name in _SETTINGS:
+                made[name] = _with_ids(name, content, change)
+            elif name in ("vocab.json", "added_tokens.json"):
+                vocabulary = _parsed(name, content)
+                made[name] = _json({token: new[number] for token, number in vocabulary.items() if number in new})
+            elif name == "vocab.txt":
+                lines = content.decode().splitlines()
+                made[name] = "".join(f"{line}\n" for nth, line in enumerate(lines) if nth in new).encode()
+            elif name == "merges.txt":
+                made[name] = _trimmed_merges(content, files, new)
     return {name: content for name, content in made.items() if content != files[name]}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import os
 import signal
 import sys
@@ -18,7 +19,7 @@ from surgeon.cli.entries import AsJson, Declared, Group, QuietOption, command, s
 from surgeon.cli.failures import Debug, sigterm_interrupts
 from surgeon.cli.output import console, listening, print_json, show
 from surgeon.cli.spellings import complete_shipped_or_swept
-from surgeon.common.distributed import Ranks, joined
+from surgeon.common.distributed import Ranks, forget_leftovers, joined
 from surgeon.common.interrupting import interrupt
 from surgeon.errors import BadInput, printable
 
@@ -409,4 +410,9 @@ def main() -> None:
     """Run the command line."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
+    # A console's encoding may have no sign for what is shown.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    forget_leftovers()
     app()

@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperCommand
 
 from surgeon.common.disk_space import no_room
-from surgeon.common.distributed import Ranks
+from surgeon.common.distributed import Elsewhere, Ranks
 from surgeon.common.interrupting import interrupt
 from surgeon.errors import BadInput, Mistakes, SurgeonError, printable
 
@@ -168,9 +168,12 @@ def fail(message: str | Sequence[str], code: int) -> NoReturn:
     """Print what is wrong, a line each, and exit."""
     if Debug.on:
         traceback.print_exc()
-    if Ranks.of_environment().leads:
+    ranks = Ranks.of_environment()
+    # What another rank has met, that one says.
+    if ranks.leads or not isinstance(sys.exception(), Elsewhere):
+        by = "" if ranks.leads else f"rank {ranks.rank}: "
         for line in [message] if isinstance(message, str) else message:
-            print(f"surgeon: {printable(line, 2000)}", file=sys.stderr)
+            print(f"surgeon: {by}{printable(line, 2000)}", file=sys.stderr)
     raise typer.Exit(code)
 
 

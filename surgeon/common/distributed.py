@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 # A rank may wait for another's transport maps or for rank 0's read-back of a large model; one that died is noticed by
 # torchrun, which ends the rest.
 _LONGEST_WAIT = datetime.timedelta(days=2)
+_RANK = ("RANK", "WORLD_SIZE")
 
 
 class Elsewhere(SurgeonError):
@@ -104,6 +105,17 @@ class Ranks:
         except SurgeonError as error:
             self.send(Elsewhere(str(error), error.exit_code))
             raise
+
+
+def forget_leftovers() -> None:
+    """Take ranks out of the environment that no launcher set for this process: it would wait for the others.
+
+    Every launcher says where processes meet.
+    """
+    rank, size, address, port = (os.environ.get(name, "") for name in (*_RANK, "MASTER_ADDR", "MASTER_PORT"))
+    if not (address and port and rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
+        for name in (*_RANK, "LOCAL_RANK"):
+            os.environ.pop(name, None)
 
 
 @contextmanager

@@ -6,8 +6,6 @@ may sample, search or go on for long, are left out, but for the tokens that end 
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 import torch
 
 from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.strict_json import json_object
 from surgeon.errors import BadInput, printable
 from surgeon.models.load import running
 from surgeon.models.tokenizer import open_tokenizer
@@ -89,10 +88,9 @@ class Prompter:
         found: list[object] = [self.tokenizer.eos_token_id]
         configs = [self.folder.config]
         if _SETTINGS in self.folder.side_files:
-            with contextlib.suppress(ValueError, RecursionError):
-                configs.append(json.loads(self.folder.read_side_file(_SETTINGS)))
+            configs.append(json_object(self.folder.read_side_file(_SETTINGS)))
         for config in configs:
-            given = config.get("eos_token_id") if isinstance(config, dict) else None
+            given = config.get("eos_token_id")
             found += given if isinstance(given, list) else [given]
         return {token for token in found if isinstance(token, int) and not isinstance(token, bool)}
 

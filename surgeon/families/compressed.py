@@ -15,6 +15,7 @@ from typing import Any
 
 from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
 from surgeon.checkpoint.weights import COMPRESSED, QUANTISATION, quantisation
+from surgeon.common.patterns import Matcher
 from surgeon.errors import BadInput, printable
 from surgeon.families.family import OWN_CONFIG
 
@@ -33,8 +34,6 @@ OF_ACTIVATIONS = (
     *(f".{of}_scale" for of in ("q", "k", "v")),
 )
 BESIDE = (SCALE, ZERO, ORDER, SHAPE, *OF_ACTIVATIONS)
-_LONGEST_PATTERN = 500
-_SECONDS = 0.2
 _WORD = 32
 _AGAIN = "is config.json another model's?"
 
@@ -100,17 +99,24 @@ def packs_of(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> di
     if settings is None or settings["quant_method"] != COMPRESSED:
         return {}
     groups, ignored = _groups(settings), _texts(settings, "ignore")
+    matcher = Matcher(f"config.json: `{QUANTISATION}`")
+
+    def fits(target: str, module: str) -> bool:
+        # A module's name, or after `re:` a pattern that its name begins with.
+        pattern = target.removeprefix("re:")
+        return target == module if pattern == target else bool(matcher.ends(pattern, module))
+
     found: dict[str, Pack] = {}
     for name, info in tensors.items():
         module = _module(name)
         if module is None or (name.endswith(WEIGHT) and f"{module}{SCALE}" not in tensors and _is_plain(info)):
             continue
-        if (ignore := next((each for each in ignored if _fits(each, module)), None)) is not None:
+        if (ignore := next((each for each in ignored if fits(each, module)), None)) is not None:
             raise BadInput(
                 f"{_place(info)}: quantised, yet `ignore` of config.json's `{QUANTISATION}` names"
                 f" {printable(ignore, 80)}; {_AGAIN}"
             )
-        group = next((each for each in groups if any(_fits(target, module) for target in each.targets)), None)
+        group = next((each for each in groups if any(fits(target, module) for target in each.targets)), None)
         group = group or next((each for each in groups if {"Linear", "Embedding"} & {*each.targets}), None)
         if group is None:
             raise BadInput(
@@ -279,24 +285,6 @@ def _zeros(
     else:
         _check_grid(zeros, shape, code, ("F8_E4M3", "BF16") if group.floating else ("I8",))
     return zeros
-
-
-def _fits(target: str, module: str) -> bool:
-    """Whether a text of config.json names a module: its name, or after `re:` a pattern that its name begins with."""
-    if not target.startswith("re:"):
-        return target == module
-    import regex  # type: ignore[import-untyped]
-
-    pattern = target.removeprefix("re:")
-    if len(pattern) > _LONGEST_PATTERN:
-        raise BadInput(f"config.json: `{QUANTISATION}` has a pattern of {len(pattern):,} characters; {OWN_CONFIG}")
-    try:
-        return regex.match(pattern, module, timeout=_SECONDS) is not None
-    except (regex.error, TimeoutError, RecursionError, OverflowError, MemoryError, ValueError) as error:
-        raise BadInput(
-            f"config.json: `{QUANTISATION}` names modules by {printable(target, 80)}, which cannot be read"
-            f" ({printable(str(error) or 'it takes too long', 80)}); {OWN_CONFIG}"
-        ) from None
 
 
 def _groups(settings: Mapping[str, Any]) -> list[_Group]:

@@ -16,6 +16,7 @@ from typing import Any
 from surgeon.checkpoint.header import FLOAT_DTYPES, QUANTISED_DTYPES, TensorInfo
 from surgeon.checkpoint.weights import COMPRESSED, QUANTISATION, quantisation
 from surgeon.common.library import LOAD_FAILURES, first_line
+from surgeon.common.patterns import Matcher
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Packed
 from surgeon.families.compressed import BESIDE, PACK, WEIGHT, packs_of
@@ -144,27 +145,27 @@ def skips(config: Mapping[str, Any], skeleton: Skeleton) -> list[tuple[str, ...]
     if settings is None:
         return [()] * len(layers)
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.quantizers.quantizers_utils import should_convert_module
 
     renamings = get_model_conversion_mapping(skeleton.model)
+    key, given = _listed(settings)
     listed = []
-    for name in _listed(settings)[1]:
+    for name in given:
         # As transformers does before it compares them with names of modules.
         renamed = f"{name}."
         for renaming in renamings:
             renamed, _ = renaming.rename_source_key(renamed)
         listed += [name, renamed.removesuffix(".")]
-    try:
-        return [
-            tuple(
-                name
-                for name, _ in layer.named_modules()
-                if name and not should_convert_module(f"{skeleton.stack}.{index}.{name}", listed)
-            )
-            for index, layer in enumerate(layers)
-        ]
-    except re.error as error:
-        raise BadInput(f"config.json: `{QUANTISATION}` names modules in a way that cannot be read: {error}") from None
+    matcher = Matcher(f"config.json: `{QUANTISATION}.{key}`")
+
+    def named(module: str) -> bool:
+        # As transformers' `should_convert_module` reads them: the module or one around it, or the name's last letters.
+        edges = {at for at in range(len(module) + 1) if module[at - 1 : at] == "." or module[at : at + 1] in (".", "")}
+        return any(module.endswith(each) or edges & matcher.ends(each, module) for each in listed)
+
+    return [
+        tuple(name for name, _ in layer.named_modules() if name and named(f"{skeleton.stack}.{index}.{name}"))
+        for index, layer in enumerate(layers)
+    ]
 
 
 def _listed(settings: Mapping[str, Any]) -> tuple[str, list[str]]:

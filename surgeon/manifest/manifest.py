@@ -5,6 +5,8 @@ that its content asks for, so that no field was edited alone; who seals it anew 
 `verify` makes the manifest again (`surgeon/verify/claims.py`), or by a digest of the base that was noted elsewhere.
 """
 
+# pydantic copies defaults.
+# ruff: noqa: RUF012
 from __future__ import annotations
 
 import hashlib
@@ -13,11 +15,12 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, Field
 
 from surgeon.blueprint.blueprint import Promise, Trains
 from surgeon.checkpoint.folder import MANIFEST_FILE as MANIFEST_FILE
 from surgeon.checkpoint.header import DTYPE_BITS, TensorInfo
+from surgeon.common.schema import Bounded, Many
 from surgeon.errors import printable
 from surgeon.operations.drop_layers import LayerFacts
 from surgeon.operations.grow_vocabulary import TextCounts, VocabularyFacts
@@ -32,11 +35,8 @@ _Number = Annotated[str, Field(pattern=r"^[0-9]{1,2}$")]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-class Entry(BaseModel):
-    """A part of a file that surgeon writes; unknown keys are refused."""
-
-    # `model_type` is a model's; pydantic before 2.10 warns of every field that begins as its own names do.
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+class Entry(Bounded):
+    """A part of a file that surgeon writes."""
 
 
 EntryT = TypeVar("EntryT", bound=Entry)
@@ -59,7 +59,7 @@ class StoredTensor(Entry):
     """A tensor's value, as a file of weights has it: dtype, shape, and the digest of its bytes."""
 
     dtype: Annotated[str, AfterValidator(_known_dtype)]
-    shape: list[Annotated[int, Field(ge=0)]]
+    shape: list[Many]
     sha256: Sha256
 
     @property
@@ -160,7 +160,7 @@ class TrainingEntry(Entry):
     config: dict[str, Any]
     settings: dict[str, Any]
     steps: int
-    tokens: int
+    tokens: Many
     losses: dict[str, list[float]]
     tensors: dict[str, TrainedTensor]
     adapter: AdapterEntry | None = None

@@ -131,7 +131,9 @@ def _shown_config(folder: CheckpointFolder) -> dict[str, Any]:
 def _dequantising(config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields by which transformers loads quantised weights dequantised; none where they are not quantised."""
     settings = quantisation(config)
-    return {} if settings is None else {QUANTISATION: {**settings, "dequantize": True}}
+    # Embeddings too: transformers would match every pattern of `modules_to_not_convert` for those left quantised.
+    kept = {key: value for key, value in (settings or {}).items() if key != "modules_to_convert"}
+    return {QUANTISATION: kept | {"dequantize": True}} if kept else {}
 
 
 @contextlib.contextmanager

@@ -6,12 +6,12 @@ loss mask needs no `{% generation %}` blocks.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.strict_json import json_object
 from surgeon.errors import printable
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -108,11 +108,7 @@ def template_of(folder: CheckpointFolder) -> str | None:
     for name in (*_FILES[1:], _SETTINGS):
         if name not in folder.side_files:
             continue
-        try:
-            settings = json.loads(folder.read_side_file(name))
-        except (ValueError, RecursionError):
-            continue
-        found = settings.get("chat_template") if isinstance(settings, dict) else None
+        found = json_object(folder.read_side_file(name)).get("chat_template")
         if isinstance(found, list):
             found = next((one.get("template") for one in found if isinstance(one, dict)), None)
         if found:

@@ -16,6 +16,7 @@ from typing import Any
 
 from surgeon.checkpoint.folder import CONFIG_FILE, CheckpointFolder
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, LocalSource, is_side_file, read_capped, resolved
+from surgeon.checkpoint.strict_json import json_object
 from surgeon.checkpoint.trust import MAX_CODE_BYTES, looked_in, only_in_code, without_auto_map
 from surgeon.checkpoint.weights import INDEX_FILE, SINGLE_FILE
 from surgeon.common.disk_space import writing
@@ -110,10 +111,10 @@ def _beside(folder: Path, listing: Mapping[str, int]) -> dict[str, Any]:
     """Where transformers looks for the name of a class, as far as it can be read."""
     found: list[dict[str, Any]] = []
     for name in (CONFIG_FILE, _SETTINGS[0]):
-        content = None
+        content = b""
         with contextlib.suppress(BadInput):
-            content = _parsed(read_capped(folder, name, max_bytes=MAX_SIDE_FILE_BYTES)) if name in listing else None
-        found.append(content or {})
+            content = read_capped(folder, name, max_bytes=MAX_SIDE_FILE_BYTES) if name in listing else b""
+        found.append(json_object(content))
     return looked_in(*found)
 
 
@@ -124,8 +125,8 @@ def _show(folder: Path, name: str, view: Path, beside: Mapping[str, Any]) -> Non
         (view / name).symlink_to(resolved(folder, name).absolute())
         return
     content = read_capped(folder, name, max_bytes=MAX_SIDE_FILE_BYTES)
-    settings = _parsed(content)
-    if settings is None:
+    settings = json_object(content)
+    if not settings:
         # As it is: transformers says what is wrong with it.
         (view / name).write_bytes(content)
         return
@@ -174,14 +175,6 @@ def _is_of(name: Any, sort: str) -> bool:
         return name is None
     found = getattr(transformers, name, None)
     return found is None or (isinstance(found, type) and issubclass(found, getattr(transformers, sort)))
-
-
-def _parsed(content: bytes) -> dict[str, Any] | None:
-    try:
-        found = json.loads(content)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from functools import cached_property
 from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
-from surgeon.checkpoint.peft_folder import AdapterFolder, checked_pattern, matched
+from surgeon.checkpoint.peft_folder import ADAPTER_CONFIG, AdapterFolder, matched, numbers_of
+from surgeon.common.patterns import Matcher
 from surgeon.errors import BadInput, printable
 from surgeon.operations.operation import Spec
 
@@ -15,17 +17,13 @@ from surgeon.operations.operation import Spec
 # round, but for classes that say so themselves.
 _OTHER_PACKING = (0, 19)
 _RELEASE = re.compile(r"(\d{1,4})\.(\d{1,4})\.\d{1,4}(\.post\d+)?(\+.*|@.*)?", re.DOTALL)
-# A regular expression that is matched: its signs, its length, its wildcards.
-_PLAIN = re.compile(r"(?:[A-Za-z0-9_.^$|()*+?-]|\\[.d]|\[[0-9]-[0-9]\])+")
-_REPEATED = re.compile(r"\)[*+?]|[*+?][*+?]|\(\?")
-_LONGEST, _WILDCARDS = 500, 2
 
 
 class Settings(Spec):
     """What an adapter's config says of what it changes; lists of names are PEFT's.
 
-    `targets` are None where a regular expression names them: `pattern`, or None where it is too costly to be matched;
-    so is `excluding` for `exclude_modules`, empty where these are a list. `layers_pattern` are names of lists of
+    `targets` are None where a regular expression names them, `pattern`; so is `excluding` for `exclude_modules`, empty
+    where these are a list. `layers_pattern` are names of lists of
     layers. `tokens` are ids by names of modules; by no name, of the embeddings. `parameters` are `target_parameters`,
     `saved_by` is the release of PEFT.
     """
@@ -36,8 +34,8 @@ class Settings(Spec):
     excluded: list[str]
     layers: list[int] | None
     layers_pattern: list[str] = []  # noqa: RUF012  # pydantic copies it
-    pattern: str | None = None
-    excluding: str | None = ""
+    pattern: str = ""
+    excluding: str = ""
     dora: bool
     biases: Literal["none", "all", "lora_only"]
     own_bias: bool
@@ -48,28 +46,32 @@ class Settings(Spec):
 
     def rank_of(self, module: str) -> int:
         """The rank at a module, or at one of `target_parameters`, by its path."""
-        return int(matched(self.rank_pattern, module, self.rank))
+        return int(matched(self.rank_pattern, module, self.rank, self._matcher))
+
+    @cached_property
+    def _matcher(self) -> Matcher:
+        return Matcher(ADAPTER_CONFIG)
 
     def names(self, module: str) -> bool:
-        """Whether `targets`, or a regular expression, name a module, as PEFT's `check_target_module_exists` reads them.
-
-        False where that is not known.
-        """
-        if self.excluding is None or (self.excluding and re.fullmatch(self.excluding, module)):
+        """Whether `targets` or `pattern` name a module, as PEFT's `check_target_module_exists` reads them."""
+        if self.excluding and self._matcher.whole(self.excluding, module):
             return False
         if any(ends(module, name) for name in self.excluded) or self.saves(module):
             return False
         if self.targets is None:
-            return self.pattern is not None and re.fullmatch(self.pattern, module) is not None
+            return self._matcher.whole(self.pattern, module)
         if module in self.targets or not any(ends(module, name) for name in self.targets):
             return module in self.targets
         return not self.layers or self._number(module) in self.layers
 
     def _number(self, module: str) -> int | None:
         """The number of a module's layer: the first in its path, or the first behind one of `layers_pattern`."""
-        stems = [rf"(?:.*?\.)?{re.escape(name)}" for name in self.layers_pattern] or [r".*?\.[^.]*"]
-        found = (re.match(rf"{stem}\.(\d+)\.", module) for stem in stems)
-        return next((int(match[1]) for match in found if match is not None), None)
+        steps = module.split(".")
+        numbers = [at for at, step in enumerate(steps[:-1]) if at and step.isdecimal()]
+        if not self.layers_pattern:
+            return next((int(steps[at]) for at in numbers if at > 1), None)
+        found = (at for name in self.layers_pattern for at in numbers if ends(".".join(steps[:at]), name))
+        return next((int(steps[at]) for at in found), None)
 
     def saves(self, path: str) -> bool:
         """Whether `modules_to_save` name a module, or one around it."""
@@ -97,11 +99,11 @@ def settings_of(folder: AdapterFolder) -> Settings:
     try:
         return Settings(
             rank=config.get("r", 8),
-            rank_pattern=checked_pattern(config, "rank_pattern", shown),
+            rank_pattern=numbers_of(config, "rank_pattern", shown),
             targets=None if isinstance(targets, str) else targets or [],
-            pattern=cheap(targets) if isinstance(targets, str) else None,
+            pattern=targets if isinstance(targets, str) else "",
             excluded=[] if isinstance(excluded, str) else excluded or [],
-            excluding=cheap(excluded) if isinstance(excluded, str) else "",
+            excluding=excluded if isinstance(excluded, str) else "",
             layers_pattern=[stems] if isinstance(stems, str) and stems else stems or [],
             layers=[layers] if type(layers) is int else layers,
             dora=config.get("use_dora") or False,
@@ -116,21 +118,6 @@ def settings_of(folder: AdapterFolder) -> Settings:
         problem = error.errors(include_url=False)[0]
         where = printable(".".join(str(step) for step in problem["loc"]))
         raise BadInput(f"{shown}: {where}: {printable(problem['msg'])}; get the adapter's own file again") from None
-
-
-def cheap(pattern: str) -> str | None:
-    """A regular expression of an untrusted file, where the whole of a name is cheaply matched with it; else None.
-
-    It has at most two wildcards, and no group is repeated. Whether one is lazy, or a group is kept, changes nothing.
-    """
-    plain = pattern.replace("(?:", "(").replace("*?", "*").replace("+?", "+").replace(r"[\d]", r"\d")
-    if len(pattern) > _LONGEST or sum(map(plain.count, "*+?")) > _WILDCARDS or not _PLAIN.fullmatch(plain):
-        return None
-    try:
-        re.compile(plain)
-    except re.error:
-        return None
-    return None if _REPEATED.search(plain) else plain
 
 
 def ends(path: str, name: str) -> bool:

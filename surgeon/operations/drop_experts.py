@@ -16,6 +16,7 @@ from pydantic import Field, model_validator
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft, LayerDraft
 from surgeon.blueprint.recipes import Copy, Recipe, rows, side_by_side, sliced_columns, whole
+from surgeon.common.schema import Many
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
 from surgeon.families.family import Part
@@ -52,7 +53,7 @@ class ExpertCost(Spec):
 
     text: str
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    tokens: Annotated[int, Field(ge=1)]
+    tokens: Annotated[Many, Field(ge=1)]
     before: Loss
     grows: Loss
     frequency: Loss

@@ -19,6 +19,7 @@ from surgeon.blueprint.recipes import Constant, Recipe, Summed
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import DTYPE_BITS
 from surgeon.common.formatting import layers_have, show_layers
+from surgeon.common.schema import Many
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
 from surgeon.models.layer_choice import By, LayersOut, Stack, collapsed, runs_above
@@ -46,7 +47,7 @@ class TextLoss(Spec):
 
     text: str
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    tokens: Annotated[int, Field(ge=1)]
+    tokens: Annotated[Many, Field(ge=1)]
     before: _Finite
     after: _Finite
     scores: list[_Finite]

@@ -26,6 +26,7 @@ from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
 from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE
 from surgeon.checkpoint.trimmed_vocabulary import OTHER_VOCABULARIES, ids_named
 from surgeon.common.json_results import plain_fields
+from surgeon.common.schema import Many
 from surgeon.errors import BadInput, printable
 from surgeon.families.family import LARGEST_SIZE
 from surgeon.families.vocabulary import VOCABULARY_KEY
@@ -46,11 +47,11 @@ class TextCounts(Spec):
     use: str
     text: str
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    documents: Annotated[int, Field(ge=0)]
-    unchanged: Annotated[int, Field(ge=0)]
-    words: Annotated[int, Field(ge=0)]
-    before: Annotated[int, Field(ge=0)]
-    after: Annotated[int, Field(ge=0)]
+    documents: Many
+    unchanged: Many
+    words: Many
+    before: Many
+    after: Many
 
     @property
     def fertility(self) -> tuple[float, float]:

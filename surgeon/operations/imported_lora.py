@@ -12,8 +12,9 @@ from pydantic import Field
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Imported, Recipe
 from surgeon.checkpoint.header import FLOAT_DTYPES
-from surgeon.checkpoint.peft_folder import Adapter, AdapterFolder, AdapterTensor, check_pattern
+from surgeon.checkpoint.peft_folder import Adapter, AdapterFolder, AdapterTensor
 from surgeon.common.json_results import plain_fields
+from surgeon.common.schema import Many
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import layer_of
 from surgeon.operations.operation import OneOf, Spec
@@ -56,7 +57,7 @@ class TensorEntry(Spec):
     """One tensor of an adapter: its dtype, its shape and the digest of its bytes."""
 
     dtype: Annotated[str, OneOf(lambda: FLOAT_DTYPES)]
-    shape: list[Annotated[int, Field(ge=0)]]
+    shape: list[Many]
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -77,11 +78,6 @@ class AdapterFacts(Facts):
     def of(cls, adapter: Adapter) -> AdapterFacts:
         """The facts of an opened adapter."""
         return cls(**plain_fields(adapter))
-
-    def check(self, file: str) -> None:
-        """Raise BadInput for a pattern that is more than a module's name with a few wildcards."""
-        for pattern in self.alpha_pattern:
-            check_pattern(pattern, printable(file))
 
     @property
     def adapter(self) -> Adapter:

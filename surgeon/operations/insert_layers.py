@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft, LayerDraft, silence
 from surgeon.common.formatting import show_layers
+from surgeon.common.schema import Many
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import LayerKind
 from surgeon.operations.expert_fusion import of_experts
@@ -44,7 +45,7 @@ class LeastFacts(Facts):
     gaps: list[Annotated[int, Field(ge=0)]]
     text: str
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    tokens: Annotated[int, Field(ge=1)]
+    tokens: Annotated[Many, Field(ge=1)]
     before: _Finite
     scores: dict[Annotated[str, Field(pattern=r"^[0-9]{1,4}$")], _Finite]
 

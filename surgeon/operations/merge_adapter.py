@@ -15,12 +15,12 @@ from pydantic import ConfigDict, Field
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Adapted, Product, Recipe, Rounding, Step, Trained, one_expert, stacked_experts
-from surgeon.checkpoint.peft_folder import AdapterFolder, check_pattern
+from surgeon.checkpoint.peft_folder import AdapterFolder
 from surgeon.errors import BadInput, printable
 from surgeon.families.vocabulary import further_rows
 from surgeon.operations.adapter_changes import Sorted, deltas
 from surgeon.operations.adapter_places import Model, Place
-from surgeon.operations.adapter_settings import Settings, cheap, settings_of
+from surgeon.operations.adapter_settings import Settings, settings_of
 from surgeon.operations.imported_lora import AdapterFacts
 from surgeon.operations.operation import Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.prepare import Facts, OpenedBase
@@ -52,32 +52,17 @@ class MergedAdapter(Spec):
     settings: Settings
     norms: dict[str, Annotated[float, Field(ge=0)]]
 
-    def check(self, file: str) -> None:
-        """Raise BadInput for patterns that are more than modules' names with a few wildcards."""
-        self.facts.check(file)
-        for pattern in self.settings.rank_pattern:
-            check_pattern(pattern, printable(file), "rank_pattern")
-        for name in ("pattern", "excluding"):
-            found = getattr(self.settings, name)
-            if found and cheap(found) != found:
-                raise BadInput(f"{printable(file)}: `{name}` is none that surgeon writes; was it edited by hand?")
-
 
 class MergeFacts(Facts):
     """The adapters of a plan's merge, in its order."""
 
     adapters: list[MergedAdapter]
 
-    def check(self, file: str) -> None:
-        """As each adapter's."""
-        for adapter in self.adapters:
-            adapter.check(file)
-
 
 class MergeAdapter(Operation):
     """PEFT adapters become a part of the weights that they adapt; the output is the base's own class."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=True)
+    model_config = ConfigDict(populate_by_name=True)
 
     papers: ClassVar[tuple[Paper, ...]] = (
         Paper(
@@ -146,11 +131,6 @@ class MergeAdapter(Operation):
             if adapter.norms:
                 sizes = adapter.norms.values()
                 base.notes.append(f"{shown}: ‖ΔW‖ is {min(sizes):.3g} to {max(sizes):.3g} in {len(sizes)} matrices")
-            if adapter.settings.targets is None:
-                base.notes.append(
-                    f"{shown}: a pattern in its config names what it adapts, which surgeon does not read: whether all"
-                    " of it is there is not checked"
-                )
             found.append(adapter)
         return MergeFacts(adapters=found)
 

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from surgeon.blueprint.blueprint import OperationRecord
 from surgeon.blueprint.draft import Draft
+from surgeon.common.schema import Bounded
 from surgeon.operations.prepare import Facts, OpenedBase
 
 Schedule = Literal["cosine", "linear", "constant"]
@@ -102,10 +103,8 @@ class OneOf:
         return {"enum": [*self.options()]} | handler(schema)
 
 
-class Spec(BaseModel):
+class Spec(Bounded):
     """A part of a plan as written: types are strict, an unknown key is refused, nothing changes once it is read."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     @classmethod
     def key(cls, field: str) -> str:

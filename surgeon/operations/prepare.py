@@ -12,18 +12,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.hub import locate, locate_adapter, remote_folder
 from surgeon.checkpoint.peft_folder import AdapterFolder
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.places import meant
+from surgeon.common.schema import Bounded
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
 
 
-class Facts(BaseModel):
+class Facts(Bounded):
     """What an operation found out about its base: JSON data, all that `edit` needs beside headers and config.
 
     In a surgery.json they are a claim, which anybody may have written: `edit` raises BadInput for facts that do not fit
@@ -31,7 +32,7 @@ class Facts(BaseModel):
     """
 
     # Neither NaN nor infinity is JSON.
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(allow_inf_nan=False)
 
     # The field of surgery.json that keeps them, by the operation's number (`Operation.facts_key`).
     section: ClassVar[str] = "facts"

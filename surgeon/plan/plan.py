@@ -9,12 +9,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from surgeon.blueprint.blueprint import Blueprint
 from surgeon.blueprint.draft import Draft
 from surgeon.checkpoint.weights import COMPRESSED, quantisation
 from surgeon.common.checked_yaml import check_yaml, editor_schema
+from surgeon.common.schema import Bounded
 from surgeon.common.yaml import Place, override, parse_yaml, read_text, written_yaml
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
@@ -25,11 +26,11 @@ from surgeon.operations.prepare import Facts, OpenedBase, WeightsNeeded
 from surgeon.plan.mergekit import MERGEKIT_KEYS, of_mergekit
 
 
-class Plan(BaseModel):
+class Plan(Bounded):
     """A list of operations, applied in order; later selectors see the model as the earlier ones left it."""
 
     # Built at first use: operations of plugins are read then.
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, defer_build=True)
+    model_config = ConfigDict(defer_build=True)
 
     surgeon: Annotated[Literal[1], Field(description="version of the plan format")]
     seed: Annotated[int, Field(ge=0, lt=2**63, description="seeds every random tensor, together with its name")] = 0

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import Field, StringConstraints, model_validator
 
 from surgeon.common.checked_yaml import check_yaml, editor_schema
+from surgeon.common.schema import Entry
 from surgeon.common.yaml import parse_yaml, read_text
 
 _WHAT = "sweep"
@@ -28,10 +29,8 @@ Key = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^
 Scalar = bool | int | float | str
 
 
-class Sweep(BaseModel):
+class Sweep(Entry):
     """A plan with other values at some of its keys: every combination of `values`, or each of the named `points`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     surgeon_sweep: Annotated[Literal[1], Field(description="version of this format")]
     plan: Annotated[str, Field(min_length=1, description="name of a shipped plan, or a plan's file beside this one")]

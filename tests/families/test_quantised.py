@@ -419,3 +419,16 @@ def test_names_that_cannot_be_renumbered_are_refused(plan: Plan, tmp_path: Path)
     (base / "config.json").write_text(json.dumps(config))
     with pytest.raises(BadInput, match=r"surgeon cannot renumber: self_attn\.q_proj of layer 2 would"):
         surgeon.preview(plan(INSERT), str(base))
+
+
+@pytest.mark.parametrize("pattern", [r"(\w+\.?)+X", "(" * 3_000, r"(.*)\1"])
+def test_no_pattern_of_modules_that_stay_holds_a_command_up(pattern: str, plan: Plan, tmp_path: Path) -> None:
+    base = tiny_quantised(tmp_path / "base", "qwen3", "fp8")
+    config = json.loads((base / "config.json").read_text())
+    config["quantization_config"]["modules_to_not_convert"] = [pattern]
+    (base / "config.json").write_text(json.dumps(config))
+    if "X" in pattern:
+        assert surgeon.preview(plan(INSERT), str(base)).blueprint.promise == "exact"
+        return
+    with pytest.raises(BadInput, match=r"modules_to_not_convert`: the pattern .*cannot be read"):
+        surgeon.preview(plan(INSERT), str(base))

@@ -6,6 +6,7 @@ import json
 import re
 from typing import Any
 
+from surgeon.common.schema import Bounded
 from surgeon.compare.config.loading import json_schema as study_schema
 from surgeon.continual.config.loading import json_schema as tasks_schema
 from surgeon.operations import OPERATIONS
@@ -216,7 +217,7 @@ def _bounds(field: dict[str, Any]) -> str:
     bounds = [
         f"{sign} {int(bound) if bound == int(bound) else bound:,}"
         for key, sign in signs.items()
-        if (bound := field.get(key)) is not None and bound < 2**53
+        if (bound := field.get(key)) is not None and bound < 2**53 and bound != Bounded.largest
     ]
     return f" {' and '.join(bounds)}" if bounds else ""
 

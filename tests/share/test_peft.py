@@ -378,8 +378,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], dict[str, Any], list[str]]] = {
     "alpha of words": (config(lora_alpha="8"), {}, ["lora_alpha"]),
     "dropout 1": (config(lora_dropout=1.0), {}, ["lora_dropout"]),
     "rslora of words": (config(use_rslora="yes"), {}, ["use_rslora"]),
-    "a pattern that takes years": (config(alpha_pattern={"(a+)+": 3}), {}, ["alpha_pattern", "(a+)+"]),
-    "a pattern of many choices": (config(alpha_pattern={"(a|b)" * 9: 3}), {}, ["alpha_pattern"]),
+    "a pattern that refers back": (config(alpha_pattern={r"(.*)\1": 3}), {}, ["alpha_pattern", "(.*)", "not read"]),
     "a pattern that is none": (config(alpha_pattern={"q_proj(": 3}), {}, ["alpha_pattern"]),
     "patterns as a list": (config(alpha_pattern=[3]), {}, ["alpha_pattern"]),
 }
@@ -443,8 +442,8 @@ def test_a_manifest_that_lost_or_changed_its_adapter(
     found = json.loads((out / "surgery.json").read_text())["adapters"]["adapter"]
     edited(out, lambda manifest: manifest.update(adapters={}), seal=True)
     assert "nothing is known of the adapter" in refused("verify", "--static", base, out)
-    odd = found | {"alpha_pattern": {"(a+)+": 1.0}}
+    odd = found | {"alpha_pattern": {"(a+": 1.0}}
     edited(out, lambda manifest: manifest.update(adapters={"adapter": odd}), seal=True)
-    assert "surgery.json" in refused("verify", "--static", base, out)
+    assert "alpha_pattern" in refused("verify", "--static", base, out)
     edited(out, lambda manifest: manifest.update(adapters={"adapter": found | {"alpha": 99.0}}), seal=True)
     assert not surgeon.verify(base, out, logits=False).holds

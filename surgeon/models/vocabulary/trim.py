@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.strict_json import json_object, shaped
 from surgeon.checkpoint.tokenizer_files import MeasuredText
 from surgeon.checkpoint.trimmed_vocabulary import Closure, byte_characters, ids_in, ids_of_file, trimmed_files
 from surgeon.errors import BadInput, printable
@@ -161,7 +161,8 @@ def _keep_needed(staying: _Staying, base: CheckpointFolder, files: Mapping[str, 
     added += staying.add(tokenizer.ids(""))
     added += staying.add(ids_in(base.config, "config.json"))
     for name, content in files.items():
-        added += staying.add(ids_of_file(name, content))
+        with shaped(name):
+            added += staying.add(ids_of_file(name, content))
     for text in _of_templates(files, tokenizer):
         added += staying.add(tokenizer.ids(text, special=False))
     return f"{added:,} more that special tokens, bytes and the chat template need"
@@ -192,8 +193,7 @@ def _templates(files: Mapping[str, bytes]) -> Iterator[str]:
         if name == TEMPLATE_FILE or name.endswith(".jinja"):
             yield content.decode("utf-8", "replace")
         elif name in ("chat_template.json", "tokenizer_config.json", "processor_config.json"):
-            found = json.loads(content)
-            found = found.get("chat_template") if isinstance(found, dict) else None
+            found = json_object(content).get("chat_template")
             for each in found if isinstance(found, list) else [found]:
                 text = each.get("template") if isinstance(each, dict) else each
                 if isinstance(text, str):
@@ -206,12 +206,12 @@ def script_pattern(names: Sequence[str]) -> re.Pattern[str]:
 
     for name in names:
         try:
-            regex.compile(rf"\p{{Script={name}}}")
+            regex.compile(rf"\p{{Script={re.escape(name)}}}")
         except regex.error:
             raise BadInput(
                 f"scripts: there is no script {printable(name, 40)} in Unicode; write its name, as Latin or Cyrillic"
             ) from None
-    every = "".join(rf"\p{{Script={name}}}" for name in (*names, "Common", "Inherited"))
+    every = "".join(rf"\p{{Script={re.escape(name)}}}" for name in (*names, "Common", "Inherited"))
     found: re.Pattern[str] = regex.compile(f"[{every}]")
     return found
 
