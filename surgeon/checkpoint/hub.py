@@ -101,7 +101,7 @@ def locate_adapter(adapter: str) -> Located:
         return _snapshot(repo_id, revision, [ADAPTER_CONFIG, ADAPTER_WEIGHTS], offline=True)
 
     def choose(repository: _Repository) -> list[str]:
-        check_adapter_files(repository.files, repository.shown)
+        check_adapter_files(repository.files, repository.shown, repository.files)
         return [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
 
     return _at_one_commit(repo_id, revision, choose)

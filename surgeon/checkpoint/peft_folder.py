@@ -7,11 +7,12 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from surgeon.checkpoint.damages import empty_of, led_below
 from surgeon.checkpoint.header import FLOAT_DTYPES, Header
 from surgeon.checkpoint.ranges import sha256_range
 from surgeon.checkpoint.source import LocalSource, read_tensor
@@ -115,7 +116,7 @@ class AdapterFolder:
         """Open a local folder and hash its tensors. Raises BadInput for what is no LoRA that stands by itself."""
         source = LocalSource(path)
         listing = source.listing()
-        check_adapter_files(listing, source.shown)
+        check_adapter_files(listing, source.shown, source.tree())
         content = source.small(ADAPTER_CONFIG, max_bytes=MAX_CONFIG_BYTES)
         shown = printable(str(path / ADAPTER_CONFIG))
         config = parse_json_strict(content, file=ADAPTER_CONFIG, max_bytes=MAX_CONFIG_BYTES)
@@ -123,6 +124,8 @@ class AdapterFolder:
             raise BadInput(f"{shown}: holds a {type(config).__name__}, expected a JSON object; {_AGAIN}")
         _check_kind(config, shown)
         header = source.headers([ADAPTER_WEIGHTS])[ADAPTER_WEIGHTS]
+        if empty := empty_of(header.tensors):
+            raise BadInput(f"{source.shown}: {empty}")
         for info in header.tensors:
             if info.dtype not in FLOAT_DTYPES:
                 raise BadInput(
@@ -191,11 +194,20 @@ def check_pattern(pattern: str, shown: str, key: str = "alpha_pattern") -> None:
     )
 
 
-def check_adapter_files(listing: Mapping[str, int], shown: str) -> None:
-    """Raise BadInput where the folder lacks the files of an adapter that can be read."""
+def check_adapter_files(listing: Iterable[str], shown: str, tree: Iterable[str]) -> None:
+    """Raise BadInput where the folder lacks the files of an adapter that can be read; `tree` are those below too."""
     names = {name.removesuffix("/") for name in listing}
+    if any(name.startswith("adapters.") for name in names):
+        raise BadInput(
+            f"{shown}: an adapter of mlx-lm; merge it there (`mlx_lm.fuse --model BASE --adapter-path ADAPTER"
+            " --save-path OUT`), or write it as PEFT's: `lora_a` and `lora_b` transposed are"
+            " `base_model.model.….lora_A.weight` and `….lora_B.weight`, `r` is `rank`, `lora_alpha` `scale` × `rank`"
+        )
     if ADAPTER_CONFIG not in names:
-        raise BadInput(f"{shown}: no {ADAPTER_CONFIG} here; expected the folder of a PEFT LoRA adapter")
+        raise BadInput(
+            f"{shown}: no {ADAPTER_CONFIG} here; expected the folder of a PEFT LoRA adapter"
+            f"{', not of a whole model' if 'config.json' in names else led_below(tree, ADAPTER_CONFIG)}"
+        )
     if ADAPTER_WEIGHTS in names:
         return
     if _PICKLE in names:
@@ -204,7 +216,9 @@ def check_adapter_files(listing: Mapping[str, int], shown: str) -> None:
             " them where you trust them: `PeftModel.from_pretrained(BASE, ADAPTER).save_pretrained(NEW)` writes"
             " safetensors"
         )
-    raise BadInput(f"{shown}: no {ADAPTER_WEIGHTS} here; is the download complete?")
+    raise BadInput(
+        f"{shown}: no {ADAPTER_WEIGHTS} here{led_below(tree, ADAPTER_WEIGHTS) or '; is the download complete?'}"
+    )
 
 
 def matched(patterns: Mapping[str, float], module: str, default: float) -> float:

@@ -13,14 +13,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from surgeon.checkpoint.damages import ANOTHER
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.common.library import LOAD_FAILURES, first_line, passed_over, quiet_transformers
 from surgeon.errors import BadInput, printable
 from surgeon.families.shared import shared_in, within
 from surgeon.families.skeleton import Skeleton
-
-# What to ask of tensors that do not fit.
-ANOTHER = "is config.json another model's?"
 
 
 @dataclass(frozen=True)
@@ -376,12 +374,16 @@ def _check_loads(
     firsts = sorted({kinds.index(kind) for kind in set(kinds)})
     names = [*outer, *(f"{stem}{index}.{suffix}" for index in firsts for suffix in layers[index])]
     loaded = _loaded(model, {under_base(model, name): tensors[name] for name in names}, quantizer)
+    held, vocabulary = model.state_dict(keep_vars=True), model.config.get_text_config().vocab_size
     for target, *_ in sorted(loaded.mismatched_keys):
         name = next(name for name, targets in renamed.items() if target in targets)
-        required = list(model.state_dict(keep_vars=True)[target].shape)
+        of_tokens = [each for each in outer if outer[each] in held and held[outer[each]].shape[:1] == (vocabulary,)]
+        rows = {tensors[each].shape[0] for each in of_tokens}
+        padded = name in of_tokens and len(rows) == 1 and tensors[name].shape[1:] == held[target].shape[1:]
         raise BadInput(
             f"{printable(name)} ({tensors[name].file}): shape {list(tensors[name].shape)}, the config requires"
-            f" {required}; {ANOTHER}"
+            f" {list(held[target].shape)}; "
+            + (f"write `vocab_size` {rows.pop()}, as embeddings have padded or further rows" if padded else ANOTHER)
         )
     for target, reason in sorted(loaded.conversion_errors.items()):
         raise BadInput(

@@ -1,0 +1,77 @@
+"""What is known to befall checkpoints and adapters, and what mends each: asked before anything is guessed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
+from surgeon.errors import printable
+
+# The last guess of errors about tensors that do not fit.
+ANOTHER = "is config.json another model's?"
+# What wrappers put into names where they were saved in place of the model in them.
+_INSIDE = r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+_WRAPPED = re.compile(rf"^(?:module|base_model\.model)\.|{_INSIDE}|(?<=\.)base_layer\.")
+_WRAPPED_IN_ADAPTER = re.compile(rf"(?:^|(?<=^base_model\.model\.))module\.|{_INSIDE}")
+_UNMERGED = re.compile(r"\.(?:lora_[AB]|lora_embedding_[AB]|modules_to_save|original_module)\.")
+_OF_SCALES = re.compile(r"scale|absmax|qzeros|SCB")
+_TAKE_OUT = (
+    'in a copy of that folder run `python -c \'import glob, pathlib, safetensors.torch as s; w = "{}";'
+    ' [s.save_file({{k.replace(w, ""): v for k, v in s.load_file(f).items()}}, f, {{"format": "pt"}}) for f in'
+    ' glob.glob("*.safetensors")]; [p.write_text(p.read_text().replace(w, "")) for p in'
+    ' pathlib.Path().glob("*.index.json")]\'`'
+)
+
+
+def damage_of(config: Mapping[str, Any], tensors: Iterable[TensorInfo]) -> str:
+    """Return what befell a base's weights, by its headers, and what mends it; nothing where no row of this fits."""
+    found = {info.name: info for info in tensors}
+    if any(f"{name}.biases" in found for name in (each.removesuffix(".scales") for each in found)):
+        return (
+            "quantised by MLX; take the model that it was made of, or run `mlx_lm.convert --hf-path BASE --mlx-path NEW"
+            " --dequantize`"
+        )
+    if empty := empty_of(found.values()):
+        return empty
+    if unmerged := next(filter(_UNMERGED.search, found), None):
+        return (
+            f"{printable(unmerged)}: a PEFT model, saved with its adapter beside the weights; where it was trained run"
+            " `model.merge_and_unload().save_pretrained(NEW)`"
+        )
+    if (named := next(filter(None, map(_WRAPPED.search, found)), None)) is not None:
+        return (
+            f"{printable(named.string)}: `{named[0]}` is of what wrapped the model in training (torch.compile, FSDP,"
+            f" DDP, DeepSpeed, PEFT) and was saved in its place; {_TAKE_OUT.format(named[0])}"
+        )
+    parts = [config, *(part for part in config.values() if isinstance(part, Mapping))]
+    if any(part.get("quantization_config") for part in parts) and not any(
+        info.dtype not in (*FLOAT_DTYPES, "I64") or _OF_SCALES.search(info.name) for info in found.values()
+    ):
+        return "config.json: `quantization_config` is left over: no tensor is quantised; take it out of the file"
+    return ""
+
+
+def empty_of(tensors: Iterable[TensorInfo]) -> str:
+    """Return a line on the first tensor whose numbers are elsewhere; nothing where there is none."""
+    empty = next((info for info in tensors if info.shape == (0,)), None)
+    if empty is None:
+        return ""
+    return (
+        f"{printable(empty.name)} ({empty.file}): no numbers in it, as ZeRO-3 leaves tensors where it does not gather"
+        " them; save again with `stage3_gather_16bit_weights_on_model_save: true`, or run the checkpoint's"
+        " zero_to_fp32.py"
+    )
+
+
+def unwrapped(name: str) -> str:
+    """Return what an adapter's tensor is called without the names of wrappers around the model."""
+    return _WRAPPED_IN_ADAPTER.sub("", name)
+
+
+def led_below(files: Collection[str], wanted: str) -> str:
+    """Return which folder to give where `wanted` lies in folders below, the highest checkpoint's; else nothing."""
+    below = {name.removesuffix(f"/{wanted}") for name in files if name.endswith(f"/{wanted}")}
+    newest = max(below, key=lambda name: [int(number) for number in re.findall(r"\d+", name)], default="")
+    return f"; folders below have one: give one of these, as {printable(newest)}" if newest else ""
