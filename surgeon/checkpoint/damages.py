@@ -14,7 +14,10 @@ ANOTHER = "is config.json another model's?"
 # What wrappers put into names where they were saved in place of the model in them.
 _INSIDE = r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
 _WRAPPED = re.compile(rf"^(?:module|base_model\.model)\.|{_INSIDE}|(?<=\.)base_layer\.")
-_WRAPPED_IN_ADAPTER = re.compile(rf"(?:^|(?<=^base_model\.model\.))module\.|{_INSIDE}")
+# In an adapter's names, with that of the adapter itself where a model's whole state was saved.
+_WRAPPED_IN_ADAPTER = re.compile(
+    rf"(?:^|(?<=^base_model\.model\.))module\.|{_INSIDE}|(?<=\.lora_[AB]\.)\w+\.(?=weight$)"
+)
 _UNMERGED = re.compile(r"\.(?:lora_[AB]|lora_embedding_[AB]|modules_to_save|original_module)\.")
 _OF_SCALES = re.compile(r"scale|absmax|qzeros|SCB")
 _TAKE_OUT = (

@@ -102,7 +102,8 @@ def locate_adapter(adapter: str) -> Located:
 
     def choose(repository: _Repository) -> list[str]:
         check_adapter_files(repository.files, repository.shown, repository.files)
-        return [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
+        beside = [name for name, size in repository.files.items() if is_side_file(name) and size <= MAX_SIDE_FILE_BYTES]
+        return [ADAPTER_CONFIG, ADAPTER_WEIGHTS, *beside]
 
     return _at_one_commit(repo_id, revision, choose)
 

@@ -15,13 +15,14 @@ from typing import Any
 from surgeon.checkpoint.damages import empty_of, led_below
 from surgeon.checkpoint.header import FLOAT_DTYPES, Header
 from surgeon.checkpoint.ranges import sha256_range
-from surgeon.checkpoint.source import LocalSource, read_tensor
+from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, LocalSource, is_side_file, read_tensor
 from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.errors import BadInput, printable
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 4_000_000
+_OF_TOKENIZER = re.compile(r"token|vocab|merges|template|tekken|\.(model(\.v\w+)?|tiktoken|codes)$")
 
 _AGAIN = "get the adapter's own file again"
 _PICKLE = "adapter_model.bin"
@@ -141,7 +142,7 @@ class AdapterFolder:
             alpha=_number(config, "lora_alpha", shown, 8),
             rslora=_flag(config, "use_rslora", shown),
             dropout=_dropout(config, shown),
-            alpha_pattern=_alpha_pattern(config, shown),
+            alpha_pattern=checked_pattern(config, "alpha_pattern", shown),
             tensors=_hashed(source, header),
         )
         return cls(facts, config, source, header)
@@ -171,9 +172,23 @@ class AdapterFolder:
             )
         return content
 
+    @property
+    def side_files(self) -> tuple[str, ...]:
+        """The names of the files of a tokenizer, with its chat template."""
+        return tuple(filter(is_of_tokenizer, self._source.listing()))
+
+    def read_side_file(self, name: str) -> bytes:
+        """The content of one of them."""
+        return self._source.small(name, max_bytes=MAX_SIDE_FILE_BYTES)
+
     def check_unchanged(self) -> None:
         """Raise BadInput where the adapter's file is not the one that was opened."""
         self._source.check_unchanged()
+
+
+def is_of_tokenizer(name: str) -> bool:
+    """Whether a side file says how text becomes tokens, or a chat text."""
+    return is_side_file(name) and _OF_TOKENIZER.search(name) is not None
 
 
 def check_pattern(pattern: str, shown: str, key: str = "alpha_pattern") -> None:
@@ -265,10 +280,6 @@ def _dropout(config: Mapping[str, Any], shown: str) -> float:
     if not 0.0 <= value < 1.0:
         raise BadInput(f"{shown}: `lora_dropout` is {value}; it must lie in [0, 1); {_AGAIN}")
     return value
-
-
-def _alpha_pattern(config: Mapping[str, Any], shown: str) -> dict[str, float]:
-    return checked_pattern(config, "alpha_pattern", shown)
 
 
 def checked_pattern(config: Mapping[str, Any], key: str, shown: str) -> dict[str, float]:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from surgeon.checkpoint.damages import damage_of, led_below
+from surgeon.checkpoint.damages import led_below
 from surgeon.checkpoint.header import FLOAT_DTYPES, QUANTISED_DTYPES, Header, TensorInfo
 from surgeon.checkpoint.source import Source
 from surgeon.checkpoint.strict_json import parse_json_strict
@@ -149,8 +149,6 @@ def _is_plain(file: str) -> bool:
 
 def check_weights(weights: Weights, headers: Mapping[str, Header], config: Mapping[str, Any]) -> dict[str, TensorInfo]:
     """All tensors of all shards. Raises BadInput where index and headers disagree or a dtype is not floating-point."""
-    if damage := damage_of(config, (info for file in weights.files for info in headers[file].tensors)):
-        raise BadInput(damage)
     tensors: dict[str, TensorInfo] = {}
     for file in weights.files:
         for info in headers[file].tensors:
@@ -221,16 +219,9 @@ def _check_float(info: TensorInfo, config: Mapping[str, Any]) -> None:
         return
     if info.dtype in QUANTISED_DTYPES and quantisation(config) is not None:
         return
-    found = f"{printable(info.file)}: tensor {printable(info.name)} is {info.dtype}"
-    method = config.get(QUANTISATION)
-    if method is not None:
-        kind = method.get("quant_method", "unknown method") if isinstance(method, Mapping) else "unknown method"
-        raise BadInput(
-            f"{found}: a quantised base ({printable(str(kind))}); operate on the full-precision weights and quantise"
-            f" the output{in_full(kind)}"
-        )
     raise BadInput(
-        f"{found}; surgery needs plain floating-point weights ({', '.join(sorted(FLOAT_DTYPES))}), not quantised ones"
+        f"{printable(info.file)}: tensor {printable(info.name)} is {info.dtype}; surgery needs plain floating-point"
+        f" weights ({', '.join(sorted(FLOAT_DTYPES))}), not quantised ones"
     )
 
 

@@ -377,9 +377,9 @@ def _check_loads(
     held, vocabulary = model.state_dict(keep_vars=True), model.config.get_text_config().vocab_size
     for target, *_ in sorted(loaded.mismatched_keys):
         name = next(name for name, targets in renamed.items() if target in targets)
-        of_tokens = [each for each in outer if outer[each] in held and held[outer[each]].shape[:1] == (vocabulary,)]
-        rows = {tensors[each].shape[0] for each in of_tokens}
-        padded = name in of_tokens and len(rows) == 1 and tensors[name].shape[1:] == held[target].shape[1:]
+        of_tokens = {each for each, value in held.items() if value.shape[:1] == (vocabulary,)}
+        rows = {tensors[each].shape[0] for each, place in outer.items() if place in of_tokens}
+        padded = target in of_tokens and len(rows) == 1 and tensors[name].shape[1:] == held[target].shape[1:]
         raise BadInput(
             f"{printable(name)} ({tensors[name].file}): shape {list(tensors[name].shape)}, the config requires"
             f" {list(held[target].shape)}; "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,8 +11,11 @@ from typing import Any
 from rich.console import Group, RenderableType
 
 from surgeon.apply.apply import Applied, applied_view, apply
+from surgeon.checkpoint.peft_folder import ADAPTER_CONFIG, check_adapter_files
+from surgeon.checkpoint.source import LocalSource
 from surgeon.common.json_results import plain_fields
 from surgeon.common.listener import Listener
+from surgeon.errors import BadInput, printable
 from surgeon.plan.plan import LoadedPlan, parse_plan
 from surgeon.verify.verification import Verification, verification_view
 from surgeon.verify.verify import verify
@@ -55,6 +60,25 @@ def merge(
     return Merged(
         merged, verify(out, dest, text=text, window=window, windows=windows, device=device, listener=listener)
     )
+
+
+def merging_adapter(adapter: Path, merged: Path | None, of_branches: Sequence[str]) -> LoadedPlan | None:
+    """The plan that merges an adapter; None where branches are meant, as the second of two folders is new then.
+
+    Raises BadInput, before anything is read but names of files, where the folders are not what their places ask for.
+    """
+    there = (adapter / ADAPTER_CONFIG).is_file()
+    if merged is None:
+        if there:
+            raise BadInput(f"{printable(str(adapter))}: an adapter; say where the merged model goes, behind it")
+        return None
+    if of_branches:
+        raise BadInput(f"--{of_branches[0]} is for control blocks, and an adapter is merged here; leave it out")
+    if adapter.exists():
+        source = LocalSource(adapter)
+        check_adapter_files(source.listing(), source.shown, source.tree())
+    plan = {"surgeon": 1, "operations": [{"op": "merge_adapter", "from": str(adapter)}]}
+    return replace(parse_plan(json.dumps(plan), source="merge"), lines={})
 
 
 def _merging(alpha: float | None, out: str) -> LoadedPlan:

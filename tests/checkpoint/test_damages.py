@@ -162,7 +162,7 @@ def test_rows_that_the_config_does_not_count_are_written_into_it(rows: int, tied
         edit_config(folder, vocab_size=rows)
         edit_tensor(folder, "lm_head.weight", lambda value: torch.zeros(rows, 32))
         plan = tmp_path / "plan.yaml"
-        with pytest.raises(BadInput, match="embed_tokens.*is config.json another model's"):
+        with pytest.raises(BadInput, match=r"embed_tokens.*is config\.json another model's"):
             surgeon.preview(plan, folder)
 
 
