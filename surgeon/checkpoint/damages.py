@@ -19,7 +19,6 @@ _WRAPPED_IN_ADAPTER = re.compile(
     rf"(?:^|(?<=^base_model\.model\.))module\.|{_INSIDE}|(?<=\.lora_[AB]\.)\w+\.(?=weight$)"
 )
 _UNMERGED = re.compile(r"\.(?:lora_[AB]|lora_embedding_[AB]|modules_to_save|original_module)\.")
-_OF_SCALES = re.compile(r"scale|absmax|qzeros|SCB")
 _TAKE_OUT = (
     'in a copy of that folder run `python -c \'import glob, pathlib, safetensors.torch as s; w = "{}";'
     ' [s.save_file({{k.replace(w, ""): v for k, v in s.load_file(f).items()}}, f, {{"format": "pt"}}) for f in'
@@ -31,7 +30,7 @@ _TAKE_OUT = (
 def damage_of(config: Mapping[str, Any], tensors: Iterable[TensorInfo]) -> str:
     """Return what befell a base's weights, by its headers, and what mends it; nothing where no row of this fits."""
     found = {info.name: info for info in tensors}
-    if any(f"{name}.biases" in found for name in (each.removesuffix(".scales") for each in found)):
+    if any(info.dtype == "U32" for info in found.values()):
         return (
             "quantised by MLX; take the model that it was made of, or run `mlx_lm.convert --hf-path BASE --mlx-path NEW"
             " --dequantize`"
@@ -49,22 +48,31 @@ def damage_of(config: Mapping[str, Any], tensors: Iterable[TensorInfo]) -> str:
             f" DDP, DeepSpeed, PEFT) and was saved in its place; {_TAKE_OUT.format(named[0])}"
         )
     parts = [config, *(part for part in config.values() if isinstance(part, Mapping))]
-    if any(part.get("quantization_config") for part in parts) and not any(
-        info.dtype not in (*FLOAT_DTYPES, "I64") or _OF_SCALES.search(info.name) for info in found.values()
-    ):
+    # With one of BitNet, say, transformers quantises as it runs.
+    left = any(part.get("quantization_config") and "online" not in str(part) for part in parts)
+    if left and all(info.dtype in (*FLOAT_DTYPES, "I64") for info in found.values()):
         return "config.json: `quantization_config` is left over: no tensor is quantised; take it out of the file"
     return ""
 
 
 def empty_of(tensors: Iterable[TensorInfo]) -> str:
     """Return a line on the first tensor whose numbers are elsewhere; nothing where there is none."""
-    empty = next((info for info in tensors if info.shape == (0,)), None)
-    if empty is None:
-        return ""
+    why = (
+        "no numbers in it, as ZeRO-3 leaves tensors where it does not gather them; save again with"
+        " `stage3_gather_16bit_weights_on_model_save: true`, or run the checkpoint's zero_to_fp32.py"
+    )
+    return next((f"{printable(each.name)} ({each.file}): {why}" for each in tensors if each.shape == (0,)), "")
+
+
+def around(names: Iterable[str], known: str, below: str) -> str:
+    """Return what stands in stored names and not in the model's, and a line that takes it out; else the last guess.
+
+    `known` is what the model's names begin with, `below` how one of them goes on.
+    """
+    stored = next((name.removesuffix(below) for name in names if name.endswith(f".{below}")), known)
+    more = stored.removeprefix(known) if stored.startswith(known) else stored.removesuffix(known)
     return (
-        f"{printable(empty.name)} ({empty.file}): no numbers in it, as ZeRO-3 leaves tensors where it does not gather"
-        " them; save again with `stage3_gather_16bit_weights_on_model_save: true`, or run the checkpoint's"
-        " zero_to_fp32.py"
+        f"their names have `{printable(more)}` more; {_TAKE_OUT.format(more)}" if more not in ("", stored) else ANOTHER
     )
 
 
@@ -75,6 +83,6 @@ def unwrapped(name: str) -> str:
 
 def led_below(files: Collection[str], wanted: str) -> str:
     """Return which folder to give where `wanted` lies in folders below, the highest checkpoint's; else nothing."""
-    below = {name.removesuffix(f"/{wanted}") for name in files if name.endswith(f"/{wanted}")}
-    newest = max(below, key=lambda name: [int(number) for number in re.findall(r"\d+", name)], default="")
+    below = [name.removesuffix(f"/{wanted}") for name in files if name.endswith(f"/{wanted}")]
+    newest = max(below, key=lambda name: (len(name), name), default="")
     return f"; folders below have one: give one of these, as {printable(newest)}" if newest else ""

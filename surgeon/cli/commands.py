@@ -207,37 +207,15 @@ shown(
     "Interpolate RUN with its base, without training (WiSE-FT): DEST knows more of the base and less of what is new.",
     always=True,
 )
-
-
-@command("merge")
-def merge(
-    out: Declared,
-    dest: Declared,
-    merged: Annotated[
-        Path | None, typer.Argument(metavar="[MERGED]", help="where OUT is a base and DEST its adapter: the new folder")
-    ] = None,
-    as_json: AsJson = False,
-    quiet: QuietOption = False,
-    **given: Any,
-) -> None:
+shown(
+    "merge",
+    "merged_view",
     """Merge the control blocks of OUT into one layer each, and measure how much the function changes.
 
-    `surgeon merge BASE ADAPTER MERGED` merges a PEFT adapter into its base: `apply` with `merge_adapter` alone.
-    """
-    from surgeon.rework.merge import merged_view, merging_adapter
-
-    plan = merging_adapter(dest, merged, [name for name in ("alpha", "text") if name in given])
-    with listening(quiet) as listener:
-        if merged is None or plan is None:
-            show(surgeon.merge(out, dest, **given, listener=listener), merged_view, as_json=as_json)
-            return
-        kept = {name: given[name] for name in ("device", "link")}
-        applied = surgeon.apply(plan, str(out), merged, **kept, listener=listener)
-    from surgeon.apply.apply import applied_view
-
-    show(applied, applied_view, as_json=as_json, quiet=quiet)
-
-
+    `surgeon merge BASE ADAPTER MERGED` merges a PEFT adapter into its base: `apply` of a plan with `merge_adapter`.
+    """,
+    always=True,
+)
 shown(
     "revert",
     "reverted_view",

@@ -18,6 +18,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from surgeon.blueprint.blueprint import Promise, Trains
 from surgeon.checkpoint.folder import MANIFEST_FILE as MANIFEST_FILE
 from surgeon.checkpoint.header import DTYPE_BITS, TensorInfo
+from surgeon.checkpoint.source import is_side_file
 from surgeon.errors import printable
 from surgeon.operations.drop_layers import LayerFacts
 from surgeon.operations.grow_vocabulary import TextCounts, VocabularyFacts
@@ -267,7 +268,8 @@ class Surgery(Entry):
     def brought(self) -> dict[str, Sha256 | None]:
         """Return digests of the side files that an adapter brought; None: one of the base that is left out for them."""
         found = (facts.get("side_files") for facts in self.facts.values())
-        return {name: digest for each in found if isinstance(each, dict) for name, digest in each.items()}
+        listed = (each.items() for each in found if isinstance(each, dict))
+        return {name: digest for each in listed for name, digest in each if is_side_file(name)}
 
     @property
     def measured(self) -> list[TextCounts]:

@@ -8,7 +8,7 @@ its tensors: what is missing, too much, or of another shape is refused by name.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeGuard
@@ -57,7 +57,9 @@ class Sorted:
     def sort(self) -> dict[str, list[Step]]:
         """The steps of each place, by its parameter. Raises BadInput, which names a tensor that does not fit."""
         groups: dict[str, dict[str, str]] = {}
-        for tensor in self._tensors:
+        # What it keeps of modules as they were before `modules_to_save`, PEFT does not read.
+        read = [name for name in self.adapter.tensors if ".original_module." not in name]
+        for tensor in read:
             name = unwrapped(tensor).removeprefix(_PEFT)
             found = _OF_LORA.fullmatch(name)
             if found is None:
@@ -77,14 +79,9 @@ class Sorted:
         if not self.steps:
             raise BadInput(f"{self._shown}: the adapter holds no tensors")
         self._check_complete()
-        self._check_used()
+        self._check_used(read)
         self.apart |= self._heads_differ()
         return self.steps
-
-    @property
-    def _tensors(self) -> list[str]:
-        """The adapter's tensors, without what it keeps of modules as they were before `modules_to_save`."""
-        return [name for name in self.adapter.tensors if ".original_module." not in name]
 
     # One kind of tensor after the other.
 
@@ -308,10 +305,10 @@ class Sorted:
     def _kinds(self) -> set[str]:
         return {_A_LAYER.sub(".*.", parameter.rpartition(".")[0]) for parameter in self.steps}
 
-    def _check_used(self) -> None:
-        """Each tensor of the adapter must be in just one step."""
+    def _check_used(self, tensors: Iterable[str]) -> None:
+        """Each of these tensors must be in a step."""
         used = [each.tensor for steps in self.steps.values() for step in steps for each in step.inputs]
-        if left := {*self._tensors} - set(used):
+        if left := {*tensors} - set(used):
             raise self._refused(min(left), "surgeon has no place for it")
 
     # Small steps.

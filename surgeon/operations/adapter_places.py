@@ -7,7 +7,6 @@ the output head of a model whose embeddings it shares.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -134,8 +133,7 @@ class Model:
 
     @cached_property
     def _bare_places(self) -> dict[str, Place]:
-        count = Counter(map(self._bare, self.places))
-        return {bare: place for name, place in self.places.items() if count[bare := self._bare(name)] == 1}
+        return {self._bare(name): place for name, place in self.places.items()}
 
     @cached_property
     def _stored(self) -> dict[str, Place]:

@@ -19,7 +19,6 @@ from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Adapted, Product, Recipe, Rounding, Step, Trained, one_expert, stacked_experts
 from surgeon.checkpoint.peft_folder import AdapterFolder, check_pattern, is_of_tokenizer
-from surgeon.checkpoint.source import is_side_file
 from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.checkpoint.trust import leads_to_code
 from surgeon.errors import BadInput, printable
@@ -79,12 +78,10 @@ class MergeFacts(Facts):
     """
 
     adapters: list[MergedAdapter]
-    side_files: dict[str, Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None] = {}  # noqa: RUF012  # pydantic copies it
+    side_files: dict[str, str | None] = {}  # noqa: RUF012  # pydantic copies it
 
     def check(self, file: str) -> None:
-        """As each adapter's; files are those of tokenizers only."""
-        if odd := next((name for name in self.side_files if not is_side_file(name)), None):
-            raise BadInput(f"{printable(file)}: {printable(odd)} is no file of a tokenizer; was it edited by hand?")
+        """As each adapter's."""
         for adapter in self.adapters:
             adapter.check(file)
 
@@ -319,17 +316,18 @@ def _together(adapters: list[Sorted]) -> dict[str, list[Step]]:
 
 def _brought(base: OpenedBase, folders: list[AdapterFolder]) -> dict[str, str | None]:
     """Take the files of the adapters' tokenizers into the output; return their digests, and the files left out."""
-    found = {name: folder.read_side_file(name) for folder in folders for name in folder.side_files}
-    whole = {name for name in found if _VOCABULARY.search(name)}
-    for name in found.keys() - whole:
-        if name.endswith(".json") and (code := leads_to_code(parse_json_strict(found[name], file=name))):
-            raise BadInput(f"the adapter's {printable(name)} {code}, which no output gets; take that out of it")
-    if not whole:
+    found: dict[str, bytes | None] = {}
+    for folder in folders:
+        for name in folder.side_files:
+            found[name] = content = folder.read_side_file(name)
+            if name.endswith("_config.json") and (code := leads_to_code(parse_json_strict(content, file=name))):
+                raise BadInput(f"the adapter's {printable(name)} {code}, which no output gets; take that out of it")
+    if any(map(_VOCABULARY.search, found)):
+        found = dict.fromkeys(filter(is_of_tokenizer, base.folder.side_files)) | found
+    else:
         base.notes.append("no vocabulary lies in the adapter's folder: the output has the base's, and its ids")
-    gone = [name for name in base.folder.side_files if whole and is_of_tokenizer(name)]
-    changed = {**dict.fromkeys(gone), **found}
-    base.side_files.update(changed)
-    return {name: None if c is None else hashlib.sha256(c).hexdigest() for name, c in changed.items()}
+    base.side_files.update(found)
+    return {name: None if c is None else hashlib.sha256(c).hexdigest() for name, c in found.items()}
 
 
 def read_adapter(folder: AdapterFolder, called: str, model: Model) -> tuple[MergedAdapter, bool]:
@@ -344,8 +342,7 @@ def read_adapter(folder: AdapterFolder, called: str, model: Model) -> tuple[Merg
     known = Sorted(called, folder.facts, settings, 1.0, model)
     known.sort()
     norms = {} if settings.dora else {path: _norm(folder, product) for path, product in known.pairs.items()}
-    products = sum(len(steps) for steps in known.steps.values()) == len([*deltas(known.steps)])
-    if norms and products and not any(norms.values()):
+    if len(folder.facts.tensors) == 2 * len(norms) and not any(norms.values()):
         raise BadInput(
             f"{printable(called)}: this adapter does nothing: B A is zero in all {len(norms)} matrices, as before"
             " training; give one that was saved after it"
