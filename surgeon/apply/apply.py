@@ -39,6 +39,7 @@ from surgeon.manifest.compose import BaseId, Written, base_entry, compose, surge
 from surgeon.manifest.manifest import Manifest, ModelEntry
 from surgeon.manifest.reading import written_manifest
 from surgeon.operations.grow_vocabulary import VocabularyFacts
+from surgeon.operations.merge_adapter import MergeFacts
 from surgeon.operations.prepare import Facts, OpenedBase, WeightsNeeded, digest_of_file
 from surgeon.operations.trim_vocabulary import TrimFacts
 from surgeon.plan.plan import LoadedPlan
@@ -257,7 +258,8 @@ def _check_side_files(facts: Mapping[int, Facts], opened: OpenedBase) -> None:
     base, trims = opened.folder, [each for each in facts.values() if isinstance(each, TrimFacts)]
     files = {name: base.read_side_file(name) for name in base.side_files} if trims else {}
     trimmed = {name: content for each in trims for name, content in trimmed_files(files, each.tokens).items()}
-    for name in {**opened.side_files, **inserted, **trimmed}:
+    brought = {name for each in facts.values() if isinstance(each, MergeFacts) for name in each.side_files}
+    for name in {**opened.side_files, **inserted, **trimmed}.keys() - brought:
         content = opened.side_files.get(name)
         if name in trimmed and name in opened.side_files and content == trimmed[name]:
             continue

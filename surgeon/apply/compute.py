@@ -153,17 +153,14 @@ class Evaluator:
             self._kept[recipe] = self.compute(recipe)
         return self._kept[recipe]
 
-    def read(self, recipe: Recipe, *, finite: bool = True) -> Tensor:
-        """The pieces of the base that a recipe is, as a tensor.
-
-        Raises BadInput where a number of it is not finite, unless that is allowed.
-        """
+    def read(self, recipe: Recipe) -> Tensor:
+        """The pieces of the base that a recipe is, as a tensor. Raises BadInput where a number of it is not finite."""
         pieces = recipe.pieces
         scale = pieces.spans[0].scale if pieces.spans else None
         with self.stopwatch.stage("read"):
             raw = self._read(pieces if scale is None else pieces.unscaled)
         tensor = _tensor(raw, self.dtype(recipe.dtype), recipe.shape)
-        if finite and not _all_finite(raw, recipe.dtype):
+        if not _all_finite(raw, recipe.dtype):
             raise self._not_finite(pieces, tensor)
         if scale is None:
             return tensor
@@ -270,9 +267,10 @@ class Evaluator:
         dtype = output.recipe.dtype
         data: memoryview = made.to("cpu", stored_dtype(dtype)).contiguous().view(-1).view(torch.uint8).numpy().data
         if not _all_finite(data, dtype):
-            raise BadInput(
-                f"{printable(output.name)}: the new values leave the range of {dtype}; use a base in a wider dtype"
-            )
+            why = f"the new values leave the range of {dtype}; use a base in a wider dtype"
+            if bool(made.isnan().any()):
+                why = "the new values are NaN, as numbers or scales are that they are made of; get these again"
+            raise BadInput(f"{printable(output.name)}: {why}")
         return data
 
     def _tensors_of(self, outputs: Sequence[Output]) -> list[str]:
@@ -309,7 +307,7 @@ class Evaluator:
         info = self.base.tensors[name]
         at = [int(i) for i in np.unravel_index(offset // tensor.element_size(), info.shape)]
         return BadInput(
-            f"{printable(name)} ({printable(info.file)}): holds {flat[number].item()} at {at}; new layers cannot be"
+            f"{printable(name)} ({printable(info.file)}): holds {flat[number].item()} at {at}; nothing can be"
             " computed from it (a copy of this layer would be as broken)"
         )
 

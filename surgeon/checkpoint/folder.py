@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from surgeon.checkpoint.damages import damage_of
 from surgeon.checkpoint.header import Header, TensorInfo
 from surgeon.checkpoint.own_code import OwnCode, has_own_code, own_code
 from surgeon.checkpoint.piece_bytes import Gap, OtherBytes, compared, in_files, read_in_order
@@ -118,8 +119,10 @@ class CheckpointFolder:
             config = _ministral(config)
             notes.append("config.json: transformers reads a mistral with `layer_types` as ministral, and so it is here")
         headers = source.headers(list(weights.files))
-        tensors = check_weights(weights, headers, config)
+        if damage := damage_of(config, (info for header in headers.values() for info in header.tensors)):
+            raise BadInput(f"{source.shown}: {damage}")
         check_config(config)
+        tensors = check_weights(weights, headers, config)
         notes += [f"{name} is set aside: {does}" for name, does in _set_aside(listing, weights.files).items()]
         side_files = _side_files(source, listing, notes)
         own = _own_code(config, source, brought)

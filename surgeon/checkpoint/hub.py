@@ -103,8 +103,9 @@ def locate_adapter(adapter: str) -> Located:
         return _snapshot(repo_id, revision, [ADAPTER_CONFIG, ADAPTER_WEIGHTS], offline=True)
 
     def choose(repository: _Repository) -> list[str]:
-        check_adapter_files(repository.files, repository.shown)
-        return [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
+        check_adapter_files(repository.files, repository.shown, repository.files)
+        beside = [name for name, size in repository.files.items() if is_side_file(name) and size <= MAX_SIDE_FILE_BYTES]
+        return [ADAPTER_CONFIG, ADAPTER_WEIGHTS, *beside]
 
     return _at_one_commit(repo_id, revision, choose)
 

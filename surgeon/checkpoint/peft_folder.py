@@ -6,14 +6,16 @@ import functools
 import hashlib
 import math
 import os
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from surgeon.checkpoint.damages import empty_of, led_below
 from surgeon.checkpoint.header import FLOAT_DTYPES, Header
 from surgeon.checkpoint.ranges import sha256_range
-from surgeon.checkpoint.source import LocalSource, read_tensor
+from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, LocalSource, is_side_file, read_tensor
 from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.common.patterns import Matcher
 from surgeon.errors import BadInput, printable
@@ -21,6 +23,7 @@ from surgeon.errors import BadInput, printable
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 4_000_000
+_OF_TOKENIZER = re.compile(r"token|vocab|merges|template|tekken|\.(model(\.v\w+)?|tiktoken|codes)$")
 
 _AGAIN = "get the adapter's own file again"
 _PICKLE = "adapter_model.bin"
@@ -110,7 +113,7 @@ class AdapterFolder:
         """Open a local folder and hash its tensors. Raises BadInput for what is no LoRA that stands by itself."""
         source = LocalSource(path)
         listing = source.listing()
-        check_adapter_files(listing, source.shown)
+        check_adapter_files(listing, source.shown, source.tree())
         content = source.small(ADAPTER_CONFIG, max_bytes=MAX_CONFIG_BYTES)
         shown = printable(str(path / ADAPTER_CONFIG))
         config = parse_json_strict(content, file=ADAPTER_CONFIG, max_bytes=MAX_CONFIG_BYTES)
@@ -118,6 +121,8 @@ class AdapterFolder:
             raise BadInput(f"{shown}: holds a {type(config).__name__}, expected a JSON object; {_AGAIN}")
         _check_kind(config, shown)
         header = source.headers([ADAPTER_WEIGHTS])[ADAPTER_WEIGHTS]
+        if empty := empty_of(header.tensors):
+            raise BadInput(f"{source.shown}: {empty}")
         for info in header.tensors:
             if info.dtype not in FLOAT_DTYPES:
                 raise BadInput(
@@ -163,16 +168,39 @@ class AdapterFolder:
             )
         return content
 
+    @property
+    def side_files(self) -> tuple[str, ...]:
+        """The names of the files of a tokenizer, with its chat template."""
+        return tuple(filter(is_of_tokenizer, self._source.listing()))
+
+    def read_side_file(self, name: str) -> bytes:
+        """The content of one of them."""
+        return self._source.small(name, max_bytes=MAX_SIDE_FILE_BYTES)
+
     def check_unchanged(self) -> None:
         """Raise BadInput where the adapter's file is not the one that was opened."""
         self._source.check_unchanged()
 
 
-def check_adapter_files(listing: Mapping[str, int], shown: str) -> None:
-    """Raise BadInput where the folder lacks the files of an adapter that can be read."""
+def is_of_tokenizer(name: str) -> bool:
+    """Whether a side file says how text becomes tokens, or a chat text."""
+    return is_side_file(name) and _OF_TOKENIZER.search(name) is not None
+
+
+def check_adapter_files(listing: Iterable[str], shown: str, tree: Iterable[str]) -> None:
+    """Raise BadInput where the folder lacks the files of an adapter that can be read; `tree` are those below too."""
     names = {name.removesuffix("/") for name in listing}
+    if any(name.startswith("adapters.") for name in names):
+        raise BadInput(
+            f"{shown}: an adapter of mlx-lm; merge it there (`mlx_lm.fuse --model BASE --adapter-path ADAPTER"
+            " --save-path OUT`), or write it as PEFT's: `lora_a` and `lora_b` transposed are"
+            " `base_model.model.….lora_A.weight` and `….lora_B.weight`, `r` is `rank`, `lora_alpha` `scale` × `rank`"
+        )
     if ADAPTER_CONFIG not in names:
-        raise BadInput(f"{shown}: no {ADAPTER_CONFIG} here; expected the folder of a PEFT LoRA adapter")
+        raise BadInput(
+            f"{shown}: no {ADAPTER_CONFIG} here; expected the folder of a PEFT LoRA adapter"
+            f"{', not of a whole model' if 'config.json' in names else led_below(tree, ADAPTER_CONFIG)}"
+        )
     if ADAPTER_WEIGHTS in names:
         return
     if _PICKLE in names:
@@ -181,7 +209,9 @@ def check_adapter_files(listing: Mapping[str, int], shown: str) -> None:
             " them where you trust them: `PeftModel.from_pretrained(BASE, ADAPTER).save_pretrained(NEW)` writes"
             " safetensors"
         )
-    raise BadInput(f"{shown}: no {ADAPTER_WEIGHTS} here; is the download complete?")
+    raise BadInput(
+        f"{shown}: no {ADAPTER_WEIGHTS} here{led_below(tree, ADAPTER_WEIGHTS) or '; is the download complete?'}"
+    )
 
 
 def matched(patterns: Mapping[str, float], module: str, default: float, matcher: Matcher) -> float:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from surgeon.checkpoint.damages import led_below
 from surgeon.checkpoint.header import FLOAT_DTYPES, QUANTISED_DTYPES, Header, TensorInfo
 from surgeon.checkpoint.source import Source
 from surgeon.checkpoint.strict_json import parse_json_strict
@@ -72,7 +73,7 @@ def choose_weights(source: Source, *, shown: str | None = None) -> Weights:
             notes.append(f"{SINGLE_FILE} is used, as transformers does; ignored beside it: {_some(others)}")
         return Weights((SINGLE_FILE,), None, notes, _passed_over(source) if INDEX_FILE in names else ())
     if INDEX_FILE not in names:
-        raise BadInput(f"{shown}: {_why_no_weights(names, tensors_files)}")
+        raise BadInput(f"{shown}: {_why_no_weights(names, tensors_files)}{led_below(source.tree(), 'config.json')}")
     weight_map = _weight_map(source.small(INDEX_FILE, max_bytes=MAX_INDEX_BYTES))
     files = tuple(sorted(set(weight_map.values())))
     if any("/" in file for file in files):
@@ -102,6 +103,10 @@ def _passed_over(source: Source) -> Collection[str]:
 def _why_no_weights(names: list[str], tensors_files: list[str]) -> str:
     if shards := [name for name in tensors_files if _SHARD.fullmatch(name)]:
         return f"shards ({_some(shards)}) without {INDEX_FILE}; download that too"
+    if "adapter_config.json" in names:
+        return (
+            "a PEFT adapter, not a base: `surgeon merge BASE ADAPTER OUT` merges it into the base that it was made on"
+        )
     if "config.json" not in names and not any(name.endswith((".gguf", ".safetensors")) for name in names):
         return "no config.json and no weights here; expected the folder of a transformers checkpoint"
     if tensors_files:
@@ -214,16 +219,9 @@ def _check_float(info: TensorInfo, config: Mapping[str, Any]) -> None:
         return
     if info.dtype in QUANTISED_DTYPES and quantisation(config) is not None:
         return
-    found = f"{printable(info.file)}: tensor {printable(info.name)} is {info.dtype}"
-    method = config.get(QUANTISATION)
-    if method is not None:
-        kind = method.get("quant_method", "unknown method") if isinstance(method, Mapping) else "unknown method"
-        raise BadInput(
-            f"{found}: a quantised base ({printable(str(kind))}); operate on the full-precision weights and quantise"
-            f" the output{in_full(kind)}"
-        )
     raise BadInput(
-        f"{found}; surgery needs plain floating-point weights ({', '.join(sorted(FLOAT_DTYPES))}), not quantised ones"
+        f"{printable(info.file)}: tensor {printable(info.name)} is {info.dtype}; surgery needs plain floating-point"
+        f" weights ({', '.join(sorted(FLOAT_DTYPES))}), not quantised ones"
     )
 
 

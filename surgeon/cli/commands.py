@@ -211,7 +211,10 @@ shown(
 shown(
     "merge",
     "merged_view",
-    "Merge the control blocks of OUT into one layer each, and measure how much the function changes.",
+    """Merge the control blocks of OUT into one layer each, and measure how much the function changes.
+
+    `surgeon merge BASE ADAPTER MERGED` merges a PEFT adapter into its base: `apply` of a plan with `merge_adapter`.
+    """,
     always=True,
 )
 shown(

@@ -190,6 +190,7 @@ SPELLINGS = {
     "blend.alpha_top": _S("its share in the highest layer, linear between (LiNeS)", least=0, most=1),
     "blend.data": _S("measure base, RUN and blend on this text: FILE or NAME=FILE; may be given again"),
     "merge.dest": _S("folder of the merged model", "DEST"),
+    "merge.merged": _S("folder of the merged model, where OUT is a base and DEST a PEFT adapter", "MERGED"),
     "merge.alpha": _S("share of the expanded branch; default: the one at inference", least=0, most=1),
     "revert.dest": _S("folder of the earlier state", "DEST"),
     "revert.to": _S("keep the first N surgeries; default: all but the last", "N"),

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from surgeon.checkpoint.damages import ANOTHER
 from surgeon.checkpoint.header import FLOAT_DTYPES, QUANTISED_DTYPES, TensorInfo
 from surgeon.checkpoint.own_code import OwnCode
 from surgeon.checkpoint.trust import refuse_quantised
@@ -217,13 +218,12 @@ def _check_grafts(
             info = next(iter(held.values()))
             raise BadInput(
                 f"{printable(info.name)} ({info.file}): the config has {count} layers, so there is no layer {index};"
-                " is config.json another model's?"
+                f" {ANOTHER}"
             )
     for name, info in bank.items():
         if not name.startswith(f"{prefix}{BANK}"):
             raise BadInput(
-                f"{printable(name)} ({info.file}): control states stand at `{printable(prefix)}{BANK}…` here; is"
-                " config.json another model's?"
+                f"{printable(name)} ({info.file}): control states stand at `{printable(prefix)}{BANK}…` here; {ANOTHER}"
             )
 
 

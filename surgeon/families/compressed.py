@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from surgeon.checkpoint.damages import ANOTHER
 from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
 from surgeon.checkpoint.weights import COMPRESSED, QUANTISATION, quantisation
 from surgeon.common.patterns import Matcher
@@ -35,7 +36,6 @@ OF_ACTIVATIONS = (
 )
 BESIDE = (SCALE, ZERO, ORDER, SHAPE, *OF_ACTIVATIONS)
 _WORD = 32
-_AGAIN = "is config.json another model's?"
 
 
 @dataclass(frozen=True)
@@ -114,13 +114,13 @@ def packs_of(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> di
         if (ignore := next((each for each in ignored if fits(each, module)), None)) is not None:
             raise BadInput(
                 f"{_place(info)}: quantised, yet `ignore` of config.json's `{QUANTISATION}` names"
-                f" {printable(ignore, 80)}; {_AGAIN}"
+                f" {printable(ignore, 80)}; {ANOTHER}"
             )
         group = next((each for each in groups if any(fits(target, module) for target in each.targets)), None)
         group = group or next((each for each in groups if {"Linear", "Embedding"} & {*each.targets}), None)
         if group is None:
             raise BadInput(
-                f"{_place(info)}: quantised, yet no group of config.json's `{QUANTISATION}` is for it; {_AGAIN}"
+                f"{_place(info)}: quantised, yet no group of config.json's `{QUANTISATION}` is for it; {ANOTHER}"
             )
         found[name] = _pack(module, info, group, tensors)
     _check_owned(found, tensors)
@@ -185,9 +185,9 @@ def _check_owned(packs: Mapping[str, Pack], tensors: Mapping[str, TensorInfo]) -
         if name in owned or name.endswith(OF_ACTIVATIONS):
             continue
         if name.endswith(BESIDE):
-            raise BadInput(f"{_place(info)}: no quantised matrix stands beside it; {_AGAIN}")
+            raise BadInput(f"{_place(info)}: no quantised matrix stands beside it; {ANOTHER}")
         if info.dtype not in (*FLOAT_DTYPES, "I64"):
-            raise BadInput(f"{_place(info)}: dtype {info.dtype}, which {COMPRESSED} has no such tensor of; {_AGAIN}")
+            raise BadInput(f"{_place(info)}: dtype {info.dtype}, which {COMPRESSED} has no such tensor of; {ANOTHER}")
 
 
 def _pack(module: str, info: TensorInfo, group: _Group, tensors: Mapping[str, TensorInfo]) -> Pack:
@@ -196,7 +196,7 @@ def _pack(module: str, info: TensorInfo, group: _Group, tensors: Mapping[str, Te
     if packed != (group.format == _PACKED) or (packed and f"{module}{WEIGHT}" in tensors):
         raise BadInput(
             f"{_place(info)}: group `{printable(group.name)}` of config.json's `{QUANTISATION}` is in the format"
-            f" {group.format}, which stores no such tensor; {_AGAIN}"
+            f" {group.format}, which stores no such tensor; {ANOTHER}"
         )
     wanted = "I32" if packed else "F8_E4M3" if group.floating else "I8"
     if info.dtype != wanted or len(info.shape) != 2 or 0 in info.shape:
@@ -205,20 +205,20 @@ def _pack(module: str, info: TensorInfo, group: _Group, tensors: Mapping[str, Te
         )
     scales = tensors.get(f"{module}{SCALE}")
     if scales is None:
-        raise BadInput(f"{_place(info)}: {info.dtype}, yet no {printable(module + SCALE)} beside it; {_AGAIN}")
+        raise BadInput(f"{_place(info)}: {info.dtype}, yet no {printable(module + SCALE)} beside it; {ANOTHER}")
     shape = (info.shape[0], _columns(info, scales, group))
     code = _code(shape, group)
     if packed and info.shape[1] != code.words(shape[1]):
         raise BadInput(
             f"{_place(info)}: {info.shape[1]} words a row, where {shape[1]} columns of {group.bits} bits take"
-            f" {code.words(shape[1])}; {_AGAIN}"
+            f" {code.words(shape[1])}; {ANOTHER}"
         )
     _check_grid(scales, shape, code, FLOAT_DTYPES)
     zeros = _zeros(module, shape, code, group, tensors)
     order, sizes = tensors.get(f"{module}{ORDER}"), tensors.get(f"{module}{SHAPE}")
     if order is not None and (group.strategy != "group" or order.shape != (shape[1],) or order.dtype not in _WHOLE):
         raise BadInput(
-            f"{_place(order)}: {order.dtype} {list(order.shape)}, not the groups of {shape[1]} columns; {_AGAIN}"
+            f"{_place(order)}: {order.dtype} {list(order.shape)}, not the groups of {shape[1]} columns; {ANOTHER}"
         )
     if packed and (sizes is None or sizes.shape != (2,) or sizes.dtype not in _WHOLE):
         found = "missing" if sizes is None else f"{sizes.dtype} {list(sizes.shape)}"
@@ -260,7 +260,7 @@ def _check_grid(info: TensorInfo, shape: tuple[int, int], code: Code, dtypes: An
     if not fits or info.dtype not in dtypes:
         raise BadInput(
             f"{_place(info)}: {info.dtype} {list(info.shape)}, not one for each of {list(grid)} blocks of"
-            f" {list(code.block)} in {list(shape)}; {_AGAIN}"
+            f" {list(code.block)} in {list(shape)}; {ANOTHER}"
         )
 
 
@@ -272,7 +272,7 @@ def _zeros(
         if not group.symmetric:
             raise BadInput(
                 f"{printable(module + ZERO)}: missing, and group `{printable(group.name)}` of config.json's"
-                f" `{QUANTISATION}` is not symmetric; {_AGAIN}"
+                f" `{QUANTISATION}` is not symmetric; {ANOTHER}"
             )
         return None
     if code.zeros_packed:
@@ -280,7 +280,7 @@ def _zeros(
         if zeros.dtype != "I32" or zeros.shape != wanted:
             raise BadInput(
                 f"{_place(zeros)}: {zeros.dtype} {list(zeros.shape)}; packed zero points of {list(shape)} are I32"
-                f" {list(wanted)}; {_AGAIN}"
+                f" {list(wanted)}; {ANOTHER}"
             )
     else:
         _check_grid(zeros, shape, code, ("F8_E4M3", "BF16") if group.floating else ("I8",))

@@ -13,14 +13,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from surgeon.checkpoint.damages import ANOTHER, around
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.common.library import LOAD_FAILURES, first_line, passed_over, quiet_transformers
 from surgeon.errors import BadInput, printable
 from surgeon.families.shared import shared_in, within
 from surgeon.families.skeleton import Skeleton
-
-# What to ask of tensors that do not fit.
-ANOTHER = "is config.json another model's?"
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,11 @@ def match(skeleton: Skeleton, kinds: Sequence[int], tensors: Mapping[str, Tensor
     renamed = {name: each.names for name, each in made.items()}
     below = re.compile(rf"{re.escape(skeleton.stack)}\.(\d+)\.(.+)", re.DOTALL)
     places = {name: found for name, targets in renamed.items() if (found := below.fullmatch(targets[0]))}
-    stem = _stem({name: int(found[1]) for name, found in places.items()}, skeleton)
+    if not places:
+        known, above, word = skeleton.stack.rpartition(".")
+        below = f"{word}.0.{next(iter(skeleton.layers[0].state_dict()))}"
+        raise BadInput(f"no tensor belongs to a layer of `{skeleton.stack}`; {around(tensors, known + above, below)}")
+    stem = _stem({name: int(found[1]) for name, found in places.items()})
     count = len(kinds)
     layers: list[dict[str, tuple[str, ...]]] = [{} for _ in range(count)]
     outer: dict[str, str] = {}
@@ -278,7 +280,7 @@ def _base(model: Any) -> str:
     return "" if model.base_model is model else f"{model.base_model_prefix}."
 
 
-def _stem(places: Mapping[str, int], skeleton: Skeleton) -> str:
+def _stem(places: Mapping[str, int]) -> str:
     """What stands before a layer's number in names on disk. Raises BadInput where that is not one text."""
     found: dict[str, str] = {}
     for name, index in places.items():
@@ -290,8 +292,6 @@ def _stem(places: Mapping[str, int], skeleton: Skeleton) -> str:
             )
         stem = "".join(f"{part}." for part in parts[: parts.index(str(index))])
         found.setdefault(stem, name)
-    if not found:
-        raise BadInput(f"no tensor belongs to a layer of `{skeleton.stack}`; {ANOTHER}")
     if len(found) > 1:
         first, second, *_ = found.values()
         raise BadInput(f"layers are named both as {printable(first)} and as {printable(second)}; keep one set of them")
@@ -302,20 +302,14 @@ def _check_beyond(
     beyond: Mapping[int, list[str]], layers: Sequence[Mapping[str, Any]], stem: str, tensors: Mapping[str, TensorInfo]
 ) -> None:
     """Layers above the stack must follow it without a gap, and hold more than the stack's do."""
-    count = len(layers)
-    same = next((index for index, held in sorted(beyond.items()) if set(held) == layers[-1].keys()), None)
-    if same is not None:
-        name = f"{stem}{same}.{beyond[same][0]}"
-        raise BadInput(
-            f"{printable(name)} ({tensors[name].file}): the config has `num_hidden_layers` {count}, so there is no"
-            f" layer {same}; {ANOTHER}"
-        )
-    if beyond and sorted(beyond) != list(range(count, count + len(beyond))):
-        index = next(index for nth, index in enumerate(sorted(beyond)) if index != count + nth)
+    count, numbers = len(layers), sorted(beyond)
+    same = (index for index in numbers if {*beyond[index]} == layers[-1].keys())
+    apart = (index for nth, index in enumerate(numbers) if index != count + nth)
+    if (index := next(same, next(apart, None))) is not None:
         name = f"{stem}{index}.{beyond[index][0]}"
         raise BadInput(
-            f"{printable(name)} ({tensors[name].file}): the config has {count} layers, so there is no layer {index};"
-            f" {ANOTHER}"
+            f"{printable(name)} ({tensors[name].file}): the config has `num_hidden_layers` {count}, so there is no"
+            f" layer {index}; {ANOTHER}"
         )
 
 
@@ -381,12 +375,14 @@ def _check_loads(
     firsts = sorted({kinds.index(kind) for kind in set(kinds)})
     names = [*outer, *(f"{stem}{index}.{suffix}" for index in firsts for suffix in layers[index])]
     loaded = _loaded(model, {under_base(model, name): tensors[name] for name in names}, quantizer)
+    vocabulary = model.config.get_text_config().vocab_size
     for target, *_ in sorted(loaded.mismatched_keys):
         name = next(name for name, targets in renamed.items() if target in targets)
-        required = list(model.state_dict(keep_vars=True)[target].shape)
+        found, required = tensors[name].shape, tuple(model.state_dict(keep_vars=True)[target].shape)
+        padded = name in outer and required == (vocabulary, *found[1:])
         raise BadInput(
-            f"{printable(name)} ({tensors[name].file}): shape {list(tensors[name].shape)}, the config requires"
-            f" {required}; {ANOTHER}"
+            f"{printable(name)} ({tensors[name].file}): shape {list(found)}, the config requires {list(required)}; "
+            + (f"write `vocab_size` {found[0]}, if embeddings and head are padded to it both" if padded else ANOTHER)
         )
     for target, reason in sorted(loaded.conversion_errors.items()):
         raise BadInput(

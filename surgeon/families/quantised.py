@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from surgeon.checkpoint.damages import ANOTHER
 from surgeon.checkpoint.header import FLOAT_DTYPES, QUANTISED_DTYPES, TensorInfo
 from surgeon.checkpoint.weights import COMPRESSED, QUANTISATION, quantisation
 from surgeon.common.library import LOAD_FAILURES, first_line
@@ -32,7 +33,6 @@ _SCALE_DTYPES = (*FLOAT_DTYPES, "F8_E8M0", "U8")
 _BLOCK_BYTES = 16
 _FOUR_BITS_BLOCK = 32
 _SKIPPED = ("modules_to_not_convert", "ignored_layers")
-_AGAIN = "is config.json another model's?"
 
 
 def is_scale(config: Mapping[str, Any], suffix: str) -> bool:
@@ -104,18 +104,18 @@ def check_stored(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -
             scales = tensors.get(f"{name}_scale_inv" if method == "fp8" else name.removesuffix("blocks") + "scales")
             wanted = _grid(info, settings)
             if scales is None:
-                raise BadInput(f"{printable(name)} ({info.file}): {info.dtype}, yet no scales beside it; {_AGAIN}")
+                raise BadInput(f"{printable(name)} ({info.file}): {info.dtype}, yet no scales beside it; {ANOTHER}")
             if wanted is None or (scales.shape != wanted and not scales.numel == math.prod(wanted) == 1):
                 raise BadInput(
                     f"{printable(scales.name)} ({scales.file}): shape {list(scales.shape)}, not the scales of a tensor"
-                    f" of {list(info.shape)}{'' if wanted is None else f' ({list(wanted)})'}; {_AGAIN}"
+                    f" of {list(info.shape)}{'' if wanted is None else f' ({list(wanted)})'}; {ANOTHER}"
                 )
             continue
         else:
             fits = info.dtype in (*FLOAT_DTYPES, "I64")
         if not fits:
             raise BadInput(
-                f"{printable(name)} ({info.file}): dtype {info.dtype}, which {method} has no such tensor of; {_AGAIN}"
+                f"{printable(name)} ({info.file}): dtype {info.dtype}, which {method} has no such tensor of; {ANOTHER}"
             )
 
 

@@ -65,6 +65,6 @@ def sections_of(facts: Mapping[int, Facts], plan: Plan, blueprint: Blueprint) ->
         settled = operation.settled(facts.get(number), blueprint.dropped.get(number, ()))
         if settled is not None:
             section = operation.facts.section
-            kept = settled.model_dump(mode="json") if section == Facts.section else settled
+            kept = settled.model_dump(mode="json", exclude_unset=True) if section == Facts.section else settled
             found.setdefault(section, {})[key] = kept
     return found

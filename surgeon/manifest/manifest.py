@@ -20,6 +20,7 @@ from pydantic import AfterValidator, Field
 from surgeon.blueprint.blueprint import Promise, Trains
 from surgeon.checkpoint.folder import MANIFEST_FILE as MANIFEST_FILE
 from surgeon.checkpoint.header import DTYPE_BITS, TensorInfo
+from surgeon.checkpoint.source import is_side_file
 from surgeon.common.schema import Bounded, Many
 from surgeon.errors import printable
 from surgeon.operations.drop_layers import LayerFacts
@@ -260,8 +261,15 @@ class Surgery(Entry):
 
     @property
     def rewritten(self) -> set[str]:
-        """Return the side files of the base that the output has with other bytes, or is without, as tokens went."""
-        return {name for trim in self.trimmed.values() for name in (*trim.changed, *trim.left)}
+        """Return the side files that the output has with other bytes than the base, or is without."""
+        return {name for trim in self.trimmed.values() for name in (*trim.changed, *trim.left)} | {*self.brought}
+
+    @property
+    def brought(self) -> dict[str, Sha256 | None]:
+        """Return digests of the side files that an adapter brought; None: one of the base that is left out for them."""
+        found = (facts.get("side_files") for facts in self.facts.values())
+        listed = (each.items() for each in found if isinstance(each, dict))
+        return {name: digest for each in listed for name, digest in each if is_side_file(name)}
 
     @property
     def measured(self) -> list[TextCounts]:
@@ -295,6 +303,8 @@ class Surgery(Entry):
         """What merges changed and rounding left of it, in a sentence; empty where there is none."""
         if not self.merged:
             return ""
+        if not any(entry.change for entry in self.merged.values()):
+            return f"{len(self.merged)} tensors stay as they are: what was merged adds nothing"
         sizes = [entry.change for entry in self.merged.values() if entry.change is not None]
         nearest, kept = ([getattr(e, key) for e in self.merged.values()] for key in ("nearest", "kept"))
         guided = sum(bool(entry.guided) for entry in self.merged.values())

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.peft_folder import AdapterFolder
 from surgeon.checkpoint.strict_json import json_object
 from surgeon.errors import printable
 
@@ -101,8 +102,8 @@ def no_template(folder: Path) -> str:
     )
 
 
-def template_of(folder: CheckpointFolder) -> str | None:
-    """The chat template (of several, the first) that a checkpoint brings, by its files alone; None: there is none."""
+def template_of(folder: CheckpointFolder | AdapterFolder) -> str | None:
+    """The chat template (of several, the first) that a folder brings, by its files alone; None: there is none."""
     if TEMPLATE_FILE in folder.side_files:
         return folder.read_side_file(TEMPLATE_FILE).decode("utf-8", "replace")
     for name in (*_FILES[1:], _SETTINGS):

@@ -8,12 +8,13 @@ its tensors: what is missing, too much, or of another shape is refused by name.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeGuard
 
 from surgeon.blueprint.recipes import Imported, Product, Step, Trained
+from surgeon.checkpoint.damages import unwrapped
 from surgeon.checkpoint.peft_folder import Adapter
 from surgeon.errors import BadInput, printable
 from surgeon.operations.adapter_places import Experts, Model, Place
@@ -26,6 +27,8 @@ _OF_LORA = re.compile(
     re.DOTALL,
 )
 _BASE = ".base_layer"
+# What PEFT lays around a parameter that it saves whole.
+_AS_LAID = re.compile(r"\.(token_adapter\.)?base_layer\.|\.modules_to_save\.(default\.)?")
 _A_LAYER = re.compile(r"\.\d+\.")
 
 
@@ -35,7 +38,8 @@ class Sorted:
 
     `called` is the plan's name for the adapter, `weight` by how much it counts. `pairs` are its products by the paths
     of modules, or parameters, that they adapt. `apart`: it gives tied embeddings and the head values of their own;
-    else, and in any case by `shared` steps, both change alike.
+    else, and in any case by `shared` steps, both change alike. `rows` are those of embeddings that were trained after
+    they were resized.
     """
 
     called: str
@@ -47,15 +51,16 @@ class Sorted:
     pairs: dict[str, Product] = field(default_factory=dict)
     shared: list[Step] = field(default_factory=list)
     apart: bool = False
+    rows: int | None = None
     _square: list[tuple[str, Product, Experts]] = field(default_factory=list)
 
     def sort(self) -> dict[str, list[Step]]:
         """The steps of each place, by its parameter. Raises BadInput, which names a tensor that does not fit."""
         groups: dict[str, dict[str, str]] = {}
-        for tensor in self.adapter.tensors:
-            name = tensor.removeprefix(_PEFT)
-            if name == tensor:
-                raise self._refused(tensor, f"its name does not begin with `{_PEFT}`, as PEFT's do")
+        # What it keeps of modules as they were before `modules_to_save`, PEFT does not read.
+        read = [name for name in self.adapter.tensors if ".original_module." not in name]
+        for tensor in read:
+            name = unwrapped(tensor).removeprefix(_PEFT)
             found = _OF_LORA.fullmatch(name)
             if found is None:
                 self._add_whole(tensor, name)
@@ -74,7 +79,7 @@ class Sorted:
         if not self.steps:
             raise BadInput(f"{self._shown}: the adapter holds no tensors")
         self._check_complete()
-        self._check_used()
+        self._check_used(read)
         self.apart |= self._heads_differ()
         return self.steps
 
@@ -224,19 +229,17 @@ class Sorted:
 
     def _add_whole(self, tensor: str, name: str) -> None:
         """A parameter that was trained whole, or saved with the adapter."""
-        path, _, key = name.replace(f"{_BASE}.", ".").rpartition(".")
+        path, _, key = _AS_LAID.sub(".", name).rpartition(".")
         place = self._place(f"{path}.{key}", tensor)
         below = _BASE in name
         biased = key == "bias" and (self.settings.biases == "all" or (self.settings.biases == "lora_only" and below))
         if not (biased or below or self.settings.saves(path) or place.form == "embedding" or _is_head(path)):
             raise self._refused(tensor, "its config says neither `modules_to_save` nor `bias` of it")
         shape = self.adapter.tensors[tensor].shape
-        if shape != place.shape and shape[1:] == place.shape[1:] and (place.form == "embedding" or _is_head(path)):
-            raise self._refused(
-                tensor,
-                f"{shape[0]} rows, the base has {place.shape[0]}: the adapter was trained with a changed vocabulary;"
-                " give that base",
-            )
+        if self.rows is None and shape[1:] == place.shape[1:] and self.model.has_tokens(place) and shape != place.shape:
+            self.rows, place = shape[0], replace(place, shape=shape)
+            if self.weight != 1.0:
+                raise self._refused(tensor, "other rows than the base's, which count whole; leave `weight` out")
         self._check_shape(tensor, place.shape)
         # What else changes the tensor comes after.
         self.steps.setdefault(place.parameter, []).insert(0, step := Trained(self._of(tensor), self.weight))
@@ -260,7 +263,7 @@ class Sorted:
         ):
             return False
         own, other = (
-            {self.adapter.tensors[each.values.tensor].sha256 for each in self.steps.get(name, ()) if _whole(each)}
+            {self.adapter.tensors[each.values.tensor].sha256 for each in self.steps.get(name, ()) if sets_whole(each)}
             for name in (tied.head.parameter, tied.reads.parameter)
         )
         return not own <= other
@@ -302,10 +305,10 @@ class Sorted:
     def _kinds(self) -> set[str]:
         return {_A_LAYER.sub(".*.", parameter.rpartition(".")[0]) for parameter in self.steps}
 
-    def _check_used(self) -> None:
-        """Each tensor of the adapter must be in just one step."""
+    def _check_used(self, tensors: Iterable[str]) -> None:
+        """Each of these tensors must be in a step."""
         used = [each.tensor for steps in self.steps.values() for step in steps for each in step.inputs]
-        if left := self.adapter.tensors.keys() - set(used):
+        if left := {*tensors} - set(used):
             raise self._refused(min(left), "surgeon has no place for it")
 
     # Small steps.
@@ -334,6 +337,8 @@ class Sorted:
             raise self._refused(
                 tensor, f"the base stores {printable(found.parameter)} in parts, as another's, or for several layers"
             )
+        if self.rows is not None and self.model.has_tokens(found):
+            return replace(found, shape=(self.rows, *found.shape[1:]))
         return found
 
     def _check_shape(self, tensor: str, expected: tuple[int, ...]) -> None:
@@ -354,7 +359,8 @@ _BESIDE = ("lora_magnitude_vector", "lora_B.bias")
 _LORA_FORMS = ("linear", "turned", "embedding")
 
 
-def _whole(step: Step) -> TypeGuard[Trained]:
+def sets_whole(step: Step) -> TypeGuard[Trained]:
+    """Whether a step puts trained values in the place of all rows."""
     return isinstance(step, Trained) and step.rows is None
 
 

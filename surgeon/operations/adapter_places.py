@@ -6,6 +6,7 @@ the output head of a model whose embeddings it shares.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -92,17 +93,19 @@ class Model:
         return cls(places | every, stack, experts, anatomy)
 
     def find(self, name: str) -> Place | None:
-        """A place by its parameter's name in memory, with or without the base model's prefix, or on disk."""
-        prefix = self.stack.rpartition(".")[0]
-        found = self.places.get(name) or self.places.get(f"{prefix}.{name}") or self._stored.get(name)
+        """A place by its parameter's name in memory, whatever class holds the text model, or on disk."""
+        found = self.places.get(name) or self._bare_places.get(self._bare(name)) or self._stored.get(name)
         if found is not None and not found.stored and found.layer is None and self.tied is not None:
             return self.tied.head if self.tied.head.parameter == found.parameter else found
         return found
 
     def parameters_of(self, module: str) -> list[str]:
         """The parameters that a module has itself, in its order."""
-        prefix = self.stack.rpartition(".")[0]
-        return self._held.get(module) or self._held.get(f"{prefix}.{module}") or []
+        return self._held.get(self._bare(module), [])
+
+    def has_tokens(self, place: Place) -> bool:
+        """Whether a parameter outside the layers has a row for each token."""
+        return place.layer is None and place.shape[:1] == (self._anatomy.sizes.vocabulary,)
 
     @cached_property
     def tied(self) -> Tied | None:
@@ -124,6 +127,14 @@ class Model:
         name = next(iter(lacking), heads[0].stored)
         return Tied(reads[0], replace(heads[0], stored=name, shape=reads[0].shape))
 
+    def _bare(self, name: str) -> str:
+        """A name without what stands before the text model in one class or another."""
+        return re.sub(rf"^(?:(?:{self.stack.rpartition('.')[0]}|model|language_model)\.)+", "", name)
+
+    @cached_property
+    def _bare_places(self) -> dict[str, Place]:
+        return {self._bare(name): place for name, place in self.places.items()}
+
     @cached_property
     def _stored(self) -> dict[str, Place]:
         return {place.stored: place for place in self.places.values() if place.stored}
@@ -132,7 +143,7 @@ class Model:
     def _held(self) -> dict[str, list[str]]:
         found: dict[str, list[str]] = {}
         for name in self.places:
-            found.setdefault(name.rpartition(".")[0], []).append(name)
+            found.setdefault(self._bare(name.rpartition(".")[0]), []).append(name)
         return found
 
 

@@ -89,14 +89,12 @@ def _check(draft: Draft) -> str:
     if draft.bank is not None or any(layer.grafts for layer in draft.layers):
         raise BadInput("the model carries grafts beside quantised layers; dequantise its base and graft onto that")
     allowed = _STORED if settings["quant_method"] == COMPRESSED else (_DTYPE,)
-    for found in _dtypes(draft.config):
-        if found not in allowed:
-            raise BadInput(
-                f"config.json: dtype {printable(str(found), 40)}: surgeon dequantises to {' or '.join(allowed)} alone,"
-                " in which such models are published; is config.json another model's?"
-            )
-    if len(found := dict.fromkeys(_dtypes(draft.config))) > 1:
-        raise BadInput(f"config.json: several dtypes ({', '.join(found)}); is config.json another model's?")
+    found = {str(dtype) for dtype in _dtypes(draft.config)}
+    if len(found) > 1 or found - {*allowed}:
+        raise BadInput(
+            f"config.json: dtype {printable(', '.join(sorted(found)), 40)}: surgeon dequantises to"
+            f" {' or '.join(allowed)}, in which such models are published; write that in its place"
+        )
     return str(settings["quant_method"])
 
 

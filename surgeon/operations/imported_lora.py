@@ -11,6 +11,7 @@ from pydantic import Field
 
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Imported, Recipe
+from surgeon.checkpoint.damages import unwrapped
 from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.checkpoint.peft_folder import Adapter, AdapterFolder, AdapterTensor
 from surgeon.common.json_results import plain_fields
@@ -157,7 +158,7 @@ def rounding(adapter: Adapter, dtypes: Sequence[str]) -> str:
 
 
 def _split(name: str, tensor: str) -> tuple[str, str]:
-    found = _TENSOR.fullmatch(tensor)
+    found = _TENSOR.fullmatch(unwrapped(tensor))
     if found is None:
         raise BadInput(
             f"{printable(name)}: tensor {printable(tensor)} is no A or B of a LoRA at a linear module; only such"

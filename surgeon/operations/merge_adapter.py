@@ -6,8 +6,11 @@ that are much smaller than the steps of the weights' dtype are rounded so that t
 
 from __future__ import annotations
 
+import hashlib
 import math
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
@@ -15,10 +18,13 @@ from pydantic import ConfigDict, Field
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Adapted, Product, Recipe, Rounding, Step, Trained, one_expert, stacked_experts
-from surgeon.checkpoint.peft_folder import AdapterFolder
+from surgeon.checkpoint.peft_folder import AdapterFolder, is_of_tokenizer
+from surgeon.checkpoint.strict_json import parse_json_strict
+from surgeon.checkpoint.trust import leads_to_code
 from surgeon.errors import BadInput, printable
-from surgeon.families.vocabulary import further_rows
-from surgeon.operations.adapter_changes import Sorted, deltas
+from surgeon.families.vocabulary import VOCABULARY_KEY, further_rows
+from surgeon.models.templates import template_of
+from surgeon.operations.adapter_changes import Sorted, deltas, sets_whole
 from surgeon.operations.adapter_places import Model, Place
 from surgeon.operations.adapter_settings import Settings, settings_of
 from surgeon.operations.imported_lora import AdapterFacts
@@ -30,6 +36,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 Name = Annotated[str, Field(min_length=1, max_length=4096)]
+# Side files without which a tokenizer has no tokens.
+_VOCABULARY = re.compile(r"^(tokenizer\.|vocab)|\.model$|\.tiktoken$|tekken")
 # Settings of an adapter's config that are read here.
 _KNOWN = {"bias", "use_dora", "lora_bias", "modules_to_save", "trainable_token_indices", "target_parameters"}
 _REASONS = {
@@ -54,9 +62,13 @@ class MergedAdapter(Spec):
 
 
 class MergeFacts(Facts):
-    """The adapters of a plan's merge, in its order."""
+    """The adapters of a plan's merge, in its order.
+
+    `side_files` are digests of files that the output has of theirs; None: one of the base that it is without for them.
+    """
 
     adapters: list[MergedAdapter]
+    side_files: dict[str, str | None] = {}  # noqa: RUF012  # pydantic copies it
 
 
 class MergeAdapter(Operation):
@@ -108,6 +120,14 @@ class MergeAdapter(Operation):
         Field(description="what changed tensors are stored in: the base's dtype, or float32, where nothing is lost"),
     ] = "keep"
 
+    tokenizer: Annotated[
+        Literal["base", "adapter"],
+        Field(
+            description="whose tokenizer and chat template the output has; an adapter that was trained after embeddings"
+            " were resized brings its own in any case"
+        ),
+    ] = "base"
+
     @property
     def listed(self) -> list[Weighted]:
         """The adapters with their weights."""
@@ -117,12 +137,13 @@ class MergeAdapter(Operation):
     def prepare(self, base: OpenedBase) -> MergeFacts:
         """Open the adapters, and measure how large their changes are."""
         found: list[MergedAdapter] = []
+        resized = False
         model = Model.of(base.anatomy)
         for each in self.listed:
             folder, shown = base.adapter(each.adapter), printable(each.adapter)
             trained_on = _trained_on(folder, base)
             try:
-                adapter = read_adapter(folder, each.adapter, model)
+                adapter, more = read_adapter(folder, each.adapter, model)
             except BadInput as error:
                 said = f"; its config says that it was {trained_on}" if trained_on else ""
                 raise BadInput(f"{error}{said}") from error
@@ -132,6 +153,16 @@ class MergeAdapter(Operation):
                 sizes = adapter.norms.values()
                 base.notes.append(f"{shown}: ‖ΔW‖ is {min(sizes):.3g} to {max(sizes):.3g} in {len(sizes)} matrices")
             found.append(adapter)
+            resized |= more
+        folders = [base.adapter(each.adapter) for each in self.listed]
+        if resized or self.tokenizer == "adapter":
+            return MergeFacts(adapters=found, side_files=_brought(base, folders))
+        base.notes.extend(
+            f"{printable(folder.facts.id)}: a chat template of its own lies in this folder, and the output has the"
+            " base's; `tokenizer: adapter` takes it, with the tokenizer there"
+            for folder in folders
+            if (own := template_of(folder)) and own != template_of(base.folder)
+        )
         return MergeFacts(adapters=found)
 
     def edit(self, draft: Draft, facts: MergeFacts | None) -> OperationRecord:
@@ -144,6 +175,13 @@ class MergeAdapter(Operation):
             for each, known in zip(self.listed, facts.adapters, strict=True)
         ]
         merged = _together(found)
+        rows = next((each.rows for each in found if each.rows is not None), None)
+        if facts.side_files and rows is None and self.tokenizer == "base":
+            raise BadInput("the adapters bring a tokenizer that nobody asked for; was surgery.json edited?")
+        if rows is not None and (found[1:] or VOCABULARY_KEY in draft.sizes):
+            raise BadInput(
+                "an adapter that brings embeddings of another size is merged first and alone: apply two plans"
+            )
         untied = any(each.apart for each in found) and not draft.untied
         if untied:
             untie(draft)
@@ -151,11 +189,20 @@ class MergeAdapter(Operation):
             place = model.find(name)
             assert place is not None, name
             self._merge(draft, place, steps)
-        said = "; the output head gets a tensor of its own, apart from the embeddings" if untied else ""
+        said = ""
+        if rows is not None:
+            draft.sizes[VOCABULARY_KEY] = rows
+            lacking = [name for name in draft.vocabulary_tensors() if draft.outer[name].recipe.shape[0] != rows]
+            if lacking:
+                raise BadInput(
+                    f"the adapter has {rows} rows for tokens and none for {printable(lacking[0])}; save it with"
+                    " `save_pretrained(NEW, save_embedding_layers=True)`"
+                )
+            said = f"; {rows} rows for tokens, the adapter's, in place of {draft.anatomy.sizes.vocabulary}"
+        said += "; the output head gets a tensor of its own, apart from the embeddings" if untied else ""
         places = (place for name in merged if (place := model.find(name)) is not None)
-        words = any(place.layer is None and place.shape[:1] == (draft.anatomy.sizes.vocabulary,) for place in places)
-        if words and (rows := further_rows(draft.anatomy)):
-            said += f"; {printable(', '.join(rows))}, for further tokens, stay as they were"
+        if any(map(model.has_tokens, places)) and (further := further_rows(draft.anatomy)):
+            said += f"; {printable(', '.join(further))}, for further tokens, stay as they were"
         return OperationRecord(
             op=self.op,
             matched=f"{_shown(self.listed)}: {count_of(merged)}{said}",
@@ -187,7 +234,10 @@ class MergeAdapter(Operation):
         home.rewritten[place.suffix] = draft.number
 
     def _adapted(self, draft: Draft, place: Place, recipe: Recipe, steps: list[Step]) -> Recipe:
-        if recipe.shape != place.shape:
+        first = steps[0]
+        if sets_whole(first) and first.values.shape != place.shape:
+            recipe, steps = replace(first.values, dtype=recipe.dtype), steps[1:]
+        elif recipe.shape != place.shape:
             raise BadInput(
                 f"{printable(place.stored)}: shape {list(recipe.shape)} after earlier operations, the base's"
                 f" {list(place.shape)}: merge the adapter before them"
@@ -196,6 +246,8 @@ class MergeAdapter(Operation):
         if wider:
             draft.dtype = self.dtype
         dtype = "F32" if wider else recipe.dtype
+        if not steps:
+            return replace(first.values, dtype=dtype)
         of_all = [step for step in steps if isinstance(step, Product) and step.expert is not None]
         if not of_all or place.form == "linear":
             return Adapted(recipe, tuple(steps), place.stored, dtype, self.rounding, turned=place.form == "turned")
@@ -242,8 +294,26 @@ def _together(adapters: list[Sorted]) -> dict[str, list[Step]]:
     return merged
 
 
-def read_adapter(folder: AdapterFolder, called: str, model: Model) -> MergedAdapter:
+def _brought(base: OpenedBase, folders: list[AdapterFolder]) -> dict[str, str | None]:
+    """Take the files of the adapters' tokenizers into the output; return their digests, and the files left out."""
+    found: dict[str, bytes | None] = {}
+    for folder in folders:
+        for name in folder.side_files:
+            found[name] = content = folder.read_side_file(name)
+            if name.endswith("_config.json") and (code := leads_to_code(parse_json_strict(content, file=name))):
+                raise BadInput(f"the adapter's {printable(name)} {code}, which no output gets; take that out of it")
+    if any(map(_VOCABULARY.search, found)):
+        found = dict.fromkeys(filter(is_of_tokenizer, base.folder.side_files)) | found
+    else:
+        base.notes.append("no vocabulary lies in the adapter's folder: the output has the base's, and its ids")
+    base.side_files.update(found)
+    return {name: None if c is None else hashlib.sha256(c).hexdigest() for name, c in found.items()}
+
+
+def read_adapter(folder: AdapterFolder, called: str, model: Model) -> tuple[MergedAdapter, bool]:
     """What is known of an adapter of `model`, which the plan calls `called`, without its weights.
+
+    The second is whether it was trained after embeddings were resized.
 
     Raises BadInput for settings that are not merged, and tensors that do not fit.
     """
@@ -252,7 +322,13 @@ def read_adapter(folder: AdapterFolder, called: str, model: Model) -> MergedAdap
     known = Sorted(called, folder.facts, settings, 1.0, model)
     known.sort()
     norms = {} if settings.dora else {path: _norm(folder, product) for path, product in known.pairs.items()}
-    return MergedAdapter(facts=AdapterFacts.of(folder.facts), settings=settings, norms=norms)
+    if len(folder.facts.tensors) == 2 * len(norms) and not any(norms.values()):
+        raise BadInput(
+            f"{printable(called)}: this adapter does nothing: B A is zero in all {len(norms)} matrices, as before"
+            " training; give one that was saved after it"
+        )
+    adapter = MergedAdapter(facts=AdapterFacts.of(folder.facts), settings=settings, norms=norms)
+    return adapter, known.rows is not None
 
 
 def _norm(folder: AdapterFolder, product: Product) -> float:
@@ -264,6 +340,8 @@ def _norm(folder: AdapterFolder, product: Product) -> float:
     )
     rank, count = product.rank, 1 if product.expert is None else product.expert[1]
     pairs = ((down[e * rank : (e + 1) * rank], up[:, e::count]) for e in range(count))
+    if not (np.isfinite(down).all() and np.isfinite(up).all()):
+        raise BadInput(f"{folder.shown}: {printable(product.up.tensor)} or its A holds NaN or infinity; get it again")
     square = sum(float(np.sum((a @ a.T) * (b.T @ b))) for a, b in pairs)
     return product.scale * math.sqrt(max(0.0, square))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,8 +11,10 @@ from typing import Any
 from rich.console import Group, RenderableType
 
 from surgeon.apply.apply import Applied, applied_view, apply
+from surgeon.checkpoint.peft_folder import ADAPTER_CONFIG, AdapterFolder
 from surgeon.common.json_results import plain_fields
 from surgeon.common.listener import Listener
+from surgeon.errors import BadInput, printable
 from surgeon.plan.plan import LoadedPlan, parse_plan
 from surgeon.verify.verification import Verification, verification_view
 from surgeon.verify.verify import verify
@@ -18,17 +22,20 @@ from surgeon.verify.verify import verify
 
 @dataclass(frozen=True)
 class Merged:
-    """A finished merge: what was written, and what the merged model does beside the one with branches."""
+    """A finished merge: what was written, and what the merged model does beside the one with branches.
+
+    Of an adapter nothing is measured.
+    """
 
     applied: Applied
-    measured: Verification
+    measured: Verification | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for `--json`.
 
         Keys:
             `applied`: the keys of `apply`
-            `measured`: the keys of `verify`: the merged model against the one with branches
+            `measured`: the keys of `verify`: the merged model against the one with branches; null: of an adapter
         """
         return plain_fields(self)
 
@@ -36,6 +43,7 @@ class Merged:
 def merge(
     out: str | Path,
     dest: str | Path,
+    merged: str | Path | None = None,
     *,
     alpha: float | None = None,
     text: Path | None = None,
@@ -49,21 +57,35 @@ def merge(
 
     Control LLM's Lerp8MSE0*M (Table 5): weights are interpolated by `alpha` (None: the α used at inference). That does
     not preserve the function, so both models are run on real tokens, as in `verify`. With `link` shards that
-    stay as they are get hard-linked and become read-only (`apply`). Raises BadInput.
+    stay as they are get hard-linked and become read-only (`apply`).
+
+    With `merged`, `out` is a base and `dest` a PEFT adapter (a folder, or a Hub id), and `merged` is the new folder.
+    Raises BadInput.
     """
-    merged = apply(_merging(alpha, str(out)), str(out), dest, device=device, link=link, listener=listener)
+    adapter = (Path(dest) / ADAPTER_CONFIG).is_file()
+    if adapter if merged is None else alpha is not None or text is not None:
+        raise BadInput(
+            f"{printable(str(dest))}: to merge an adapter name the new folder behind it, and no --alpha, --text"
+        )
+    if merged is not None:
+        if Path(dest).exists():
+            AdapterFolder.open(Path(dest), id="")
+        plan = _plan("merge", {"op": "merge_adapter", "from": str(dest)})
+        return Merged(apply(plan, str(out), merged, device=device, link=link, listener=listener))
+    plan = _plan(str(out), {"op": "merge_branches"} | ({} if alpha is None else {"alpha": alpha}))
+    applied = apply(plan, str(out), dest, device=device, link=link, listener=listener)
     return Merged(
-        merged, verify(out, dest, text=text, window=window, windows=windows, device=device, listener=listener)
+        applied, verify(out, dest, text=text, window=window, windows=windows, device=device, listener=listener)
     )
 
 
-def _merging(alpha: float | None, out: str) -> LoadedPlan:
-    """The plan, which the user never wrote: errors name the model in its place, and no line."""
-    share = "" if alpha is None else f"\n    alpha: {alpha!r}"
-    loaded = parse_plan(f"surgeon: 1\noperations:\n  - op: merge_branches{share}\n")
-    return replace(loaded, source=out, lines={})
+def _plan(source: str, operation: Mapping[str, Any]) -> LoadedPlan:
+    """A plan that the user never wrote: errors name `source` in its place, and no line."""
+    plan = {"surgeon": 1, "operations": [operation]}
+    return replace(parse_plan(json.dumps(plan), source=source), lines={})
 
 
 def merged_view(merged: Merged) -> RenderableType:
     """What was written, and what merging cost."""
-    return Group(applied_view(merged.applied), verification_view(merged.measured))
+    measured = [] if merged.measured is None else [verification_view(merged.measured)]
+    return Group(applied_view(merged.applied), *measured)

@@ -149,7 +149,7 @@ def check_origin(manifest: Manifest, blueprint: Blueprint) -> list[Check]:
 
 @dataclass(frozen=True)
 class Beside:
-    """What must lie beside the weights of an output: config, `code`, and from the base the files of these digests.
+    """What must lie beside the weights of an output: config, `code`, and of base or adapter the files of these digests.
 
     `grown` are tokenizer files that are the base's, of these digests, but for what the manifest says was inserted;
     `trimmed` are those of a vocabulary from which tokens were taken.
@@ -168,7 +168,8 @@ class Beside:
         carried = {n: base.files[n] for n in come if is_side_file(n) or (n.endswith(".py") and n != CODE_FILE)}
         grown = {name: carried.pop(name) for name in manifest.inserted if name in carried}
         rewritten = [name for name in manifest.rewritten if carried.pop(name, None) is not None]
-        left = {name for trim in manifest.trimmed.values() for name in trim.left}
+        left = {name for trim in manifest.trimmed.values() for name in trim.left} | {*manifest.brought}
+        carried |= {name: digest for name, digest in manifest.brought.items() if digest is not None}
         return cls(blueprint.code_files, carried, grown, tuple(sorted({*rewritten} - left)))
 
     @property

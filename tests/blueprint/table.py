@@ -124,7 +124,7 @@ class Table:
     def kept(self, recipe: Recipe) -> Tensor:
         return self.compute(recipe)
 
-    def read(self, recipe: Recipe, *, finite: bool = True) -> Tensor:
+    def read(self, recipe: Recipe) -> Tensor:
         whole = bytearray()
         for at, piece in sorted(pieces_by_run(recipe)):
             assert at == len(whole), recipe

@@ -121,9 +121,28 @@ def test_what_cannot_be_dequantised_is_refused(tmp_path: Path) -> None:
         surgeon.preview(tmp_path / "plan.yaml", base)
     half = shutil.copytree(base, tmp_path / "half")
     edit_config(half, dtype="float16")
-    with pytest.raises(BadInput, match="dtype float16: surgeon dequantises to bfloat16 alone"):
+    with pytest.raises(BadInput, match="dtype float16: surgeon dequantises to bfloat16, in which"):
         surgeon.preview("dequantise", half)
     write_plan(tmp_path / "plan.yaml", [{"op": "gated_adapters", "layers": [0], "size": 8}])
     surgeon.apply(tmp_path / "plan.yaml", base, tmp_path / "grafted", device="cpu")
     with pytest.raises(BadInput, match="carries grafts beside quantised layers"):
         surgeon.preview("dequantise", tmp_path / "grafted")
+
+
+@pytest.mark.parametrize("where", ["scale", "number", "exponent"])
+def test_what_is_no_number_in_the_base_is_no_matter_of_range(where: str, tmp_path: Path) -> None:
+    """A scale or an FP8 number is named by its place; of exponents that say NaN the tensor is."""
+    base = tiny_quantised(tmp_path / "base", "qwen3", "fp8")
+    name = next(name for name in weights(base) if "down_proj" in name and name.endswith("weight"))
+    scales = f"{name}_scale_inv"
+    if where == "exponent":
+        edit_tensor(
+            base, scales, lambda value: torch.full(value.shape, 255, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+        )
+    else:
+        changed = scales if where == "scale" else name
+        edit_tensor(base, changed, lambda value: torch.full(value.shape, torch.nan).to(value.dtype))
+    said = "the new values are NaN, as numbers" if where == "exponent" else r"holds nan at \[0, 0\]"
+    with pytest.raises(BadInput, match=f"{name.rpartition('.')[0]}.*{said}"):
+        surgeon.apply("dequantise", base, tmp_path / "out", device="cpu")
+    assert not (tmp_path / "out").exists()

@@ -16,6 +16,7 @@ import torch
 from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 import surgeon
 from surgeon.apply.compute import Evaluator
@@ -32,7 +33,7 @@ from surgeon.operations.adapter_settings import Settings, settings_of
 from surgeon.operations.merge_adapter import read_adapter
 from tests import mtp, tiny
 from tests.adapters import lora
-from tests.checkpoints import write_plan
+from tests.checkpoints import add_letters, write_plan
 from tests.decoders import tiny_decoder
 
 # peft asks transformers for what transformers deprecates.
@@ -40,6 +41,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*LoRA tensor.s. have invalid shape:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings=True`:UserWarning"),
     pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning"),
     # It looks for them among modules alone, and uses them for parameters.
     pytest.mark.filterwarnings("ignore:The following ..*_pattern keys did not match:RuntimeWarning"),
@@ -203,6 +205,160 @@ def test_it_computes_what_peft_does_with_base_and_adapter(case: str, made: Base,
     assert changed - {"lm_head.weight"} <= {name.partition(", expert ")[0] for name in applied.manifest.merged}
     assert ("lm_head.weight" in after.keys() - before.keys()) == (case in UNTIED)
     assert ("the output head gets a tensor of its own" in applied.manifest.operations[0].matched) == (case in UNTIED)
+
+
+RESIZED: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "more rows": ("llama", 140, {"target_modules": ["q_proj", "down_proj"]}),
+    "fewer, as padding went": ("llama", 120, {"target_modules": ["q_proj"]}),
+    "tied": ("qwen3", 140, {"target_modules": ["q_proj"]}),
+    "tied, and adapted": ("qwen3", 133, {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True}),
+    "adapted": ("llama", 140, {"target_modules": ["embed_tokens", "lm_head"]}),
+    "trained whole": ("llama", 140, {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}),
+    "new tokens by themselves": ("llama", 140, {"target_modules": ["q_proj"], "trainable_token_indices": [128, 139]}),
+}
+
+
+def resized(base: Path, folder: Path, rows: int, **config: Any) -> Any:
+    """An adapter that PEFT saves of a base whose embeddings were resized, and PEFT's model of both."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.resize_token_embeddings(rows)
+    peft_model = peft.get_peft_model(model, peft.LoraConfig(**{"r": 4, "lora_alpha": 6} | config))
+    with torch.no_grad():
+        for _, value in peft_model.named_parameters():
+            if value.requires_grad:
+                value.add_(torch.randn(value.shape) * 0.1)
+    peft_model.save_pretrained(str(folder))
+    return peft_model
+
+
+@pytest.mark.parametrize("case", RESIZED)
+def test_an_adapter_of_resized_embeddings_brings_its_rows(case: str, made: Base, tmp_path: Path) -> None:
+    kind, rows, config = RESIZED[case]
+    base = made(kind)
+    with_adapter = resized(base, tmp_path / "adapter", rows, **config)
+    # Merging a tied pair, PEFT adds both changes to one matrix; it runs them apart.
+    expected = logits(with_adapter if case == "tied, and adapted" else with_adapter.merge_and_unload())
+    applied = merged(base, tmp_path)
+    model = load_model(CheckpointFolder.open(applied.path))
+    found = logits(model)
+    assert found.shape[-1] == rows == model.config.vocab_size and applied.manifest.native
+    assert (found - expected).abs().max() < 2e-5
+    assert f"{rows} rows for tokens, the adapter's, in place of 128" in applied.manifest.operations[0].matched
+    assert surgeon.verify(base, applied.path, device="cpu", logits=False).holds
+
+
+def test_its_tokenizer_and_template_come_along(made: Base, tmp_path: Path) -> None:
+    """With embeddings of another size in any case; else a template is named, and taken if the plan says so."""
+    base = tiny.checkpoint(tmp_path / "base", "llama", dtype="float32", num_hidden_layers=2)
+    add_letters(base)
+    (base / "vocab.json").write_text("{}")
+    lora(tmp_path / "adapter", layers=2)
+    assert not [note for note in merged(base, tmp_path).preview.notes if "template" in note]
+    shutil.rmtree(tmp_path / "out")
+    letters = add_letters(tmp_path / "letters")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        content = (letters / name).read_text()
+        (tmp_path / "adapter" / name).write_text(content.replace('"Ġ"', '"Q"'))
+    (tmp_path / "adapter" / "chat_template.jinja").write_text("{{ messages }}")
+    (tmp_path / "adapter" / "README.md").write_text("mine")
+    kept = merged(base, tmp_path)
+    (note,) = [note for note in kept.preview.notes if "template" in note]
+    assert "`tokenizer: adapter` takes it" in note and not (kept.path / "chat_template.jinja").exists()
+    assert surgeon.verify(base, kept.path, device="cpu", logits=False).holds
+    shutil.rmtree(kept.path)
+    plan = {"tokenizer": "adapter"}
+    for number in range(2):
+        if number:
+            shutil.rmtree(tmp_path / "adapter")
+            plan = {}
+            resized(base, tmp_path / "adapter", 140, target_modules=["q_proj"])
+            for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+                shutil.copy(tmp_path / "again" / name, tmp_path / "adapter")
+        out = merged(base, tmp_path, **plan).path
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            assert (out / name).read_bytes() == (tmp_path / "adapter" / name).read_bytes()
+        assert not (out / "vocab.json").exists() and "mine" not in (out / "README.md").read_text()
+        assert surgeon.verify(base, out, device="cpu", logits=False).holds
+        surgeon.make_delta(out, tmp_path / f"delta-{number}")
+        shutil.rmtree(tmp_path / "again", ignore_errors=True)
+        again = surgeon.apply_delta(tmp_path / f"delta-{number}", str(base), tmp_path / "again").path
+        assert (again / "tokenizer.json").read_bytes() == (out / "tokenizer.json").read_bytes()
+        (out / "tokenizer.json").write_text((letters / "tokenizer.json").read_text())
+        assert not surgeon.verify(base, out, device="cpu", logits=False).holds
+        shutil.rmtree(out)
+    (tmp_path / "adapter" / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["x.Y", null]}}')
+    with pytest.raises(BadInput, match=r"tokenizer_config\.json has `auto_map`, which no output gets"):
+        merged(base, tmp_path)
+    (tmp_path / "adapter" / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "adapter" / "tokenizer.json").unlink()
+    assert any("no vocabulary lies in the adapter's folder" in note for note in merged(base, tmp_path).preview.notes)
+
+
+def test_rows_of_tokens_are_all_there_and_count_whole(made: Base, tmp_path: Path) -> None:
+    resized(made("llama"), tmp_path / "adapter", 140, target_modules=["q_proj"])
+    lora(tmp_path / "other", layers=2)
+    for source, said in (
+        ({"adapter": "adapter", "weight": 0.5}, "count whole; leave `weight` out"),
+        (["adapter", "other"], "merged first and alone"),
+    ):
+        with pytest.raises(BadInput, match=said):
+            merged(made("llama"), tmp_path, **{"from": source})
+    renamed(tmp_path / "adapter", lambda name, value: {} if "lm_head" in name else {name: value})
+    with pytest.raises(BadInput, match=r"140 rows for tokens and none for lm_head\.weight"):
+        merged(made("llama"), tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["B is zero", "alpha is zero", "weight is zero", "not a number"])
+def test_an_adapter_that_does_nothing_is_no_success(kind: str, made: Base, tmp_path: Path) -> None:
+    """A number that is none is another matter, and named as that."""
+    folder = lora(tmp_path / "adapter", layers=2, **({"lora_alpha": 0} if kind == "alpha is zero" else {}))
+    values = {"B is zero": 0.0, "not a number": torch.nan}
+    renamed(folder, lambda name, value: {name: value * values.get(kind, 1.0) if "lora_B" in name else value})
+    if kind == "weight is zero":
+        text = merged(made("llama"), tmp_path, **{"from": {"adapter": "adapter", "weight": 0}}).manifest.merge_text
+        assert text == "2 tensors stay as they are: what was merged adds nothing"
+        return
+    said = (
+        "lora_B.*holds NaN or infinity" if kind == "not a number" else "this adapter does nothing: B A is zero in all 2"
+    )
+    with pytest.raises(BadInput, match=said):
+        merged(made("llama"), tmp_path)
+
+
+WRAPPED_NAMES: dict[str, Callable[[str], str]] = {
+    "torch.compile": lambda name: name.replace("model.model.", "model._orig_mod.model."),
+    "around the adapter": lambda name: f"_orig_mod.{name}",
+    "DDP": lambda name: f"module.{name}",
+    "DDP within": lambda name: name.replace("base_model.model.", "base_model.model.module."),
+    "FSDP": lambda name: name.replace("self_attn.", "self_attn._fsdp_wrapped_module."),
+    "a whole state": lambda name: name.replace(".weight", ".default.weight"),
+    "no name of PEFT's": lambda name: name.removeprefix("base_model.model."),
+    "an image-text wrapper's": lambda name: name.replace("model.model.", "model.model.language_model."),
+    "an older one's": lambda name: name.replace("base_model.model.", "base_model.model.language_model."),
+}
+
+
+@pytest.mark.parametrize("case", WRAPPED_NAMES)
+def test_names_of_wrappers_are_read_through(case: str, made: Base, tmp_path: Path) -> None:
+    lora(tmp_path / "adapter", layers=2)
+    expected = tensors(merged(made("llama"), tmp_path).path)
+    shutil.rmtree(tmp_path / "out")
+    renamed(tmp_path / "adapter", lambda name, value: {WRAPPED_NAMES[case](name): value})
+    found = tensors(merged(made("llama"), tmp_path).path)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_a_text_model_s_adapter_fits_the_class_with_images(tmp_path: Path) -> None:
+    """And the tower beside the text, whose modules have the same names, keeps its bytes."""
+    base = tiny_decoder(tmp_path / "base", "gemma3")
+    before = tensors(base)
+    shapes = {name.partition(".layers.0.")[2]: tuple(v.shape) for name, v in before.items() if "language_model" in name}
+    layers = len({found[1] for name in before if (found := re.search(r"language_model.*\.layers\.(\d+)", name))})
+    lora(tmp_path / "adapter", {"self_attn.q_proj": shapes["self_attn.q_proj.weight"]}, layers=layers)
+    after = tensors(merged(base, tmp_path).path)
+    changed = {name for name, value in before.items() if not torch.equal(value, after[name])}
+    assert len(changed) == layers and all("vision" not in name and ".q_proj." in name for name in changed)
 
 
 def test_several_are_merged_in_turn_by_their_weights(made: Base, tmp_path: Path) -> None:
@@ -493,7 +649,7 @@ def known(
     base = CheckpointFolder.open(made(kind))
     model = Model.of(dissect(base.config, base.tensors))
     opened = AdapterFolder.open(folder / "adapter", id="adapter")
-    return model, opened.facts, read_adapter(opened, "mine", model).settings
+    return model, opened.facts, read_adapter(opened, "mine", model)[0].settings
 
 
 def sort(known: tuple[Model, Adapter, Settings], spoil: Callable[[dict[str, Any]], None], **settings: Any) -> None:

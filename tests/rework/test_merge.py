@@ -16,7 +16,9 @@ from surgeon.errors import BadInput
 from surgeon.operations import merge_branches
 from surgeon.runtime.births import Birth, Fill
 from surgeon.runtime.interpolators import Interpolation
-from tests.checkpoints import train, weights
+from tests import tiny
+from tests.adapters import lora
+from tests.checkpoints import same_bytes, train, weights, write_plan
 from tests.elsewhere import load_elsewhere
 from tests.test_api import check_json
 
@@ -70,3 +72,24 @@ def test_merge_asks_for_the_share_where_a_learned_alpha_is_no_logit(
         surgeon.merge(tmp_path / "out", tmp_path / "merged", window=24, windows=1)
     merged = surgeon.merge(tmp_path / "out", tmp_path / "merged", alpha=0.25, window=24, windows=1)
     assert merged.applied.manifest.native
+
+
+def test_an_adapter_is_merged_into_its_base_by_what_the_folders_are(tmp_path: Path) -> None:
+    """As by a plan with `merge_adapter`, tensor for tensor; a folder in the wrong place is named before torch is."""
+    base = tiny.checkpoint(tmp_path / "base", "llama", num_hidden_layers=2)
+    adapter = lora(tmp_path / "adapter", layers=2)
+    plan = write_plan(tmp_path / "plan.yaml", [{"op": "merge_adapter", "from": "adapter"}])
+    expected = surgeon.apply(plan, base, tmp_path / "expected").path
+    found = surgeon.merge(base, adapter, tmp_path / "out")
+    assert found.measured is None and found.to_json()["measured"] is None
+    assert same_bytes(weights(tmp_path / "out"), weights(expected))
+    for given, options, said in (
+        ((base, adapter), {}, "name the new folder behind it"),
+        ((base, adapter, tmp_path / "new"), {"alpha": 0.5}, "and no --alpha"),
+        ((base, base, tmp_path / "new"), {}, "not of a whole model"),
+        ((adapter, adapter, tmp_path / "new"), {}, "a PEFT adapter, not a base"),
+        ((adapter, tmp_path / "new"), {}, "a PEFT adapter, not a base"),
+    ):
+        with pytest.raises(BadInput, match=said):
+            surgeon.merge(*given, **options)  # type: ignore[arg-type]
+    assert not (tmp_path / "new").exists()

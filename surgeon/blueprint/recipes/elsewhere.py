@@ -100,7 +100,7 @@ class Dequantised(Recipe):
         """Multiply in float32, where the product of a quantised number and its scale is exact, or rounded as little."""
         import torch
 
-        weight, scales = (bench.read(each, finite=False) for each in (self.weight, self.scales))
+        weight, scales = (bench.read(each) for each in (self.weight, self.scales))
         if self.block is None:
             made = torch.empty(self.shape)
             # An expert at a time: codes take several times the memory of the numbers.

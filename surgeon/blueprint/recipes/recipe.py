@@ -213,11 +213,8 @@ class Bench(Protocol):
     def kept(self, recipe: Recipe) -> Tensor:
         """A recipe's result, computed once for the output under way; nobody may change it."""
 
-    def read(self, recipe: Recipe, *, finite: bool = True) -> Tensor:
-        """The pieces of the base that a recipe is, as a tensor.
-
-        Raises BadInput where a number of it is not finite, unless that is allowed.
-        """
+    def read(self, recipe: Recipe) -> Tensor:
+        """The pieces of the base that a recipe is, as a tensor. Raises BadInput where a number of it is not finite."""
 
     def read_rows(self, recipe: Recipe, begin: int, end: int) -> tuple[memoryview, Tensor]:
         """Some rows of a tensor of the base: bytes, and numbers. Raises BadInput where one is not finite."""

@@ -50,14 +50,14 @@ class Unpacked(Recipe):
         import torch
 
         rows, columns = self.shape
-        if self.sizes is not None and (told := bench.read(self.sizes, finite=False).tolist()) != [rows, columns]:
+        if self.sizes is not None and (told := bench.read(self.sizes).tolist()) != [rows, columns]:
             raise ValueError(
                 f"stored as {rows} rows of {columns}, yet its weight_shape says {told}; get the model again"
             )
         height, width = self.code.block
         grid = (-(-rows // height), -(-columns // width))
-        weight = bench.read(self.weight, finite=False)
-        scales = bench.read(self.scales, finite=False).reshape(grid)
+        weight = bench.read(self.weight)
+        scales = bench.read(self.scales).reshape(grid)
         zeros = self._zeros(bench, scales)
         places = self._places(bench, grid[1])
         made = torch.empty(self.shape, dtype=bench.dtype(self.dtype))
@@ -75,7 +75,7 @@ class Unpacked(Recipe):
         """The zero points, shaped as the scales are, which they are as exact as."""
         if self.zeros is None:
             return None
-        zeros = bench.read(self.zeros, finite=False)
+        zeros = bench.read(self.zeros)
         if self.code.zeros_packed:
             zeros = _numbers(zeros.T.contiguous(), self.code.bits, scales.shape[0]).T
         return zeros.reshape(scales.shape).to(scales.dtype)
@@ -88,7 +88,7 @@ class Unpacked(Recipe):
         in_turn = torch.arange(columns).div(self.code.block[1], rounding_mode="floor")
         if self.order is None:
             return in_turn
-        order = bench.read(self.order, finite=False).long()
+        order = bench.read(self.order).long()
         # What was never set, which compressed-tensors takes for columns in turn.
         if bool((order == -1).any()):
             return in_turn

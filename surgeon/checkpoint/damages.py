@@ -1,0 +1,88 @@
+"""What is known to befall checkpoints and adapters, and what mends each: asked before anything is guessed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
+from surgeon.errors import printable
+
+# The last guess of errors about tensors that do not fit.
+ANOTHER = "is config.json another model's?"
+# What wrappers put into names where they were saved in place of the model in them.
+_INSIDE = r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+_WRAPPED = re.compile(rf"^(?:module|base_model\.model)\.|{_INSIDE}|(?<=\.)base_layer\.")
+# In an adapter's names, with that of the adapter itself where a model's whole state was saved.
+_WRAPPED_IN_ADAPTER = re.compile(
+    rf"(?:^|(?<=^base_model\.model\.))module\.|{_INSIDE}|(?<=\.lora_[AB]\.)\w+\.(?=weight$)"
+)
+_UNMERGED = re.compile(r"\.(?:lora_[AB]|lora_embedding_[AB]|modules_to_save|original_module)\.")
+_TAKE_OUT = (
+    'in a copy of that folder run `python -c \'import glob, pathlib, safetensors.torch as s; w = "{}";'
+    ' [s.save_file({{k.replace(w, ""): v for k, v in s.load_file(f).items()}}, f, {{"format": "pt"}}) for f in'
+    ' glob.glob("*.safetensors")]; [p.write_text(p.read_text().replace(w, "")) for p in'
+    ' pathlib.Path().glob("*.index.json")]\'`'
+)
+
+
+def damage_of(config: Mapping[str, Any], tensors: Iterable[TensorInfo]) -> str:
+    """Return what befell a base's weights, by its headers, and what mends it; nothing where no row of this fits."""
+    found = {info.name: info for info in tensors}
+    if any(info.dtype == "U32" for info in found.values()):
+        return (
+            "quantised by MLX; take the model that it was made of, or run `mlx_lm.convert --hf-path BASE --mlx-path NEW"
+            " --dequantize`"
+        )
+    if empty := empty_of(found.values()):
+        return empty
+    if unmerged := next(filter(_UNMERGED.search, found), None):
+        return (
+            f"{printable(unmerged)}: a PEFT model, saved with its adapter beside the weights; where it was trained run"
+            " `model.merge_and_unload().save_pretrained(NEW)`"
+        )
+    if (named := next(filter(None, map(_WRAPPED.search, found)), None)) is not None:
+        return (
+            f"{printable(named.string)}: `{named[0]}` is of what wrapped the model in training (torch.compile, FSDP,"
+            f" DDP, DeepSpeed, PEFT) and was saved in its place; {_TAKE_OUT.format(named[0])}"
+        )
+    parts = [config, *(part for part in config.values() if isinstance(part, Mapping))]
+    # With one of BitNet, say, transformers quantises as it runs.
+    left = any(part.get("quantization_config") and "online" not in str(part) for part in parts)
+    if left and all(info.dtype in (*FLOAT_DTYPES, "I64") for info in found.values()):
+        return "config.json: `quantization_config` is left over: no tensor is quantised; take it out of the file"
+    return ""
+
+
+def empty_of(tensors: Iterable[TensorInfo]) -> str:
+    """Return a line on the first tensor whose numbers are elsewhere; nothing where there is none."""
+    why = (
+        "no numbers in it, as ZeRO-3 leaves tensors where it does not gather them; save again with"
+        " `stage3_gather_16bit_weights_on_model_save: true`, or run the checkpoint's zero_to_fp32.py"
+    )
+    return next((f"{printable(each.name)} ({each.file}): {why}" for each in tensors if each.shape == (0,)), "")
+
+
+def around(names: Iterable[str], known: str, below: str) -> str:
+    """Return what stands in stored names and not in the model's, and a line that takes it out; else the last guess.
+
+    `known` is what the model's names begin with, `below` how one of them goes on.
+    """
+    stored = next((name.removesuffix(below) for name in names if name.endswith(f".{below}")), known)
+    more = stored.removeprefix(known) if stored.startswith(known) else stored.removesuffix(known)
+    return (
+        f"their names have `{printable(more)}` more; {_TAKE_OUT.format(more)}" if more not in ("", stored) else ANOTHER
+    )
+
+
+def unwrapped(name: str) -> str:
+    """Return what an adapter's tensor is called without the names of wrappers around the model."""
+    return _WRAPPED_IN_ADAPTER.sub("", name)
+
+
+def led_below(files: Collection[str], wanted: str) -> str:
+    """Return which folder to give where `wanted` lies in folders below, the highest checkpoint's; else nothing."""
+    below = [name.removesuffix(f"/{wanted}") for name in files if name.endswith(f"/{wanted}")]
+    newest = max(below, key=lambda name: (len(name), name), default="")
+    return f"; folders below have one: give one of these, as {printable(newest)}" if newest else ""
