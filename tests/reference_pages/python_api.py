@@ -83,7 +83,7 @@ _GROUPS = {
         " TeacherSpec RunSettings settle check_training discard_run"
     ),
     "Texts and scores": (
-        "open_texts HeldOut held_out_text TextSpec open_source check_source text_files cut pack Windows score Scores"
+        "open_texts HeldOut held_out_text TextSpec UnlabelledSpec open_source check_source is_chat text_files cut pack Windows score Scores"
         " Ratio divergence judge Judged encode_prompts EncodedPrompts answer Answer load_mtp measure_drafts Drafts"
     ),
     "Results and what the terminal shows": (
