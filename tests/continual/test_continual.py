@@ -397,7 +397,7 @@ def test_a_kept_name_in_the_way_and_two_at_once(tmp_path: Path) -> None:
         ({"train": SHORT | {"batch": 5, "micro_batch": 2}}, "`micro_batch` 2 does not divide the 5 sequences"),
         (
             {"general": [{"name": "other", "path": "other.jsonl", "kind": "chat"}]},
-            r"no chat \(messages",
+            r"no keys of a chat \(messages",
         ),
     ],
 )
