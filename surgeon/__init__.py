@@ -51,10 +51,12 @@ if TYPE_CHECKING:
     from surgeon.data.scores import Scores as Scores
     from surgeon.data.scores import Windows as Windows
     from surgeon.data.sources import check_source as check_source
+    from surgeon.data.sources import is_chat as is_chat
     from surgeon.data.sources import open_source as open_source
     from surgeon.data.specs import GenerateSpec as GenerateSpec
     from surgeon.data.specs import SourceSpec as SourceSpec
     from surgeon.data.specs import TextSpec as TextSpec
+    from surgeon.data.specs import UnlabelledSpec as UnlabelledSpec
     from surgeon.errors import BadInput as BadInput
     from surgeon.errors import Diverged as Diverged
     from surgeon.errors import PromiseBroken as PromiseBroken
@@ -156,6 +158,7 @@ _HOMES = {
     "TextSpec": "data.specs",
     "TrainConfig": "train.config.schema",
     "Trained": "train.publishing",
+    "UnlabelledSpec": "data.specs",
     "Verification": "verify.verification",
     "Windows": "data.scores",
     "add_record": "manifest.run_files",
@@ -181,6 +184,7 @@ _HOMES = {
     "gguf_pattern": "share.gguf_pattern",
     "held_out_text": "data.held_out",
     "inspect": "report.inspect",
+    "is_chat": "data.sources",
     "json_schema": "plan.plan",
     "judge": "data.scored",
     "load_config": "train.config.loading",

@@ -79,7 +79,7 @@ def test_a_plan_may_come_from_stdin(base: Path) -> None:
         ("apply solar BASE out --device cuda", ["--device cuda: no CUDA device is visible here; use cpu"]),
         ("verify BASE BASE --device gpu", ["--device gpu: unknown; use auto, cpu, cuda or cuda:N"]),
         ("verify BASE out --text absent.txt", ["absent.txt: cannot read the text (no such file; looked at"]),
-        ("train BASE ROWS run", ["rows.jsonl:2: no key `text`; `chosen` and `rejected` are preferences"]),
+        ("train BASE ROWS run", ["rows.jsonl:2: `chosen` and `rejected` are preferences"]),
         (
             "recall BASE --tokens many --to x.jsonl",
             ["--tokens many: give a whole number, such as 200000, 200k or 1.5M"],

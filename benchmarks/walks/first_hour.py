@@ -56,11 +56,11 @@ log_every: 100
 optimizer: {lr: 2.0e-3}
 preserve: {loss: kl}           # the base as teacher, on the stories
 sources:
-  - {name: answers, path: alpaca.json, kind: chat, share: 0.7, validation: 0.1}
+  - {name: answers, path: alpaca.json, share: 0.7, validation: 0.1}
   - {name: stories, path: stories.jsonl, share: 0.3, role: original, validation: 0.1}
 """
-FOREIGN_KEY = TRAIN.replace("optimizer: {lr: 2.0e-3}", "learning_rate: 2.0e-3").replace(" kind: chat,", "")
-WRONG_ROWS = TRAIN.replace(" kind: chat,", "")
+FOREIGN_KEY = TRAIN.replace("optimizer: {lr: 2.0e-3}", "learning_rate: 2.0e-3")
+WRONG_ROWS = TRAIN.replace("alpaca.json,", "alpaca.json, field: [instruction, answer],")
 
 COLOURS = {
     "blue": ("sky", "sea", "whale"),
@@ -193,17 +193,18 @@ STEPS = (
     ),
     Step(
         "surgeon train grown train.yaml tuned --dry-run",
-        title="Third recovery: rows of another kind",
+        title="Third recovery: a key that no row has",
         says="The rate is where it belongs now.",
         writes=(("train.yaml", WRONG_ROWS),),
         exits=2,
-        names=("alpaca.json", "write `kind: chat`"),
+        names=("alpaca.json", "no key `answer`"),
         then="The first rows of every source are read before torch is imported, so this takes less than a second.",
     ),
     Step(
         "surgeon train grown train.yaml tuned --dry-run",
         title="Train",
-        says="With `kind: chat` the file is right.\nA dry run shows what the loss will count, the time and the memory.",
+        says="Without `field` surgeon finds question and answer itself.\n"
+        "A dry run shows what the loss will count, the time and the memory.",
         writes=(("train.yaml", TRAIN),),
         cuts=(("trains 36 tensors", "answers"),),
         then="Only the answer and the end of the turn count, as they should.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from surgeon.checkpoint.strict_json import MAX_ITEMS, count_items
 from surgeon.common.library import first_line
@@ -45,8 +45,20 @@ def check_values(line: bytes, where: str) -> None:
         )
 
 
-def json_flaw(error: Exception) -> str:
-    """What is wrong with a line that is no JSON, and in which column: the line's number in its file is not json's 1."""
-    if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg}, column {error.colno}"
-    return first_line(error)
+def parsed(content: bytes, where: str, do: str) -> Any:
+    """Return the JSON value of a line, or of what begins in it.
+
+    Raises BadInput, which begins with `where`, for what is no UTF-8, no JSON (ending with `do`) or too many values.
+    """
+    check_values(content, where)
+    try:
+        # With or without the mark that Windows' editors begin a file with.
+        return json.loads(content.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise BadInput(
+            f"{printable(where)}: not UTF-8 text (byte {error.start} of the line); save it as UTF-8"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        # The line's number in its file is not json's 1.
+        flaw = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else first_line(error)
+        raise BadInput(f"{printable(where)}: not JSON ({flaw}); {do}") from None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from surgeon import Checkpoint, open_checkpoint, preview
+from surgeon import Checkpoint, is_chat, open_checkpoint, preview
 from surgeon.common import devices
 from surgeon.common.disk_space import writing
 from surgeon.common.distributed import Ranks
@@ -22,7 +22,7 @@ from surgeon.common.listener import Listener, Quiet
 from surgeon.common.tables import FittedTable
 from surgeon.common.work_folders import working_in, write_durably
 from surgeon.compare.analysis import find
-from surgeon.compare.config.loading import GROUPS, LoadedStudy, load_study
+from surgeon.compare.config.loading import GROUPS, LoadedStudy, load_study, source_of
 from surgeon.compare.config.settings import suited
 from surgeon.compare.findings import Findings, Remedied
 from surgeon.compare.frontier import Interval
@@ -214,12 +214,13 @@ def _check_base(base: Checkpoint, loaded: LoadedStudy) -> None:
             f"{loaded.where('length')}`length` is {loaded.config.length}, the base's context {context}; use {context}"
             " at most"
         )
-    chats = ((group, text) for group in GROUPS for text in getattr(loaded.config, group) if text.kind == "chat")
+    texts = ((group, text) for group in GROUPS for text in getattr(loaded.config, group))
+    chats = ((group, text) for group, text in texts if is_chat(source_of(text), loaded))
     if base.chat_template is None and (chat := next(chats, None)) is not None:
         group, text = chat
         raise BadInput(
-            f"{loaded.where(group)}`{printable(text.called)}` is of the kind `chat`, and {shown} has no chat template,"
-            " with which it would be measured; add chat_template.jinja there, or use `kind: text`"
+            f"{loaded.where(group)}`{printable(text.called)}` holds chats, and {shown} has no chat template,"
+            " with which it would be measured; add chat_template.jinja there"
         )
 
 

@@ -37,9 +37,6 @@ class Measure:
         config = loaded.config
         self.notes: list[str] = []
         self._loaded = loaded
-        kinds = {text.kind for text in (*config.memory, *config.general)}
-        if "chat" in kinds | {source.kind for task in config.tasks for source in task.sources}:
-            base.check_chats()
         longest = min(base.context or _LONGEST, _LONGEST)
         # By the length of their sequences, whose texts they are: each by itself, those of one length read together.
         texts: dict[int, list[tuple[str, HeldOut]]] = {}
@@ -75,14 +72,14 @@ class Measure:
 
     def identity(self) -> list[Any]:
         """Name, size and mtime of every file of every source."""
+        found = []
         config = self._loaded.config
-        sources = [source for number in range(len(config.tasks)) for source in own_sources(config, number)]
-        paths = {
-            (source.path, source.field, source.kind)
-            for source in (*sources, *general_texts(config), *memory_texts(config))
-        }
-        paths |= {(path, source.field, source.kind) for source in sources if (path := _held_out_file(source))}
-        return [[*key, self._files(key[0])] for key in sorted(paths, key=str)]
+        own = [source for number in range(len(config.tasks)) for source in own_sources(config, number)]
+        for source in (*own, *general_texts(config), *memory_texts(config)):
+            held_out = _held_out_file(source) if isinstance(source, SourceSpec) else None
+            for path in filter(None, (source.path, held_out)):
+                found.append([path, source.reading, self._files(path)])
+        return found
 
     def _files(self, path: str) -> list[Any]:
         if path.startswith(("dataset:", "split:")):

@@ -14,23 +14,16 @@ ASSISTANT = "assistant"
 _PASSED = ("name", "tool_calls", "tool_call_id", "reasoning_content", "thinking")
 # What an assistant's message may hold in place of words.
 _INSTEAD_OF_WORDS = ("tool_calls", "reasoning_content", "thinking")
-# Who speaks, as ShareGPT's exports call it.
-_SPEAKERS = {
-    "human": "user",
-    "user": "user",
-    "gpt": ASSISTANT,
-    "chatgpt": ASSISTANT,
-    "bing": ASSISTANT,
-    "bard": ASSISTANT,
-    "model": ASSISTANT,
-    "assistant": ASSISTANT,
-    "function_call": ASSISTANT,
-    "system": "system",
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-}
+# Where a message has who speaks, and what: as OpenAI, ShareGPT and Gemini call it.
+_ROLES, _CONTENTS = ("role", "from"), ("content", "value", "parts")
 _CALLS = "function_call"
+# Who speaks, as exports call it; templates know the four on the right.
+_SPEAKERS = (
+    dict.fromkeys(("human", "user", "prompter"), "user")
+    | dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "bot", "assistant", "ai", _CALLS), ASSISTANT)
+    | dict.fromkeys(("system",), "system")
+    | dict.fromkeys(("tool", "function", "observation", "function_response"), "tool")
+)
 # Levels of lists and objects in what templates are given: JSON schemas of real tools have a dozen.
 _DEPTH = 100
 
@@ -76,27 +69,34 @@ class Chat:
 def turn_of(value: Any, nth: int, where: str) -> Message:
     """Read the message number `nth` of the chat at `where`. Raises BadInput where it cannot be read or is no text."""
     shown = f"{printable(where)}: message {nth}"
-    ours = value if isinstance(value, Mapping) else {}
-    role, content = ours.get("role"), ours.get("content")
-    more = {key: ours[key] for key in _PASSED if ours.get(key) not in (None, [], "")}
-    if role is None and isinstance(speaker := ours.get("from"), str):
-        role, content = _SPEAKERS.get(speaker.lower()), ours.get("value")
-        if role is None:
-            raise BadInput(
-                f"{shown} is from `{printable(speaker)}`, which is none of {', '.join(_SPEAKERS)}; rename it"
-            )
-        if speaker.lower() == _CALLS:
-            more["tool_calls"], content = _json(content, "a call", shown), None
+    if not isinstance(value, Mapping):
+        raise BadInput(f"{shown} is no object ({printable(repr(value), 40)}); write it with `role` and `content`")
+    speaker, content = (
+        next((value[key] for key in keys if value.get(key) is not None), None) for keys in (_ROLES, _CONTENTS)
+    )
+    if not isinstance(speaker, str):
+        raise BadInput(f"{shown} has no `role` (nor `from`) that is a text; say who speaks")
+    # A template may know roles that no export has, but none that are said of speakers.
+    role = _SPEAKERS.get(speaker.strip().lower(), speaker if "role" in value else None)
+    if role is None:
+        raise BadInput(f"{shown} is from `{printable(speaker)}`, which is none of {', '.join(_SPEAKERS)}; rename it")
+    more = {key: value[key] for key in _PASSED if value.get(key) not in (None, [], "")}
+    if speaker.lower() == _CALLS:
+        more["tool_calls"], content = _json(content, "a call", shown), None
+    elif value.get(_CALLS):
+        # As OpenAI had it before there were several.
+        more["tool_calls"] = value[_CALLS]
     if "tool_calls" in more:
         more["tool_calls"] = _calls(more["tool_calls"], shown)
     if isinstance(content, list | tuple):
         content = _joined(content, shown)
     if content is None and role == ASSISTANT and any(key in more for key in _INSTEAD_OF_WORDS):
         content = ""
-    if not isinstance(role, str) or not isinstance(content, str):
-        raise BadInput(f"{shown} has no `role` and `content` that are text (nor `from` and `value`); add them")
+    if not isinstance(content, str):
+        said = "nothing" if content is None else printable(repr(content), 40)
+        raise BadInput(f"{shown} has no `content` (nor `value`) that is a text ({said}); add it, or remove this chat")
     said = f"{where}, message {nth}"
-    counts = _counts(ours, shown)
+    counts = _counts(value, shown)
     return Message(checked_text(role, said), checked_text(content, said), counts, _plain(more, said))
 
 

@@ -6,10 +6,11 @@ numbers a document; texts stay on disk. A document has at most `MAX_DOCUMENT_BYT
 
 from __future__ import annotations
 
+import codecs
 import itertools
-import json
 import os
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Never, Protocol
 
@@ -17,10 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from surgeon.checkpoint.source import open_regular, resolved
-from surgeon.checkpoint.text_lines import check_values, json_flaw, text_lines
+from surgeon.checkpoint.text_lines import parsed, text_lines
+from surgeon.data.gzipped import MAGIC, unpacked
 from surgeon.data.json_list import entries_of
-from surgeon.data.layouts import Document, Labelled, columns_of, document_of
+from surgeon.data.layouts import Document, columns_of, document_of
 from surgeon.data.parquet import MAX_GROUP_BYTES, ParquetTexts
+from surgeon.data.rows import Row, Rows
+from surgeon.data.specs import RowsSpec
 from surgeon.errors import BadInput, printable
 
 # UTF-8, with or without the mark that Windows' editors begin a file with.
@@ -28,8 +32,8 @@ _UTF8 = "utf-8-sig"
 
 # A plain text is cut at line ends into documents of about this many bytes, so that it can be shuffled and held out.
 PIECE = 8000
-# Read of each file before anything that takes long is imported.
-_FIRST_ROWS = 8
+# Read of each file before anything that takes long is imported; and of one whose name says JSON, to see which.
+_FIRST_ROWS, _BEGINNING = 8, 4096
 _KINDS = (".jsonl", ".json", ".txt", ".parquet")
 _OTHERS = dict.fromkeys((".gz", ".zst", ".xz", ".bz2", ".zip", ".tar", ".tgz"), "unpack it") | dict.fromkeys(
     (".csv", ".tsv", ".xlsx", ".arrow"), "write it as JSON lines or parquet"
@@ -39,8 +43,8 @@ _OTHERS = dict.fromkeys((".gz", ".zst", ".xz", ".bz2", ".zip", ".tar", ".tgz"), 
 class Corpus(Protocol):
     """The documents of one source, by number, the same ones for as long as `identity` is the same."""
 
-    # How many documents have no words: they are left out and have no number.
-    blank: int
+    # Counts what is left out and has no number.
+    rows: Rows
 
     @property
     def shown(self) -> str:
@@ -59,24 +63,20 @@ class Corpus(Protocol):
 class Documents:
     """The documents of files, by number. Of parquet files at most `MAX_GROUP_BYTES` stay in memory."""
 
-    def __init__(
-        self, path: Path, *, key: str | None, chat: bool, labels: bool = False, most: int | None = None
-    ) -> None:
-        """Index `path` (a file, or a folder of files); `key` holds the text or messages (None: as `layouts` has it).
+    def __init__(self, path: Path, rows: Rows, *, most: int | None = None) -> None:
+        """Index `path`, a file or a folder of files.
 
-        With `labels` each text has one, which plain text files do not hold. With `most` no more documents of each file
-        are read. Raises BadInput for a missing, unreadable or empty file and for the first line that is no document.
+        With labels each text has one, which plain text files do not hold. With `most` no more rows of each file are
+        read, unless some are bad. Raises BadInput for a missing, unreadable or empty file, and for one with bad rows.
         """
         self.path = path
-        self.key = key
-        self.chat = chat
-        self.labels = labels
+        self.rows = rows
         self.files = text_files(path)
-        if labels and (plain := next((file for file in self.files if file.suffix == ".txt"), None)) is not None:
+        plain = next((file for file in self.files if format_of(file) == ".txt"), None)
+        if rows.spec.kind == "labels" and plain is not None:
             raise BadInput(
                 f"{printable(str(plain))}: plain text, which holds no labels; write JSON lines of text and label"
             )
-        self.blank = 0
         pieces = [self._index(number, file, most) for number, file in enumerate(self.files)]
         self._places: NDArray[np.int64] = np.concatenate(pieces)
         # Row groups as tables, by the numbers of file and group, and the bytes of each.
@@ -85,9 +85,9 @@ class Documents:
             raise BadInput(f"{printable(str(path))}: no document with text; a source needs some text")
 
     @classmethod
-    def check_begin(cls, path: Path, *, key: str | None, chat: bool, labels: bool) -> None:
-        """Raise BadInput for what is wrong in the first rows of each file, as reading it all would."""
-        cls(path, key=key, chat=chat, labels=labels, most=_FIRST_ROWS)
+    def begin(cls, path: Path, spec: RowsSpec) -> Documents:
+        """Read the first rows of each file. Raises BadInput for what is wrong in them, as reading it all would."""
+        return cls(path, Rows(spec), most=_FIRST_ROWS)
 
     @property
     def shown(self) -> str:
@@ -102,7 +102,7 @@ class Documents:
         """Read one document: its text, or the messages of a chat. Raises BadInput where a file has changed."""
         file, begin, end = (int(value) for value in self._places[number])
         path = self.files[file]
-        if path.suffix == ".parquet":
+        if format_of(path) == ".parquet":
             return self._document(self._row(file, begin, end), f"{path}, row {end}")
         try:
             with self._open(path) as handle:
@@ -110,98 +110,86 @@ class Documents:
                 content = handle.read(end - begin)
         except OSError as error:
             raise BadInput(f"{printable(str(path))}: cannot be read ({error.strerror}); check the path") from None
-        if path.suffix == ".txt":
-            return content.decode(_UTF8)
-        return self._parsed(content, f"{path} (byte {begin}; changed since the run began?)")
+        where = f"{path} (byte {begin}; changed since the run began?)"
+        return _plain(content, where) if format_of(path) == ".txt" else self._parsed(content, where)
 
     def _open(self, file: Path) -> BinaryIO:
         """Open a file, which must lie in its folder; only the links of a file that was named itself are followed."""
-        if file is self.path:
-            place = Path(os.path.realpath(file))
-            return os.fdopen(open_regular(place.parent, place.name), "rb")
-        return os.fdopen(open_regular(self.path, str(file.relative_to(self.path))), "rb")
+        place = Path(os.path.realpath(file)) if file is self.path else file
+        root = place.parent if file is self.path else self.path
+        opened = os.fdopen(open_regular(root, str(place.relative_to(root))), "rb")
+        # Whatever its name says.
+        if not opened.peek(2).startswith(MAGIC):
+            return opened
+        with opened:
+            return unpacked(opened, str(file))
 
     def _index(self, number: int, file: Path, most: int | None) -> NDArray[np.int64]:
-        readers = {".jsonl": self._lines, ".json": self._entries, ".txt": self._pieces}
+        readers = {".txt": self._pieces, ".parquet": self._rows}
         try:
-            spans = list(itertools.islice(readers.get(file.suffix, self._rows)(file), most))
+            with self._open(file) as handle:
+                # Whatever the name says of the two: lists are kept as .jsonl, lines as .json.
+                a_list = handle.read(_BEGINNING).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+                handle.seek(0)
+                read = readers.get(format_of(file), self._entries if a_list else self._lines)
+                spans = list(self.rows.kept(read(handle, file), str(file), most))
         except OSError as error:
             raise BadInput(f"{printable(str(file))}: cannot be read ({error.strerror}); check the path") from None
         places = np.array(spans, dtype=np.int64).reshape(-1, 2)
         return np.column_stack([np.full(len(places), number, dtype=np.int64), places])
 
-    def _lines(self, file: Path) -> Iterator[tuple[int, int]]:
+    def _lines(self, handle: BinaryIO, file: Path) -> Iterator[Row]:
         begin = 0
-        with self._open(file) as handle:
-            for number, line in enumerate(text_lines(handle, str(file)), 1):
-                end = begin + len(line)
-                if line.strip():
-                    if is_blank(self._parsed(line, f"{file}:{number}")):
-                        self.blank += 1
-                    else:
-                        yield begin, end
-                begin = end
+        for number, line in enumerate(text_lines(handle, str(file)), 1):
+            end = begin + len(line)
+            if line.strip():
+                where = f"{file}:{number}"
+                yield (begin, end), where, partial(self._parsed, line, where)
+            begin = end
 
     def _parsed(self, line: bytes, where: str) -> Document:
-        check_values(line, where)
-        try:
-            entry = json.loads(line.decode(_UTF8))
-        except UnicodeDecodeError as error:
-            raise BadInput(
-                f"{printable(where)}: not UTF-8 text (byte {error.start} of the line); save it as UTF-8"
-            ) from None
-        except (ValueError, RecursionError) as error:
-            raise BadInput(f"{printable(where)}: not JSON ({json_flaw(error)}); expected one object a line") from None
-        return self._document(entry, where)
+        return self._document(parsed(line, where, "write one object a line, or a list of objects"), where)
 
-    def _entries(self, file: Path) -> Iterator[tuple[int, int]]:
-        """Return begin and end, in bytes, of every object of a JSON file that holds a list of them."""
-        with self._open(file) as handle:
-            for begin, end, line, entry in entries_of(handle, str(file)):
-                if is_blank(self._document(entry, f"{file}:{line}")):
-                    self.blank += 1
-                else:
-                    yield begin, end
+    def _entries(self, handle: BinaryIO, file: Path) -> Iterator[Row]:
+        """Yield the objects of a JSON file that holds a list of them."""
+        for begin, end, line, entry in entries_of(handle, str(file)):
+            where = f"{file}:{line}"
+            yield (begin, end), where, partial(self._document, entry, where)
 
-    def _pieces(self, file: Path) -> Iterator[tuple[int, int]]:
-        """Return begin and end of every piece in bytes. Raises BadInput where a line is not UTF-8."""
-        begin = end = 0
-        seen = False
-        with self._open(file) as handle:
-            for number, line in enumerate(text_lines(handle, str(file)), 1):
-                try:
-                    seen = bool(line.decode(_UTF8).strip()) or seen
-                except UnicodeDecodeError as error:
-                    raise BadInput(
-                        f"{printable(str(file))}:{number}: not UTF-8 text (byte {error.start} of the line); save it as"
-                        " UTF-8"
-                    ) from None
-                end += len(line)
-                if end - begin >= PIECE:
-                    if seen:
-                        yield begin, end
-                    begin, seen = end, False
-        if seen:
-            yield begin, end
+    def _pieces(self, handle: BinaryIO, file: Path) -> Iterator[Row]:
+        """Yield pieces of a plain text; a line that is not UTF-8 is one by itself."""
+        begin, piece, first = 0, b"", f"{file}:1"
+        for number, line in enumerate(itertools.chain(text_lines(handle, str(file)), [b""]), 1):
+            where = f"{file}:{number}"
+            broken = False
+            try:
+                line.decode(_UTF8)
+            except UnicodeDecodeError:
+                broken = True
+            if piece and (broken or not line or len(piece) >= PIECE):
+                yield (begin, begin + len(piece)), first, partial(_plain, piece, first)
+                begin, piece, first = begin + len(piece), b"", where
+            if broken:
+                yield (begin, begin + len(line)), where, partial(_plain, line, where)
+                begin += len(line)
+            else:
+                piece += line
 
-    def _rows(self, file: Path) -> Iterator[tuple[int, int]]:
-        """Return row group and row within it for every row whose text is not blank."""
-        with self._open(file) as handle:
-            opened = ParquetTexts(handle, file)
-            columns = self._columns(opened, file)
-            for group in range(opened.groups):
-                for row, entry in enumerate(opened.rows(group, columns)):
-                    if is_blank(self._document(entry, f"{file}, row {row} of group {group}")):
-                        self.blank += 1
-                    else:
-                        yield group, row
+    def _rows(self, handle: BinaryIO, file: Path) -> Iterator[Row]:
+        """Yield the rows of a parquet file by row group and row within it."""
+        opened = ParquetTexts(handle, file)
+        columns = columns_of(opened.names, self.rows.spec, str(file))
+        for group in range(opened.groups):
+            for row, entry in enumerate(opened.rows(group, columns)):
+                where = f"{file}, row {row} of group {group}"
+                yield (group, row), where, partial(self._document, entry, where)
 
     def _row(self, file: int, group: int, row: int) -> Any:
         if (file, group) not in self._groups:
             path = self.files[file]
             with self._open(path) as handle:
                 opened = ParquetTexts(handle, path)
-                columns = self._columns(opened, path)
+                columns = columns_of(opened.names, self.rows.spec, str(path))
                 nbytes = opened.check_group(group, columns)
                 while sum(size for _, size in self._groups.values()) + nbytes > MAX_GROUP_BYTES and self._groups:
                     self._groups.pop(next(iter(self._groups)))
@@ -213,11 +201,8 @@ class Documents:
         """Name, size and mtime of every file, which must be the same when a run is continued."""
         return stamps(self.files)
 
-    def _columns(self, opened: ParquetTexts, file: Path) -> list[str]:
-        return columns_of(opened.names, self.key, chat=self.chat, where=str(file), labels=self.labels)
-
     def _document(self, entry: Any, where: str) -> Document:
-        return document_of(entry, where, key=self.key, chat=self.chat, labels=self.labels)
+        return document_of(entry, self.rows.spec, where)
 
 
 def stamps(files: Sequence[Path]) -> list[Any]:
@@ -229,7 +214,7 @@ class Repeated:
     """A few documents that stand for `count` of them, over and over."""
 
     def __init__(self, documents: Sequence[Document], count: int, *, shown: str) -> None:
-        self.blank = 0
+        self.rows = Rows(RowsSpec())
         self._documents = list(documents)
         self._count = count
         self._shown = shown
@@ -252,10 +237,19 @@ class Repeated:
         raise NotImplementedError
 
 
-def is_blank(document: Document) -> bool:
-    """Whether a text has no word in it."""
-    text = document.text + (document.pair or "") if isinstance(document, Labelled) else document
-    return isinstance(text, str) and not text.strip()
+def _plain(content: bytes, where: str) -> str:
+    try:
+        return content.decode(_UTF8)
+    except UnicodeDecodeError as error:
+        raise BadInput(
+            f"{printable(where)}: not UTF-8 text (byte {error.start} of the line); save it as UTF-8"
+        ) from None
+
+
+def format_of(file: Path) -> str:
+    """Return the ending of a file's name that says its format, the one before `.gz`."""
+    suffix = file.suffix.lower()
+    return Path(file.stem).suffix.lower() if suffix == ".gz" else suffix
 
 
 def text_files(path: Path) -> list[Path]:
@@ -275,7 +269,7 @@ def text_files(path: Path) -> list[Path]:
         raise BadInput(f"{shown}: no such file or folder; check the path")
     if not path.is_file():
         raise BadInput(f"{shown}: not a regular file; give a file or a folder")
-    if path.suffix not in _KINDS:
+    if format_of(path) not in _KINDS:
         do = _OTHERS.get(path.suffix.lower(), "rename it")
         raise BadInput(f"{shown}: the name ends in none of {', '.join(_KINDS)}, so its format is not known; {do}")
     return [path]
@@ -284,14 +278,16 @@ def text_files(path: Path) -> list[Path]:
 def _texts_below(folder: Path) -> Iterator[Path]:
     """The files in a folder whose names say that they are texts, in its subfolders too."""
     for place, folders, names in os.walk(folder, onerror=_refuse_folder):
+        # Copies by editors, notebooks and macOS are hidden.
+        folders[:] = [name for name in folders if not name.startswith(".")]
         for name in folders:
             if (Path(place) / name).is_symlink():
                 raise BadInput(
                     f"{printable(str(Path(place) / name))}: a link to a folder, which is not followed; put the texts"
                     " themselves here, or name that folder as a source of its own"
                 )
-        for file in (Path(place) / name for name in names):
-            if file.suffix in _KINDS:
+        for file in (Path(place) / name for name in names if not name.startswith(".")):
+            if format_of(file) in _KINDS:
                 resolved(folder, str(file.relative_to(folder)))
                 yield file
 

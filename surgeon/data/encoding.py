@@ -8,6 +8,7 @@ from pathlib import Path
 from surgeon.data.chats import Chat
 from surgeon.data.layouts import Document, Labelled
 from surgeon.data.masking import Encoded, Written
+from surgeon.data.specs import RowsSpec
 from surgeon.errors import BadInput, printable
 from surgeon.models.templates import no_template
 from surgeon.models.tokenizer import open_tokenizer
@@ -18,6 +19,7 @@ class Encoder:
     """The tokenizer of a checkpoint. `vocabulary` is the model's: a token beyond it is refused.
 
     `template` is how chats are written: the one that was given, else the checkpoint's own (None: it has none).
+    `as_text`: control tokens that stand in a text are read as any other text.
     """
 
     def __init__(self, folder: Path, *, vocabulary: int, template: str | None = None) -> None:
@@ -32,11 +34,12 @@ class Encoder:
             )
         self.tokenizer = found
         self.template = template or found.chat_template
+        self.as_text = True
 
-    def or_by(self, template: str | None) -> Encoder:
-        """Return an encoder like this one that writes chats by `template` where it has no template of its own."""
+    def of(self, spec: RowsSpec, template: str | None = None) -> Encoder:
+        """Return an encoder of a source's documents; `template` writes chats where there is no other."""
         other = copy.copy(self)
-        other.template = self.template or template
+        other.template, other.as_text = self.template or template, spec.as_text
         return other
 
     def check_chat(self) -> None:
@@ -56,7 +59,7 @@ class Encoder:
         return ids, counted
 
     def _text(self, text: str) -> Encoded:
-        ids = self._ended(self.tokenizer.ids(text))
+        ids = self._ended(self.tokenizer.ids(text, as_text=self.as_text))
         return ids, [True] * len(ids)
 
     def _ended(self, ids: list[int]) -> list[int]:

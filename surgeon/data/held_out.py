@@ -57,26 +57,18 @@ def held_out_text(
     Raises:
         BadInput: The text cannot be read.
     """
-    if not isinstance(source, SourceSpec):
-        documents = open_source(source, named_by).text
-        _note_blanks(source.name, documents, say)
-        return HeldOut(source.name, documents, np.arange(len(documents)), template)
-    if not source.validation:
-        say(f"source {source.name}: skipped, because the training config holds none of it out")
-        return None
-    if source.generate is not None:
-        say(f"source {source.name}: skipped, because the model writes it itself; `surgeon recall` makes a file of it")
-        return None
+    numbers = None
+    if isinstance(source, SourceSpec):
+        why_not = "the training config holds none of it out" if not source.validation else ""
+        if source.validation and source.generate is not None:
+            why_not = "the model writes it itself; `surgeon recall` makes a file of it"
+        if why_not:
+            say(f"source {source.name}: skipped, because {why_not}")
+            return None
     opened = open_source(source, named_by)
-    if opened.held_out is not None:
-        _note_blanks(source.name, opened.held_out, say)
-        return HeldOut(source.name, opened.held_out, np.arange(len(opened.held_out)), template)
-    assert isinstance(source.validation, float)
-    _note_blanks(source.name, opened.text, say)
-    _, held = split(opened.text, source.validation, name=source.name)
-    return HeldOut(source.name, opened.text, held, template)
-
-
-def _note_blanks(name: str, documents: Corpus, say: Callable[[str], None]) -> None:
-    if documents.blank:
-        say(f"source {name}: {documents.blank} blank documents are left out")
+    documents = opened.held_out or opened.text
+    for note in documents.rows.notes():
+        say(f"source {source.name}: {note}")
+    if isinstance(source, SourceSpec) and isinstance(source.validation, float):
+        _, numbers = split(documents, source.validation, name=source.name)
+    return HeldOut(source.name, documents, np.arange(len(documents)) if numbers is None else numbers, template)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import codecs
-import json
 import re
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from surgeon.checkpoint.text_lines import MAX_DOCUMENT_BYTES, check_values, too_long
+from surgeon.checkpoint.text_lines import MAX_DOCUMENT_BYTES, parsed, too_long
 from surgeon.errors import BadInput, printable
 
 _PIECE = 64 * 1024
@@ -44,7 +43,9 @@ def entries_of(file: BinaryIO, shown: str) -> Iterator[tuple[int, int, int, Any]
         if not following:
             return
     rest = printable(repr(read.ahead(20))) if following else "the file's end, cut off perhaps"
-    raise BadInput(f"{printable(shown)}:{read.line}: not JSON (expected `,` or the list's `]`, found {rest}); {_AGAIN}")
+    raise BadInput(
+        f"{printable(shown)}:{read.line}: no list of objects (expected `,` or its `]` and end, found {rest}); {_AGAIN}"
+    )
 
 
 class _Reader:
@@ -94,16 +95,7 @@ class _Reader:
     def value(self) -> Any:
         """Return the value that begins here, and pass over it."""
         content = bytes(self._held[: self._end()])
-        where = f"{self._shown}:{self.line}"
-        check_values(content, where)
-        try:
-            found = json.loads(content.decode("utf-8"))
-        except UnicodeDecodeError as error:
-            raise BadInput(
-                f"{printable(where)}: not UTF-8 text (byte {self.place + error.start}); save it as UTF-8"
-            ) from None
-        except (ValueError, RecursionError) as error:
-            raise BadInput(f"{printable(where)}: not JSON ({printable(str(error))}); {_AGAIN}") from None
+        found = parsed(content, f"{self._shown}:{self.line}", _AGAIN)
         self.pass_over(len(content))
         return found
 

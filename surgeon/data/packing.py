@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from surgeon.data.documents import Corpus
-from surgeon.data.layouts import Labelled, text_bytes
+from surgeon.data.layouts import said_in
 from surgeon.errors import BadInput, printable
 
 if TYPE_CHECKING:
@@ -175,8 +175,7 @@ class SourceStream(Stream[PackedSequence]):
         for epoch in itertools.count():
             for number in generator(self.seed, self.name, epoch).permutation(self.numbers):
                 document = self.documents.read(int(number))
-                assert not isinstance(document, Labelled), "an ExampleStream's"
-                yield len(self.encoder.encode(document)[0]), text_bytes(document)
+                yield len(self.encoder.encode(document)[0]), sum(len(text.encode()) for text in said_in(document))
 
     def _encoded(self) -> Encoded:
         place = self.epoch, self.position

@@ -39,7 +39,7 @@ from surgeon.common.tables import FittedTable
 from surgeon.common.work_folders import read_own, sync, working_in, write_durably
 from surgeon.data.layouts import Document, document_of
 from surgeon.data.recalled_text import RECORD, Counts, NearlyNothing, TextSoFar, judge
-from surgeon.data.specs import GenerateSpec
+from surgeon.data.specs import GenerateSpec, RowsSpec
 from surgeon.errors import BadInput, printable
 from surgeon.families.grafted_config import is_encoder
 from surgeon.families.limits import context_of
@@ -274,8 +274,7 @@ def sampled(
     lines = text.keep(batch, settings["tokens"]).splitlines()
     if not lines:
         raise NearlyNothing.of(text.counts, settings)
-    chat, shown = settings["prompts"] == TEMPLATE, printable(str(folder.path))
-    documents = [document_of(json.loads(line), shown, key=None, chat=chat) for line in lines]
+    documents = [document_of(json.loads(line), RowsSpec(), str(folder.path)) for line in lines]
     # Of the last batch not all may be needed.
     return Sampled(documents, text.counts.written, text.counts.tokens, seconds * text.counts.written / len(batch))
 

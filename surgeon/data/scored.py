@@ -28,7 +28,7 @@ def cut(texts: Sequence[HeldOut], checkpoint: Checkpoint, *, length: int) -> dic
     from surgeon.data.scoring import windows_of
 
     encoder = _encoder(checkpoint)
-    return {text.name: windows_of(text, encoder.or_by(text.template), length) for text in texts}
+    return {text.name: windows_of(text, encoder.of(text.documents.rows.spec, text.template), length) for text in texts}
 
 
 def pack(
@@ -58,7 +58,7 @@ def pack(
 
     encoder, found = _encoder(checkpoint), {}
     for text in texts:
-        writer, packer = encoder.or_by(text.template), Packer(length, packing, 0)
+        writer, packer = encoder.of(text.documents.rows.spec, text.template), Packer(length, packing, 0)
         sequences = held_out(text.documents, list(text.numbers), writer, packer, most=most)
         units = [np.full(len(each.ids), number) for number, each in enumerate(sequences)]
         found[text.name] = Windows(sequences, units, np.zeros(len(sequences), dtype=np.int64), 0)

@@ -66,7 +66,7 @@ def _bytes(document: Document, ids: list[int], encoder: Encoder) -> int:
     whole = len(document.encode())
     if not ids or ids[0] in tokenizer.all_special_ids:
         return whole
-    if tokenizer.is_fast:
+    if tokenizer.is_fast and not tokenizer.control_tokens(document):
         _, offsets = tokenizer.offsets(document)
         first = document[: offsets[0][1]] if offsets else ""
     else:

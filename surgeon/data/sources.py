@@ -6,26 +6,30 @@ A table takes one number a document in memory; rows are read from the files that
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from surgeon.checkpoint.hub import dataset_commit
 from surgeon.checkpoint.hub_calls import bars_on_terminals_only, first_line, is_commit, offline
 from surgeon.common.schema import BEGIN, TEMPLATE
-from surgeon.data.documents import Corpus, Documents, is_blank, stamps, text_files
+from surgeon.data.chats import Chat
+from surgeon.data.documents import Corpus, Documents, stamps
 from surgeon.data.layouts import Document, columns_of, document_of
 from surgeon.data.row_sizes import pieces_of
+from surgeon.data.rows import Row, Rows
 from surgeon.data.saved_tables import arrow_files, check_saved, is_saved
 from surgeon.data.specs import SourceSpec, TextSpec
 from surgeon.errors import BadInput, printable
+
+if TYPE_CHECKING:
+    from surgeon.models.tokenizer import Tokenizer
 
 DEFAULT_SPLIT = "train"
 _BATCH = 1000
@@ -72,51 +76,45 @@ def check_source(source: TextSpec, named_by: Naming) -> list[tuple[str, str]]:
         path = named_by.resolve(given)
         if key == "path" and is_saved(path):
             continue
-        if why := absent(path, key) or _begins_wrong(path, source):
-            wrong.append((key, f"source {source.name}: {why}"))
+        try:
+            Documents.begin(path, source)
+        except BadInput as error:
+            wrong += [(key, f"source {source.name}: {line}") for line in str(error).split("\n")]
     return wrong
 
 
-def _begins_wrong(path: Path, source: TextSpec) -> str:
-    """Say what is wrong in the first rows of a text; empty where nothing is."""
-    try:
-        Documents.check_begin(path, key=source.key, chat=source.kind == "chat", labels=source.kind == "labels")
-    except BadInput as error:
-        return str(error)
-    return ""
+def is_chat(source: TextSpec, named_by: Naming) -> bool:
+    """Whether a source is known to hold chats: its kind says so, or the first document of a file."""
+    if source.kind is not None or not source.path or source.repo_id is not None:
+        return source.kind == "chat"
+    with contextlib.suppress(BadInput):
+        return isinstance(Documents.begin(named_by.resolve(source.path), source).read(0), Chat)
+    return False
 
 
-def absent(path: Path, key: str) -> str:
-    """Say why there is no text at the path that `key` of a config names; empty where there is one."""
-    if not os.path.lexists(path):
-        return f"{printable(str(path.resolve()))}: no such file or folder; check `{key}`"
-    try:
-        text_files(path)
-    except BadInput as error:
-        return str(error)
-    return ""
+def open_source(source: TextSpec, named_by: Naming, tokenizer: Tokenizer | None = None) -> OpenedSource:
+    """Open a source of `named_by` and read it through; control tokens of the `tokenizer` are counted in it.
 
-
-def open_source(source: TextSpec, named_by: Naming) -> OpenedSource:
-    """Open a source of `named_by` and read it through. Raises BadInput where it cannot be read or is empty."""
-    key, chat, labels = source.key, source.kind == "chat", source.kind == "labels"
+    Raises BadInput where it cannot be read or is empty.
+    """
     aside: str | None = None
     held_out: Corpus | None = None
+    rows, rows_aside = (Rows(source, tokenizer) for _ in range(2))
     if isinstance(source, SourceSpec):
         aside = source.validation_split
         if isinstance(source.validation, str) and aside is None:
-            held_out = Documents(named_by.resolve(source.validation), key=key, chat=chat, labels=labels)
+            held_out = Documents(named_by.resolve(source.validation), rows_aside)
     if source.repo_id is not None:
         dataset = HubDataset(source.repo_id, config=source.config, revision=source.revision)
-        text: Corpus = dataset.table(source.split, key=key, chat=chat, labels=labels)
+        text: Corpus = dataset.table(source.split, rows)
         if aside is not None:
-            held_out = dataset.table(aside, key=key, chat=chat, labels=labels)
+            held_out = dataset.table(aside, rows_aside)
         return OpenedSource(text, held_out, dataset.commit)
     path = named_by.resolve(source.path)
     if is_saved(path):
-        text = saved_table(path, source.split, key=key, chat=chat, labels=labels)
+        text = saved_table(path, source.split, rows)
         if aside is not None:
-            held_out = saved_table(path, aside, key=key, chat=chat, labels=labels)
+            held_out = saved_table(path, aside, rows_aside)
         return OpenedSource(text, held_out)
     if source.split is not None or aside is not None:
         named = "split" if source.split is not None else "validation: split:…"
@@ -124,30 +122,25 @@ def open_source(source: TextSpec, named_by: Naming) -> OpenedSource:
             f"{printable(str(named_by.source))}: source {source.name}: `{named}` is for datasets of the Hub and folders"
             f" that `datasets` saved, and {printable(str(path))} is neither; leave it out"
         )
-    return OpenedSource(Documents(path, key=key, chat=chat, labels=labels), held_out)
+    return OpenedSource(Documents(path, rows), held_out)
 
 
 class Table:
     """The rows of one split as documents, by number."""
 
-    def __init__(
-        self, rows: Any, *, shown: str, identity: list[Any], key: str | None, chat: bool, labels: bool = False
-    ) -> None:
-        """Index `rows`, a `datasets.Dataset`, by column `key`, or the columns of a known layout.
+    def __init__(self, table: Any, rows: Rows, *, shown: str, identity: list[Any]) -> None:
+        """Index `table`, a `datasets.Dataset`, by the columns that hold documents.
 
         Raises BadInput where they are missing or have no text.
         """
         self._shown = shown
         self._identity = identity
-        self.key = key
-        self.chat = chat
-        self.labels = labels
-        self.blank = 0
-        columns = columns_of(rows.column_names, key, chat=chat, where=shown, labels=labels)
+        self.rows = rows
+        columns = columns_of(table.column_names, rows.spec, shown)
         for column in columns:
-            _check_feature(rows.features[column], f"{shown}: the column `{column}`")
-        self._rows = rows.select_columns(columns).with_format(None)
-        self._numbers = self._index()
+            _check_feature(table.features[column], f"{shown}: the column `{column}`")
+        self._table = table.select_columns(columns).with_format(None)
+        self._numbers = np.array(list(rows.kept(self._each(), shown)), dtype=np.int64)
         if not len(self._numbers):
             raise BadInput(f"{printable(shown)}: no document with text; a source needs some text")
 
@@ -163,41 +156,34 @@ class Table:
     def read(self, number: int) -> Document:
         """Read one document. Raises BadInput where the row is not one."""
         row = int(self._numbers[number])
-        return self._document(self._rows[row], row)
+        return document_of(self._table[row], self.rows.spec, self._where(row))
 
     def identity(self) -> list[Any]:
         """JSON data that must be the same when a run is continued."""
         return self._identity
 
-    def _index(self) -> NDArray[np.int64]:
+    def _each(self) -> Iterator[Row]:
+        """Yield the rows by number. Raises BadInput where the table is damaged."""
         import pyarrow
 
-        kept: list[NDArray[np.int64]] = []
         begin = 0
         try:
-            for table in self._rows.with_format("arrow").iter(batch_size=_BATCH):
+            for table in self._table.with_format("arrow").iter(batch_size=_BATCH):
                 for batch in table.to_batches():
                     batch.validate(full=True)
                     for first, last in pieces_of(batch, self._shown, begin):
-                        kept.append(self._said(begin + first, begin + last))
+                        columns = self._table[begin + first : begin + last]
+                        for row, values in enumerate(zip(*columns.values(), strict=True), begin + first):
+                            where, entry = self._where(row), dict(zip(columns, values, strict=True))
+                            yield row, where, partial(document_of, entry, self.rows.spec, where)
                     begin += batch.num_rows
         except (pyarrow.ArrowException, OSError, ValueError, IndexError) as error:
             raise BadInput(
                 f"{printable(self._shown)}: rows from {begin} on cannot be read ({first_line(error)}); get it again"
             ) from None
-        found = np.concatenate(kept) if kept else np.zeros(0, dtype=np.int64)
-        self.blank = begin - len(found)
-        return found
 
-    def _said(self, begin: int, end: int) -> NDArray[np.int64]:
-        """Return the numbers of those rows that hold a document with words."""
-        columns = self._rows[begin:end]
-        entries = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
-        said = [not is_blank(self._document(entry, begin + nth)) for nth, entry in enumerate(entries)]
-        return begin + np.flatnonzero(np.array(said, dtype=bool))
-
-    def _document(self, entry: Any, row: int) -> Document:
-        return document_of(entry, f"{self._shown}, row {row}", key=self.key, chat=self.chat, labels=self.labels)
+    def _where(self, row: int) -> str:
+        return f"{self._shown}, row {row}"
 
 
 def _check_feature(feature: Any, where: str) -> None:
@@ -214,7 +200,7 @@ def _check_feature(feature: Any, where: str) -> None:
         )
 
 
-def saved_table(folder: Path, split: str | None, *, key: str | None, chat: bool, labels: bool = False) -> Table:
+def saved_table(folder: Path, split: str | None, rows: Rows) -> Table:
     """Open a table that `save_to_disk` wrote, or one split of several. Raises BadInput where that cannot be done."""
     library = _library(str(folder))
     check_saved(folder)
@@ -236,7 +222,7 @@ def saved_table(folder: Path, split: str | None, *, key: str | None, chat: bool,
     elif split is not None:
         raise BadInput(f"{printable(shown)}: holds one table without splits; leave `split` out")
     identity = ["saved", *stamps(arrow_files(folder))]
-    return Table(found, shown=shown, identity=identity, key=key, chat=chat, labels=labels)
+    return Table(found, rows, shown=shown, identity=identity)
 
 
 class HubDataset:
@@ -271,17 +257,17 @@ class HubDataset:
             )
         self.commit = str(self._builder.hash)
 
-    def table(self, split: str | None, *, key: str | None, chat: bool, labels: bool = False) -> Table:
+    def table(self, split: str | None, rows: Rows) -> Table:
         """Prepare one split. Raises BadInput where there is no such split."""
         split = split or DEFAULT_SPLIT
         shown = f"datasets/{self.repo_id}"
         try:
             with _quiet(self._library):
-                rows = self._builder.as_dataset(split=split)
+                table = self._builder.as_dataset(split=split)
         except Exception as error:
             raise BadInput(_no_split(shown, split, list(self._builder.info.splits or {}))) from error
-        identity = ["dataset", self.repo_id, self._builder.config.name, self.commit, split, len(rows)]
-        return Table(rows, shown=f"{shown} (split {split})", identity=identity, key=key, chat=chat, labels=labels)
+        identity = ["dataset", self.repo_id, self._builder.config.name, self.commit, split, len(table)]
+        return Table(table, rows, shown=f"{shown} (split {split})", identity=identity)
 
 
 def _no_split(shown: str, split: str, there: list[str]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -10,9 +10,59 @@ from surgeon.checkpoint.hub_calls import REPO_ID
 from surgeon.common.schema import BEGIN, NEW, ORIGINAL, TEMPLATE, Entry
 
 _DATASET, _SPLIT = "dataset:", "split:"
+_PATH = (
+    "file (.jsonl, .json, .txt, .parquet, or such a file with .gz), folder of such files or saved by `datasets`, or"
+    " dataset:USER/NAME of the Hub"
+)
 
 
-class TextSpec(Entry):
+class RowsSpec(Entry):
+    """How the rows of a text are read."""
+
+    kind: Annotated[
+        Literal["text", "chat", "labels"] | None,
+        Field(
+            description="text; chat: loss on the assistant's words alone; labels: `text` (and `text_pair`) with a"
+            " `label`, for a classification head; default: text or chat, as each row's keys are"
+        ),
+    ] = None
+    field: Annotated[
+        str | Annotated[list[str], Field(min_length=2, max_length=2)] | None,
+        Field(description="key of the text or the messages, or [QUESTION, ANSWER]; default: the usual ones"),
+    ] = None
+    bad_rows: Annotated[
+        Literal["refuse", "leave_out"],
+        Field(description="leave_out: count rows that cannot be used and go on, if they are not more than half"),
+    ] = "refuse"
+    control_tokens: Annotated[
+        Literal["as_text", "as_tokens"],
+        Field(
+            description="how the tokenizer's control tokens that stand in the text (`</s>`) are read: as any other"
+            " text, or as the tokens that a chat template writes"
+        ),
+    ] = "as_text"
+
+    @property
+    def as_text(self) -> bool:
+        """Whether control tokens that stand in the text are read as any other text."""
+        return self.control_tokens == "as_text"
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        """What was said of how rows are read, for another config."""
+        return self.model_dump(include=set(RowsSpec.model_fields), exclude_unset=True)
+
+
+class UnlabelledSpec(RowsSpec):
+    """How the rows of a text for a language model are read."""
+
+    kind: Annotated[
+        Literal["text", "chat"] | None,
+        Field(description="text, or chat: the assistant's words alone count; default: as each row's keys are"),
+    ] = None
+
+
+class TextSpec(RowsSpec):
     """A text's path, and how to read it."""
 
     name: Annotated[
@@ -22,20 +72,9 @@ class TextSpec(Entry):
         str,
         Field(
             min_length=1,
-            description="file (.jsonl, .json, .txt, .parquet), folder of such files or saved by `datasets`, or"
-            " dataset:USER/NAME of the Hub",
+            description=_PATH,
         ),
     ]
-    kind: Annotated[
-        Literal["text", "chat", "labels"],
-        Field(
-            description="text; chat: loss on the assistant's words alone; labels: `text` (and `text_pair`) with a"
-            " `label`, for a classification head"
-        ),
-    ] = "text"
-    field: Annotated[
-        str | None, Field(description="key of the text or the messages; default `text`, or what the chat's format has")
-    ] = None
     config: Annotated[str | None, Field(min_length=1, description="config of a Hub dataset that has several")] = None
     split: Annotated[str | None, Field(min_length=1, description="split of a dataset; default `train`")] = None
     revision: Annotated[str | None, Field(min_length=1, description="branch, tag or commit on the Hub")] = None
@@ -53,11 +92,6 @@ class TextSpec(Entry):
     def repo_id(self) -> str | None:
         """The dataset's id on the Hub; None for a local text."""
         return self.path.removeprefix(_DATASET) if self.path.startswith(_DATASET) else None
-
-    @property
-    def key(self) -> str | None:
-        """The key of a document's text or messages; None: where texts and the known layouts of chats have them."""
-        return self.field
 
 
 class GenerateSpec(Entry):
@@ -86,8 +120,7 @@ class SourceSpec(TextSpec):
     path: Annotated[
         str,
         Field(
-            description="file (.jsonl, .json, .txt, .parquet), folder of such files or saved by `datasets`, or"
-            " dataset:USER/NAME of the Hub",
+            description=_PATH,
         ),
     ] = ""
     generate: Annotated[

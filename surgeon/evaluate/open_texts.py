@@ -142,10 +142,9 @@ def _entries(
 
 def _sources(name: str | None, path: Path, say: Callable[[str], None], labels: bool) -> list[tuple[str, _Opener]]:
     """The sources of one entry of the data: names, and how to open each."""
-    kind: Literal["text", "labels"] = "labels" if labels else "text"
     if path.suffix not in _CONFIGS:
         called = name or re.sub(r"[^A-Za-z0-9_-]", "_", Path(os.path.realpath(path)).stem)[:60]
-        spec = TextSpec(name=called, path=str(path), kind=kind)
+        spec = TextSpec(name=called, path=str(path), kind="labels" if labels else None)
         return [(called, partial(held_out_text, spec, _Named(Path("--data")), say=say))]
     content, lines = parse_yaml(read_text(path, what=_WHAT), str(path), what=_WHAT, needs=_NEEDS)
     if name is not None:
@@ -172,4 +171,4 @@ def _check_kinds(specs: Sequence[TextSpec], path: Path, labels: bool) -> None:
     for spec in specs:
         if (spec.kind == "labels") is not labels:
             there, do = ("labels", "give --labels") if spec.kind == "labels" else ("no labels", "leave --labels out")
-            raise BadInput(f"{printable(str(path))}: source {spec.name} has {there} (`kind: {spec.kind}`); {do}")
+            raise BadInput(f"{printable(str(path))}: source {spec.name} has {there}; {do}")

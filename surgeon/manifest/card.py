@@ -171,6 +171,7 @@ def _done(manifest: Manifest) -> str:
             lines.append(
                 f"- {_code(run.blend) if run.blend else f'{run.steps:,} steps on {run.tokens:,} tokens'}{losses}"
             )
+            lines += [f"  - {_code(note)}" for note in run.notes[:_MOST_NAMED]]
             lines += _gate(run.gate)
     for grown in manifest.vocabularies.values():
         head = f"{len(grown.made_of):,} tokens more, ids from {grown.rows}: {_code(grown.kind)}, {_code(grown.how)}."

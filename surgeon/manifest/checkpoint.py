@@ -24,7 +24,7 @@ from surgeon.families.skeleton import wordless_auto
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, StoredTensor
 from surgeon.manifest.moves import recorded_tensors
 from surgeon.manifest.reading import manifest_of
-from surgeon.models.templates import no_template, template_of
+from surgeon.models.templates import template_of
 from surgeon.runtime.composition import ATTENTION, FFN
 
 if TYPE_CHECKING:
@@ -128,11 +128,6 @@ class Checkpoint:
     def chat_template(self) -> str | None:
         """The chat template; None where there is none."""
         return template_of(self.folder)
-
-    def check_chats(self) -> None:
-        """Raise BadInput where there is no chat template, by which chats are written."""
-        if self.chat_template is None:
-            raise BadInput(no_template(self.path))
 
     def linear_modules(self) -> tuple[list[str], str]:
         """Return what a LoRA can adapt of attention and FFN, as names for `targets`, and a matrix that it cannot.

@@ -171,6 +171,8 @@ class TrainingEntry(Entry):
     gate: dict[str, Any] | None = None
     scores: dict[str, dict[str, float]] = {}
     curves: dict[str, dict[str, float]] = {}
+    # What was left out of its texts, and how they were read.
+    notes: list[str] = []
 
     @property
     def blend(self) -> str:

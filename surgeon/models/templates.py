@@ -96,7 +96,7 @@ def unknown_marks(name: TemplateName, unknown: Sequence[str]) -> str:
 def no_template(folder: Path) -> str:
     """The error for chats where nothing says how they are written."""
     return (
-        f"{printable(str(folder))}: its tokenizer has no chat template, which sources of the kind `chat` need; add"
+        f"{printable(str(folder))}: its tokenizer has no chat template, which chats need; add"
         " chat_template.jinja, say `chat_template: chatml` (or another one's name) in the training config, or use"
         " `kind: text`"
     )

@@ -67,10 +67,24 @@ class Tokenizer:
         self.all_special_ids: list[int] = facts["all_special_ids"]
         self.is_fast: bool = facts["is_fast"]
         self.chat_template: str | None = facts["chat_template"]
+        self._control_tokens: set[str] = {*facts["control_tokens"]}
 
-    def ids(self, text: str, *, special: bool = True) -> list[int]:
-        """The tokens of a text; with `special`, those that the tokenizer adds of its own at begin and end."""
-        found: list[int] = self._ask("ids", text, special)
+    def control_tokens(self, text: str) -> Counter[str]:
+        """Count the control tokens that stand in a text."""
+        lengths = sorted({len(token) for token in self._control_tokens}, reverse=True)
+        found: Counter[str] = Counter()
+        for first in {token[0] for token in self._control_tokens}:
+            for rest in text.split(first)[1:]:
+                ahead = (first + rest[: length - 1] for length in lengths)
+                found.update([token for token in ahead if token in self._control_tokens][:1])
+        return found
+
+    def ids(self, text: str, *, special: bool = True, as_text: bool = False) -> list[int]:
+        """The tokens of a text; with `special`, those that the tokenizer adds of its own at begin and end.
+
+        With `as_text` control tokens that stand in the text are read as any other text.
+        """
+        found: list[int] = self._ask("ids", text, special, as_text and bool(self.control_tokens(text)))
         return found
 
     def offsets(self, text: str, *, special: bool = True) -> tuple[list[int], list[tuple[int, int]]]:
@@ -402,6 +416,7 @@ def _facts(tokenizer: Any) -> dict[str, Any]:
     template = getattr(tokenizer, "chat_template", None)
     if isinstance(template, dict):
         template = template.get("default")
+    added = getattr(tokenizer, "added_tokens_decoder", {})
     return {
         "eos_token_id": getattr(tokenizer, "eos_token_id", None),
         "unk_token_id": getattr(tokenizer, "unk_token_id", None),
@@ -409,15 +424,16 @@ def _facts(tokenizer: Any) -> dict[str, Any]:
         "all_special_ids": list(getattr(tokenizer, "all_special_ids", ())),
         "is_fast": bool(getattr(tokenizer, "is_fast", False)),
         "chat_template": template,
+        "control_tokens": [token.content for token in added.values() if token.special and token.content],
     }
 
 
 def _answer(tokenizer: Any, method: str, arguments: list[Any]) -> tuple[bytes, bytes]:
     match method, arguments:
-        case "ids", [text, special]:
+        case "ids", [text, special, as_text]:
             # verbose=False: a document may be longer than the context; it is cut later.
-            found = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
-            return b"i", array("I", found).tobytes()
+            found = tokenizer(text, add_special_tokens=special, split_special_tokens=as_text, verbose=False)
+            return b"i", array("I", found["input_ids"]).tobytes()
         case "offsets", [text, special]:
             whole = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
             ids, places = whole["input_ids"], whole["offset_mapping"]

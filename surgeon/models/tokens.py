@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from surgeon.checkpoint.text_lines import MAX_DOCUMENT_BYTES, check_values, json_flaw, text_lines, too_long
+from surgeon.checkpoint.text_lines import MAX_DOCUMENT_BYTES, parsed, text_lines, too_long
 from surgeon.errors import BadInput, printable
 from surgeon.models.tokenizer import Tokenizer, open_tokenizer
 
@@ -160,13 +159,7 @@ def _json_lines(path: Path, shown: str) -> Iterator[str]:
 
 
 def _text_of(line: bytes, where: str) -> str:
-    check_values(line, where)
-    try:
-        entry = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise BadInput(f"{where}: not UTF-8 text (byte {error.start} of the line); save it as UTF-8") from error
-    except (ValueError, RecursionError) as error:
-        raise BadInput(f'{where}: not JSON ({json_flaw(error)}); expected {{"text": "…"}}') from error
+    entry = parsed(line, where, 'expected {"text": "…"}')
     if not isinstance(entry, dict) or not isinstance(entry.get("text"), str):
         raise BadInput(f'{where}: no "text" that is a string; expected {{"text": "…"}}')
     try:

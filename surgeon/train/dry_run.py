@@ -210,7 +210,7 @@ def _some(stream: SourceStream | ExampleStream) -> list[int]:
 
 def _texts_of(run: Run, stream: SourceStream, share: float) -> tuple[SourceTokens, Sample]:
     """A source of texts, counted, and the begin of one of them."""
-    encoded = [run.encoder.encode(stream.documents.read(number)) for number in _some(stream)]
+    encoded = [stream.encoder.encode(stream.documents.read(number)) for number in _some(stream)]
     total = run.settings.steps * run.settings.batch * run.settings.length
     return _tokens_of(stream, share, encoded, total), Sample(stream.name, _parts(encoded[0], run.encoder))
 

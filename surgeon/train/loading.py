@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from surgeon.common.library import first_line
-from surgeon.common.schema import TEMPLATE
 from surgeon.data.documents import Documents
 from surgeon.data.layouts import Document
+from surgeon.data.rows import Rows
+from surgeon.data.specs import RowsSpec
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.lineage import Lineage
 from surgeon.models.load import load_model, stored_dtype
@@ -26,7 +27,7 @@ from surgeon.train.losses.fisher import Anchored, fisher_of
 from surgeon.train.losses.preserving import Preserving
 from surgeon.train.opening import Run
 from surgeon.train.processes.sharding import gathered
-from surgeon.train.self_generated import gate_prompts, gate_text
+from surgeon.train.self_generated import gate_text
 from surgeon.train.steps.by_document import by_document
 from surgeon.train.steps.mask_positions import give_masks_positions
 from surgeon.train.steps.one_row import builds_no_mask, implementation_of, run_in_one_row
@@ -224,7 +225,7 @@ def _recalled(run: Run) -> Sequence[Document]:
     path = gate_text(run.target)
     if not path.is_file():
         return ()
-    documents = Documents(path, key=None, chat=gate_prompts(run.out, run.loaded) == TEMPLATE)
+    documents = Documents(path, Rows(RowsSpec()))
     return [documents.read(number) for number in range(len(documents))]
 
 

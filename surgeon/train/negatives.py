@@ -17,7 +17,7 @@ from importlib.resources import files
 from typing import Self
 
 from surgeon.data.encoding import Encoder
-from surgeon.data.layouts import Document, Labelled
+from surgeon.data.layouts import Document, said_in
 from surgeon.data.masking import Encoded
 from surgeon.data.packing import PackedSequence, Packer, Packing, SourceStream
 
@@ -141,20 +141,11 @@ def _characters(streams: Iterable[SourceStream]) -> str:
     for stream in every:
         count = 0
         for number in stream.numbers:
-            found.append(_said(stream.documents.read(int(number)))[: _CHARACTERS // len(every) - count])
+            found.append("\n".join(said_in(stream.documents.read(int(number))))[: _CHARACTERS // len(every) - count])
             count += len(found[-1])
             if count >= _CHARACTERS // len(every):
                 break
     return "\n".join(found)
-
-
-def _said(document: Document) -> str:
-    """The text of a document, or all that is said in a chat."""
-    if isinstance(document, str):
-        return document
-    if isinstance(document, Labelled):
-        return document.text
-    return "\n".join(message.content for message in document.messages)
 
 
 def _like_new(passages: dict[str, list[str]], original: str, new: str) -> list[str]:

@@ -18,7 +18,7 @@ from surgeon.checkpoint.labels import is_classifier, label_names
 from surgeon.checkpoint.staging import check_destination
 from surgeon.common import devices
 from surgeon.common.schema import ORIGINAL
-from surgeon.data.sources import check_source
+from surgeon.data.sources import check_source, is_chat
 from surgeon.errors import BadInput, Mistakes, bad_input, printable
 from surgeon.families.anatomy import Anatomy
 from surgeon.families.dissect_folder import dissect_folder
@@ -350,7 +350,7 @@ def _check_template(out: CheckpointFolder, loaded: LoadedConfig) -> None:
             f"{loaded.where('chat_template')}`chat_template` is for a base without one, and"
             f" {printable(str(out.path))} has its own; leave it out"
         )
-    chats = [number for number, source in enumerate(loaded.config.sources) if source.kind == "chat"]
+    chats = [number for number, source in enumerate(loaded.config.sources) if is_chat(source, loaded)]
     if chats and named is None and own is None:
         raise BadInput(f"{loaded.where('sources', chats[0], 'kind')}{no_template(out.path)}")
 

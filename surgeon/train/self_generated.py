@@ -27,6 +27,7 @@ from surgeon.common.work_folders import WorkFolder, work_folder
 from surgeon.data.documents import Corpus, Repeated
 from surgeon.data.recall import recalled, sampled
 from surgeon.data.recalled_text import NearlyNothing
+from surgeon.data.sources import is_chat
 from surgeon.data.specs import GenerateSpec
 from surgeon.errors import printable
 from surgeon.families.limits import context_of
@@ -129,7 +130,7 @@ def _wanted(out: CheckpointFolder, loaded: LoadedConfig, target: Path, *, gate: 
 
 def gate_prompts(out: CheckpointFolder, loaded: LoadedConfig) -> str:
     """How documents for the gate begin: as chats where a source is one and the model has a template of its own."""
-    chats = any(source.kind == "chat" for source in loaded.config.sources)
+    chats = any(is_chat(source, loaded) for source in loaded.config.sources)
     return TEMPLATE if chats and template_of(out) else BEGIN
 
 

@@ -354,6 +354,8 @@ def _entry(trained: Trained, run: Run) -> dict[str, Any]:
         "tokens": trained.tokens,
         "losses": trained.losses,
     }
+    if run.data.notes:
+        entry["notes"] = run.data.notes
     if trained.losses:
         entry["curves"] = {name: _curve(trained, name) for name in trained.losses}
     if trained.scores:

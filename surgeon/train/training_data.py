@@ -43,10 +43,12 @@ def _as_file(source: SourceSpec, memory: Path | None, loaded: LoadedConfig) -> S
     return source.model_copy(update={"path": str(path.absolute()), "generate": None})
 
 
-def _read(source: SourceSpec, loaded: LoadedConfig, say: Callable[[str], None]) -> OpenedSource:
+def _read(
+    source: SourceSpec, loaded: LoadedConfig, say: Callable[[str], None], encoder: Encoder | ExampleEncoder
+) -> OpenedSource:
     if source.repo_id is not None:
         say(f"source {source.name}: fetching {printable(source.path)}, or finding it in the cache")
-    return open_source(source, loaded)
+    return open_source(source, loaded, encoder.tokenizer)
 
 
 def _held(
@@ -117,8 +119,6 @@ class TrainingData:
             BadInput: a source cannot be read, or holds out too little.
         """
         config = loaded.config
-        if any(source.kind == "chat" for source in config.sources):
-            encoder.check_chat()
         marks = MARKS[config.chat_template] if config.chat_template else ()
         unknown = [mark for mark in marks if len(encoder.tokenizer.ids(mark, special=False)) > 1]
         streams: list[SourceStream] = []
@@ -129,14 +129,15 @@ class TrainingData:
             if source.name in (imagined or {}):
                 opened = OpenedSource((imagined or {})[source.name])
             else:
-                opened = _read(_as_file(source, memory, loaded), loaded, say)
+                opened = _read(_as_file(source, memory, loaded), loaded, say, encoder)
             kept, aside, numbers = found._parted(source, opened)
             documents = opened.text
             domain = config.domain_of(source)
             packer = partial(Packer, packing=config.packing, domain=domain)
             into = packer(settings.length)
-            streams.append(SourceStream(source.name, documents, kept, config.seed, encoder, into))
-            hold = partial(_held, aside, numbers, encoder, packer)
+            own = encoder.of(source)
+            streams.append(SourceStream(source.name, documents, kept, config.seed, own, into))
+            hold = partial(_held, aside, numbers, own, packer)
             sequences = hold(config.validation_sequences, settings.length)
             if sequences:
                 found.validation[source.name], found.held[source.name] = sequences, hold
@@ -159,7 +160,7 @@ class TrainingData:
         streams: list[ExampleStream] = []
         seen: set[int] = set()
         for source in config.sources:
-            opened = _read(source, loaded, say)
+            opened = _read(source, loaded, say, encoder)
             kept, aside, numbers = found._parted(source, opened)
             seen |= {*labels_of(opened.text, kept, encoder, source.name)}
             streams.append(ExampleStream(source.name, opened.text, kept, config.seed, encoder))
@@ -240,5 +241,4 @@ class TrainingData:
         if opened.commit is not None:
             self.commits[source.name] = opened.commit
             self.notes.append(f"source {source.name}: {printable(source.path)} at commit {opened.commit}")
-        if opened.text.blank:
-            self.notes.append(f"source {source.name}: {opened.text.blank} blank documents are left out")
+        self.notes += [f"source {source.name}: {note}" for note in opened.text.rows.notes()]

@@ -25,7 +25,6 @@ from surgeon.common import signed
 from surgeon.common.listener import Quiet
 from surgeon.continual import course
 from surgeon.continual.continual import Continued
-from surgeon.data.documents import Documents
 from surgeon.data.encoding import Encoder
 from surgeon.data.packing import Packer, held_out, split
 from surgeon.errors import BadInput
@@ -36,7 +35,7 @@ from surgeon.train.saved.work_folder import work_folder as training_folder
 from tests import tiny
 from tests.commands import killed_at
 from tests.test_api import check_json
-from tests.train.texts import CHAT_TEMPLATE, add_tokenizer, corpus, text
+from tests.train.texts import CHAT_TEMPLATE, add_tokenizer, corpus, opened_texts, text
 from tests.warm import warm
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -133,7 +132,7 @@ def test_performance_is_what_a_plain_loop_finds(whole: Whole) -> None:
     for number, folder in enumerate([whole.folder / "base", *whole.models]):
         model = load_model(folder)
         for name, measured in whole.told.rows[number].items():
-            documents = Documents(whole.folder / f"{name}.jsonl", key="text", chat=False)
+            documents = opened_texts(whole.folder / f"{name}.jsonl")
             numbers = list(range(20)) if name == "other" else list(split(documents, 0.2, name=name)[1])
             held = held_out(documents, numbers, encoder, Packer(24, "isolated", 0), most=8)
             ids, positions = (torch.tensor([getattr(each, part) for each in held]) for part in ("ids", "positions"))
@@ -398,7 +397,7 @@ def test_a_kept_name_in_the_way_and_two_at_once(tmp_path: Path) -> None:
         ({"train": SHORT | {"batch": 5, "micro_batch": 2}}, "`micro_batch` 2 does not divide the 5 sequences"),
         (
             {"general": [{"name": "other", "path": "other.jsonl", "kind": "chat"}]},
-            r"no chat \(messages",
+            r"no keys of a chat \(messages",
         ),
     ],
 )

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from surgeon.data.chats import Chat, Message
 from surgeon.data.encoding import Encoder
 from surgeon.data.layouts import document_of
+from surgeon.data.specs import RowsSpec
 from surgeon.errors import BadInput
 
 ASKED = {"role": "user", "content": "Where is the file?"}
@@ -53,7 +54,7 @@ ENTRIES: dict[str, dict[str, Any]] = {
 
 
 def chat(entry: dict[str, Any]) -> Chat:
-    read = document_of(entry, "a.jsonl:1", key=None, chat=True)
+    read = document_of(entry, RowsSpec(kind="chat"), "a.jsonl:1")
     assert isinstance(read, Chat)
     return read
 
@@ -110,7 +111,7 @@ def test_tools_and_history() -> None:
         ({"messages": [ASKED, ANSWERED | {"weight": 0.5}]}, "message 2 has `weight` 0.5; a message is trained on (1)"),
         ({"messages": [ASKED, ANSWERED | {"weight": 0}]}, "every message of the role `assistant` is left out"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "message 1 has a part of the type 'image'"),
-        ({"messages": [{"role": "assistant", "content": None}]}, "message 1 has no `role` and `content` that are text"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "message 1 has no `content`"),
         ({"messages": [ANSWERED | {"tool_calls": [{"function": {}}]}]}, "`tool_calls` is not a list of calls"),
         ({"messages": [ANSWERED | {"tool_calls": [called(arguments="{")]}]}, "`arguments` of find_file is not JSON"),
         (

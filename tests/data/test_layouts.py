@@ -12,10 +12,11 @@ import pytest
 from surgeon.data.chats import Chat, Message
 from surgeon.data.documents import Documents
 from surgeon.data.encoding import Encoder
-from surgeon.data.layouts import CHATS, columns_of
+from surgeon.data.layouts import columns_of
+from surgeon.data.specs import RowsSpec
 from surgeon.errors import BadInput
 from surgeon.models.templates import MARKS, TEMPLATES, TemplateName, unknown_marks
-from tests.train.texts import add_tokenizer
+from tests.train.texts import add_tokenizer, opened_texts
 
 ASKED, ANSWERED = Message("user", "w1 w2"), Message("assistant", "w3")
 SYSTEM = Message("system", "w9")
@@ -32,26 +33,34 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Chat]] = {
     ),
     "Alpaca": (
         {"instruction": "w1 w2", "input": "", "output": "w3", "text": "the whole prompt again"},
-        Chat((ASKED, ANSWERED)),
+        Chat((PROMPT, ANSWERED)),
     ),
     "prompt and completion": ({"prompt": "w1 w2", "completion": "w3"}, Chat((PROMPT, ANSWERED))),
+    "Gemini": (
+        {"contents": [{"role": "user", "parts": [{"text": "w1 w2"}]}, {"role": "model", "parts": [{"text": "w3"}]}]},
+        Chat((ASKED, ANSWERED)),
+    ),
+    "Dolly": ({"instruction": "w1 w2", "context": "", "response": "w3", "category": "x"}, Chat((PROMPT, ANSWERED))),
+    "OpenOrca": ({"system_prompt": "w9", "question": "w1 w2", "response": "w3"}, Chat((SYSTEM, PROMPT, ANSWERED))),
+    "MetaMath": ({"query": "w1 w2", "response": "w3", "type": "x"}, Chat((PROMPT, ANSWERED))),
+    "GSM8K": ({"question": "w1 w2", "answer": "w3"}, Chat((PROMPT, ANSWERED))),
+    "input and output": ({"input": "w1 w2", "output": "w3"}, Chat((PROMPT, ANSWERED))),
 }
 
 
 def chats(folder: Path, *entries: Any, name: str = "a.jsonl", key: str | None = None) -> Documents:
     lines = "\n".join(json.dumps(entry) for entry in entries)
     (folder / name).write_text(lines if name.endswith("l") else json.dumps(entries, indent=2), encoding="utf-8")
-    return Documents(folder / name, key=key, chat=True)
+    return opened_texts(folder / name, field=key, kind="chat")
 
 
 def test_every_layout_is_recognised(tmp_path: Path) -> None:
-    assert LAYOUTS.keys() == {layout.name for layout in CHATS}
     for name in ("a.jsonl", "a.json"):
         found = chats(tmp_path, *(entry for entry, _ in LAYOUTS.values()), name=name)
         assert [found.read(number) for number in range(len(found))] == [read for _, read in LAYOUTS.values()]
     for entry, _ in LAYOUTS.values():
-        wanted = set(entry) - {"text"}
-        assert set(columns_of([*entry, "id"], None, chat=True, where="table")) == wanted
+        wanted = set(entry) - {"text", "category", "type"}
+        assert set(columns_of([*entry, "id"], RowsSpec(kind="chat"), where="table")) == wanted
 
 
 def test_variants_of_layouts(tmp_path: Path) -> None:
@@ -62,7 +71,7 @@ def test_variants_of_layouts(tmp_path: Path) -> None:
         {"prompt": listed, "completion": [{"role": "assistant", "content": "w3"}]},
         {"messages": [{"from": "Human", "value": "w1 w2"}, {"from": "GPT", "value": "w3"}]},
     )
-    assert found.read(0) == Chat((Message("user", "w1\n\nw2"), ANSWERED))
+    assert found.read(0) == Chat((replace(PROMPT, content="w1\n\nw2"), ANSWERED))
     assert found.read(1) == Chat((PROMPT, ANSWERED))
     assert found.read(2) == Chat((ASKED, ANSWERED))
     own = chats(tmp_path, {"turns": LAYOUTS["messages"][0]["messages"]}, key="turns")
@@ -72,10 +81,17 @@ def test_variants_of_layouts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entry", "told"),
     [
-        ({"prompt": "w1"}, "no key `completion`, which a chat with `prompt` (prompt and completion) needs; add it"),
-        ({"output": "w1"}, "no key `instruction`, which a chat with `output` (Alpaca) needs; add it"),
-        ({"body": "w1"}, "no chat (messages: messages; ShareGPT: conversations; Alpaca: instruction, output;"),
-        ({"instruction": "w1", "output": 3}, "`output` is 3, not a text; make it one"),
+        (
+            {"prompt": "w1"},
+            "input with output, completion, response, answer, solution); it has prompt; `field: KEY`",
+        ),
+        ({"output": "w1"}, "no keys of a chat (messages, conversations, conversation, contents; instruction,"),
+        ({"body": "w1"}, "no keys of a chat (messages, conversations, conversation, contents; instruction,"),
+        ({"question": "w1", "answer": "w2", "response": "w3"}, "may be read in 2 ways (`question` with `response`,"),
+        ({"instruction": "w1", "output": 3}, "`output` is no text (3); make it one"),
+        ({"conversations": [[{"from": "human", "value": "w1"}]]}, "message 1 is no object ([{'from': 'human'"),
+        ({"messages": [{"content": "w1"}]}, "message 1 has no `role` (nor `from`) that is a text"),
+        ({"messages": [{"role": "user", "content": None}]}, "message 1 has no `content` (nor `value`) that is a text"),
         ({"conversations": [{"from": "robot", "value": "w1"}]}, "message 1 is from `robot`, which is none of human,"),
         ({"messages": "w1"}, "`messages` is not a list of messages"),
         ({"messages": {"role": "user", "content": "w1 w2"}}, "`messages` is not a list of messages"),
@@ -89,43 +105,72 @@ def test_what_is_missing_is_named(entry: Any, told: str, tmp_path: Path) -> None
     assert str(caught.value).startswith(f"{tmp_path}/a.jsonl:1: ") and told in str(caught.value)
 
 
-def test_a_chat_that_is_taken_for_text_is_recognised(tmp_path: Path) -> None:
-    for name, (entry, _) in LAYOUTS.items():
-        entry = {key: value for key, value in entry.items() if key != "text"}
-        (tmp_path / "a.jsonl").write_text(json.dumps(entry), encoding="utf-8")
-        with pytest.raises(BadInput, match=rf"a chat \({name}\): write `kind: chat`"):
-            Documents(tmp_path / "a.jsonl", key=None, chat=False)
+def test_the_kind_is_seen_from_each_row(tmp_path: Path) -> None:
+    lines = [{"text": "w1"}, *(entry for entry, _ in LAYOUTS.values() if "text" not in entry)]
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    found = opened_texts(path)
+    read = [chat for entry, chat in LAYOUTS.values() if "text" not in entry]
+    assert [found.read(number) for number in range(len(found))] == ["w1", *read]
+    for entry in lines[1:]:
+        path.write_text(json.dumps(entry), encoding="utf-8")
+        with pytest.raises(BadInput, match=r"no key `text`; it has .*; it is a chat: leave `kind: text` out"):
+            opened_texts(path, kind="text")
+    both = {"text": "w1", "messages": lines[1]["messages"], "frage": "w1 w2", "antwort": "w3"}
+    path.write_text(json.dumps(both), encoding="utf-8")
+    with pytest.raises(BadInput, match=r"may be read in 2 ways \(`text`, `messages`\); it has text, messages, frage"):
+        opened_texts(path)
+    own: tuple[tuple[dict[str, Any], Any], ...] = (
+        ({"kind": "text"}, "w1"),
+        ({"kind": "chat"}, Chat((ASKED, ANSWERED))),
+        ({"field": "frage"}, "w1 w2"),
+        ({"field": "messages"}, Chat((ASKED, ANSWERED))),
+        ({"field": ["frage", "antwort"]}, Chat((PROMPT, ANSWERED))),
+    )
+    for spec, document in own:
+        assert opened_texts(path, **spec).read(0) == document
+    with pytest.raises(BadInput, match=r"no key `reply`; it has text, .*; `field:` of the source names another one"):
+        opened_texts(path, field=["frage", "reply"])
+
+
+@pytest.mark.parametrize("role", ["assistant", "model", "bot", "gpt", "Assistant", "AI", "chatgpt"])
+def test_roles_as_exports_call_them(role: str, tmp_path: Path) -> None:
+    chat = [{"role": "human", "content": "w1 w2"}, {"role": role, "content": "w3"}]
+    assert chats(tmp_path, {"messages": chat}).read(0) == Chat((ASKED, ANSWERED))
+    # What a template may know is left to it.
+    chat[0]["role"] = "developer"
+    assert chats(tmp_path, {"messages": chat}).read(0) == Chat((replace(ASKED, role="developer"), ANSWERED))
 
 
 def test_json_files_of_texts(tmp_path: Path) -> None:
     texts = ["wörter\n", " ", "w2 ✓", "w3"]
     path = tmp_path / "a.json"
     path.write_text(json.dumps([{"text": text} for text in texts], indent=1, ensure_ascii=False), encoding="utf-8")
-    found = Documents(path, key=None, chat=False)
+    found = opened_texts(path)
     assert [found.read(number) for number in range(len(found))] == [texts[0], *texts[2:]]
-    assert found.blank == 1
+    assert found.rows.blank == 1
     for name in ("a.json", "a.jsonl", "a.txt"):
         # Windows' editors begin a file with a mark.
         marked = tmp_path / "marked" / name
         marked.parent.mkdir(exist_ok=True)
         marked.write_text({"a.json": '[{"text": "w1"}]', "a.jsonl": '{"text": "w1"}'}.get(name, "w1"), "utf-8-sig")
-        assert Documents(marked, key=None, chat=False).read(0) == "w1"
+        assert opened_texts(marked).read(0) == "w1"
     for content, told in (
-        ('{"text": "w1"}', "a.json: not a list of objects"),
+        ('{\n"text": "w1"}', "a.json:1: not JSON .*; write one object a line, or a list of objects"),
         ('[{"text": "w1"},\n{"text" "w2"}]', "a.json:2: not JSON"),
         (
             '[{"text": "w1"},\n{"text": "w2"}',
-            "a.json:2: not JSON .expected `,` or the list's `]`, found the file's end",
+            "a.json:2: no list of objects .expected `,` or its `]` and end, found the file's end",
         ),
-        ('[{"text": "w1"}\n{"text": "w2"}]', "a.json:2: not JSON .expected `,` or the list's `]`, found '{"),
+        ('[{"text": "w1"}\n{"text": "w2"}]', "a.json:2: no list of objects .expected `,`"),
         ('[{"text": "w1"},\n', "a.json:2: not JSON"),
         ('[{"text": "w1"},]', "a.json:1: not JSON"),
-        ('[{"text": "w1"}]\n[{"text": "w2"}]', "a.json:2: not JSON"),
-        ('[{"text": "w1"},\n{"txt": "w2"}]', "a.json:2: no key `text`; it has txt"),
+        ('[{"text": "w1"}]\n[{"text": "w2"}]', "a.json:2: no list of objects"),
+        ('[{"text": "w1"},\n{"txt": "w2"}]', "a.json:2: no keys of a text"),
     ):
         path.write_text(content, encoding="utf-8")
         with pytest.raises(BadInput, match=told):
-            Documents(path, key=None, chat=False)
+            opened_texts(path)
 
 
 # As the models' own templates write it, by their cards.

@@ -17,10 +17,13 @@ import pytest
 from surgeon.data.chats import Chat, Message
 from surgeon.data.documents import Documents, text_files
 from surgeon.data.row_sizes import row_sizes, rows_of
+from surgeon.data.rows import Rows
 from surgeon.data.saved_tables import check_saved
 from surgeon.data.sources import saved_table
+from surgeon.data.specs import RowsSpec
 from surgeon.errors import BadInput
 from surgeon.models.tokens import documents_of
+from tests.train.texts import opened_texts
 
 TEXTS = [f"text {number} – ж" for number in range(5)]
 
@@ -33,7 +36,7 @@ def refusal(ask: Callable[[], object]) -> str:
 
 
 def opened(path: Path, *, chat: bool = False) -> Documents:
-    return Documents(path, key=None, chat=chat)
+    return opened_texts(path, kind="chat" if chat else None)
 
 
 def read(path: Path) -> list[Any]:
@@ -265,10 +268,10 @@ def test_a_saved_folder_does_not_lead_out_of_itself(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     outside = saved(tmp_path / "outside")
     home = saved(tmp_path / "home")
-    assert len(saved_table(home, None, key=None, chat=False)) == len(TEXTS)
+    assert len(saved_table(home, None, Rows(RowsSpec()))) == len(TEXTS)
 
     def ask(folder: Path = home) -> str:
-        return refusal(lambda: saved_table(folder, None, key=None, chat=False))
+        return refusal(lambda: saved_table(folder, None, Rows(RowsSpec())))
 
     state = (home / "state.json").read_text()
     own = "data-00000-of-00001.arrow"
@@ -305,5 +308,5 @@ def test_saved_tables_of_unknown_size_are_refused(tmp_path: Path) -> None:
     pictures = datasets.Dataset.from_dict({"text": [{"path": "/etc/hostname", "bytes": None}]})
     pictures = pictures.cast_column("text", datasets.Image())
     pictures.save_to_disk(tmp_path / "pictures")
-    said = refusal(lambda: saved_table(tmp_path / "pictures", None, key=None, chat=False))
+    said = refusal(lambda: saved_table(tmp_path / "pictures", None, Rows(RowsSpec())))
     assert "the column `text` holds Image, which no text is" in said

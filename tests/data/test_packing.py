@@ -25,7 +25,7 @@ from surgeon.data.packing import (
 )
 from surgeon.errors import BadInput
 from tests import tiny
-from tests.train.texts import CHAT_TEMPLATE, add_tokenizer, corpus, json_lines, text
+from tests.train.texts import CHAT_TEMPLATE, add_tokenizer, corpus, json_lines, opened_texts, text
 
 
 @pytest.fixture
@@ -46,9 +46,9 @@ def stream(documents: Documents, encoder: Encoder, **options: Any) -> SourceStre
     "line, told",
     [
         (b'{"text": "a"', ":2: not JSON (Expecting ',' delimiter"),
-        (b'{"txt": "a"}', ":2: no key `text`; it has txt; `field:` of the source names another one"),
-        (b'["a"]', ":2: no key `text`"),
-        (b'{"text": 5}', ":2: `text` is 5, not a text"),
+        (b'{"txt": "a"}', ":2: no keys of a text (`text`) or a chat (messages,"),
+        (b'["a"]', ":2: no JSON object (['a']); write one a document"),
+        (b'{"text": 5}', ":2: `text` is no text (5)"),
         (b'{"text": "\xff"}', ":2: not UTF-8 text (byte 10 of the line)"),
     ],
 )
@@ -56,7 +56,7 @@ def test_a_bad_line_is_named_before_anything_is_trained(tmp_path: Path, line: by
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "w1"}\n' + line + b"\n")
     with pytest.raises(BadInput) as caught:
-        Documents(path, key="text", chat=False)
+        opened_texts(path)
     assert str(caught.value).startswith(f"{path}{told}")
 
 
@@ -64,7 +64,7 @@ def test_a_bad_line_is_named_before_anything_is_trained(tmp_path: Path, line: by
     "messages, told",
     [
         ([], "not a list of messages"),
-        ([{"role": "user"}], "message 1 has no `role` and `content`"),
+        ([{"role": "user"}], "message 1 has no `content` \\(nor `value`\\) that is a text \\(nothing\\)"),
         ([{"role": "user", "content": "w1"}], "no message of the role `assistant`"),
     ],
 )
@@ -72,7 +72,7 @@ def test_a_bad_chat_is_named_by_line(tmp_path: Path, messages: Any, told: str) -
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"messages": messages}) + "\n", encoding="utf-8")
     with pytest.raises(BadInput, match=f"a.jsonl:1: .*{told}"):
-        Documents(path, key="messages", chat=True)
+        opened_texts(path, kind="chat")
 
 
 def test_sources_that_are_no_sources(tmp_path: Path) -> None:
@@ -90,23 +90,23 @@ def test_sources_that_are_no_sources(tmp_path: Path) -> None:
         ("absent", "no such file or folder"),
     ):
         with pytest.raises(BadInput, match=told):
-            Documents(tmp_path / name, key="text", chat=False)
+            opened_texts(tmp_path / name)
 
 
 def test_texts_come_back_whole(tmp_path: Path) -> None:
     lines = [f"Zeile {n} – ü\n" for n in range(2000)]
     (tmp_path / "a.txt").write_text("".join(lines), encoding="utf-8")
-    found = Documents(tmp_path / "a.txt", key="text", chat=False)
+    found = opened_texts(tmp_path / "a.txt")
     pieces = [found.read(n) for n in range(len(found))]
     assert "".join(pieces) == "".join(lines)  # type: ignore[arg-type]
     assert len(pieces) > 2
     assert all(isinstance(piece, str) and len(piece.encode()) >= PIECE for piece in pieces[:-1])
     texts = [text(9, n) for n in range(5)]
     json_lines(tmp_path / "b.jsonl", [texts[0], " ", *texts[1:]])
-    rows = Documents(tmp_path / "b.jsonl", key="text", chat=False)
+    rows = opened_texts(tmp_path / "b.jsonl")
     assert [rows.read(n) for n in range(len(rows))] == texts
-    assert rows.blank == 1
-    both = Documents(tmp_path, key="text", chat=False)
+    assert rows.rows.blank == 1
+    both = opened_texts(tmp_path)
     assert len(both) == len(pieces) + 5
 
 
@@ -117,17 +117,17 @@ def test_parquet(tmp_path: Path) -> None:
     chats = [[{"role": "user", "content": "w1"}, {"role": "assistant", "content": f"w{n}"}] for n in range(11)]
     table = arrow.table({"text": texts, "messages": chats})
     parquet.write_table(table, tmp_path / "a.parquet", row_group_size=2)
-    found = Documents(tmp_path / "a.parquet", key="text", chat=False)
+    found = opened_texts(tmp_path / "a.parquet", kind="text")
     assert [found.read(n) for n in (10, *range(10))] == [texts[10], *texts[:10]]
-    chat = Documents(tmp_path / "a.parquet", key="messages", chat=True)
+    chat = opened_texts(tmp_path / "a.parquet", kind="chat")
     assert chat.read(3) == Chat((Message("user", "w1"), Message("assistant", "w3")))
-    with pytest.raises(BadInput, match="no column `body`; it has text, messages"):
-        Documents(tmp_path / "a.parquet", key="body", chat=False)
+    with pytest.raises(BadInput, match="no key `body`; it has text, messages"):
+        opened_texts(tmp_path / "a.parquet", field="body")
 
 
 @pytest.mark.parametrize("packing", ["isolated", "joined"])
 def test_every_token_of_a_pass_is_used_once(tmp_path: Path, encoder: Encoder, packing: Packing) -> None:
-    documents = Documents(corpus(tmp_path / "a.jsonl"), key="text", chat=False)
+    documents = opened_texts(corpus(tmp_path / "a.jsonl"))
     source = stream(documents, encoder, packing=packing)
     expected = sorted(token for n in range(len(documents)) for token in encoder.encode(documents.read(n))[0])
     found: list[int] = []
@@ -153,7 +153,7 @@ def mixture(documents: Documents, encoder: Encoder, *, seed: int = 0) -> Mixture
 
 
 def test_the_order_is_the_seeds_and_resumes_anywhere(tmp_path: Path, encoder: Encoder) -> None:
-    documents = Documents(corpus(tmp_path / "a.jsonl", documents=12), key="text", chat=False)
+    documents = opened_texts(corpus(tmp_path / "a.jsonl", documents=12))
     whole, same, other = (mixture(documents, encoder, seed=seed) for seed in (1, 1, 2))
     expected = [whole.next() for _ in range(100)]
     assert [same.next() for _ in range(100)] == expected
@@ -169,7 +169,7 @@ def test_the_order_is_the_seeds_and_resumes_anywhere(tmp_path: Path, encoder: En
 
 
 def test_processes_share_out_what_one_would_see(tmp_path: Path, encoder: Encoder) -> None:
-    documents = Documents(corpus(tmp_path / "a.jsonl"), key="text", chat=False)
+    documents = opened_texts(corpus(tmp_path / "a.jsonl"))
     alone = iter(Batches(mixture(documents, encoder), micro_batch=4, process=0, processes=1, make=batch_of))
     two = [
         iter(Batches(mixture(documents, encoder), micro_batch=2, process=rank, processes=2, make=batch_of))
@@ -182,7 +182,7 @@ def test_processes_share_out_what_one_would_see(tmp_path: Path, encoder: Encoder
 
 
 def test_held_out_documents_are_never_trained_on_whatever_the_seed(tmp_path: Path, encoder: Encoder) -> None:
-    documents = Documents(corpus(tmp_path / "a.jsonl"), key="text", chat=False)
+    documents = opened_texts(corpus(tmp_path / "a.jsonl"))
     kept, held = split(documents, 0.1, name="a")
     assert len(held) == 6
     assert sorted([*kept, *held]) == list(range(60))
@@ -193,7 +193,7 @@ def test_held_out_documents_are_never_trained_on_whatever_the_seed(tmp_path: Pat
     assert len(short[0].ids) < 64
     json_lines(tmp_path / "one.jsonl", ["w1"])
     with pytest.raises(BadInput, match="has one document, so none can be held out"):
-        split(Documents(tmp_path / "one.jsonl", key="text", chat=False), 0.1, name="one")
+        split(opened_texts(tmp_path / "one.jsonl"), 0.1, name="one")
 
 
 def test_loss_is_on_the_assistants_words_alone(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_a_source_without_anything_to_learn_ends(tmp_path: Path, encoder: Encode
         def encode(self, document: object) -> tuple[list[int], list[bool]]:
             return [5, 6], [False, False]
 
-    documents = Documents(json_lines(tmp_path / "a.jsonl", ["w1", "w2"]), key="text", chat=False)
+    documents = opened_texts(json_lines(tmp_path / "a.jsonl", ["w1", "w2"]))
     with pytest.raises(BadInput, match="the loss counts none of its tokens"):
         stream(documents, Silent()).next()  # type: ignore[arg-type]
     assert len(stream(documents, encoder, length=64).next().ids) == 64
@@ -252,7 +252,7 @@ def test_isolated_documents_do_not_see_each_other(
     """Which implementations keep packed documents apart: a sequence gives each document what it gives alone."""
     model = tiny.model(family)
     model.set_attn_implementation(attention)
-    documents = Documents(corpus(tmp_path / "a.jsonl"), key="text", chat=False)
+    documents = opened_texts(corpus(tmp_path / "a.jsonl"))
     batch = batch_of([stream(documents, encoder, length=48).next()], domains=False)
     positions = batch["position_ids"][0].tolist()
     starts = [at for at, position in enumerate(positions) if position == 0]

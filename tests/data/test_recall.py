@@ -16,7 +16,6 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common.listener import Quiet
 from surgeon.data import writing
 from surgeon.data.chats import Chat
-from surgeon.data.documents import Documents
 from surgeon.data.recall import recalled, recalled_view
 from surgeon.data.recalled_text import Counts, NearlyNothing
 from surgeon.data.specs import GenerateSpec
@@ -26,7 +25,7 @@ from surgeon.models.load import load_model
 from tests import tiny
 from tests.test_api import check_json
 from tests.train.test_train import config, digests
-from tests.train.texts import CHAT_TEMPLATE, WORDS, add_tokenizer, corpus
+from tests.train.texts import CHAT_TEMPLATE, WORDS, add_tokenizer, corpus, opened_texts
 
 SMALL: dict[str, Any] = {"tokens": 200, "length": 16, "batch": 6, "device": "cpu"}
 
@@ -42,7 +41,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 def test_it_writes_documents_that_a_source_reads(base: Path, tmp_path: Path) -> None:
     made = surgeon.recall(base, to=tmp_path / "memory.jsonl", **SMALL)
-    documents = Documents(tmp_path / "memory.jsonl", key="text", chat=False)
+    documents = opened_texts(tmp_path / "memory.jsonl")
     assert len(documents) == made.counts.kept == len(lines_of(made.path))
     assert 200 <= made.counts.tokens < 216
     assert all(
@@ -152,7 +151,7 @@ def test_a_model_with_a_template_writes_both_turns(tmp_path: Path) -> None:
     asked = SMALL | {"length": 30, "batch": 24}
     made = surgeon.recall(base, to=tmp_path / "memory.jsonl", **asked)
     assert made.settings["prompts"] == "template"
-    chats = Documents(made.path, key=None, chat=True)
+    chats = opened_texts(made.path, kind="chat")
     for number in range(len(chats)):
         chat = chats.read(number)
         assert isinstance(chat, Chat)
@@ -242,7 +241,7 @@ def test_a_run_has_its_model_write_a_source(base: Path, tmp_path: Path) -> None:
     assert found[0] == found[1] != digests(tmp_path / "out")
     assert not list(tmp_path.glob(".*"))
     # A dry run saw the documents that were written then, or as many as make one batch of them.
-    there = Documents(tmp_path / "memory.jsonl", key=None, chat=False)
+    there = opened_texts(tmp_path / "memory.jsonl")
     source = next(each for each in shown.sources if each.name == "memory")
     assert source.tokens_a_document * source.documents == pytest.approx(100, rel=0.3)
     assert source.documents == pytest.approx(len(there), abs=3)

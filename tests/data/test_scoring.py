@@ -12,14 +12,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from surgeon.data.documents import Documents
 from surgeon.data.encoding import Encoder
 from surgeon.data.packing import PackedSequence, Packer, held_out
 from surgeon.data.scores import Scores, difference, ratio
 from surgeon.data.scoring import score_sequences
 from surgeon.models.load import load_model
 from tests import tiny
-from tests.train.texts import add_tokenizer, corpus
+from tests.train.texts import add_tokenizer, corpus, opened_texts
 
 
 def drawn(units: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -32,7 +31,7 @@ def drawn(units: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 def test_scores_are_those_of_documents_run_one_by_one(tmp_path: Path) -> None:
     folder = add_tokenizer(tiny.checkpoint(tmp_path / "base", "llama"))
     model = load_model(folder, dtype="float32")
-    documents = Documents(corpus(tmp_path / "a.jsonl", documents=20), key="text", chat=False)
+    documents = opened_texts(corpus(tmp_path / "a.jsonl", documents=20))
     encoder = Encoder(folder, vocabulary=128)
     sequences = held_out(documents, range(20), encoder, Packer(24, "isolated", 0), most=100)
     units = [np.cumsum([position == 0 for position in each.positions]) - 1 for each in sequences]

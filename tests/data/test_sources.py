@@ -55,9 +55,9 @@ def saved(path: Path, **columns: Any) -> Path:
 def test_a_saved_folder_is_read_row_by_row(tmp_path: Path) -> None:
     chats = [[{"role": "user", "content": "w1"}, {"role": "assistant", "content": f"w{n}"}] for n in range(31)]
     saved(tmp_path / "one", text=[*TEXTS[:7], " \n", *TEXTS[7:]], body=["x"] * 31, messages=chats)
-    found = opened(tmp_path, path="one").text
+    found = opened(tmp_path, path="one", kind="text").text
     assert read(found) == TEXTS
-    assert found.blank == 1
+    assert found.rows.blank == 1
     assert found.read(20) == TEXTS[20]
     assert read(opened(tmp_path, path="one", field="body").text) == ["x"] * 31
     chat = opened(tmp_path, path="one", kind="chat").text
@@ -66,7 +66,7 @@ def test_a_saved_folder_is_read_row_by_row(tmp_path: Path) -> None:
     by_part = [{part: [turn[part] for turn in turns] for part in ("role", "content")} for turns in chats]
     saved(tmp_path / "lists", messages=by_part)
     assert read(opened(tmp_path, path="lists", kind="chat").text) == read(chat)
-    again = opened(tmp_path, path="one").text
+    again = opened(tmp_path, path="one", kind="text").text
     assert json.loads(json.dumps(again.identity())) == found.identity()
     saved(tmp_path / "other", text=TEXTS[:-1])
     assert opened(tmp_path, path="other").text.identity() != found.identity()
@@ -92,8 +92,11 @@ def test_what_cannot_be_read_is_told_in_a_line(tmp_path: Path, monkeypatch: pyte
     datasets.DatasetDict({"dev": datasets.Dataset.from_dict({"text": TEXTS})}).save_to_disk(tmp_path / "several")
     (tmp_path / "a.txt").write_text("w1\n")
     for source, told in (
-        ({"path": "one", "field": "body"}, "no column `body`; it has text, numbers; `field:` of the source"),
-        ({"path": "one", "field": "numbers"}, "one, row 0: `numbers` is 0, not a text"),
+        ({"path": "one", "field": "body"}, "no key `body`; it has text, numbers; `field:` of the source"),
+        (
+            {"path": "one", "field": "numbers"},
+            r"one, row 0: `numbers` is no text \(0\); make it one, .*\(30 of 30 rows: row 0, row 1",
+        ),
         ({"path": "one", "kind": "chat", "field": "text"}, "one, row 0: `text` is not a list of messages"),
         ({"path": "one", "split": "test"}, "one: holds one table without splits; leave `split` out"),
         ({"path": "several"}, "several: no split 'train'; it has dev; `split:` of the source"),
@@ -165,11 +168,13 @@ def in_a_process(hub: Hub, home: Path, *arguments: str, **environment: str) -> s
 ASK = """
 import json, sys
 from surgeon.errors import BadInput
+from surgeon.data.rows import Rows
 from surgeon.data.sources import HubDataset
+from surgeon.data.specs import RowsSpec
 for repo, config, revision, split in json.loads(sys.argv[1]):
     try:
         dataset = HubDataset(repo, config=config, revision=revision)
-        table = dataset.table(split, key="text", chat=False)
+        table = dataset.table(split, Rows(RowsSpec()))
         told = [dataset.commit, [table.read(n) for n in range(len(table))], table.identity()]
     except BadInput as error:
         told = str(error)

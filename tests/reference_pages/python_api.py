@@ -85,8 +85,9 @@ _GROUPS = {
         " TeacherSpec RunSettings settle check_training discard_run"
     ),
     "Texts and scores": (
-        "open_texts HeldOut held_out_text TextSpec open_source check_source text_files cut pack Windows score Scores"
-        " Ratio divergence judge Judged encode_prompts EncodedPrompts answer Answer load_mtp measure_drafts Drafts"
+        "open_texts HeldOut held_out_text TextSpec UnlabelledSpec open_source check_source is_chat text_files cut"
+        " pack Windows score Scores Ratio divergence judge Judged encode_prompts EncodedPrompts answer Answer load_mtp"
+        " measure_drafts Drafts"
     ),
     "Results and what the terminal shows": (
         "Applied Blend preview_view Verification verification_view Trained Evaluation SourceScores LabelScores"

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 import surgeon
-from surgeon.data.documents import Documents
 from surgeon.data.encoding import Encoder
 from surgeon.data.packing import Packer, held_out, split
 from surgeon.models.load import load_model
 from surgeon.train.losses.held_out import losses_by_source
 from tests.checkpoints import weights
 from tests.train.test_train import CONFIG, config, grown
+from tests.train.texts import opened_texts
 
 # Interpolator in the plan → share of the expanded branch in training and in evaluation (None: what was learned).
 SHARES: dict[str, tuple[dict[str, Any], float | None, float | None]] = {
@@ -68,7 +68,7 @@ def test_the_share_of_the_expanded_branch(name: str, tmp_path: Path) -> None:
 
     # What `train` told of the end is at the α of inference too.
     source = CONFIG["sources"][0]
-    documents = Documents(tmp_path / source["path"], key="text", chat=False)
+    documents = opened_texts(tmp_path / source["path"])
     _, kept = split(documents, source["validation"], name=source["name"])
     sequences = held_out(documents, list(kept), Encoder(out, vocabulary=128), Packer(24, "isolated", 0), most=4)
     again = losses_by_source(model.eval(), {"fr": sequences}, micro_batch=4)["fr"]

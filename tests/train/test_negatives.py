@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from surgeon.data.documents import Documents
 from surgeon.data.encoding import Encoder
 from surgeon.data.packing import Packer, SourceStream
 from surgeon.train import negatives
 from surgeon.train.negatives import Negatives, kinds_of_text
 from tests.train.test_train import base_of
+from tests.train.texts import opened_texts
 
 
 def test_the_sample_says_its_licence_and_has_kinds_to_fit_on_and_to_hold_out() -> None:
@@ -52,9 +52,7 @@ def test_what_the_tokenizer_cannot_read_is_left_out_and_the_rest_is_parted(
         path = tmp_path / f"{domain}.jsonl"
         path.write_text("".join(json.dumps({"text": words}) + "\n" for _ in range(40)))
         packer = Packer(8, "isolated", domain)
-        streams.append(
-            SourceStream(str(domain), Documents(path, key=None, chat=False), np.arange(40), 0, encoder, packer)
-        )
+        streams.append(SourceStream(str(domain), opened_texts(path), np.arange(40), 0, encoder, packer))
     passages = {
         "read": ["w20 w21 w22", "w23 w24 w25", "w26 w27 w28"],
         "de": ["w21 w22"],

@@ -28,7 +28,6 @@ from surgeon.common import own_key
 from surgeon.common.listener import Quiet
 from surgeon.common.signed import read_signed
 from surgeon.common.work_folders import record_of
-from surgeon.data.documents import Documents
 from surgeon.data.encoding import Encoder
 from surgeon.data.packing import Packer, held_out, split
 from surgeon.errors import BadInput, Diverged
@@ -44,7 +43,7 @@ from surgeon.train.train import rehearsal_view, trained_view
 from tests import tiny
 from tests.commands import killed_at
 from tests.test_api import check_json
-from tests.train.texts import CHAT_TEMPLATE, add_tokenizer, corpus, text
+from tests.train.texts import CHAT_TEMPLATE, add_tokenizer, corpus, opened_texts, text
 from tests.warm import warm
 
 CONFIG: dict[str, Any] = {
@@ -113,7 +112,7 @@ def test_every_preserving_plan_starts_at_the_bases_loss_and_moves_nothing_else(
     base = load_model(tmp_path / "base")
     encoder = Encoder(tmp_path / "base", vocabulary=128)
     for source in CONFIG["sources"]:
-        documents = Documents(tmp_path / source["path"], key="text", chat=False)
+        documents = opened_texts(tmp_path / source["path"])
         _, held = split(documents, source["validation"], name=source["name"])
         sequences = held_out(documents, list(held), encoder, Packer(24, "isolated", 0), most=4)
         expected = losses_by_source(base, {"it": sequences}, micro_batch=4)["it"]

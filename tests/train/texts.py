@@ -5,6 +5,11 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
+
+from surgeon.data.documents import Documents
+from surgeon.data.rows import Rows
+from surgeon.data.specs import RowsSpec
 
 WORDS = [f"w{n}" for n in range(100)]
 CHAT_TEMPLATE = (
@@ -37,6 +42,11 @@ def text(words: int, seed: int, *, first: int = 0, count: int = 100) -> str:
     while len(numbers) < words:
         numbers.append((numbers[-1] + 1) % count if drawn.random() < 0.9 else drawn.randrange(count))
     return " ".join(WORDS[first + number] for number in numbers)
+
+
+def opened_texts(path: Path, **spec: Any) -> Documents:
+    """The documents of a file or folder, read as a source's keys say."""
+    return Documents(path, Rows(RowsSpec(**spec)))
 
 
 def json_lines(path: Path, texts: list[str], *, key: str = "text") -> Path:

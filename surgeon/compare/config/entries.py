@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from surgeon import LoraSpec, PreserveSpec, RunSettings
+from surgeon import LoraSpec, PreserveSpec, RunSettings, UnlabelledSpec
 from surgeon.common.schema import Entry
 
 _NAME = r"^[A-Za-z0-9_.-]{1,60}$"
@@ -24,7 +24,7 @@ FEWEST_RATES = 4
 _NEAREST, _FARTHEST = 1.5, 4.0
 
 
-class StudyText(Entry):
+class StudyText(UnlabelledSpec):
     """A text of a study."""
 
     path: Annotated[
@@ -38,10 +38,6 @@ class StudyText(Entry):
         float | None,
         Field(gt=0, le=1, description="share among the texts of its list; default: by file size"),
     ] = None
-    kind: Annotated[Literal["text", "chat"], Field(description="text, or chat: the assistant's words alone count")] = (
-        "text"
-    )
-    field: Annotated[str | None, Field(description="key of the text or the messages")] = None
     validation: Annotated[
         float | str,
         Field(description="held-out text that losses are measured on: a share of the documents, or a file"),

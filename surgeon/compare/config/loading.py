@@ -218,12 +218,13 @@ def _absent(loaded: LoadedStudy) -> list[str]:
         f"{loaded.where(group, number, key)}{why}"
         for group in GROUPS
         for number, text in enumerate(getattr(loaded.config, group))
-        for key, why in check_source(_source(text), loaded)
+        for key, why in check_source(source_of(text), loaded)
     ]
 
 
-def _source(text: StudyText) -> SourceSpec:
-    return SourceSpec(name=text.called, path=text.path, share=1.0, kind=text.kind, validation=text.validation)
+def source_of(text: StudyText) -> SourceSpec:
+    """Return a text of a study as a training config names it."""
+    return SourceSpec(name=text.called, path=text.path, share=1.0, validation=text.validation, **text.reading)
 
 
 def _learned_and_kept(loaded: LoadedStudy) -> list[str]:

@@ -170,8 +170,7 @@ def _source(loaded: LoadedStudy, text: StudyText, role: str, share: float) -> di
     if isinstance(validation, str) and not validation.startswith("split:"):
         validation = str(loaded.resolve(validation).absolute())
     path = text.path if text.path.startswith("dataset:") else str(loaded.resolve(text.path).absolute())
-    own = {"kind": text.kind} | ({} if text.field is None else {"field": text.field})
-    return {"name": text.called, "path": path, "share": share, "role": role, **own, "validation": validation}
+    return {"name": text.called, "path": path, "share": share, "role": role, **text.reading, "validation": validation}
 
 
 def _what(method: MethodSpec) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 
-from surgeon import LayersSpec, LoraSpec, RouterLoss, RunSettings
+from surgeon import LayersSpec, LoraSpec, RouterLoss, RunSettings, UnlabelledSpec
 from surgeon.common.schema import Entry, check_shares, first_doubled
 
 _NAME = r"^[A-Za-z0-9_-]{1,40}$"
@@ -46,7 +46,7 @@ class ExpertSettings(Entry):
     ] = None
 
 
-class TaskSource(Entry):
+class TaskSource(UnlabelledSpec):
     """One source of a task's text."""
 
     path: Annotated[str, Field(description=_PATH)] = ""
@@ -65,12 +65,6 @@ class TaskSource(Entry):
         Literal["task", "original"],
         Field(description="task; original: mixed in, but not counted in the task's performance"),
     ] = "task"
-    kind: Annotated[
-        Literal["text", "chat"], Field(description="text, or chat: loss and performance on the assistant's words alone")
-    ] = "text"
-    field: Annotated[
-        str | None, Field(description="key of the text or the messages; default `text`, or what the chat's format has")
-    ] = None
     validation: Annotated[
         float | str,
         Field(description="held-out text that performance is measured on: a share of the documents, or a file"),
@@ -83,13 +77,11 @@ class TaskSource(Entry):
         return self
 
 
-class GeneralSource(Entry):
+class GeneralSource(UnlabelledSpec):
     """Text that belongs to no task: general ability (ΔR) is measured on it, or every task replays it."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,60}$", description="name in results")]
     path: Annotated[str, Field(description=_PATH)] = ""
-    kind: Annotated[Literal["text", "chat"], Field(description="as in a task's source")] = "text"
-    field: Annotated[str | None, Field(description="as in a task's source")] = None
 
 
 class TrainSettings(RunSettings):

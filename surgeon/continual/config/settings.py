@@ -65,9 +65,8 @@ def _source(name: str, source: TaskSource, share: float, task: str) -> SourceSpe
         path=source.path,
         share=min(share, 1.0),
         role=ORIGINAL if source.role == "original" else f"task:{task}",
-        kind=source.kind,
-        field=source.field,
         validation=source.validation,
+        **source.reading,
     )
 
 

@@ -1,0 +1,106 @@
+"""The rows of a text: those that hold a document, and how many do not, by what is wrong with them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from surgeon.data.chats import Chat
+from surgeon.data.layouts import Document, said_in
+from surgeon.data.specs import RowsSpec
+from surgeon.errors import BadInput, bad_input, printable
+
+if TYPE_CHECKING:
+    from surgeon.models.tokenizer import Tokenizer
+
+# What is named of bad rows: so many kinds, and of each so many places.
+_KINDS, _PLACES, _OTHERS = 5, 5, ", for several reasons"
+# Of an error: the numbers of messages and characters, what was found, and what to do; the rest is its kind.
+_NOT_THE_KIND = re.compile(r"\d+|[(;].*", re.DOTALL)
+# A row's place, what errors call it, and what reads it.
+Row = tuple[Any, str, Callable[[], Document]]
+
+
+class Rows:
+    """Counts the rows of one source that are no documents, and the control tokens in those that are."""
+
+    def __init__(self, spec: RowsSpec, tokenizer: Tokenizer | None = None) -> None:
+        """`tokenizer` is the one whose control tokens are counted."""
+        self.spec = spec
+        self.blank = self.left_out = 0
+        self._tokenizer = tokenizer
+        self._found: Counter[str] = Counter()
+        self._with_tokens = 0
+
+    def notes(self) -> Iterator[str]:
+        """Say what is left out, and what was found in the text."""
+        if self.blank:
+            yield f"{self.blank} blank documents are left out"
+        if self.left_out:
+            yield f"{self.left_out} rows that cannot be used are left out (`bad_rows`)"
+        if self._found:
+            counted = ", ".join(f"{count:,} `{printable(token, 40)}`" for token, count in self._found.most_common(5))
+            how, other = ("text", "tokens") if self.spec.as_text else ("tokens", "text")
+            yield (
+                f"{counted} in {self._with_tokens:,} documents are read as {how}; `control_tokens: as_{other}` reads"
+                f" them as {other}"
+            )
+
+    def kept(self, rows: Iterable[Row], shown: str, most: int | None = None) -> Iterator[Any]:
+        """Yield the places of rows of the file `shown` that hold a document with words.
+
+        With `most` no more rows are read, unless some of them are bad. Raises BadInput that names all bad rows, a line
+        for each kind, where they are not to be left out, or are more than half.
+        """
+        # By kind, the first error and the first places.
+        bad: dict[str, tuple[BadInput, list[str]]] = {}
+        counts: Counter[str] = Counter()
+        leave_out = self.spec.bad_rows == "leave_out"
+        total, wrong, first = 0, 0, ""
+        for place, where, read in rows:
+            # All bad: another kind of file, which need not be read to its end.
+            if total == most and (wrong == 0 or (wrong == total and not leave_out)):
+                first = "the first "
+                break
+            total += 1
+            try:
+                has_words = self._look(read(), where)
+            except BadInput as error:
+                kind = _NOT_THE_KIND.sub("", str(error).removeprefix(printable(where)))
+                kind = kind if kind in bad or len(bad) < _KINDS else _OTHERS
+                wrong += 1
+                counts[kind] += 1
+                _, places = bad.setdefault(kind, (error, []))
+                if len(places) < _PLACES:
+                    places.append(where.removeprefix(shown).replace(":", "line ").strip(", "))
+                continue
+            self.blank += not has_words
+            if has_words:
+                yield place
+        few = 2 * wrong <= total
+        if wrong and not (leave_out and few):
+            do = "`bad_rows: leave_out` of the source leaves them out" if few else "too many to be left out"
+            raise bad_input(
+                [
+                    f"{error} ({counts[kind]:,} of {first}{total:,} rows{_OTHERS * (kind == _OTHERS)}:"
+                    f" {', '.join(places)}{', …' * (counts[kind] > len(places))}; {do})"
+                    for kind, (error, places) in bad.items()
+                ]
+            )
+        self.left_out += wrong
+
+    def _look(self, document: Document, where: str) -> bool:
+        """Count the control tokens of a document; return whether it has a word, as every chat has. Raises BadInput."""
+        texts = said_in(document)
+        if self._tokenizer is not None:
+            found = self._tokenizer.control_tokens("\n".join(texts))
+            if found and self.spec.as_text and not isinstance(document, str):
+                raise BadInput(
+                    f"{printable(where)}: the tokenizer's control tokens in words ({printable(', '.join(found), 80)}),"
+                    " which a template or a pair is written with; remove them, or say `control_tokens: as_tokens`"
+                )
+            self._found += found
+            self._with_tokens += bool(found)
+        return isinstance(document, Chat) or any(text.strip() for text in texts)
