@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from surgeon.common.installation import clash
+from surgeon.common.installation import DISTRIBUTION, clash, installing, lacking
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def installed(site: Path, name: str, *files: str) -> None:
@@ -33,3 +37,18 @@ def test_neighbours_are_none(tmp_path: Path) -> None:
     (tmp_path / "broken-1.dist-info").mkdir()
     assert clash(tmp_path / "surgeon") is None
     assert clash() is None
+
+
+def test_how_to_install_is_said_in_one_place() -> None:
+    """Messages take the line from here, for extras that exist, and no page names a download that is not there."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert installing() == "run `pip install -e '.'` in surgeon's source tree"
+    assert lacking("this", "that", "peft").endswith(
+        "not installed; run `pip install -e '.[peft]'` in surgeon's source tree"
+    )
+    asked = set()
+    for file in [*(ROOT / "surgeon").rglob("*.py"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]:
+        text = file.read_text(encoding="utf-8")
+        assert not re.search(rf"""install ["']?{DISTRIBUTION}""", text), file
+        asked |= set(re.findall(r"""lacking\([^\n]*, "([\w-]+)"\)""", text))
+    assert asked == {"report", "parquet", "datasets", "peft", "liger"} and asked <= extras.keys()
