@@ -103,7 +103,7 @@ def environment_of_a_user(work: Path, programs: Path) -> dict[str, str]:
     return environ
 
 
-def walk_first_hour(work: Path, programs: Path, setup: list[tuple[str, float]], wheel: Path, *, borrowed: bool) -> str:
+def walk_first_hour(work: Path, programs: Path, setup: list[tuple[str, float]], *, borrowed: bool) -> str:
     """Carry out the first hour; its page."""
     desk = work / "desk"
     desk.mkdir()
@@ -116,8 +116,7 @@ def walk_first_hour(work: Path, programs: Path, setup: list[tuple[str, float]], 
     with stand_in("user/colours") as endpoint:
         hidden = {endpoint: "http://127.0.0.1:PORT", str(desk): "~/desk", str(work): "~"}
         rans = carry_out(first_hour.STEPS, {"desk": Desk(desk, environ | {"HF_ENDPOINT": endpoint})}, hidden)
-    introduction = first_hour.INTRODUCTION.replace("WHEEL", wheel.name)
-    return "\n".join([introduction, *sections(rans, {}), *times(setup, rans, borrowed=borrowed)])
+    return "\n".join([first_hour.INTRODUCTION, *sections(rans, {}), *times(setup, rans, borrowed=borrowed)])
 
 
 def walk_a_real_base(work: Path, programs: Path, given: argparse.Namespace) -> str:
@@ -192,7 +191,7 @@ def main() -> None:
     if not Path(found).is_relative_to(work):
         raise SystemExit(f"surgeon is not the wheel's: {found}")
     if given.page == "first-hour":
-        text = walk_first_hour(work, programs, setup, wheel, borrowed=given.borrow)
+        text = walk_first_hour(work, programs, setup, borrowed=given.borrow)
     else:
         text = walk_a_real_base(work, programs, given)
     page = PAGES / f"{given.page}.md"

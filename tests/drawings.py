@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import surgeon
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common.page.markup import Markup, el
 from surgeon.common.page.picture import placed, standalone
+from surgeon.common.page.plots import drawn_lines
 from surgeon.compare.page import render
 from surgeon.compare.panels import panels_of
 from surgeon.families.dissect import dissect
@@ -72,8 +73,8 @@ TRAINS = {
 }
 
 
-# The study of growth.svg, and the method whose plan is drawn beside it.
-STUDY, METHOD = "frontier_en-llama-8m", ("copy", "copied layers, zero-init")
+# The study of growth.svg, the method whose plan is drawn beside it, and the remedy of what is compared.
+STUDY, METHOD = "frontier_en-llama-8m", ("copy", "copied layers, zero-init", "recalled")
 
 
 @dataclass(frozen=True)
@@ -119,34 +120,44 @@ def of_operation(op: str) -> str:
 
 
 def of_growth() -> str:
-    """The README's picture: a stack before and after, beside what it learns and forgets."""
-    plan, method = METHOD
+    """The README's picture: a stack before and after, beside what it and full fine-tuning learn and forget."""
+    plan, method, remedy = METHOD
     of = operated(plan)
     found = findings_of(STUDY)
     panels = panels_of(found)
     assert panels is not None
     panel = next(panel for panel in panels.panels if panel.title == method)
+    # One remedy for both, so that they differ in what trains.
+    full, own = (next(one for one in panel.series if one.name == name) for name in (f"full, {remedy}", remedy))
+    # Turned round, the shorter line has its name where the other one is not.
+    turned = replace(own, points=own.points[::-1], spread=own.spread[::-1], name="new layers", style=0)
+    compared = [replace(full, name="full fine-tuning", style=0), turned]
     stack, rows = drawn_stack(of.history, of.ends, width=230), legend_rows(of.history, of.ends)
-    top, left = 24.0, 244.0
+    top, left = 24.0, 256.0
     below = top + stack.height + 6
-    size = (545.0, below + LEGEND_ROW * len(rows))
+    size = (600.0, below + LEGEND_ROW * len(rows))
     beside = [
-        "English model that learns French;",
-        "replayed: with English of another kind;",
-        "recalled: with text that the base wrote",
+        f"{found.base}, an English model, learns French;",
+        "both replay text that the base wrote, with",
+        "the base as teacher; points: learning rates",
     ]
     parts = [
         _heading("Before and after", 0),
         placed(0, top, *stack.parts),
         placed(0, below, drawn_legend(rows)),
-        _heading("Forgetting against learning", left),
-        placed(left, top, panels.part(panel, (size[0] - left, stack.height))),
+        _heading("Forgetting against learning: lower right is better", left),
+        placed(left, top, drawn_lines(compared, panels.across, panels.up, size=(size[0] - left, stack.height))),
         *(
-            el("text", line, x=left + 76, y=below + 14 + LEGEND_ROW * nth, class_="label")
+            el("text", line, x=left + 64, y=below + 14 + LEGEND_ROW * nth, class_="label")
             for nth, line in enumerate(beside)
         ),
     ]
-    summary = f"{stack.summary}. {method} on {found.base}: {panel.words}; full fine-tuning in grey"
+    words = "; ".join(
+        f"{one.name}: learned {' '.join(f'{x:.2f}' for x, _ in one.points)}"
+        f" and forgot {' '.join(f'{y:.2f}' for _, y in one.points)} nats a token"
+        for one in compared
+    )
+    summary = f"{stack.summary}. On {found.base}, {remedy}, a point a learning rate, lower right is better: {words}"
     return standalone("A model grown by new layers, and what it learns and forgets", summary, size, *parts, scale=SCALE)
 
 

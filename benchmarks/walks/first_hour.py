@@ -26,14 +26,15 @@ So small a model shows the steps, not what a method is worth.
 ## Install
 
 surgeon needs Python 3.11 or later.
-The distribution is called `model-surgeon`, the import and the command `surgeon`.
-Install the wheel in a new environment; the extra `report` writes the figures of reports as PNG files.
+It is not published yet: install it from its source tree, here the folder `surgeon`, in a new environment.
+(The distribution is `model-surgeon`; `surgeon` of PyPI is another project.)
+The extra `report` writes the figures of reports as PNG files.
 
-<!-- not run: benchmarks/newcomer.py installs the wheel -->
+<!-- not run: benchmarks/newcomer.py installs the wheel that this builds -->
 ```sh
 python -m venv venv
 . venv/bin/activate
-pip install "WHEEL[report]"
+pip install "./surgeon[report]"
 ```
 """
 

@@ -1,4 +1,4 @@
-"""Find out whether another installed distribution has written into the folder of this package.
+"""How this package is installed, and whether another distribution has written into its folder.
 
 On PyPI the name `surgeon` belongs to another project; this one's distribution is `model-surgeon`. Where both are
 installed, each has overwritten files of the other, and uninstalling one removes them.
@@ -17,6 +17,19 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 _LONGEST_LIST = 1 << 18
 
 
+def installing(extra: str = "") -> str:
+    """Return the words that say how to install this package, with the dependencies of an extra where one is named.
+
+    The distribution is not published: once it is, this is the one place to change.
+    """
+    return f"run `pip install -e '.{extra and f'[{extra}]'}'` in surgeon's source tree"
+
+
+def lacking(what: str, package: str, extra: str) -> str:
+    """Return one line for what needs a package that is not installed, and which an extra of this one brings."""
+    return f"{what} needs {package}, which is not installed; {installing(extra)}"
+
+
 def clash(package: Path = _PACKAGE) -> str | None:
     """Return one line that names the other distributions with files in `package`; None where there are none.
 
@@ -33,7 +46,7 @@ def clash(package: Path = _PACKAGE) -> str | None:
     named = " and ".join(f"`{name}`" for name in sorted(others))
     return (
         f"{package}: {named} and `{DISTRIBUTION}` have both installed files there, so neither is whole;"
-        f" `pip uninstall -y {' '.join(sorted(others))} {DISTRIBUTION}`, then `pip install {DISTRIBUTION}`"
+        f" `pip uninstall -y {' '.join(sorted(others))} {DISTRIBUTION}`, then {installing()}"
     )
 
 

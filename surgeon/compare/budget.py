@@ -92,13 +92,15 @@ class Budget:
         return found if self.fits(1) else []
 
     def expected(self, rounds: Sequence[tuple[int, int]], waiting: int) -> str:
-        """After the first run: what there is time for, and what is left out.
+        """After the first run: how long the others take, or what there is time for, and what is left out.
 
         Args:
             rounds: of each round that is left its seed, and how many runs.
             waiting: how many rows have no run so far.
         """
         runs = [count for _, count in rounds]
+        if self.minutes is None:
+            return f"a run took {duration(self.each)}: {sum(runs)} more take about {duration(self.needed(sum(runs)))}"
         whole = next((end for end in range(len(runs), 0, -1) if self.fits(sum(runs[:end]))), 0)
         line = (
             f"a run took {duration(self.each)}: --minutes {self.minutes:g} is enough for {{}} of {sum(runs)} more runs"

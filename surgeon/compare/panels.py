@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from surgeon.common.page.markup import Markup
-from surgeon.common.page.plots import Axis, Pair, Series, drawn_lines, lines
+from surgeon.common.page.plots import Axis, Pair, Series, lines
 from surgeon.compare.findings import Findings, Point, Row
 from surgeon.compare.frontier import interval
 
@@ -40,10 +40,6 @@ class Panels:
         """Return a panel as a picture of its own."""
         title = f"{panel.title}: forgetting against learning"
         return lines(title, panel.series, self.across, self.up, key=key, summary=panel.words, scattered=panel.scattered)
-
-    def part(self, panel: Panel, size: Pair) -> Markup:
-        """Return a panel as a part of a picture."""
-        return drawn_lines(panel.series, self.across, self.up, size=size)
 
 
 def panels_of(found: Findings) -> Panels | None:

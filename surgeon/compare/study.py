@@ -153,6 +153,7 @@ class Course:
             say(f"continuing after {len(self.found)} finished runs")
         if left := self._runs_left():
             budget.check()
+            say(f"{len(left)} runs to make at least; each is a line here once it is measured")
         self.request.listener.begin("runs", len(self.found) + len(left), "runs")
         self.request.listener.advance(len(self.found))
         while True:
@@ -163,8 +164,8 @@ class Course:
             budget.at_once = max(budget.at_once, len(self.busy))
             first = not budget.made
             self._done(*workers.wait())
-            if budget.minutes is not None and first and budget.made:
-                say(budget.expected(self._sizes_left(), len(self._waiting())))
+            if first and budget.made and (sizes := self._sizes_left()):
+                say(budget.expected(sizes, len(self._waiting())))
         if budget.minutes is not None and (sizes := self._sizes_left()):
             say(f"--minutes {budget.minutes:g}: left out: {left_out(sizes)}; the same command without it goes on")
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from surgeon.checkpoint.hub_calls import first_line
+from surgeon.common.installation import lacking
 from surgeon.data.row_sizes import check_sizes, rows_of
 from surgeon.errors import BadInput, printable
 
@@ -42,10 +43,7 @@ class ParquetTexts:
         try:
             import pyarrow.parquet
         except ImportError:
-            raise BadInput(
-                f"{self.shown}: parquet is read with pyarrow, which is not installed;"
-                " `pip install 'model-surgeon[parquet]'`"
-            ) from None
+            raise BadInput(lacking(f"{self.shown}: reading parquet", "pyarrow", "parquet")) from None
         try:
             footer = pyarrow.parquet.ParquetFile(file)
             # Texts that a file says once and repeats by number stay so until they are looked at one by one.

@@ -18,6 +18,7 @@ import numpy as np
 
 from surgeon.checkpoint.hub import dataset_commit
 from surgeon.checkpoint.hub_calls import bars_on_terminals_only, first_line, is_commit, offline
+from surgeon.common.installation import lacking
 from surgeon.common.schema import BEGIN, TEMPLATE
 from surgeon.data.chats import Chat
 from surgeon.data.documents import Corpus, Documents, stamps
@@ -69,7 +70,7 @@ def check_source(source: TextSpec, named_by: Naming) -> list[tuple[str, str]]:
     if source.repo_id is not None:
         paths = []
         if find_spec("datasets") is None:
-            wrong.append(("path", str(_no_library(f"source {source.name}: {source.path}"))))
+            wrong.append(("path", _no_library(f"source {source.name}: {source.path}")))
     if isinstance(source, SourceSpec) and isinstance(source.validation, str) and source.validation_split is None:
         paths.append(("validation", source.validation))
     for key, given in paths:
@@ -293,15 +294,12 @@ def _library(shown: str) -> Any:
     try:
         import datasets
     except ImportError:
-        raise _no_library(shown) from None
+        raise BadInput(_no_library(shown)) from None
     return datasets
 
 
-def _no_library(shown: str) -> BadInput:
-    return BadInput(
-        f"{printable(shown)}: reading it needs the library `datasets`, which is not installed;"
-        " `pip install 'model-surgeon[datasets]'`"
-    )
+def _no_library(shown: str) -> str:
+    return lacking(f"{printable(shown)}: reading it", "the library `datasets`", "datasets")
 
 
 @contextlib.contextmanager

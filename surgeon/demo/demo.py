@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,7 +42,9 @@ LEARNING_SHARE = 1 / 5
 KNOWN, NEW, RECALLED = "documentation", "code", "recalled"
 # Of a run that remembers, how much of its text the base wrote; and how many tokens it writes for each that is replayed.
 REPLAYED, WRITTEN = 0.25, 0.5
-_BATCH, _WINDOW, _RATE = 8, 64, 1e-3
+_BATCH, _WINDOW = 8, 64
+# Peak rates, as benchmarks/results/frontier_en-llama-8m.md found them for either with recalled text and a teacher.
+_RATE, _WHOLE_RATE = 1e-3, 3e-4
 _VALIDATION_SEQUENCES = 64
 # The longest text that the base writes, in tokens.
 _DOCUMENT = 512
@@ -49,19 +52,20 @@ _DOCUMENT = 512
 
 @dataclass(frozen=True)
 class Run:
-    """One row: what `surgeon train` made by `config`, and how the table calls it."""
+    """One row: what `surgeon train` made by `config` at the peak `rate`, and how the table calls it."""
 
     called: str
+    rate: float
     config: str
     trained: Trained
 
 
 @dataclass(frozen=True)
 class Learning:
-    """What several ways to train on the same new text learn and forget, at the same rate, in as many steps.
+    """What several ways to train on the same new text learn and forget, in as many steps.
 
     Losses are held-out, in nats a token, by text (`KNOWN` and `NEW`): `before` of the base, `runs[…].trained.losses`
-    of every run. `verification` compares the first run, whose new layers alone were trained, with the base.
+    of every run. `verification` compares the first run, of which only the new layers were trained, with the base.
     """
 
     runs: tuple[Run, ...]
@@ -146,7 +150,9 @@ def _run_demo(folder: Path, *, seconds: float, seed: int, listener: Listener) ->
 def learn(
     base: Path, out: Path, folder: Path, *, known: list[str], new: list[str], steps: int, seed: int, listener: Listener
 ) -> Learning:
-    """Train on `new` by `surgeon train`, to `folder`/run…: the new layers of `out`, in three ways, and all of `base`.
+    """Train on `new` by `surgeon train`, to `folder`/run…: the new layers of `out`, and all of `base`.
+
+    Both are trained without anything against forgetting, and with the same remedies; the layers behind a gate too.
 
     `known` are the documents that `base` was made of; only its held-out ones are read, to measure forgetting: what is
     replayed, and what the gate is fitted on, the base writes. Raises BadInput, PromiseBroken and WrongSet as `train`
@@ -170,17 +176,19 @@ def learn(
         listener.say(f"growing the base by the shipped plan {GATED_PLAN} too")
         gated = apply(GATED_PLAN, str(base), folder / "gated", listener=listener).path
         runs = []
-        for called, name, model, more in (
-            ("new layers trained", "run", out, {}),
-            ("… a quarter recalled, base as teacher", "run-recalled", out, {"replayed": True, "preserve": True}),
-            ("… behind a domain gate", "run-gated", gated, {"replayed": True}),
-            ("all of the base trained", "run-whole", base, {"what": "base"}),
+        for called, name, model, rate, remedies in (
+            ("new layers", "run", out, _RATE, ()),
+            ("all of the base", "run-whole", base, _WHOLE_RATE, ()),
+            ("new layers, recalled + teacher", "run-recalled", out, _RATE, ("recalled", "teacher")),
+            ("all of the base, recalled + teacher", "run-whole-recalled", base, _WHOLE_RATE, ("recalled", "teacher")),
+            ("new layers behind a gate, recalled", "run-gated", gated, _RATE, ("recalled",)),
         ):
             listener.say(f"training: {called}")
-            config = _write_config(folder / f"{name}.yaml", steps=steps, seed=seed, **more)
+            what = "base" if model == base else "last"
+            config = _write_config(folder / f"{name}.yaml", what, rate, remedies, steps=steps, seed=seed)
             trained = train(model, config, folder / name, device="cpu", listener=listener)
             assert trained is not None
-            runs.append(Run(called, config.name, trained))
+            runs.append(Run(called, rate, config.name, trained))
     first = runs[0].trained
     return Learning(
         runs=tuple(runs),
@@ -200,11 +208,9 @@ def _write_texts(folder: Path, *, known: list[str], new: list[str]) -> None:
     _json_lines(folder / f"{KNOWN}-held-out.jsonl", split(known)[1])
 
 
-def _write_config(
-    path: Path, *, steps: int, seed: int, what: str | None = None, replayed: bool = False, preserve: bool = False
-) -> Path:
-    """A config, as a user writes it for `surgeon train`; `replayed`: with the text that the base wrote."""
-    share = REPLAYED if replayed else 0.0
+def _write_config(path: Path, what: str, rate: float, remedies: Collection[str] = (), *, steps: int, seed: int) -> Path:
+    """A config, as a user writes it for `surgeon train`; `remedies`: recalled (text that the base wrote), teacher."""
+    share = REPLAYED if "recalled" in remedies else 0.0
     lines = [
         "# The known text is not trained on: its share is 0, and its held-out loss shows what is forgotten.",
         "surgeon_train: 1",
@@ -213,12 +219,12 @@ def _write_config(
         f"batch: {_BATCH}",
         f"length: {_WINDOW}",
         "dtype: float32",
-        f"optimizer: {{lr: {_RATE}, warmup: 0.05}}",
+        f"what: {what}",
+        f"optimizer: {{lr: {rate}, warmup: 0.05}}",
         f"validation_sequences: {_VALIDATION_SEQUENCES}",
-        *([f"what: {what}"] if what else []),
-        *(["preserve: {loss: kl}"] if preserve else []),
+        *(["preserve: {loss: kl}"] if "teacher" in remedies else []),
         # What the base wrote is among the sources already.
-        *(["recall_for_gate: 0"] if replayed else []),
+        *(["recall_for_gate: 0"] if share else []),
         "sources:",
         f"  - {{name: {NEW}, path: texts/{NEW}.jsonl, share: {1 - share}, validation: texts/{NEW}-held-out.jsonl}}",
         f"  - name: {KNOWN}",
@@ -227,7 +233,7 @@ def _write_config(
         "    role: original",
         f"    validation: texts/{KNOWN}-held-out.jsonl",
     ]
-    if replayed:
+    if share:
         lines.append(
             f"  - {{name: {RECALLED}, path: texts/{RECALLED}.jsonl, share: {share}, role: original, validation: 0.1}}"
         )
@@ -269,25 +275,31 @@ def demo_view(demo: Demo) -> RenderableType:
 
 def _learning(learning: Learning) -> list[RenderableType]:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("held-out loss, nats a token")
-    for heading in (f"{NEW} (new)", f"{KNOWN} (known)", "numbers trained", "time"):
+    table.add_column("what is trained")
+    for heading in ("rate", f"{NEW} (new)", f"{KNOWN} (known)", "numbers trained", "time"):
         table.add_column(heading, justify="right")
-    table.add_row("the base", f"{learning.before[NEW]:.3f}", f"{learning.before[KNOWN]:.3f}", "", "")
+    table.add_row("nothing: the base", "", f"{learning.before[NEW]:.3f}", f"{learning.before[KNOWN]:.3f}", "", "")
     for run in learning.runs:
         after = {name: losses[1] for name, losses in run.trained.losses.items()}
         changes = (f"{after[text]:.3f} ({after[text] - learning.before[text]:+.3f})" for text in (NEW, KNOWN))
-        table.add_row(run.called, *changes, count(run.trained.parameters), f"{run.trained.seconds:.0f} s")
+        table.add_row(
+            run.called, f"{run.rate:g}", *changes, f"{run.trained.parameters:,}", f"{run.trained.seconds:.0f} s"
+        )
     kept = learning.verification
     return [
         Text(
-            f"{learning.steps} steps of {learning.tokens // learning.steps} tokens of Python code, none of the"
-            " documentation; all at the same rate"
+            f"held-out loss, nats a token, in windows of {_WINDOW} tokens, after {learning.steps} steps of"
+            f" {learning.tokens // learning.steps} tokens of Python code, none of the documentation"
         ),
         Padding(table, (0, 0, 0, 2), expand=False),
         Text(
-            "every tensor of the base is byte for byte in the trained run"
+            f"recalled: the base wrote {REPLAYED:.0%} of the text; teacher: a KL term that keeps to the base on it;"
+            " rows with the same remedies compare"
+        ),
+        Text(
+            "every tensor of the base is byte for byte in the run with new layers"
             if kept.holds
-            else "NOT every tensor of the base is in the trained run; see: surgeon verify",
+            else "NOT every tensor of the base is in the run with new layers; see: surgeon verify",
             style="green" if kept.holds else "bold red",
         ),
     ]

@@ -10,6 +10,7 @@ from typing import Any
 
 from surgeon.common import devices
 from surgeon.common.files import check_readable
+from surgeon.common.installation import lacking
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.names import check_new_name
 from surgeon.errors import BadInput, printable
@@ -107,7 +108,7 @@ def _check(sources: Sources, page: Path | None, pictures: Path | None) -> None:
     if pictures is not None:
         check_new_name(pictures)
         if find_spec("matplotlib") is None:
-            raise BadInput("--png needs matplotlib; `pip install 'model-surgeon[report]'`")
+            raise BadInput(lacking("--png", "matplotlib", "report"))
     if sources.texts and sources.routing is not None:
         raise BadInput("--text and --routing exclude each other; record on texts, or show a record")
     for what, file in sources.files:

@@ -25,6 +25,7 @@ from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Coupling, MapRef
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common import devices
+from surgeon.common.installation import lacking
 from surgeon.common.listener import Listener, Quiet, Stopwatch
 from surgeon.common.names import check_new_name
 from surgeon.common.tables import FittedTable
@@ -374,7 +375,7 @@ class _Drawer:
         try:
             import matplotlib.figure  # noqa: F401
         except ModuleNotFoundError:
-            raise BadInput("--png needs matplotlib; `pip install 'model-surgeon[report]'`") from None
+            raise BadInput(lacking("--png", "matplotlib", "report")) from None
         check_new_name(folder)
         if folder.exists() and not folder.is_dir():
             raise BadInput(f"--png {printable(str(folder))}: not a folder; give the folder for the pictures")

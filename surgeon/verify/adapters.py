@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.peft_folder import AdapterFolder
+from surgeon.common.installation import lacking
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.facts import facts_of
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest
@@ -33,7 +34,7 @@ def opened_adapters(names: Sequence[str], manifest: Manifest, out: CheckpointFol
     Raises BadInput where the surgery did something else, the folders hold other adapters, or PEFT is not there.
     """
     if importlib.util.find_spec("peft") is None:
-        raise BadInput("`--adapter` needs PEFT, which is not installed; `pip install 'model-surgeon[peft]'`")
+        raise BadInput(lacking("`--adapter`", "PEFT", "peft"))
     shown = out.source.shown
     file = str(out.path / MANIFEST_FILE)
     plan = recorded_plan(manifest.plan, source=f"{file} (plan)").plan

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-from surgeon.common.installation import clash, untested
+from surgeon.common.installation import DISTRIBUTION, clash, installing, lacking, untested
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def installed(site: Path, name: str, *files: str) -> None:
@@ -49,8 +53,23 @@ def test_a_library_beyond_the_range_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_range_that_nobody_installed_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lacking(_: str) -> list[str]:
+    def not_there(_: str) -> list[str]:
         raise metadata.PackageNotFoundError
 
-    monkeypatch.setattr(metadata, "requires", lacking)
+    monkeypatch.setattr(metadata, "requires", not_there)
     assert untested("transformers") is None
+
+
+def test_how_to_install_is_said_in_one_place() -> None:
+    """Messages take the line from here, for extras that exist, and no page names a download that is not there."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert installing() == "run `pip install -e '.'` in surgeon's source tree"
+    assert lacking("this", "that", "peft").endswith(
+        "not installed; run `pip install -e '.[peft]'` in surgeon's source tree"
+    )
+    asked = set()
+    for file in [*(ROOT / "surgeon").rglob("*.py"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]:
+        text = file.read_text(encoding="utf-8")
+        assert not re.search(rf"""install ["']?{DISTRIBUTION}""", text), file
+        asked |= set(re.findall(r"""lacking\([^\n]*, "([\w-]+)"\)""", text))
+    assert asked == {"report", "parquet", "datasets", "peft", "liger"} and asked <= extras.keys()

@@ -41,6 +41,9 @@ def test_what_does_not_fit_is_left_out_as_a_whole(at: Callable[[float], None]) -
     assert budget.expected([(0, 17)], 17) == (
         f"{said} 16 of 17 more runs; for one of each row, before which there is no advice, give --minutes 12"
     )
+    # Without `--minutes` nothing is left out, and the first run says how long the others take.
+    free = Budget(None, made=[300.0], at_once=2, begun=0)
+    assert free.expected(rounds, 0) == "a run took 5 minutes: 20 more take about 50 minutes"
     assert Budget(None).fits(10**9) and Budget(None).check() is None
 
 

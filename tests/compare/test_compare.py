@@ -62,6 +62,7 @@ class Whole:
 
     folder: Path
     told: Compared
+    said: list[str]
 
 
 def carried_out(folder: Path, results: str = "results", **asked: Any) -> Compared:
@@ -76,7 +77,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
     corpus(folder / "new.jsonl", seed=1, first=30, count=8, documents=30)
     corpus(folder / "known.jsonl", seed=2, count=20, documents=10)
     (folder / "study.yaml").write_text(STUDY, encoding="utf-8")
-    return Whole(folder, carried_out(folder, jobs=1))
+    heard = Heard()
+    return Whole(folder, carried_out(folder, jobs=1, listener=heard), heard.lines)
 
 
 class Heard(Quiet):
@@ -101,6 +103,11 @@ def test_each_method_has_its_frontier_of_finished_runs(whole: Whole) -> None:
     found = whole.told.findings
     assert whole.told.made == 8 and [len(row.points) for row in found.rows] == [4, 8, 4, 8]
     assert not found.missing and found.unit == "nats a token"
+    # What is ahead is said before the first run, and again once it is known how long one takes.
+    ahead, *said = whole.said[2:]
+    assert ahead == "8 runs to make at least; each is a line here once it is measured"
+    assert [": new " in line for line in said] == [True, False] + 7 * [True]
+    assert re.fullmatch(r"a run took \d+ s: 7 more take about \d+ s", said[1])
     for row in found.rows[::2]:
         points = [(point.new, point.original) for point in row.points]
         assert row.trained > 0 and all(point.seed == 0 for point in row.points)
@@ -207,7 +214,7 @@ def test_all_runs_lie_in_one_file_from_which_alone_a_study_goes_on(whole: Whole,
     runs.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode()))
     heard = Heard()
     assert carried_out(whole.folder, str(results), jobs=1, minutes=60, listener=heard).made == 1
-    assert re.search(r"a run took \d+ s: --minutes 60 is enough for 0 of 0 more runs$", "\n".join(heard.lines), re.M)
+    assert "1 runs to make" in "".join(heard.lines) and "a run took" not in "".join(heard.lines)
     assert runs.read_bytes() == kept[RUNS_FILE]
     # Losses that were changed since do not count by themselves, nor does anything that is none.
     lines = [json.loads(line) for line in gzip.decompress(runs.read_bytes()).splitlines()]

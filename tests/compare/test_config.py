@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from surgeon.compare.config import loading
 from surgeon.compare.config.entries import PEERS
 from surgeon.compare.config.loading import LoadedStudy, json_schema, load_study
 from surgeon.compare.config.settings import measured_names, recalled_by, training_config
@@ -44,6 +45,18 @@ def config_of(loaded: LoadedStudy, method: str, remedy: int = 0, rate: float = 1
 def test_a_shipped_study_is_called_by_its_name() -> None:
     with pytest.raises(BadInput, match=r"^quick: no text to learn; give `new:`, or --new FILE$"):
         load_study("quick")
+
+
+def test_lora_without_peft_is_refused_with_the_line_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "find_spec", lambda name: None)
+    with pytest.raises(
+        BadInput, match=r"study\.yaml: the method lora needs PEFT, .*; run `pip install -e '\.\[peft\]'`"
+    ):
+        written(tmp_path)
+    # Where no method is one, nothing is asked for.
+    written(tmp_path, SMALLEST + "peers: false\n")
 
 
 def test_every_comparison_has_the_peers_first(tmp_path: Path) -> None:

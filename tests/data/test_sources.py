@@ -114,7 +114,7 @@ def test_what_cannot_be_read_is_told_in_a_line(tmp_path: Path, monkeypatch: pyte
         assert "\n" not in str(caught.value)
     monkeypatch.setitem(sys.modules, "datasets", None)
     for path in ("one", "dataset:user/data"):
-        with pytest.raises(BadInput, match=r"which is not installed; `pip install 'model-surgeon\[datasets\]'`"):
+        with pytest.raises(BadInput, match=r"which is not installed; run `pip install -e '\.\[datasets\]'`"):
             opened(tmp_path, path=path)
 
 

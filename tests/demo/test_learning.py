@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -55,7 +56,7 @@ def test_only_the_new_text_is_trained_on(tmp_path: Path) -> None:
     folder = add_tokenizer(tiny.checkpoint(tmp_path / "base", "llama"))
     known, new = ([text(30, seed, first=first, count=50) for seed in range(60)] for first in (0, 50))
     _write_texts(tmp_path / "texts", known=known, new=new)
-    loaded = load_config(_write_config(tmp_path / "train.yaml", steps=9, seed=3))
+    loaded = load_config(_write_config(tmp_path / "train.yaml", "last", 1e-3, steps=9, seed=3))
     settings, _ = settle(loaded, ["insert_layers"], context=128, processes=1)
     data = TrainingData.open(loaded, settings, Encoder(folder, vocabulary=128), lambda _words: None)
     assert data.validation.keys() == {NEW, KNOWN}
@@ -79,17 +80,23 @@ def test_the_demo_learns_and_forgets(tmp_path: Path, monkeypatch: pytest.MonkeyP
     learned = shown.learning
     assert learned.steps == 12
     assert learned.tokens == 12 * 8 * 64
-    plain, recalled, gated, whole = (run.trained for run in learned.runs)
+    plain, whole, recalled, whole_recalled, gated = (run.trained for run in learned.runs)
     assert plain.parameters == recalled.parameters == shown.applied.preview.parameters_trainable
-    assert whole.parameters == shown.base.parameters
-    for run in (plain, recalled, whole):
+    assert whole.parameters == whole_recalled.parameters == shown.base.parameters
+    # What is compared differs once: in what trains, at the rate that is its own, or in the remedies.
+    configs = [yaml.safe_load((tmp_path / "demo" / run.config).read_text()) for run in learned.runs[:4]]
+    trains = [(config.pop("what"), config.pop("optimizer")) for config in configs]
+    assert trains[0] == trains[2] != trains[1] == trains[3]
+    assert configs[0] == configs[1] != configs[2] == configs[3]
+    for run in (plain, whole, recalled, whole_recalled):
         before, after = run.losses[NEW]
         assert before == learned.before[NEW] and after < before
         assert run.losses[KNOWN][0] == learned.before[KNOWN] != run.losses[KNOWN][1]
     # The gate is fitted on new text and on what the base wrote.
     fitted = json.loads((gated.path / "surgery.json").read_text())["training"][0]["gate"]
     assert fitted
-    assert any("loss.preserve" in entry for entry in recalled.log)
+    for run in (recalled, whole_recalled):
+        assert any("loss.preserve" in entry for entry in run.log)
     assert learned.verification.trained
     assert {path.name for path in (tmp_path / "demo").glob("*.yaml")} == {run.config for run in learned.runs}
 
@@ -98,7 +105,7 @@ def test_the_demo_learns_and_forgets(tmp_path: Path, monkeypatch: pytest.MonkeyP
     page = console.export_text()
     for loss in (learned.before[NEW], *(run.trained.losses[KNOWN][1] for run in learned.runs)):
         assert f"{loss:.3f}" in page
-    assert "every tensor of the base is byte for byte in the trained run" in page
+    assert "every tensor of the base is byte for byte in the run with new layers" in page
 
     # README's lines, in the folder that its first one makes.
     monkeypatch.chdir(tmp_path / "demo")

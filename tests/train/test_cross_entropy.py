@@ -137,7 +137,7 @@ def test_which_one_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         surgeon.train(grown(tmp_path), config(tmp_path, cross_entropy="liger"), tmp_path / "run", device="cpu")
     assert not (tmp_path / "run").exists()
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
-    with pytest.raises(BadInput, match=r"not installed; `pip install 'model-surgeon\[liger\]'`, or use chunked"):
+    with pytest.raises(BadInput, match=r"unlike chunked, .* not installed; run `pip install -e '\.\[liger\]'`"):
         choose("liger", tokens=1, vocabulary=1, device="cuda")
 
 

@@ -402,7 +402,7 @@ def test_without_peft_it_is_said(plain: Path, monkeypatch: pytest.MonkeyPatch) -
     import importlib.util
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(BadInput, match=r"needs PEFT, which is not installed; `pip install 'model-surgeon\[peft\]'`"):
+    with pytest.raises(BadInput, match=r"needs PEFT, which is not installed; run `pip install -e '\.\[peft\]'`"):
         trained(plain, "base", "no", lora={})
 
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -24,6 +25,8 @@ from surgeon import (
     text_files,
 )
 from surgeon.common.checked_yaml import Loaded, check_yaml, editor_schema
+from surgeon.common.checked_yaml import where as place_of
+from surgeon.common.installation import lacking
 from surgeon.common.places import find_file, from_here, named
 from surgeon.common.yaml import Place, override, parse_yaml, read_text
 from surgeon.compare.config.entries import PEERS, StudyText
@@ -112,6 +115,8 @@ def load_study(
             f"{loaded.shown}: a remedy replays text, and the study has none; give `original:` (--original"
             " FILE), or let the remedy replay what the base writes (`source: recall`)"
         )
+    if any(method.lora is not None for method in config.all_methods) and find_spec("peft") is None:
+        wrong.append(lacking(f"{loaded.shown}: the method lora", "PEFT", "peft"))
     wrong += _absent(loaded)
     wrong += _learned_and_kept(loaded)
     plans = _plans(loaded, wrong)

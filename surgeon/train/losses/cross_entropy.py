@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from surgeon.common.installation import lacking
 from surgeon.data.packing import IGNORED_LABEL
 from surgeon.errors import BadInput, SurgeonError
 
@@ -160,10 +161,7 @@ def choose(setting: str, *, tokens: int, vocabulary: int, device: str) -> CrossE
     if device != "cuda":
         raise BadInput(f"`cross_entropy: liger` runs on CUDA, and this run is on {device}; use auto or chunked")
     if importlib.util.find_spec("liger_kernel") is None:
-        raise BadInput(
-            "`cross_entropy: liger`: liger-kernel is not installed;"
-            " `pip install 'model-surgeon[liger]'`, or use chunked"
-        )
+        raise BadInput(lacking("`cross_entropy: liger`, unlike chunked,", "liger-kernel", "liger"))
     return "liger"
 
 

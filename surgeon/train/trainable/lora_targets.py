@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Collection, Sequence
 
 from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.common.installation import lacking
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy, within
 from surgeon.manifest.manifest import Manifest
@@ -34,7 +35,7 @@ def lora_set(out: CheckpointFolder, manifest: Manifest | None, loaded: LoadedCon
     assert spec is not None
     where = loaded.where("lora")
     if importlib.util.find_spec("peft") is None:
-        raise BadInput(f"{where}`lora` needs PEFT, which is not installed; `pip install 'model-surgeon[peft]'`")
+        raise BadInput(lacking(f"{where}`lora`", "PEFT", "peft"))
     chosen = (
         _of_blocks(anatomy, spec.targets, where) if isinstance(spec.targets, str) else _named(out, spec.targets, where)
     )
