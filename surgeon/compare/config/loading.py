@@ -25,7 +25,6 @@ from surgeon import (
     text_files,
 )
 from surgeon.common.checked_yaml import Loaded, check_yaml, editor_schema
-from surgeon.common.checked_yaml import where as place_of
 from surgeon.common.installation import lacking
 from surgeon.common.places import find_file, from_here, named
 from surgeon.common.yaml import Place, override, parse_yaml, read_text
