@@ -6,6 +6,7 @@ weights allow an overflow. In float16 most do; in other dtypes numbers must be f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -65,7 +66,7 @@ def _may_overflow(out: CheckpointFolder, layers: Collection[int]) -> bool:
     """Whether the weights of these layers allow a number beyond the dtype's largest, by a bound that is never reached.
 
     With w the largest weight and D the widest sum, a norm's numbers are below w √D, and a projection makes its input
-    w D times as large; two projections are multiplied, summed and projected again.
+    w D times as large; two projections are multiplied, summed and projected again: w⁵ D⁴.
     """
     held = [out.tensors[name] for name, (_, layer, _) in places_of(out.tensors).items() if layer in layers]
     largest, width, most = 1.0, 1, float("inf")
@@ -76,7 +77,7 @@ def _may_overflow(out: CheckpointFolder, layers: Collection[int]) -> bool:
             with safe_open(out.path / info.file, framework="pt") as shard:
                 # Mapped: nothing of it is kept.
                 largest = max(largest, *(abs(float(end)) for end in torch.aminmax(shard.get_tensor(info.name))))
-    return (_STREAM * largest * width**0.5) ** 2 * min(largest * width, 1e70) ** 3 > most
+    return math.prod([_STREAM**2 * width**4, *[largest] * 5]) > most
 
 
 def _first_odd(folder: CheckpointFolder, ids: Tensor, device: str) -> int | None:

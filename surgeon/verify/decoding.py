@@ -71,7 +71,8 @@ def _fit(gate: Any, given: tuple[Any, ...]) -> None:
     gate.threshold.fill_(_SUM if gate.spec.reads == "cusum" else 0.0)
     gate.offset.zero_()
     found = gate.odds(given[0])
-    by = _SPREAD / found.std()
+    # Of one token again and again it is the same but for rounding, which must stay small.
+    by = _SPREAD / (found.std() + 1e-3 * found.abs().mean())
     (gate.weight if gate.out is None else gate.out).mul_(by)
     gate.offset.copy_(_MEAN - found.mean() * by)
 
