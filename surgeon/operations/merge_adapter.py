@@ -265,7 +265,7 @@ def _norm(folder: AdapterFolder, product: Product) -> float:
     rank, count = product.rank, 1 if product.expert is None else product.expert[1]
     pairs = ((down[e * rank : (e + 1) * rank], up[:, e::count]) for e in range(count))
     square = sum(float(np.sum((a @ a.T) * (b.T @ b))) for a, b in pairs)
-    return product.scale * math.sqrt(max(0.0, square))
+    return abs(product.scale) * math.sqrt(max(0.0, square))
 
 
 def _numbers(content: bytearray, dtype: str) -> np.ndarray:
