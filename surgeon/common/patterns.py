@@ -18,7 +18,6 @@ from surgeon.errors import BadInput, printable
 
 # Less than a minute. Four patterns for each of 70,000 modules take a third of it.
 _MOST_STEPS = 50_000_000
-_LONGEST = 10_000
 _PLAIN = re.compile(r"[\w.-]+")
 
 
@@ -62,7 +61,7 @@ class Matcher:
                     starts = set().union(*(self._after(each, name, starts) for each in given[1]))
                 # All ends of a repetition are followed: lazy ones have the same.
                 case parts.MAX_REPEAT | parts.MIN_REPEAT:
-                    starts = self._repeated(*given, name, starts)
+                    starts = self._repeated(given, name, starts)
                 case parts.SUBPATTERN if not given[1] and not given[2]:
                     starts = self._after(given[3], name, starts)
                 case parts.ASSERT | parts.ASSERT_NOT if given[0] > 0:
@@ -77,7 +76,8 @@ class Matcher:
                     starts = {at + 1 for at in starts if _takes(part, given, name[at : at + 1])}
         return starts
 
-    def _repeated(self, least: int, most: int, tree: Any, name: str, starts: set[int]) -> set[int]:
+    def _repeated(self, given: Any, name: str, starts: set[int]) -> set[int]:
+        least, most, tree = given
         for _ in range(least):
             before, starts = starts, self._after(tree, name, starts)
             if starts == before:
@@ -95,8 +95,6 @@ class Matcher:
 
 @lru_cache(maxsize=10_000)
 def _parsed(pattern: str) -> Any:
-    if len(pattern) > _LONGEST:
-        raise re.error(f"{len(pattern):,} characters")
     with warnings.catch_warnings(action="ignore"):
         tree = _parser.parse(pattern)
     if tree.state.flags != re.UNICODE:
@@ -113,7 +111,7 @@ def _takes(part: Any, given: Any, letter: str) -> bool:
             return letter != "" and (given is None or letter != chr(given))
         case parts.IN:
             negated = given[0][0] is parts.NEGATE
-            return letter != "" and negated != any(_takes(*each, letter) for each in given[negated:])
+            return letter != "" and negated != any(_takes(each, of, letter) for each, of in given[negated:])
         case parts.RANGE:
             return bool(given[0] <= ord(letter) <= given[1])
         case parts.CATEGORY if given in (parts.CATEGORY_DIGIT, parts.CATEGORY_WORD):

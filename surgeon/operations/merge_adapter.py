@@ -343,7 +343,7 @@ def _norm(folder: AdapterFolder, product: Product) -> float:
     if not (np.isfinite(down).all() and np.isfinite(up).all()):
         raise BadInput(f"{folder.shown}: {printable(product.up.tensor)} or its A holds NaN or infinity; get it again")
     square = sum(float(np.sum((a @ a.T) * (b.T @ b))) for a, b in pairs)
-    return product.scale * math.sqrt(max(0.0, square))
+    return abs(product.scale) * math.sqrt(max(0.0, square))
 
 
 def _numbers(content: bytearray, dtype: str) -> np.ndarray:

@@ -18,6 +18,8 @@ from surgeon.report.history import History
 MAX_LOG_BYTES = 64_000_000
 # The name of a source's held-out loss in a trainer's log.
 _BEFORE, _AFTER = "eval_", "_loss"
+# A page's labels are placed beside one another.
+_MOST_SOURCES = 200
 # The most lengths of prefixes that are shown of a gate.
 _LENGTHS = 16
 
@@ -147,6 +149,10 @@ def read_curves(log: Path) -> tuple[Curve, ...]:
                 )
             if math.isfinite(loss):
                 curves.setdefault(source, []).append((step, float(loss)))
+            if len(curves) > _MOST_SOURCES:
+                raise BadInput(
+                    f"{shown}: losses on more than {_MOST_SOURCES} sources, which no page shows; leave some out"
+                )
     if not curves:
         raise BadInput(f'{shown}: no line has a loss; expected {{"step": …, "source": …, "loss": …}}')
     return tuple(Curve(source, tuple(sorted(points))) for source, points in curves.items())

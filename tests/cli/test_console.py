@@ -24,7 +24,11 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
     """The command line with a console of some encoding: its exit code, and what it wrote."""
 
     def run(*arguments: object, encoding: str = "utf-8") -> tuple[int, str, str]:
-        written = [io.TextIOWrapper(io.BytesIO(), encoding=encoding, write_through=True) for _ in range(2)]
+        # As Python opens them.
+        written = [
+            io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors=errors, write_through=True)
+            for errors in ("strict", "backslashreplace")
+        ]
         with monkeypatch.context() as patch:
             patch.setattr(sys, "argv", ["surgeon", *map(str, arguments)])
             patch.setattr(sys, "stdout", written[0])

@@ -58,9 +58,7 @@ def test_the_patterns_of_a_file_share_one_budget(monkeypatch: pytest.MonkeyPatch
             matcher.ends(f"layers.{number}.q_proj", "model.layers.0.q_proj")
 
 
-@pytest.mark.parametrize(
-    "pattern", ["(a", r"(a)\1", "(?i)a.", "(?i:a.)", "(?<=a)b", "(?>a)b", "(" * 2_000, "x*" * 6_000]
-)
+@pytest.mark.parametrize("pattern", ["(a", r"(a)\1", "(?i)a.", "(?i:a.)", "(?<=a)b", "(?>a)b", "(" * 20_000])
 def test_other_patterns_are_refused(pattern: str) -> None:
     with pytest.raises(BadInput, match=r"here: the pattern .* cannot be read \(.*write names of modules"):
         Matcher("here").ends(pattern, "aab")

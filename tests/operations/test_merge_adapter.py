@@ -152,6 +152,7 @@ ORACLE: dict[str, tuple[str, dict[str, Any]]] = {
             "trainable_token_indices": [7, 3],
         },
     ),
+    "subtracted": ("llama", {"target_modules": ["q_proj", "down_proj"], "lora_alpha": -8}),
     "embeddings": ("llama", {"target_modules": ["embed_tokens", "q_proj"], "modules_to_save": ["lm_head"]}),
     "DoRA": ("llama", {"target_modules": r".*\.(?:q_proj|down_proj|embed_tokens)", "use_dora": True}),
     "biases": ("qwen2", {"target_modules": ["q_proj", "o_proj"], "bias": "all"}),

@@ -446,6 +446,14 @@ REFUSED: dict[str, tuple[Callable[[Path, Path], list[object]], str]] = {
     ),
     "no log": (lambda out, tmp: [out, "--log", given(tmp, '{"step": 1}\n')], "no line has a loss"),
     "a record of something else": (lambda out, tmp: [out, "--log", given(tmp, '{\n"log": 3}')], "neither JSON lines"),
+    "a log of too many sources": (
+        lambda out, tmp: [
+            out,
+            "--log",
+            given(tmp, "".join(f'{{"step": 1, "source": "s{n}", "loss": 1.0}}\n' for n in range(50_000))),
+        ],
+        "more than 200 sources",
+    ),
     "a log of lists": (lambda out, tmp: [out, "--log", given(tmp, '{"step": 1}\n[]\n')], "line 2"),
     "a loss in words": (
         lambda out, tmp: [out, "--log", given(tmp, '{"step": 1, "source": "a", "loss": "b"}')],
