@@ -79,14 +79,8 @@ class VocabularyFacts(Facts):
     @classmethod
     def of(cls, grown: Grown) -> VocabularyFacts:
         """The facts of a tokenizer that has grown."""
-        return cls(
-            kind=grown.kind,
-            how=grown.how,
-            rows=grown.rows,
-            made_of=[" ".join(map(str, named)) for named in grown.made_of],
-            inserted={name: [list(place) for place in where] for name, where in grown.inserted.items()},
-            measured=[TextCounts(**plain_fields(text)) for text in grown.measured],
-        )
+        made_of = [" ".join(map(str, named)) for named in grown.made_of]
+        return cls(**plain_fields(grown, without=("files", "tokens", "made_of")), made_of=made_of)
 
     @property
     def pieces(self) -> tuple[tuple[int, ...], ...]:
@@ -184,7 +178,7 @@ class GrowVocabulary(Operation):
         from surgeon.models.vocabulary.learned import LearnedTokens
         from surgeon.models.vocabulary.requested_words import Listed
 
-        wanted: tuple[str, ...] | LearnedTokens = ()
+        wanted: tuple[str, ...] | LearnedTokens
         listed = Listed()
         added = {mark: mark in self.special for mark in (*self.special, *self.added)}
         if isinstance(self.tokens, Learn):
