@@ -301,7 +301,8 @@ class Evaluator:
 
     def _not_finite(self, pieces: Pieces, tensor: Tensor, *, first: int = 0) -> BadInput:
         """The error that names the first number that is not finite in a tensor, which begins at byte `first`."""
-        flat = tensor.flatten()
+        # FP8 has no `isfinite` of its own.
+        flat = tensor.flatten().double()
         number = int((~torch.isfinite(flat)).nonzero()[0])
         name, offset = pieces.origin_of(first + number * tensor.element_size())
         info = self.base.tensors[name]

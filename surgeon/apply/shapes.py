@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from surgeon.blueprint.blueprint import Blueprint
+from surgeon.checkpoint.damages import ANOTHER
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
 from surgeon.checkpoint.own_code import OwnCode
@@ -16,7 +17,6 @@ from surgeon.families.dissect import dissect
 from surgeon.families.family import OWN_CONFIG
 from surgeon.families.grafted_config import native_config
 from surgeon.families.growth import part_of
-from surgeon.families.names import ANOTHER
 from surgeon.families.vocabulary import VOCABULARY_KEY
 from surgeon.families.widening import flat_fields
 from surgeon.operations.growing import groups_that_fit, head_growths

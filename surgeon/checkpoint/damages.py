@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
@@ -71,9 +71,9 @@ def around(names: Iterable[str], known: str, below: str) -> str:
     """
     stored = next((name.removesuffix(below) for name in names if name.endswith(f".{below}")), known)
     more = stored.removeprefix(known) if stored.startswith(known) else stored.removesuffix(known)
-    return (
-        f"their names have `{printable(more)}` more; {_TAKE_OUT.format(more)}" if more not in ("", stored) else ANOTHER
-    )
+    # Words only: they become a part of a line that is run.
+    plain = more != stored and re.fullmatch(r"[\w.]+", more)
+    return f"their names have `{more}` more; {_TAKE_OUT.format(more)}" if plain else ANOTHER
 
 
 def unwrapped(name: str) -> str:
@@ -81,7 +81,7 @@ def unwrapped(name: str) -> str:
     return _WRAPPED_IN_ADAPTER.sub("", name)
 
 
-def led_below(files: Collection[str], wanted: str) -> str:
+def led_below(files: Iterable[str], wanted: str) -> str:
     """Return which folder to give where `wanted` lies in folders below, the highest checkpoint's; else nothing."""
     below = [name.removesuffix(f"/{wanted}") for name in files if name.endswith(f"/{wanted}")]
     newest = max(below, key=lambda name: (len(name), name), default="")

@@ -87,9 +87,9 @@ def match(skeleton: Skeleton, kinds: Sequence[int], tensors: Mapping[str, Tensor
     below = re.compile(rf"{re.escape(skeleton.stack)}\.(\d+)\.(.+)", re.DOTALL)
     places = {name: found for name, targets in renamed.items() if (found := below.fullmatch(targets[0]))}
     if not places:
-        known, above, word = skeleton.stack.rpartition(".")
-        below = f"{word}.0.{next(iter(skeleton.layers[0].state_dict()))}"
-        raise BadInput(f"no tensor belongs to a layer of `{skeleton.stack}`; {around(tensors, known + above, below)}")
+        above, dot, own = skeleton.stack.rpartition(".")
+        one = f"{own}.0.{next(iter(skeleton.layers[0].state_dict()))}"
+        raise BadInput(f"no tensor belongs to a layer of `{skeleton.stack}`; {around(tensors, above + dot, one)}")
     stem = _stem({name: int(found[1]) for name, found in places.items()})
     count = len(kinds)
     layers: list[dict[str, tuple[str, ...]]] = [{} for _ in range(count)]

@@ -27,6 +27,8 @@ _OF_LORA = re.compile(
     re.DOTALL,
 )
 _BASE = ".base_layer"
+# Heads for other tasks than the next word.
+_HEADS = ("score.", "classifier.", "qa_outputs.", "v_head.")
 # What PEFT lays around a parameter that it saves whole.
 _AS_LAID = re.compile(r"\.(token_adapter\.)?base_layer\.|\.modules_to_save\.(default\.)?")
 _A_LAYER = re.compile(r"\.\d+\.")
@@ -332,7 +334,10 @@ class Sorted:
     def _place(self, name: str, tensor: str) -> Place:
         found = self.model.find(name)
         if found is None:
-            raise self._refused(tensor, f"the base has no {printable(name)}: the adapter is for another base")
+            why = "the adapter is for another base" if tensor.startswith(_PEFT) else "and no adapter of PEFT's"
+            if name.startswith(_HEADS):
+                why = "merge with PEFT, into the model with the head that it was trained with"
+            raise self._refused(tensor, f"the base has no {printable(name)}: {why}")
         if not found.stored:
             raise self._refused(
                 tensor, f"the base stores {printable(found.parameter)} in parts, as another's, or for several layers"

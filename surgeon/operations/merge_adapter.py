@@ -235,8 +235,9 @@ class MergeAdapter(Operation):
 
     def _adapted(self, draft: Draft, place: Place, recipe: Recipe, steps: list[Step]) -> Recipe:
         first = steps[0]
-        if sets_whole(first) and first.values.shape != place.shape:
-            recipe, steps = replace(first.values, dtype=recipe.dtype), steps[1:]
+        resized = first.values if sets_whole(first) and first.values.shape != place.shape else None
+        if resized is not None:
+            recipe, steps = replace(resized, dtype=recipe.dtype), steps[1:]
         elif recipe.shape != place.shape:
             raise BadInput(
                 f"{printable(place.stored)}: shape {list(recipe.shape)} after earlier operations, the base's"
@@ -246,8 +247,8 @@ class MergeAdapter(Operation):
         if wider:
             draft.dtype = self.dtype
         dtype = "F32" if wider else recipe.dtype
-        if not steps:
-            return replace(first.values, dtype=dtype)
+        if resized is not None and not steps:
+            return replace(resized, dtype=dtype)
         of_all = [step for step in steps if isinstance(step, Product) and step.expert is not None]
         if not of_all or place.form == "linear":
             return Adapted(recipe, tuple(steps), place.stored, dtype, self.rounding, turned=place.form == "turned")

@@ -700,6 +700,19 @@ def test_an_adapter_of_another_base_is_said_to_be_one(tmp_path: Path) -> None:
             surgeon.preview(tmp_path / "plan.yaml", base)
 
 
+def test_what_no_base_of_words_has_is_led_on(made: Base, tmp_path: Path) -> None:
+    for number, (name, said) in enumerate(
+        {
+            "base_model.model.score.weight": "with the head that it was trained with",
+            "lora_unet_mid_block.weight": "and no adapter of PEFT's",
+        }.items()
+    ):
+        folder = lora(tmp_path / f"{number}", layers=2, modules_to_save=["score"])
+        renamed(folder, lambda old, value, name=name: {old: value, name: torch.ones(2, 32)})  # type: ignore[misc]
+        with pytest.raises(BadInput, match=said):
+            merged(made("llama"), tmp_path, **{"from": f"{number}"})
+
+
 def test_rows_of_layers_for_further_tokens_are_said_to_stay(tmp_path: Path) -> None:
     """DeepSeek's have copies of the head, which is merged without them; experts of such layers cannot change alone."""
     base = mtp.checkpoint(tmp_path / "base", "deepseek_v3")
