@@ -63,10 +63,16 @@ OPERATIONS = [
     ),
     ("op: stack_layers, bottom: 0.5", "give `bottom` and `top` (two overlapping copies), or `times` (how often"),
     ("op: stack_layers, times: 2, top: 0.5", "give `bottom` and `top` (two overlapping copies), or `times` (how often"),
-    ("op: stack_layers, bottom: 1, top: 1, range: [0, 1]", "a `range` of it), or `slices`"),
-    ("op: stack_layers, slices: [[0, 2]], times: 2", "or `slices`"),
+    (
+        "op: stack_layers, bottom: 1, top: 1, range: [0, 1]",
+        "give `bottom` and `top` (two overlapping copies), or `times`",
+    ),
+    ("op: stack_layers, slices: [[0, 2]], times: 2", "give `bottom` and `top` (two overlapping copies), or `times`"),
     ("op: stack_layers, slices: [[2, 2]]", "a slice is [first, end], without its end"),
-    ("op: stack_layers, slices: [[0, 10000], [0, 1]]", "all hold 10000 layers at most"),
+    (
+        "op: stack_layers, slices: [[0, 10000], [0, 1]]",
+        "a slice is [first, end], without its end; all hold 10000 layers at most",
+    ),
     (
         "op: insert_layers, where: {every_period: 1}, per_gap: 2, init: {kind: copy}",
         "`per_gap` has no meaning with `every_period`: each gap gets a whole period",
