@@ -130,9 +130,7 @@ def _blocks_in_memory(part: Part, sizes: Sizes, memory: InMemory) -> tuple[tuple
     """The same of a matrix that is those of the class, by their names there, one below the other."""
     targets = memory.targets[part.suffix]
     shapes = [memory.shapes[target] for target in targets]
-    found = [
-        _blocks_of(target.removesuffix(".weight"), shape, sizes) for target, shape in zip(targets, shapes, strict=True)
-    ]
+    found = [_blocks_of(target.removesuffix(".weight"), memory.shapes[target], sizes) for target in targets]
     whole = all(shape[1:] == part.shape[1:] for shape in shapes) and sum(shape[0] for shape in shapes) == part.shape[0]
     below = _PARTED.issuperset(memory.converted.get(part.suffix, ()))
     return tuple(block for blocks in found for block in blocks) if whole and below and all(found) else ()
