@@ -293,14 +293,13 @@ def _anatomy_of(
     entry: _Entry, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], own: OwnCode | None
 ) -> Anatomy | None:
     """The anatomy that an entry tells of, with this base's tensors; None where it does not fit them."""
-    above = entry.stem
     try:
         layers = tuple(
-            {suffix: tensors[f"{above}{index}.{suffix}"] for suffix in entry.suffixes[number]}
+            {suffix: tensors[f"{entry.stem}{index}.{suffix}"] for suffix in entry.suffixes[number]}
             for index, number in enumerate(entry.suffixes_of)
         )
         beyond = tuple(
-            {suffix: tensors[f"{above}{index}.{suffix}"] for suffix in suffixes}
+            {suffix: tensors[f"{entry.stem}{index}.{suffix}"] for suffix in suffixes}
             for index, suffixes in enumerate(entry.beyond, len(layers))
         )
         outer = {name: tensors[name] for name in entry.outer}

@@ -229,7 +229,7 @@ def stored_name(model: Any, place: str, *, as_in_memory: bool) -> str:
 
     Raises BadInput where transformers would not find it there.
     """
-    saved = saved_names(model, place, tuple(model.state_dict()[place].shape))
+    saved = saved_names(model, place, model.state_dict()[place].shape)
     tried = [place, *saved] if as_in_memory else [*saved, place]
     found: str | None = next((n for n in tried if made_of(model, [n])[n] == Made((place,), False)), None)
     if found is None:

@@ -64,6 +64,8 @@ _SHARED_GATE = re.compile(r"(.+\.)?shared_expert_gate")
 # What transformers does to experts stored one by one, and to stacked ones, so that their rows are still known.
 _GATHERED = {"MergeModulelist", "Concatenate"}
 _TURNED = ("Transpose",)
+# And to a matrix of which it makes several, row by row.
+_PARTED = {"Split", "Chunk"}
 
 
 @dataclass(frozen=True)
@@ -102,12 +104,15 @@ def with_roles(
     known: dict[str, tuple[tuple[Role, int], ...]] = {}
     for suffix, part in weights.items():
         path = suffix.removesuffix(".weight")
-        blocks = _hinted(hinted[path], part.shape, sizes) if path in hinted else _blocks_of(path, part.shape, sizes)
+        if path in hinted:
+            blocks = _hinted(hinted[path], part.shape, sizes)
+        else:
+            blocks = _blocks_in_memory(part, sizes, memory) or _blocks_of(path, part.shape, sizes)
         # Of two modules of one role it could not be said which one is meant.
         if blocks and not any({role for role, _ in blocks} & {role for role, _ in others} for others in known.values()):
             known[suffix] = blocks
     experts = _experts(parts, sizes, memory)
-    return tuple(experts.get(part.suffix) or _plain(part, known, silent) for part in parts)
+    return tuple(experts.get(part.suffix) or _plain(part, known, silent, memory.targets) for part in parts)
 
 
 def _hinted(roles: Sequence[Role], shape: tuple[int, ...], sizes: Sizes) -> tuple[tuple[Role, int], ...]:
@@ -119,6 +124,16 @@ def _hinted(roles: Sequence[Role], shape: tuple[int, ...], sizes: Sizes) -> tupl
     reads = not {"output", "down"} & set(roles)
     fits = len(shape) == 2 and shape[0] == sum(count for _, count in blocks) and (shape[1] == sizes.hidden or not reads)
     return blocks if fits else ()
+
+
+def _blocks_in_memory(part: Part, sizes: Sizes, memory: InMemory) -> tuple[tuple[Role, int], ...]:
+    """The same of a matrix that is those of the class, by their names there, one below the other."""
+    targets = memory.targets[part.suffix]
+    shapes = [memory.shapes[target] for target in targets]
+    found = [_blocks_of(target.removesuffix(".weight"), memory.shapes[target], sizes) for target in targets]
+    whole = all(shape[1:] == part.shape[1:] for shape in shapes) and sum(shape[0] for shape in shapes) == part.shape[0]
+    below = _PARTED.issuperset(memory.converted.get(part.suffix, ()))
+    return tuple(block for blocks in found for block in blocks) if whole and below and all(found) else ()
 
 
 def _blocks_of(path: str, shape: tuple[int, ...], sizes: Sizes) -> tuple[tuple[Role, int], ...]:
@@ -150,12 +165,17 @@ def _fits(role: Role, shape: tuple[int, ...], hidden: int) -> bool:
     return len(shape) == 2 and shape[0 if role == "down" else 1] == hidden
 
 
-def _plain(part: Part, known: Mapping[str, tuple[tuple[Role, int], ...]], silent: Collection[str]) -> Part:
+def _plain(
+    part: Part,
+    known: Mapping[str, tuple[tuple[Role, int], ...]],
+    silent: Collection[str],
+    targets: Mapping[str, tuple[str, ...]],
+) -> Part:
     path, _, _ = part.suffix.rpartition(".")
     blocks = known.get(f"{path}.weight", ()) if part.kind in ("weight", "bias") else ()
     if blocks:
         return replace(part, blocks=blocks)
-    role = _NORMS.get(path)
+    role = _NORMS.get(targets[part.suffix][0].rpartition(".")[0]) or _NORMS.get(path)
     if role is None or part.kind not in ("norm", "bias"):
         return part
     behind = role == "pre_mlp_norm" and f"{path}.weight" in silent

@@ -198,3 +198,19 @@ def test_whole_numbers_outside_the_layers_are_copied(tmp_path: Path) -> None:
         save_file({**held, norm: held[norm].long()}, file, metadata={"format": "pt"})
         with pytest.raises(BadInput, match=rf"{norm} .*dtype I64; surgery needs plain floating-point"):
             surgeon.preview(surgeon.load_plan(plan), str(base))
+
+
+@pytest.mark.parametrize("kind", ["exaone", "sarvam_moe"])
+def test_roles_are_told_by_the_class_whatever_a_maker_calls_its_tensors(kind: str, tmp_path: Path) -> None:
+    if kind not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
+    base, plan = tiny_decoder(tmp_path / "base", kind), tmp_path / "plan.yaml"
+    plan.write_text(
+        "surgeon: 1\noperations:\n"
+        "  - {op: insert_layers, where: {after: [1]}, init: {kind: ot_fusion}, zero_init: true}\n"
+    )
+    surgeon.apply(plan, base, tmp_path / "out")
+    verified = surgeon.verify(base, tmp_path / "out", window=16, windows=1)
+    assert verified.holds and verified.identical
+    surgeon.revert(tmp_path / "out", tmp_path / "back")
+    assert same_bytes(weights(base), weights(tmp_path / "back"))
