@@ -75,8 +75,6 @@ WITHOUT = {
             "settings",
             "anatomy",
             "dissect",
-            "usual",
-            "usual_table",
             "grafted_config",
         )
     },

@@ -264,17 +264,13 @@ def preview_of(
 
 
 def _proof(blueprint: Blueprint, base: OpenedBase, *, recall: bool) -> Proof:
-    """How the promise of exactness is known: with `recall` by an earlier preview, else not yet.
-
-    Of a usual model, whose anatomy ships with surgeon, a preview proves nothing but that widths can grow, which code
-    may forbid: `apply` proves the rest.
-    """
+    """How the promise of exactness is known: with `recall` by an earlier preview or by this one, else not yet."""
     folder, anatomy = base.folder, base.anatomy
     of = (blueprint, anatomy, folder.config, folder.own)
     if not recall:
         return promised(blueprint)
     proof = known_proof(*of)
-    if proof.how != "cached" and (anatomy.derivation.proven or blueprint.promise == "rounding"):
+    if proof.how != "cached":
         proof = prove(*of)
     keep(anatomy, folder.config, folder.tensors, folder.own)
     return proof

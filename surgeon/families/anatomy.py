@@ -84,8 +84,6 @@ Stream = tuple[dict[str, int], tuple[dict[str, Axes], ...], dict[str, Axes]]
 class Derivation(ABC):
     """What was found out about a model type, and what can be done with it."""
 
-    # Whether what is known was found out, and proven, of this very base.
-    proven: bool = True
     # What was proven, in one line; and the name of the list of decoder layers in transformers' model.
     evidence: str
     stack: str

@@ -1,13 +1,13 @@
-"""What is known of a base without deriving it: the anatomies of usual models, and what earlier previews derived.
+"""What is known of a base without deriving it: what earlier previews derived.
 
-A derived anatomy is kept from one preview to the next, so that the second needs neither torch nor a twin; that of a
-usual model is in a table that surgeon ships (usual.py), so that the first one does not either.
+A derived anatomy is kept from one preview to the next, so that the second needs neither torch nor a twin: that saves 4 to
+10 processor seconds, nearly all of them the import of torch and transformers.
 
 An entry holds what `dissect` found out of a config and headers, and the answers that its derivation gave since, as
 grown configs; proofs of plans are kept beside them (apply/proofs.py). It counts for the same config, tensors, versions
 and code of surgeon alone. Only answers are kept, never refusals: those are made anew each time. An entry is a file that
 anybody may have changed, so it is checked as one. What writes a checkpoint or verifies one (`apply`, `verify`) reads
-neither an entry nor the table.
+no entry.
 """
 
 from __future__ import annotations
@@ -32,11 +32,9 @@ from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.common.cache import MAX_ENTRY_BYTES, cache_folder, is_off, read_entry, write_entry
 from surgeon.errors import BadInput
 from surgeon.families.anatomy import Anatomy, Derivation, LayerKind, Stream
-from surgeon.families.deferred import Deferred
 from surgeon.families.dissect import dissect
 from surgeon.families.family import Family, Part, Sizes, Space
 from surgeon.families.grafted_config import is_grafted
-from surgeon.families.usual import known
 
 # Raised whenever entries mean something else.
 _FORMAT = 3
@@ -73,13 +71,27 @@ class _Entry(BaseModel):
     answers: dict[str, JsonValue]
 
 
-class Remembered(Deferred):
-    """A derivation whose answers are kept; what was not asked before is asked of the base's own, made when needed."""
+class Remembered(Derivation):
+    """A derivation whose answers are kept; what was not asked before is asked of the base's own, made when needed.
 
-    def __init__(self, made: Callable[[], Derivation], entry: _Entry | None, answers: dict[str, JsonValue]) -> None:
-        super().__init__(made)
-        self._entry = entry
-        self.answers = answers
+    Making it takes torch and transformers. Proofs are always its own.
+    """
+
+    def __init__(self, make: Callable[[], Derivation], entry: _Entry | None, answers: dict[str, JsonValue]) -> None:
+        self._make, self._entry, self.answers = make, entry, answers
+        self._made: Derivation | None = None
+
+    @property
+    def own(self) -> Derivation:
+        """The base's own derivation."""
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the base's own derivation was needed."""
+        return self._made is not None
 
     @property
     def evidence(self) -> str:  # type: ignore[override]
@@ -202,6 +214,21 @@ class Remembered(Deferred):
         """As `Derivation` says."""
         return self._asked(dict[str, tuple[str, str]], lambda own: own.parameters(), "parameters")
 
+    def prove(
+        self,
+        grown: Mapping[str, Any],
+        order: Sequence[int],
+        kept: Sequence[bool],
+        silenced: Sequence[Mapping[str, float]],
+        silent: Mapping[int, Mapping[str, float]],
+    ) -> None:
+        """As `Derivation` says."""
+        self.own.prove(grown, order, kept, silenced, silent)
+
+    def prove_grafts(self, trunk: Mapping[str, Any], grafted: Mapping[str, Any]) -> None:
+        """As `Derivation` says."""
+        self.own.prove_grafts(trunk, grafted)
+
     def check_runs(self, grown: Mapping[str, Any]) -> None:
         """As `Derivation` says; once checked, it is not checked again."""
 
@@ -225,7 +252,7 @@ class Remembered(Deferred):
 
 
 def recalled(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], own: OwnCode | None = None) -> Anatomy:
-    """As `dissect`, from what is kept of this base, or shipped for its like; `keep` then stores what was found out.
+    """As `dissect`, from what is kept of this base; `keep` then stores what was found out.
 
     Raises BadInput as `dissect` does.
     """
@@ -234,8 +261,6 @@ def recalled(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], own: 
         return dissect(config, tensors, own)
     entry = None if folder is None else _read(folder, _key(config, tensors, own))
     found = None if entry is None else _anatomy_of(entry, config, tensors, own)
-    if found is None and own is None and isinstance(config.get("model_type"), str):
-        found = known(config, tensors, lambda: dissect(config, tensors).derivation)
     if found is not None:
         return found
     anatomy = dissect(config, tensors, own)
