@@ -40,10 +40,33 @@ class Sentence(NamedTuple):
 def of_readme() -> tuple[float, ...]:
     """What both models learn of code and forget of documentation, by README's own table."""
     page = (ROOT / "README.md").read_text(encoding="utf-8")
-    found = re.findall(r"^(?:\w+)? +(tuned|run-whole) .* ([-+]\d\.\d+) \[", page, re.M)
-    assert [name for name, _ in found] == ["tuned", "run-whole"] * 2
-    tuned, whole, tuned_docs, whole_docs = (abs(float(value)) for _, value in found)
-    return tuned, tuned_docs, whole, whole_docs
+    found = re.findall(r"^(?:\w+)? +(tuned|full) .* ([-+]\d\.\d+) \[", page, re.M)
+    assert [name for name, _ in found] == ["tuned", "full"] * 2
+    tuned, full, tuned_docs, full_docs = (abs(float(value)) for _, value in found)
+    return tuned, tuned_docs, full, full_docs
+
+
+def learned_and_forgotten(method: str) -> list[tuple[float, float]]:
+    """The frontier of a method with recalled text and the base as teacher, as growth.svg draws it."""
+    found = findings_of("frontier_en-llama-8m")
+    row = next(row for row in found.rows if (row.method, row.remedy) == (method, "recalled"))
+    new, original = found.start
+    return [(new - point.new, point.original - original) for point in row.means()]
+
+
+def full_beats_copies() -> bool:
+    """Whether in growth.svg a run of full fine-tuning learned more than any of the copied layers, and forgot less."""
+    full = learned_and_forgotten("full")
+    most = max(learned_and_forgotten("copy"))
+    return any(learned > most[0] and forgot < most[1] for learned, forgot in full)
+
+
+def rates_of_readme() -> bool:
+    """Whether the study's best runs of both, with that remedy, have the rates of README's commands."""
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    best = {name: row_of("en-llama-8m", name, "recalled")["best"]["rate"] for name in ("ot", "full")}
+    asked = {key: float(re.findall(rf"lr{sign} ?([\d.]+)", page)[0]) for key, sign in (("ot", ":"), ("full", "="))}
+    return best == asked
 
 
 def row_of(base: str, method: str, remedy: str = "replayed") -> dict[str, Any]:
@@ -173,14 +196,16 @@ LAYERS = ("ot", "copy", "average", "random", "llama-pro")
 SENTENCES = (
     Sentence(
         "README.md",
-        r"the new layers learn (\S+) nats of code and forget (\S+) nats of documentation: the base's own",
+        r"Above, the new layers learn (\S+) nats of code and forget (\S+) nats of documentation\.",
         lambda: tuple(f"{value:.2f}" for value in of_readme()[:2]),
     ),
     Sentence(
         "README.md",
-        r"above it learns (\S+) nats and forgets (\S+)\.$",
+        r"Full fine-tuning learns (\S+) nats and forgets (\S+)\.",
         lambda: tuple(f"{value:.2f}" for value in of_readme()[2:]),
     ),
+    Sentence("README.md", "In the picture full fine-tuning learns more and forgets less than", full_beats_copies),
+    Sentence("README.md", "Each has the learning rate that", rates_of_readme),
     Sentence(
         f"{OPERATIONS}/insert_layers.md",
         r"on the 8M base the two meet over less than (\S+) nats of it",

@@ -7,7 +7,6 @@ import math
 import sysconfig
 import time
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,8 @@ from torch import Tensor
 
 from surgeon.common.devices import one_thread
 from surgeon.common.library import quiet_transformers
+from surgeon.common.listener import Listener
 from surgeon.errors import BadInput, printable
-
-Progress = Callable[[float, str], None]
 
 VOCABULARY = 2048
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
@@ -67,34 +65,21 @@ class DemoBase:
 
     folder: Path
     parameters: int
-    steps: int
     tokens_trained: int
     validation_loss_before: float
     validation_loss: float
     seconds: float
 
 
-def make_base(
-    folder: Path,
-    *,
-    documents: list[str] | None = None,
-    seconds: float = 25.0,
-    seed: int = 0,
-    progress: Progress | None = None,
-) -> DemoBase:
+def make_base(folder: Path, documents: list[str], *, seconds: float, seed: int, listener: Listener) -> DemoBase:
     """Train a small Llama on this Python's documentation and save it to `folder` as a bf16 checkpoint.
 
-    `documents` are those of `documentation()` (None: read here); `split` says which are held out.
+    `documents` are those of `documentation()`; `split` says which are held out.
     `seconds` is roughly what training takes on one ordinary core: it sets the number of steps, not a
     deadline, so that the same seed gives the same base. The folder gets several
-    shards, config, generation config and tokenizer. `progress(fraction, words)` receives the share that is done.
-    Raises BadInput where this Python has no sources to read.
+    shards, config, generation config and tokenizer. `listener` receives the steps that are done.
     """
     began = time.monotonic()
-    show = progress or (lambda _fraction, _words: None)
-    show(0.0, "reading the documentation of the standard library")
-    documents = documentation() if documents is None else documents
-    show(0.05, "training a tokenizer")
     tokenizer = _tokenizer(documents)
     trained_on, held_out = split(documents)
     validation, stream = _tokens(tokenizer, held_out), _tokens(tokenizer, trained_on)
@@ -105,19 +90,17 @@ def make_base(
         before = _loss(model, windows)
         _start_from_neighbours(model, stream)
         steps = max(1, round(seconds * STEPS_A_SECOND))
-        _train(model, stream, steps=steps, seed=seed, show=lambda share, words: show(0.1 + 0.85 * share, words))
+        listener.begin("training", steps, "steps")
+        _train(model, stream, steps=steps, seed=seed, listener=listener)
         model.to(torch.bfloat16).eval()
         after = _loss(model, windows)
-    show(0.95, "saving")
     with quiet_transformers():
         model.save_pretrained(folder, max_shard_size=_SHARD_SIZE)
         tokenizer.save_pretrained(folder)
     parameters = sum(value.numel() for value in model.parameters())
-    show(1.0, "done")
     return DemoBase(
         folder=folder,
         parameters=parameters,
-        steps=steps,
         tokens_trained=steps * _BATCH * _WINDOW,
         validation_loss_before=before,
         validation_loss=after,
@@ -207,7 +190,7 @@ def _start_from_neighbours(model: Any, stream: Tensor) -> None:
         layer.mlp.down_proj.weight.zero_()
 
 
-def _train(model: Any, stream: Tensor, *, steps: int, seed: int, show: Progress) -> None:
+def _train(model: Any, stream: Tensor, *, steps: int, seed: int, listener: Listener) -> None:
     """AdamW on random windows of `stream`, linear warm-up then cosine decay."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=_PEAK_RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     made = torch.Generator().manual_seed(seed)
@@ -228,7 +211,7 @@ def _train(model: Any, stream: Tensor, *, steps: int, seed: int, show: Progress)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        show((step + 1) / steps, f"training, step {step + 1} of {steps}, loss {loss.item():.2f}")
+        listener.advance(1)
 
 
 def _rate(step: int, steps: int) -> float:

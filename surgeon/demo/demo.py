@@ -52,11 +52,10 @@ _DOCUMENT = 512
 
 @dataclass(frozen=True)
 class Run:
-    """One row: what `surgeon train` made by `config` at the peak `rate`, and how the table calls it."""
+    """One row: what `surgeon train` made at the peak `rate`, and how the table calls it."""
 
     called: str
     rate: float
-    config: str
     trained: Trained
 
 
@@ -71,7 +70,6 @@ class Learning:
     runs: tuple[Run, ...]
     verification: Verification
     steps: int
-    tokens: int
     before: dict[str, float]
 
 
@@ -79,11 +77,9 @@ class Learning:
 class Demo:
     """The results of a demo: the base, the surgery, its proof, texts of both models, and the training."""
 
-    folder: Path
     base: DemoBase
     applied: Applied
     verification: Verification
-    prompt: str
     base_writes: str
     out_writes: str
     learning: Learning
@@ -116,16 +112,7 @@ def _run_demo(folder: Path, *, seconds: float, seed: int, listener: Listener) ->
     except OSError as error:
         raise BadInput(f"{printable(str(folder))}: cannot be made ({error.strerror}); choose another folder") from None
     listener.say(f"training a small Llama on Python's own documentation (about {seconds:.0f} s)")
-    listener.begin("training", 1000)
-    done = 0
-
-    def show(fraction: float, _words: str) -> None:
-        nonlocal done
-        step = int(fraction * 1000) - done
-        done += step
-        listener.advance(step)
-
-    base = make_base(base_folder, documents=documents, seconds=seconds, seed=seed, progress=show)
+    base = make_base(base_folder, documents, seconds=seconds, seed=seed, listener=listener)
     listener.say(f"growing it by the shipped plan {PLAN}")
     applied = apply(PLAN, str(base_folder), out, listener=listener)
     listener.say("verifying: bytes, then logits in prefill and cached decode")
@@ -133,14 +120,11 @@ def _run_demo(folder: Path, *, seconds: float, seed: int, listener: Listener) ->
     written = evaluate(out, base=base_folder, prompts=PROMPT, answer_tokens=WRITTEN_TOKENS, device="cpu")
     base_writes, out_writes = (row.answers[0].text for row in written.models)
     steps = max(1, round(seconds * STEPS_A_SECOND * LEARNING_SHARE))
-    listener.say("training the new layers on the library's code, which the base has never seen")
     learning = learn(base_folder, out, folder, known=documents, new=code(), steps=steps, seed=seed, listener=listener)
     return Demo(
-        folder=folder,
         base=base,
         applied=applied,
         verification=verification,
-        prompt=PROMPT,
         base_writes=base_writes,
         out_writes=out_writes,
         learning=learning,
@@ -188,13 +172,12 @@ def learn(
             config = _write_config(folder / f"{name}.yaml", what, rate, remedies, steps=steps, seed=seed)
             trained = train(model, config, folder / name, device="cpu", listener=listener)
             assert trained is not None
-            runs.append(Run(called, rate, config.name, trained))
+            runs.append(Run(called, rate, trained))
     first = runs[0].trained
     return Learning(
         runs=tuple(runs),
         verification=verify(base, first.path, logits=False, listener=listener),
         steps=steps,
-        tokens=first.tokens,
         before={name: losses[0] for name, losses in first.losses.items()},
     )
 
@@ -259,8 +242,8 @@ def demo_view(demo: Demo) -> RenderableType:
         _title("3  the proof"),
         Padding(verification_view(demo.verification), (0, 0, 0, 2), expand=False),
         _title("4  both write, greedily"),
-        Text.assemble(("base   ", "cyan"), _written(demo.prompt, demo.base_writes)),
-        Text.assemble(("grown  ", "green"), _written(demo.prompt, demo.out_writes)),
+        Text.assemble(("base   ", "cyan"), _written(demo.base_writes)),
+        Text.assemble(("grown  ", "green"), _written(demo.out_writes)),
         _title("5  what it learns and forgets"),
         *_learning(demo.learning),
         Text(),
@@ -289,7 +272,7 @@ def _learning(learning: Learning) -> list[RenderableType]:
     return [
         Text(
             f"held-out loss, nats a token, in windows of {_WINDOW} tokens, after {learning.steps} steps of"
-            f" {learning.tokens // learning.steps} tokens of Python code, none of the documentation"
+            f" {_BATCH * _WINDOW} tokens of Python code, none of the documentation"
         ),
         Padding(table, (0, 0, 0, 2), expand=False),
         Text(
@@ -309,5 +292,5 @@ def _title(text: str) -> Text:
     return Text(f"\n{text}", style="bold")
 
 
-def _written(prompt: str, continuation: str) -> str:
-    return " ".join(f"{prompt}{continuation}".split())
+def _written(continuation: str) -> str:
+    return " ".join(f"{PROMPT}{continuation}".split())

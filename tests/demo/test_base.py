@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import surgeon
-from surgeon.demo import base as demo
+from surgeon.common.listener import Quiet
 from surgeon.demo.base import DemoBase, documentation, make_base
 from surgeon.models.load import load_model
 from surgeon.models.tokens import token_batches
@@ -20,30 +20,25 @@ WHOLE = cache(documentation)
 FEW_STEPS = 0.5
 
 
-@contextlib.contextmanager
-def little_text() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(demo, "documentation", lambda: WHOLE()[:1500])
-        yield
-
-
 @dataclass(frozen=True)
 class Made:
-    """A base of a few steps, made by one core: what was told meanwhile, and the random state before and after."""
+    """A base of a few steps, made by one core: its steps as counted, and the random state before and after."""
 
     base: DemoBase
-    told: list[tuple[float, str]]
+    steps: list[int]
     states: tuple[torch.Tensor, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    told: list[tuple[float, str]] = []
+    steps: list[int] = []
+    heard = Quiet()
+    heard.begin, heard.advance = lambda *begun: steps.append(begun[1]), steps.append
     before = torch.get_rng_state()
     folder = tmp_path_factory.mktemp("base")
-    with little_text(), cores(1):
-        base = make_base(folder, seconds=FEW_STEPS, seed=3, progress=lambda share, words: told.append((share, words)))
-    return Made(base, told, (before, torch.get_rng_state()))
+    with cores(1):
+        base = make_base(folder, WHOLE()[:1500], seconds=FEW_STEPS, seed=3, listener=heard)
+    return Made(base, steps, (before, torch.get_rng_state()))
 
 
 @contextlib.contextmanager
@@ -58,13 +53,12 @@ def cores(count: int) -> Iterator[None]:
 
 
 def test_a_few_steps_make_a_complete_checkpoint(made: Made) -> None:
-    base, told, folder = made.base, made.told, made.base.folder
+    base, folder = made.base, made.base.folder
     assert torch.equal(*made.states)
-    assert isinstance(base, DemoBase) and base.steps == 6
+    assert isinstance(base, DemoBase) and base.tokens_trained == 6 * 8 * 64
     assert 0 < base.validation_loss < base.validation_loss_before
-    shares = [share for share, _ in told]
-    assert shares == sorted(shares) and (shares[0], shares[-1]) == (0.0, 1.0)
-    assert any("step 6 of 6" in words for _, words in told)
+    # Six steps begin, and each is done.
+    assert made.steps == [6, *6 * [1]]
 
     assert len(list(folder.glob("model-*.safetensors"))) >= 3
     config = json.loads((folder / "config.json").read_text())
@@ -88,8 +82,8 @@ def test_only_the_seed_decides(made: Made, tmp_path: Path) -> None:
     """The number of cores does not."""
     results = []
     for name, seed, count in (("again", 3, 2), ("other", 4, 1)):
-        with little_text(), cores(count):
-            results.append(make_base(tmp_path / name, seconds=FEW_STEPS, seed=seed))
+        with cores(count):
+            results.append(make_base(tmp_path / name, WHOLE()[:1500], seconds=FEW_STEPS, seed=seed, listener=Quiet()))
     assert made.base.validation_loss == results[0].validation_loss != results[1].validation_loss
     first, again = made.base.folder, tmp_path / "again"
     names = sorted(path.name for path in first.iterdir())

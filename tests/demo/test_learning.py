@@ -79,12 +79,12 @@ def test_the_demo_learns_and_forgets(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert shown.holds
     learned = shown.learning
     assert learned.steps == 12
-    assert learned.tokens == 12 * 8 * 64
+    assert learned.runs[0].trained.tokens == 12 * 8 * 64
     plain, whole, recalled, whole_recalled, gated = (run.trained for run in learned.runs)
     assert plain.parameters == recalled.parameters == shown.applied.preview.parameters_trainable
     assert whole.parameters == whole_recalled.parameters == shown.base.parameters
     # What is compared differs once: in what trains, at the rate that is its own, or in the remedies.
-    configs = [yaml.safe_load((tmp_path / "demo" / run.config).read_text()) for run in learned.runs[:4]]
+    configs = [yaml.safe_load(run.trained.path.with_suffix(".yaml").read_text()) for run in learned.runs[:4]]
     trains = [(config.pop("what"), config.pop("optimizer")) for config in configs]
     assert trains[0] == trains[2] != trains[1] == trains[3]
     assert configs[0] == configs[1] != configs[2] == configs[3]
@@ -98,7 +98,9 @@ def test_the_demo_learns_and_forgets(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for run in (recalled, whole_recalled):
         assert any("loss.preserve" in entry for entry in run.log)
     assert learned.verification.trained
-    assert {path.name for path in (tmp_path / "demo").glob("*.yaml")} == {run.config for run in learned.runs}
+    assert {path.name for path in (tmp_path / "demo").glob("*.yaml")} == {
+        f"{run.trained.path.name}.yaml" for run in learned.runs
+    }
 
     console = Console(width=140, record=True, file=io.StringIO())
     console.print(demo_view(shown))
@@ -109,10 +111,10 @@ def test_the_demo_learns_and_forgets(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     # README's lines, in the folder that its first one makes.
     monkeypatch.chdir(tmp_path / "demo")
-    (block,) = re.findall(r"^```sh\n(surgeon demo .*?)^```$", README.read_text(encoding="utf-8"), re.M | re.S)
+    (block,) = re.findall(r"^```sh\n(\. .venv/bin/activate .*?)^```$", README.read_text(encoding="utf-8"), re.M | re.S)
     first, _, lines = block.partition("\n")
     config, _, commands = lines.partition("\nEND\n")
-    assert first.startswith("surgeon demo && cd surgeon-demo ") and config.startswith("cat > train.yaml <<'END'\n")
+    assert first == ". .venv/bin/activate && cd surgeon-demo" and config.startswith("cat > train.yaml <<'END'\n")
     Path("train.yaml").write_text(config.partition("\n")[2].replace("steps: 60", "steps: 3") + "\n")
     # Eight of the held-out documents are enough to see that they are scored.
     held_out = Path("texts") / f"{KNOWN}-held-out.jsonl"
@@ -122,4 +124,4 @@ def test_the_demo_learns_and_forgets(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ran = CliRunner().invoke(app, command.split()[1:])
         assert ran.exit_code == 0, (command, ran.output)
         printed = ran.stdout
-    assert all(name in printed for name in ("code", "docs", "base", "tuned", "run-whole", "Δ to base"))
+    assert all(name in printed for name in ("code", "docs", "base", "tuned", "full", "Δ to base"))
