@@ -1,7 +1,7 @@
 """What is known of a base without deriving it: what earlier previews derived.
 
-A derived anatomy is kept from one preview to the next, so that the second needs neither torch nor a twin: that saves 4 to
-10 processor seconds, nearly all of them the import of torch and transformers.
+A derived anatomy is kept from one preview to the next, so that the second needs neither torch nor a twin: that saves
+4 to 10 processor seconds, nearly all of them the import of torch and transformers.
 
 An entry holds what `dissect` found out of a config and headers, and the answers that its derivation gave since, as
 grown configs; proofs of plans are kept beside them (apply/proofs.py). It counts for the same config, tensors, versions
