@@ -152,8 +152,8 @@ def carry_conversions(upcycled: type[Any], native: type[Any]) -> None:
     class: its config says which it is.
     """
     config = upcycled.config_class
-    tensors = dict.fromkeys(name.strip("*") for graft in config.grafts for name in graft.tensors)
-    own = "|".join(re.escape(name).replace(r"\*", ".*") for name in tensors)
+    names = (name for graft in config.grafts for name in graft.tensors)
+    own = "|".join(re.escape(name.strip("*")).replace(r"\*", ".*") for name in names)
     grafts = re.compile(rf"(.*?(?:\.\d+\.|(?={own})))(.*(?:{own}).*)")
     types = (config.model_type, config.__bases__[-1].model_type)
     for ours, theirs in (types, (upcycled.__name__, native.__name__)):

@@ -76,8 +76,13 @@ class GraftRules:
     # Names of grafts' tensors, which a native model might take for some of its own; `*` is any text. Here are all that
     # surgeon brings: what transformers is told of a model type counts for every model of that type in a process.
     tensors: ClassVar[tuple[str, ...]] = (
-        *("*mlp.adapter.*", "*mlp.routed.*", "*.slots.*.lora_*", "*expert_router.*"),
-        *("*interpolator.*", "*control_bank.*", "*domain_gate.*"),
+        "*mlp.adapter.*",
+        "*mlp.routed.*",
+        "*.slots.*.lora_*",
+        "*expert_router.*",
+        "*interpolator.*",
+        "*control_bank.*",
+        "*domain_gate.*",
     )
     # Only planners ask for what follows: for each key that says something of layers its kind; the fields that it adds
     # to a model's output, in training, and what they are; where its modules are; whether an encoder can carry it;

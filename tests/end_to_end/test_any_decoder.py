@@ -232,7 +232,7 @@ def test_grafts_are_saved_by_the_names_that_they_were_read_by(model_type: str, p
     assert weights(tmp_path / "saved").keys() == weights(tmp_path / "out").keys()
     again = loaded(tmp_path / "saved").state_dict()
     assert all(torch.equal(value, again[name]) for name, value in model.state_dict().items())
-    surgeon.revert(tmp_path / "saved", tmp_path / "back")
+    surgeon.revert(tmp_path / "out", tmp_path / "back")
     assert same_bytes(weights(base), weights(tmp_path / "back"))
 
 

@@ -116,7 +116,7 @@ def test_only_what_a_surgery_needs_is_joined() -> None:
 
 
 # How many lines a file may have, for each graft alone: what a stranger has to read.
-LINES = {"control": 1050, "adapters": 600, "experts": 1100, "routed": 800, "states": 1300, "gate": 1550}
+LINES = {"control": 1105, "adapters": 640, "experts": 1130, "routed": 820, "states": 1345, "gate": 1580}
 
 
 def test_a_file_is_as_short_as_its_graft_allows() -> None:
@@ -124,7 +124,7 @@ def test_a_file_is_as_short_as_its_graft_allows() -> None:
     for name, surgery in alone().items():
         lines = len(bundle(joining("llama", surgery)).splitlines())
         assert lines <= LINES[name], f"{name}: {lines} lines"
-    assert len(bundle(joining("llama", adapters(l1=0.01))).splitlines()) <= 700, "adapters with a local loss"
+    assert len(bundle(joining("llama", adapters(l1=0.01))).splitlines()) <= 755, "adapters with a local loss"
 
 
 BRANCHES = """
