@@ -117,7 +117,9 @@ def apply(
     target, base = Path(out), meant(str(base))
     devices.check(device)
     loaded = loaded_plan(plan, overrides)
-    check_destination(target, Path(base) if Path(base).exists() else None)
+    if ranks.size == 1:
+        # Of several processes only the first one says it, where the others wait for it.
+        check_destination(target, Path(base) if Path(base).exists() else None)
     adapters: dict[str, AdapterFolder] = {}
     if not Path(base).exists():
         # Everything that can be refused is refused before the first weight is downloaded.

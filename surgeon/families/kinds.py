@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 # Attributes that hold a layer's number: two layers of one kind differ in them.
 _NUMBER = re.compile(r"(.*_)?(idx|index|layer_id|layer_number|block_id)")
 _IGNORED = frozenset({"training", "gradient_checkpointing"})
+# Whether a layer keeps its keys for later ones to share. Gemma 4 marks the last layer of each type although none shares
+# them (transformers 5.24): then it makes no kind.
+_KEEPS_KEYS = "store_full_length_kv"
 _SETTINGS = frozenset({bool, int, float, str, type(None)})
 Settings = tuple[tuple[str, Any], ...]
 Signature = tuple[tuple[str, str, tuple[tuple[str, Any], ...], Settings], ...]
@@ -52,11 +55,13 @@ def _stored(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
 
 def _settings(module: nn.Module) -> Settings:
     held = vars(module).items()
+    alone = not getattr(getattr(module, "config", None), "num_kv_shared_layers", 0)
     # Types first: most of what a module holds is no setting.
     return tuple(
         (key, value)
         for key, value in held
         if type(value) in _SETTINGS and key[0] != "_" and key not in _IGNORED and not _NUMBER.fullmatch(key)
+        if not (alone and key == _KEEPS_KEYS)
     )
 
 

@@ -221,7 +221,8 @@ def generated(
     forced = None if said_BS is None else said_BS.tolist()
     config = GenerationConfig(
         max_new_tokens=steps,
-        min_new_tokens=steps,
+        # So that no token ends a text, whatever tokens are said.
+        eos_token_id=[],
         do_sample=False,
         num_beams=1,
         use_cache=cache,

@@ -129,7 +129,7 @@ class Model:
 
     def _bare(self, name: str) -> str:
         """A name without what stands before the text model in one class or another."""
-        return re.sub(rf"^(?:(?:{self.stack.rpartition('.')[0]}|model|language_model)\.)+", "", name)
+        return re.sub(rf"^(?:(?:{re.escape(self.stack.rpartition('.')[0])}|model|language_model)\.)+", "", name)
 
     @cached_property
     def _bare_places(self) -> dict[str, Place]:

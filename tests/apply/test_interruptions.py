@@ -162,7 +162,7 @@ def test_control_c(base: Path, tmp_path: Path) -> None:
     _, told = process.communicate()
     assert process.returncode == 130
     proven, *said = [line for line in told.splitlines() if line]
-    assert "proven on a twin" in proven
+    assert "found on a twin" in proven
     assert said == ["surgeon: interrupted; the same command continues where it stopped"]
     assert not out.exists()
     surgeon.apply("llama-pro", str(base), out)

@@ -200,7 +200,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "integers for weights": (lambda f: quantised(f, "I32"), [FIRST, "b.weight", "I32", "floating-point"]),
     "quantised to 8 bits": (
         lambda f: (quantised(f, "F8_E4M3"), write_config(f, quantization_config={"quant_method": "fp8\x1b"})),
-        ["b.weight", "F8_E4M3", "quantised base (fp8\\x1b)"],
+        ["config.json", "the base is quantised (fp8\\x1b)"],
     ),
     "own code in the config": (
         lambda f: write_config(f, model_type="x", auto_map={"AutoModel": "modeling_x.X"}),

@@ -69,6 +69,7 @@ OTHERS = {
     "surgeon.common.library": "transformers' classes",
     "surgeon.families.grafting": "transformers' classes",
     "surgeon.common.disk_space": "numbers of errors",
+    "surgeon.runtime.heads": "names of grafts",
 }
 
 

@@ -254,7 +254,7 @@ def test_a_pilot_makes_rounds_that_treat_all_rows_alike(tmp_path: Path) -> None:
         ("steps: 10", "steps: 10\nrates: [0.1, 0.3, 0.9, 2]", "rate 2 is no learning rate"),
         ("steps: 10", "steps: 10\nbytes: 10", "one of `steps`, `tokens` and `bytes`"),
         ("[new.jsonl]", "[{path: new.jsonl, validation: 0.0}]", "losses are compared on held-out text"),
-        ("[new.jsonl]", "[old.jsonl]", r"study.yaml:3: .*old.jsonl: no such file or folder; check `path`"),
+        ("[new.jsonl]", "[old.jsonl]", r"study.yaml:3: .*old.jsonl: no such file or folder; check the path"),
         ("new: [new.jsonl]\n", "", "no text to learn; give `new:`, or --new FILE"),
         ("[new.jsonl]", "[{path: new.jsonl, name: known}]", "two texts are called 'known'"),
         ("steps: 10", "steps: 10\nclaims: [{says: x, better: full, worse: lorra}]", "no method `lorra`; did you mean"),

@@ -182,7 +182,7 @@ def test_texts_that_are_not_there_are_named_by_line(tmp_path: Path) -> None:
     with pytest.raises(BadInput) as refused:
         check_texts(loaded)
     line = next(n for n, text in enumerate(SMALLEST.splitlines(), 1) if paths[0] in text)
-    told = f"{tmp_path}/tasks.yaml:{line}: source law: {tmp_path}/{paths[0]}: no such file or folder; check `path`"
+    told = f"{tmp_path}/tasks.yaml:{line}: source law: {tmp_path}/{paths[0]}: no such file or folder; check the path"
     assert str(refused.value) == told
     (tmp_path / paths[0]).write_text('{"text": "a text"}\n', encoding="utf-8")
     check_texts(loaded)

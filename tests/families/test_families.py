@@ -189,7 +189,7 @@ def open_changed(folder: Path, **changes: object) -> CheckpointFolder:
         ({"num_hidden_layers": 10**9}, "more than 10000 is refused"),
         ({"num_key_value_heads": 4}, "the config requires"),
         ({"attention_bias": True}, r"self_attn\.\w_proj\.bias: the config requires this tensor"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantised .gptq."),
+        ({"quantization_config": {"quant_method": "gptq"}}, "`quantization_config` is left over"),
     ],
 )
 def test_config_and_weights_that_disagree(tmp_path: Path, changes: dict, message: str) -> None:

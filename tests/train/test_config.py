@@ -190,7 +190,7 @@ def test_missing_texts_are_named_by_the_configs_line_and_the_path_looked_at(tmp_
         for key, why in check_source(loaded.config.sources[n], loaded)
     ]
     assert [where for where, _ in wrong] == [f"{tmp_path}/train.yaml:{line}: " for line in (4, 4, 5)]
-    assert wrong[0][1] == f"source fr: {tmp_path}/fr.jsonl: no such file or folder; check `path`"
+    assert wrong[0][1] == f"source fr: {tmp_path}/fr.jsonl: no such file or folder; check the path"
     assert wrong[1][1] == f"source fr: {tmp_path}/aside.jsonl: no such file or folder; check `validation`"
     assert "no .jsonl, .json, .txt, .parquet in this folder" in wrong[2][1]
 

@@ -11,6 +11,7 @@ import surgeon
 from surgeon.runtime.registry import GRAFTS
 from surgeon.verify.check import Check
 from surgeon.verify.decoding import check_decoding
+from tests.caches import CACHE
 from tests.checkpoints import write_plan
 from tests.decoders import tiny_decoder
 from tests.runtime.grafting import adapters, alone, control, everything, gate, gated, grafted, states, tokens
@@ -63,9 +64,7 @@ def test_what_is_kept_of_earlier_tokens_decodes_as_it_prefills(family: str, name
     assert found.holds and not found.note, found
 
 
-@pytest.mark.parametrize(
-    "names", [("past_key_values",), ("past_key_values", "position_ids")], ids=["refused", "silent"]
-)
+@pytest.mark.parametrize("names", [(CACHE,), (CACHE, "position_ids")], ids=["refused", "silent"])
 @pytest.mark.parametrize("name", STATEFUL)
 def test_a_cache_under_a_dead_name_is_noticed(
     name: str, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
@@ -79,7 +78,7 @@ def test_a_cache_under_a_dead_name_is_noticed(
 
 def test_a_twin_without_its_cache_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = grafted("llama", control("lerp"))
-    without(monkeypatch, type(model.model.layers[1].expanded), "forward", "past_key_values")
+    without(monkeypatch, type(model.model.layers[1].expanded), "forward", CACHE)
     found = checked(model)
     assert not found.holds
     assert "control lost" in found.detail
@@ -96,7 +95,7 @@ def test_a_base_that_decodes_otherwise_itself_is_not_held_against_what_was_added
 ) -> None:
     model = grown("states")
     # Without a cache of its own for the first layer, in what is native.
-    without(monkeypatch, type(model.model.layers[0].self_attn), "forward", "past_key_values")
+    without(monkeypatch, type(model.model.layers[0].self_attn), "forward", CACHE)
     found = checked(model)
     assert found.holds and found.note
     assert "without what was added" in found.detail
@@ -117,7 +116,7 @@ def test_verify_says_it_and_fails_by_it(outputs: dict[str, Made], monkeypatch: p
     from surgeon.models.load import load_model
 
     model = load_model(made.out)
-    without(monkeypatch, type(model.model), "_crossing", "past_key_values", "position_ids")
+    without(monkeypatch, type(model.model), "_crossing", CACHE, "position_ids")
     verification = surgeon.verify(made.base, made.out, **how)
     assert verification.identical
     assert not verification.holds
