@@ -135,7 +135,7 @@ def of_growth() -> str:
     stack, rows = drawn_stack(of.history, of.ends, width=230), legend_rows(of.history, of.ends)
     top, left = 24.0, 256.0
     below = top + stack.height + 6
-    size = (600.0, below + LEGEND_ROW * len(rows))
+    size = (575.0, below + LEGEND_ROW * len(rows))
     beside = [
         f"{found.base}, an English model, learns French;",
         "both replay text that the base wrote, with",

@@ -153,8 +153,7 @@ def test_a_promise_says_how_it_is_known(proofs: Path, tmp_path: Path) -> None:
     base = tiny.checkpoint(tmp_path / "base", "llama")
     before = surgeon.preview("llama-pro", base)
     assert before.proof.text == before.to_json()["proof"]["text"]
-    # Of a usual model nothing is derived, nor proven, until something is written.
-    assert before.proof.text == "promised; apply proves it on a twin before it writes" and not proofs.exists()
+    assert before.proof.text.startswith("proven on a twin (") and proofs.exists()
     # What writes proves it again.
     first, second = (surgeon.apply("llama-pro", base, tmp_path / name) for name in ("first", "second"))
     (entry,) = proofs.iterdir()
@@ -181,16 +180,16 @@ def test_another_config_version_or_code_is_proven_anew(
     surgeon.apply("llama-pro", base, tmp_path / "out")
     assert how(base) == "cached"
     assert surgeon.preview("copy", base).proof.how != "cached"
-    assert how(changed(tiny.checkpoint(tmp_path / "other", "llama"), rope_theta=5000.0)) == "promised"
+    assert how(changed(tiny.checkpoint(tmp_path / "other", "llama"), rope_theta=5000.0)) == "proven"
     for name, value in (("versions", lambda: {"transformers": "0", "torch": "0"}), ("_code", lambda: "another")):
         with monkeypatch.context() as patched:
             patched.setattr(anatomy_cache, name, value)
-            assert how(base) == "promised"
+            assert how(base) == "proven"
     whole = {entry: entry.read_bytes() for entry in proofs.iterdir()}
     for damaged in (lambda _: b"{", lambda _: b"[]", lambda held: held.replace(b'"key":"', b'"key":"0')):
         for entry, held in whole.items():
             entry.write_bytes(damaged(held))
-        assert how(base) == "promised"
+        assert how(base) == "proven"
 
 
 def test_a_refusal_is_not_kept(proofs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

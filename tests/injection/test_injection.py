@@ -122,7 +122,7 @@ def test_no_room_for_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     from surgeon.demo import demo
 
     monkeypatch.setattr(demo, "documentation", list)
-    monkeypatch.setattr(demo, "make_base", lambda folder, **_: (folder / "model").write_bytes(bytes(20_000)))
+    monkeypatch.setattr(demo, "make_base", lambda folder, *_, **__: (folder / "model").write_bytes(bytes(20_000)))
     with (
         files_of_at_most(10_000),
         pytest.raises(BadInput, match=r"out: file too large .* \(.* free .*; remove the folder"),
