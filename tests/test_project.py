@@ -43,9 +43,10 @@ def test_workflows_run_what_is_run_here() -> None:
     assert ci["tests"]["strategy"]["matrix"]["python"] == PYTHONS == ["3.11", "3.12", "3.13"]
     assert ci["tests"]["steps"][-1]["run"].endswith(" .ci/run")
     ends = read(".github/workflows/versions.yml")["jobs"]["quick"]["strategy"]["matrix"]["include"]
-    assert [(end["resolution"], end["python"]) for end in ends] == [
-        ("lowest-direct", PYTHONS[0]),
-        ("highest", PYTHONS[-1]),
+    assert [(end["resolution"], end["python"], end.get("beyond", "")) for end in ends] == [
+        ("lowest-direct", PYTHONS[0], ""),
+        ("highest", PYTHONS[-1], ""),
+        ("highest", PYTHONS[-1], "transformers torch"),
     ]
 
 

@@ -1,4 +1,4 @@
-"""`surgeon refresh`: the shipped code of an output that an earlier surgeon wrote, written anew where it stands."""
+"""`surgeon refresh`: the shipped code of an output that an earlier surgeon wrote, replaced where it stands."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def refresh(out: str | Path, *, listener: Listener | None = None) -> Refreshed:
     manifest = manifest_of(folder)
     native = composition_of(folder.config)
     if native is None or folder.config.get("auto_map") != native.auto_map or CODE_FILE not in manifest.code:
-        raise BadInput(f"{folder.source.shown}: ships no code of surgeon's, so there is nothing to write anew")
+        raise BadInput(f"{folder.source.shown}: ships no code of surgeon's, so there is nothing to refresh")
     code, old = bundle(folder.config), folder.read_code(CODE_FILE)
     now, before = hashlib.sha256(code).hexdigest(), hashlib.sha256(old or b"").hexdigest()
     if old is not None and before not in (manifest.code[CODE_FILE], now):
@@ -93,6 +93,6 @@ def _check_fits(folder: CheckpointFolder) -> None:
 
 def refreshed_view(found: Refreshed) -> str:
     """Return what was written, in lines."""
-    done = "already this version's" if found.before == found.now else "written anew, nothing else"
+    done = "already this version's" if found.before == found.now else "replaced, nothing else"
     name = printable(str(found.path))
     return "\n".join([f"{name}: {CODE_FILE} {done}", *found.checks, f"its function: `surgeon verify BASE {name}`"])

@@ -164,6 +164,8 @@ def test_from_surgery_to_training_and_back(
 ) -> None:
     if model_type == "gemma4" and Version(transformers.__version__) < Version("5.23"):
         pytest.skip("until then its layers count themselves: new ones are of another kind, and refused")
+    if model_type == "llama4" and Version(transformers.__version__) == Version("5.24.0"):
+        pytest.skip("its class reads `image_outputs` of an output that has none: it runs no text")
     skip_before(model_type)
     auto, changes = LAYOUTS[model_type]
     method = QUANTISED.get(model_type)

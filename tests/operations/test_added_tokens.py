@@ -148,7 +148,7 @@ def test_trained_and_operated_on_again(tmp_path: Path) -> None:
         "length": 16,
         "validation_sequences": 2,
         "optimizer": {"lr": 1e-2, "warmup": 1, "weight_decay": 0.5},
-        "sources": [{"name": "fr", "path": "fr.jsonl", "share": 1.0, "validation": 0.1}],
+        "sources": [{"name": "fr", "path": "fr.jsonl", "share": 1.0, "validation": 0.1, "control_tokens": "as_tokens"}],
     }
     (tmp_path / "train.yaml").write_text(json.dumps(config))
     surgeon.train(out, tmp_path / "train.yaml", tmp_path / "run", device="cpu")

@@ -121,7 +121,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "another format": ({"format": "nvfp4-pack-quantized"}, r"format nvfp4-pack-quantized, which surgeon does not"),
     "plain": ({"format": "int-quantized", "num_bits": 8}, r"in the format int-quantized, which stores no such tensor"),
     "for others": ({"targets": ["re:.*nothing"]}, r"quantised, yet no group of config\.json's"),
-    "endless": ({"targets": [r"re:(?:(.)|(.)(.))*[!?]$"]}, r"which cannot be read \(.*\); use the model"),
+    "endless": ({"targets": [r"re:(?:(.)|(.)(.))*[!?]$"]}, r"quantised, yet no group of config\.json's"),
     "sparse": ({"sparsity_config": {"format": "sparse-24-bitmask"}}, r"sparse weights are not dequantised"),
     "rotated": ({"transform_config": {"config_groups": {}, "x": 1}}, r"rotated weights are not dequantised"),
 }

@@ -125,5 +125,5 @@ def test_what_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"lm_head\.weight: no shard has this tensor, and the text model needs it"):
         surgeon.preview(plan, tmp_path / "headless")
     edit_config(base, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
-    with pytest.raises(BadInput, match="the model is quantised"):
+    with pytest.raises(BadInput, match="`quantization_config` is left over"):
         surgeon.preview(plan, base)
