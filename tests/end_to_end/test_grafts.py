@@ -330,7 +330,7 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
         [ADAPTERS | {"layers": [0]}, ADAPTERS | {"layers": [1], "local_loss": {"kind": "l1", "weight": 0.5}}],
         ["local_loss", "one setting"],
     ),
-    "stacking grafted layers": ([ADAPTERS, {"op": "stack_layers", "bottom": 4, "top": 4}], ["have grafts", "2-3"]),
+    "stacking grafted layers": ([ADAPTERS, {"op": "stack_layers", "bottom": 4, "top": 4}], ["layer 2 has grafts"]),
     "merging nothing": ([{"op": "merge_branches"}], ["no control block"]),
     "merging a gate for every token": (
         [CONTROL | {"interpolator": {"kind": "dlerp"}}, {"op": "merge_branches"}],

@@ -206,6 +206,8 @@ def script_pattern(names: Sequence[str]) -> re.Pattern[str]:
 
     for name in names:
         try:
+            if not name.replace("_", "").replace(" ", "").isalnum():
+                raise regex.error("no name")
             regex.compile(rf"\p{{Script={re.escape(name)}}}")
         except regex.error:
             raise BadInput(
