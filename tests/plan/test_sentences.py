@@ -87,6 +87,10 @@ OPERATIONS = [
         "`least` and `most` count tokens of `text`; name one",
     ),
     (
+        "op: grow_vocabulary",
+        "empty, so there is nothing to add: name words in `tokens`, or `special` or `added` tokens",
+    ),
+    (
         "op: grow_vocabulary, tokens: {learn: a.txt, count: 3}",
         "`how: unseen` needs `keep`, the text that is to tokenise as before",
     ),
