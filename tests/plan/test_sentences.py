@@ -87,6 +87,10 @@ OPERATIONS = [
         "`least` and `most` count tokens of `text`; name one",
     ),
     (
+        "op: grow_vocabulary, special: [' ']",
+        "' ': write a token of 1 to ",
+    ),
+    (
         "op: grow_vocabulary",
         "empty, so there is nothing to add: name words in `tokens`, or `special` or `added` tokens",
     ),
