@@ -368,8 +368,8 @@ class TrainConfig(Entry):
     def _check_classifies(self) -> None:
         if other := next((source for source in self.sources if source.kind != "labels"), None):
             raise ValueError(
-                f"source {other.name!r} is of the kind {other.kind or 'text'}, others have labels; one run trains one task:"
-                " give every source `kind: labels`, or none"
+                f"source {other.name!r} is of the kind {other.kind or 'text'}, others have labels; one run trains"
+                " one task: give every source `kind: labels`, or none"
             )
         if self.preserve is not None:
             raise ValueError("`preserve` holds next tokens to the base's, which texts with labels do not ask for")
