@@ -62,7 +62,7 @@ def test_lists_and_ranges() -> None:
         (After(after=[1, 1]), "layer 1 is listed twice"),
         (Every(every=9), "matches nothing in a model of 8 layers"),
         (Range(range=[5, 2]), "runs backwards"),
-        (Range(range=[5, 10**15]), "there is no layer 8"),
+        (Range(range=[5, 10**6]), "there is no layer 8"),
     ],
 )
 def test_refusals(selector: object, message: str) -> None:

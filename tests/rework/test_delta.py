@@ -140,7 +140,8 @@ def test_round_trip(tmp_path: Path, family: str, operations: list[dict[str, Any]
         )
     assert found == expected
     verified = surgeon.verify(tmp_path / "base", again, logits=not trained, window=24, windows=1)
-    assert verified.checks == surgeon.verify(tmp_path / "base", out, logits=False).checks
+    without = [check for check in verified.checks if check.name != "decoding"]
+    assert without == surgeon.verify(tmp_path / "base", out, logits=False).checks
     assert trained or verified.holds
 
 

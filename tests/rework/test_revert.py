@@ -219,6 +219,7 @@ def test_refusals_are_one_line_and_write_nothing(case: str, out: Path, tmp_path:
 
 def test_destinations_that_are_refused(llama: list[Path], tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "thesis.txt").write_text("mine")
     assert "exists" in refused("revert", llama[3], tmp_path / "there")
     assert "never written to" in refused("revert", llama[3], llama[3] / "inside")
 
