@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch.nn.functional import linear
 
 import surgeon
 from surgeon.blueprint.draft import Draft
@@ -126,6 +127,18 @@ VOCABULARIES = (
 )
 
 
+def fewer_rows_compute_the_same(matrix: torch.Tensor, rows: int) -> bool:
+    """Whether one-row products of this processor's library do not depend on how many rows a matrix has.
+
+    With AVX512-BF16 about one in five hundred differs by a unit in the last place.
+    """
+    draws = torch.Generator().manual_seed(0)
+    kept = torch.randperm(len(matrix), generator=draws)[:rows].sort().values
+    fewer = matrix[kept].clone()
+    drawn = torch.randn(4096, 1, matrix.shape[1], generator=draws).to(matrix.dtype)
+    return all(torch.equal(linear(each, matrix)[:, kept], linear(each, fewer)) for each in drawn)
+
+
 @pytest.mark.parametrize(
     ("model_type", "rows"), [*zip(LAYOUTS, VOCABULARIES, strict=True), ("gpt_oss", VOCABULARIES[0])]
 )
@@ -142,7 +155,10 @@ def test_rows_change_in_the_same_plan_before_or_after(model_type: str, rows: dic
         part = config_of(out).get("text_config", config_of(out))
         assert (part["tie_word_embeddings"], part["vocab_size"]) == (False, len(alone[embedding]))
     proof = surgeon.verify(base, outs[1], device="cpu", windows=1, window=16)
-    assert proof.holds and proof.identical and {c.mode for c in proof.comparisons} >= {"prefill", "cached decode"}
+    assert {c.mode for c in proof.comparisons} >= {"prefill", "cached decode"}
+    if fewer_rows_compute_the_same(weights(base)[embedding], len(alone[embedding])):
+        assert proof.holds and proof.identical
+    assert all(c.rounded for c in proof.comparisons)
     if rows["op"] == "trim_vocabulary":
         with pytest.raises(BadInput, match="take the base of that surgery itself"):
             surgeon.revert(outs[1], tmp_path / "back")
