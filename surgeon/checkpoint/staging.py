@@ -10,6 +10,7 @@ then, and each file is renamed into `out`, last of all those without which nothi
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import shutil
@@ -165,6 +166,12 @@ class Staging:
         self._move()
         self._published = True
         self._clean_up()
+        aside = sorted(self.working.parent.glob(f"{glob.escape(self.working.name)}.old-*"))
+        if aside:
+            self._say(
+                f"{printable(', '.join(path.name for path in aside))}: unfinished work of other plans on"
+                f" {printable(self.out.name)}; remove it when you do not need it"
+            )
 
     def _move(self) -> None:
         """Give all that is staged its place, or what is still staged where a run was killed meanwhile."""

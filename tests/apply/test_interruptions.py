@@ -189,6 +189,7 @@ def test_another_plan_s_leftovers_are_set_aside(base: Path, tmp_path: Path, monk
     assert result.exit_code == 0
     assert ".out.surgeon.old-1" in result.stderr
     assert (tmp_path / ".out.surgeon.old-1").is_dir()
+    assert ".out.surgeon.old-1: unfinished work of other plans on out" in " ".join(result.stderr.split())
     expected = tmp_path / "expected"
     surgeon.apply("copy", str(base), expected)
     assert weights(out).keys() == weights(expected).keys()
