@@ -267,7 +267,7 @@ def test_other_refusals(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="is inside the base"):
         surgeon.train(out, path, out / "run", device="cpu")
     surgeon.train(out, path, tmp_path / "run", device="cpu")
-    with pytest.raises(BadInput, match="exists and holds .*; choose another folder"):
+    with pytest.raises(BadInput, match=r"exists and holds .*; choose another folder"):
         surgeon.train(out, path, tmp_path / "run", device="cpu")
     (out / "tokenizer.json").unlink()
     with pytest.raises(BadInput, match="no tokenizer that can be loaded"):
