@@ -16,13 +16,14 @@ from surgeon.blueprint.blueprint import Blueprint, Output
 from surgeon.blueprint.recipes import Copy
 from surgeon.blueprint.shards import Shard, is_unchanged
 from surgeon.checkpoint.card_metadata import Metadata
-from surgeon.checkpoint.folder import CARD_FILE, CONFIG_FILE, MANIFEST_FILE, CheckpointFolder
+from surgeon.checkpoint.folder import CARD_FILE, CONFIG_FILE, MANIFEST_FILE, MAX_CONFIG_BYTES, CheckpointFolder
 from surgeon.checkpoint.header import Header, TensorInfo
 from surgeon.checkpoint.peft_folder import AdapterFolder
 from surgeon.checkpoint.piece_bytes import in_files
 from surgeon.checkpoint.pieces import Pieces, stacked
 from surgeon.checkpoint.source import Source
 from surgeon.checkpoint.weights import INDEX_FILE, SINGLE_FILE
+from surgeon.errors import BadInput, printable
 from surgeon.manifest.card import card
 from surgeon.manifest.manifest import Manifest
 
@@ -166,8 +167,18 @@ def unchanged_among(
 
 
 def model_files(config: Mapping[str, Any], shards: tuple[Shard, ...], code: Mapping[str, bytes]) -> dict[str, bytes]:
-    """config.json, the index where there is one, and the files of code."""
-    files = {CONFIG_FILE: (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()}
+    """config.json, the index where there is one, and the files of code.
+
+    Raises BadInput for a config.json that no command would read again.
+    """
+    written = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+    if len(written) > MAX_CONFIG_BYTES:
+        longest = max(config, key=lambda key: len(json.dumps(config[key])))
+        raise BadInput(
+            f"config.json: the output's would have {len(written):,} bytes, at most {MAX_CONFIG_BYTES:,} are read;"
+            f" shorten the base's `{printable(longest)}`"
+        )
+    files = {CONFIG_FILE: written}
     if [shard.file for shard in shards] != [SINGLE_FILE]:
         files[INDEX_FILE] = index_of(shards)
     return {**files, **code}

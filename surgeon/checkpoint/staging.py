@@ -102,7 +102,10 @@ class Staging:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        if isinstance(error, BadInput) and error.args:
+            # Who reads it knows OUT and its files, and finds no staged one.
+            error.args = (str(error).replace(str(self.folder), str(self.out)), *error.args[1:])
         try:
             if not self._published and not self.already_published and not self._done:
                 self._clean_up()

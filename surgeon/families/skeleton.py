@@ -221,16 +221,31 @@ def _fitting(model: Any, settings: Any) -> Any:
 
 
 def check_counts(config: Mapping[str, Any]) -> None:
-    """Raise BadInput for a count of modules, or any number, that is beyond all that a model has."""
+    """Raise BadInput for a count of modules, or any number, that is beyond all that a model has.
+
+    A number beside a list, `[["global", "local"], 12]`, says how often it stands (GPT-Neo's `attention_types`).
+    """
     for key, value in config.items():
         if isinstance(value, Mapping):
             check_counts(value)
+        elif isinstance(value, list) and (times := [n for each in value for n in _repeats(each) if n > _MOST_BUILT]):
+            raise BadInput(
+                f"config.json: `{printable(key)}` repeats a list {times[0]} times; more than {_MOST_BUILT} is refused;"
+                f" {OWN_CONFIG}"
+            )
         elif type(value) is int and abs(value) > LARGEST_SIZE:
             raise BadInput(f"config.json: `{printable(key)}` is {value}; beyond 2^31 is refused; {OWN_CONFIG}")
         elif type(value) is int and _COUNT.search(key):
             most = _MOST_EXPERTS if "expert" in key else _MOST_BUILT
             if value > most:
                 raise BadInput(f"config.json: `{printable(key)}` is {value}; more than {most} is refused; {OWN_CONFIG}")
+
+
+def _repeats(entry: object) -> list[int]:
+    """The numbers in a list that stand beside a list."""
+    if not isinstance(entry, list) or not any(isinstance(each, list) for each in entry):
+        return []
+    return [each for each in entry if type(each) is int]
 
 
 def _text_part(settings: Any) -> tuple[Any, tuple[str, ...]]:

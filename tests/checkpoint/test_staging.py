@@ -128,6 +128,13 @@ def test_a_journal_line_cut_short_does_not_count(tail: bytes, tmp_path: Path) ->
         assert stage.is_done("model-2.safetensors") is not None
 
 
+def test_a_staged_file_is_named_as_the_output_s(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(BadInput) as said, staging(out) as stage:
+        raise BadInput(f"{stage.folder / 'config.json'}: no JSON")
+    assert str(said.value) == f"{out / 'config.json'}: no JSON"
+
+
 def test_another_plan_s_files_are_set_aside_and_never_mixed_in(tmp_path: Path) -> None:
     out = tmp_path / "out"
     cut_off(out, "model-1.safetensors", fingerprint="one")
