@@ -81,7 +81,7 @@ def turn_of(value: Any, nth: int, where: str) -> Message:
     if role is None:
         raise BadInput(f"{shown} is from `{printable(speaker)}`, which is none of {', '.join(_SPEAKERS)}; rename it")
     more = {key: value[key] for key in _PASSED if value.get(key) not in (None, [], "")}
-    if speaker.lower() == _CALLS:
+    if speaker.strip().lower() == _CALLS:
         more["tool_calls"], content = _json(content, "a call", shown), None
     elif value.get(_CALLS):
         # As OpenAI had it before there were several.

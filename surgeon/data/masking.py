@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from surgeon.data.chats import ASSISTANT, Chat
-from surgeon.errors import BadInput
+from surgeon.errors import BadInput, printable
 from surgeon.models.tokenizer import Tokenizer
 
 # Marks are characters of Unicode's last private plane, which texts do not hold: of answer n, these and 2n.
@@ -30,7 +30,7 @@ Span = tuple[int, int]
 
 
 class Written:
-    """A chat as a template writes it. Raises BadInput where the template refuses it."""
+    """A chat as a template writes it. Raises BadInput where the template refuses it, or drops the assistant's words."""
 
     def __init__(self, tokenizer: Tokenizer, template: str, chat: Chat) -> None:
         self.tokenizer = tokenizer
@@ -38,14 +38,22 @@ class Written:
         self.chat = chat
         self._turns = [message.turn() for message in chat.messages]
         self._answers = [nth for nth, message in enumerate(chat.messages) if message.role == ASSISTANT]
-        try:
-            self.text = self._render(self._turns)
-        except BadInput:
-            if not any("tool_calls" in turn for turn in self._turns):
-                raise
-            # Some templates (DeepSeek-V3's) add arguments to a text.
-            self._turns = [_with_calls(turn, _arguments_as_text) for turn in self._turns]
-            self.text = self._render(self._turns)
+        words = [found[-1] for nth in self._answers if (found := re.findall(r"\w+", chat.messages[nth].content))]
+        refused: list[BadInput] = []
+        for self._form in _FORMS:
+            try:
+                self.text = self._render(self._turns)
+            except BadInput as error:
+                refused.append(error)
+                continue
+            if not words or any(word in self.text for word in words):
+                return
+        if len(refused) == len(_FORMS):
+            raise refused[0]
+        raise BadInput(
+            f"{printable(str(tokenizer.folder))}: its chat template does not write what the assistant says"
+            f" ({printable(words[0], 40)} is not in what it makes of a chat); use one that does"
+        )
 
     def counted(self) -> Encoded | None:
         """Return token ids, and whether the loss counts each; None where the template hides the assistant's words."""
@@ -88,6 +96,9 @@ class Written:
         for nth in self._answers:
             if not self.chat.messages[nth].counts:
                 continue
+            if nth == 0:
+                # No prompt of no turns can be written, and not all that stands before the words is the answer's.
+                return None
             try:
                 before = self._ids(self._render(self._turns[:nth], prompt=True))
                 upto = self._ids(self._render(self._turns[: nth + 1]))
@@ -165,6 +176,7 @@ class Written:
     def _render(self, turns: Sequence[dict[str, Any]], *, template: str | None = None, prompt: bool = False) -> str:
         if not turns:
             return ""
+        turns = [self._form(turn) for turn in turns]
         return self.tokenizer.render(turns, template=template or self.template, prompt=prompt, tools=self.chat.tools)
 
 
@@ -192,6 +204,15 @@ def _with_calls(turn: dict[str, Any], change: Callable[[int, dict[str, Any]], di
 
 def _arguments_as_text(_: int, function: dict[str, Any]) -> dict[str, Any]:
     return function | {"arguments": json.dumps(function.get("arguments", {}), ensure_ascii=False)}
+
+
+# A turn as templates want it, tried one after the other: as most do; with a call's arguments as a text (DeepSeek-V3's);
+# with a content of parts (those of models that see, which write no words of a text, or fail on it).
+_FORMS: tuple[Callable[[dict[str, Any]], dict[str, Any]], ...] = (
+    lambda turn: turn,
+    lambda turn: _with_calls(turn, _arguments_as_text),
+    lambda turn: turn | {"content": [{"type": "text", "text": turn["content"]}]},
+)
 
 
 def _beginnings(text: str) -> Iterator[str]:

@@ -77,6 +77,10 @@ def called(*, name: str = "find_file", arguments: Any) -> dict[str, Any]:
             Message("assistant", "", more={"tool_calls": [called(arguments={"name": "notes"})]}),
         ),
         (
+            {"from": " Function_call ", "value": json.dumps(FUNCTION)},
+            Message("assistant", "", more={"tool_calls": [called(arguments={"name": "notes"})]}),
+        ),
+        (
             {"role": "assistant", "tool_calls": [called(arguments='{"a": 1}') | {"id": "x", "index": 0}]},
             Message("assistant", "", more={"tool_calls": [{"id": "x"} | called(arguments={"a": 1})]}),
         ),
@@ -226,6 +230,38 @@ def test_answers_that_do_not_count(encoder: Encoder, monkeypatch: pytest.MonkeyP
         assert encoder.tokenizer.decode(ids) == encoder.tokenizer.render(
             [message.turn() for message in read.messages], template=template
         )
+
+
+def test_a_chat_that_the_assistant_begins(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a template writes before the first words, a system message of its own, say, is not the assistant's."""
+    greeting = {"role": "assistant", "content": "Hello."}
+    template = (
+        "{% if messages[0].role != 'system' %}<system>You help.</s>{% endif %}"
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    monkeypatch.setattr(encoder, "template", template)
+    ids, counted = encoder.encode(chat({"messages": [greeting, ASKED, ANSWERED]}))
+    assert runs(ids, counted, encoder.tokenizer.decode) == ["Hello.</s>", "In the folder.</s>"]
+
+
+# As those of Idefics and SmolVLM, which write no words of a text, and of LLaVA, which fail on it.
+@pytest.mark.parametrize("part", ["{% if p.type == 'text' %}{{ p.text }}{% endif %}", "{{ p['type'] and p.text }}"])
+def test_a_template_that_reads_parts(part: str, encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{% for p in m.content %}PART{% endfor %}</s>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    ).replace("PART", part)
+    monkeypatch.setattr(encoder, "template", template)
+    ids, counted = encoder.encode(chat({"messages": [ASKED, ANSWERED]}))
+    assert encoder.tokenizer.decode(ids) == "<user>Where is the file?</s><assistant>In the folder.</s>"
+    assert runs(ids, counted, encoder.tokenizer.decode) == ["In the folder.</s>"]
+
+
+def test_a_template_that_drops_the_answers(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoder, "template", "{% for m in messages %}<{{ m.role }}>{{ m.said }}</s>{% endfor %}")
+    with pytest.raises(BadInput, match=r"its chat template does not write what the assistant says \(folder is not in"):
+        encoder.encode(chat({"messages": [ASKED, ANSWERED]}))
 
 
 @pytest.mark.parametrize("behind", ["", "\n"])
