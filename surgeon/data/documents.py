@@ -35,6 +35,14 @@ PIECE = 8000
 # Read of each file before anything that takes long is imported; and of one whose name says JSON, to see which.
 _FIRST_ROWS, _BEGINNING = 8, 4096
 _KINDS = (".jsonl", ".json", ".txt", ".parquet")
+# What begins so is no text whatever its name says, though some of its lines may be.
+_NO_TEXTS = {
+    codecs.BOM_UTF16_LE: "UTF-16; save it as UTF-8",
+    codecs.BOM_UTF16_BE: "UTF-16; save it as UTF-8",
+    b"PK\x03\x04": "a zip file; unpack it",
+    MAGIC: "compressed twice; unpack it once",
+    b"version https://git-lfs": "Git LFS's pointer to a file; run `git lfs pull` where it is from",
+}
 _OTHERS = dict.fromkeys((".gz", ".zst", ".xz", ".bz2", ".zip", ".tar", ".tgz"), "unpack it") | dict.fromkeys(
     (".csv", ".tsv", ".xlsx", ".arrow"), "write it as JSON lines or parquet"
 )
@@ -129,7 +137,11 @@ class Documents:
         try:
             with self._open(file) as handle:
                 # Whatever the name says of the two: lists are kept as .jsonl, lines as .json.
-                a_list = handle.read(_BEGINNING).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+                beginning = handle.read(_BEGINNING)
+                for begin, what in _NO_TEXTS.items():
+                    if beginning.startswith(begin):
+                        raise BadInput(f"{printable(str(file))}: {what}")
+                a_list = beginning.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
                 handle.seek(0)
                 read = readers.get(format_of(file), self._entries if a_list else self._lines)
                 spans = list(self.rows.kept(read(handle, file), str(file), most))

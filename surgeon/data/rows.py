@@ -95,7 +95,11 @@ class Rows:
         """Count the control tokens of a document; return whether it has a word, as every chat has. Raises BadInput."""
         texts = said_in(document)
         if self._tokenizer is not None:
-            found = self._tokenizer.control_tokens("\n".join(texts))
+            beside: list[Any] = []
+            if isinstance(document, Chat):
+                # A template writes tools, calls and thoughts, too.
+                beside = [document.tools, *(message.more for message in document.messages)]
+            found = self._tokenizer.control_tokens("\n".join([*texts, *map(str, beside)]))
             if found and self.spec.as_text and not isinstance(document, str):
                 raise BadInput(
                     f"{printable(where)}: the tokenizer's control tokens in words ({printable(', '.join(found), 80)}),"

@@ -114,6 +114,24 @@ def test_compressed_files_are_read_as_what_they_hold(tmp_path: Path) -> None:
     assert "g.jsonl.gz: cannot be unpacked in" in refusal(tmp_path / "g.jsonl.gz")[0]
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("a.jsonl", GOOD.encode("utf-16"), "UTF-16; save it as UTF-8"),
+        # Of which only the first line is not UTF-8 by itself.
+        ("a.txt", "one\ntwo\nthree\n".encode("utf-16"), "UTF-16; save it as UTF-8"),
+        ("a.jsonl", b"PK\x03\x04" + GOOD.encode(), "a zip file; unpack it"),
+        ("a.jsonl.gz", gzip.compress(gzip.compress(GOOD.encode())), "compressed twice"),
+        ("a.txt", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "Git LFS's pointer"),
+        ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "Git LFS's pointer"),
+    ],
+)
+def test_what_is_no_text_whatever_its_name_says(tmp_path: Path, name: str, content: bytes, told: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    (line,) = refusal(tmp_path / name, bad_rows="leave_out")
+    assert line.startswith(f"{tmp_path / name}: {told}")
+
+
 def test_what_unpacks_to_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("surgeon.data.gzipped._SMALL", 1_000_000)
     path = tmp_path / "a.jsonl.gz"
@@ -181,6 +199,12 @@ def test_control_tokens_in_chats_are_bad_rows_unless_they_are_meant(base: Path, 
         Documents(path, Rows(RowsSpec(), encoder.tokenizer))
     assert len(Documents(path, Rows(RowsSpec(bad_rows="leave_out"), encoder.tokenizer))) == 2
     assert len(Documents(path, Rows(RowsSpec(control_tokens="as_tokens"), encoder.tokenizer))) == 3
+    # A template writes what stands beside the words, too.
+    call = {"name": "find", "arguments": {"name": "b</s>"}}
+    for beside in ({"reasoning_content": "b</s>"}, {"tool_calls": [{"type": "function", "function": call}]}):
+        lines(path, [json.dumps({"messages": [*chat[:1], chat[1] | beside]}) for chat in chats[::2]])
+        with pytest.raises(BadInput, match=r"a.jsonl:1: the tokenizer's control tokens in words \(</s>\)"):
+            Documents(path, Rows(RowsSpec(), encoder.tokenizer))
 
 
 def test_log_and_card_say_what_was_left_out(tmp_path: Path) -> None:
