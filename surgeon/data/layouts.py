@@ -68,7 +68,7 @@ def _said(key: str, spec: RowsSpec) -> Layout:
     """A text under a key, with its label where the kind has labels; without a kind, messages where it holds these."""
 
     def read(entry: Mapping[str, Any], where: str) -> Document:
-        if spec.kind is None and _is_list(entry[key]):
+        if spec.kind is None and _has_messages(entry[key]):
             return _listed(key).read(entry, where)
         text = _text(entry[key], key, where)
         return _labelled(text, entry, where) if spec.kind == "labels" else text
@@ -95,7 +95,9 @@ def _answered(asks: str, answers: str, more: Sequence[str] = ()) -> Layout:
             beside = [_text(entry[key], key, where) for key in more if key != asks and entry.get(key) is not None]
             asked = "\n\n".join([asked, *(text for text in beside if text.strip())])
         before, after = (
-            _turns(said, f"`{printable(key)}`", where) if _is_list(said) else [Message(role, _text(said, key, where))]
+            _turns(said, f"`{printable(key)}`", where)
+            if _has_messages(said)
+            else [Message(role, _text(said, key, where))]
             for said, key, role in ((asked, asks, "user"), (answered, answers, ASSISTANT))
         )
         before = [replace(message, counts=False) for message in before]
@@ -107,7 +109,7 @@ def _answered(asks: str, answers: str, more: Sequence[str] = ()) -> Layout:
 def _history(entry: Mapping[str, Any], where: str) -> list[Message]:
     """Make messages of the turns before, which LLaMA-Factory keeps as pairs of question and answer."""
     pairs = entry.get(_HISTORY) or []
-    if not isinstance(pairs, Sequence) or not all(isinstance(pair, Sequence) and len(pair) == 2 for pair in pairs):
+    if not isinstance(pairs, Sequence) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         raise BadInput(
             f"{printable(where)}: `history` is not a list of pairs of texts, asked and answered; make it one"
         )
@@ -216,11 +218,11 @@ def _labelled(text: str, entry: Mapping[str, Any], where: str) -> Labelled:
 
 
 def _turns(value: Any, shown: str, where: str) -> list[Message]:
-    if isinstance(value, Mapping) and all(isinstance(column, list) for column in value.values()):
+    if isinstance(value, Mapping) and _has_messages(value):
         # A feature `Sequence` of structs of `datasets` is kept as a struct of lists, which are of one length.
         value = [dict(zip(value, turn, strict=True)) for turn in zip(*value.values(), strict=False)]
-    if not isinstance(value, Sequence) or not _is_list(value) or not value:
-        raise BadInput(f"{printable(where)}: {shown} is not a list of messages; {_FIELD} another key")
+    if not isinstance(value, list) or not value:
+        raise BadInput(f"{printable(where)}: {shown} is not a list of messages, or an empty one; {_FIELD} another key")
     return [turn_of(message, nth, where) for nth, message in enumerate(value, 1)]
 
 
@@ -233,5 +235,8 @@ def _text(value: Any, key: str, where: str) -> str:
     return checked_text(value, where)
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence | Mapping) and not isinstance(value, str)
+def _has_messages(value: Any) -> bool:
+    """Whether a value is a list of objects, or columns of one."""
+    if isinstance(value, Mapping):
+        return all(isinstance(column, list) for column in value.values())
+    return isinstance(value, list) and any(isinstance(part, Mapping) for part in value)

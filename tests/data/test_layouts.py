@@ -12,7 +12,7 @@ import pytest
 from surgeon.data.chats import Chat, Message
 from surgeon.data.documents import Documents
 from surgeon.data.encoding import Encoder
-from surgeon.data.layouts import columns_of
+from surgeon.data.layouts import columns_of, document_of
 from surgeon.data.specs import RowsSpec
 from surgeon.errors import BadInput
 from surgeon.models.templates import MARKS, TEMPLATES, TemplateName, unknown_marks
@@ -94,6 +94,8 @@ def test_variants_of_layouts(tmp_path: Path) -> None:
         ({"messages": [{"role": "user", "content": None}]}, "message 1 has no `content` (nor `value`) that is a text"),
         ({"conversations": [{"from": "robot", "value": "w1"}]}, "message 1 is from `robot`, which is none of human,"),
         ({"messages": "w1"}, "`messages` is not a list of messages"),
+        ({"conversations": []}, "`conversations` is not a list of messages, or an empty one"),
+        ({"prompt": "w1", "completion": ["w2", "w3"]}, "`completion` is no text (['w2', 'w3']); make it one"),
         ({"messages": {"role": "user", "content": "w1 w2"}}, "`messages` is not a list of messages"),
         ({"messages": {"role": ["user"], "content": ["w1", "w2"]}}, "no message of the role `assistant`"),
         ({"conversations": [{"from": "human", "value": "w1"}]}, "no message of the role `assistant`"),
@@ -133,6 +135,13 @@ def test_the_kind_is_seen_from_each_row(tmp_path: Path) -> None:
         opened_texts(path, field=["frage", "reply"])
 
 
+@pytest.mark.parametrize("value", [["w1", "w2"], {"0": "w1", "1": "w2"}, b"w1", []])
+def test_what_holds_no_messages_is_no_chat(value: Any) -> None:
+    """Lists of words, pandas' columns, bytes of a table."""
+    with pytest.raises(BadInput, match=r"a.json:1: `text` is no text .*; make it one"):
+        document_of({"text": value}, RowsSpec(), "a.json:1")
+
+
 @pytest.mark.parametrize("role", ["assistant", "model", "bot", "gpt", "Assistant", "AI", "chatgpt"])
 def test_roles_as_exports_call_them(role: str, tmp_path: Path) -> None:
     chat = [{"role": "human", "content": "w1 w2"}, {"role": role, "content": "w3"}]
@@ -165,7 +174,10 @@ def test_json_files_of_texts(tmp_path: Path) -> None:
         ('[{"text": "w1"}\n{"text": "w2"}]', "a.json:2: no list of objects .expected `,`"),
         ('[{"text": "w1"},\n', "a.json:2: not JSON"),
         ('[{"text": "w1"},]', "a.json:1: not JSON"),
-        ('[{"text": "w1"}]\n[{"text": "w2"}]', "a.json:2: no list of objects"),
+        (
+            '[{"text": "w1"}]\n[{"text": "w2"}]',
+            "a.json:2: no list of objects .*; write one list of all objects, or one",
+        ),
         ('[{"text": "w1"},\n{"txt": "w2"}]', "a.json:2: no keys of a text"),
     ):
         path.write_text(content, encoding="utf-8")
