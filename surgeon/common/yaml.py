@@ -29,7 +29,7 @@ _INT = re.compile(r"[-+]?(0|[1-9][0-9]{0,18})")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]{1,4})?")
 _LOOKS_NUMERIC = re.compile(r"[-+]?(0[0-9]+|0x[0-9a-fA-F]+|0o[0-7]+|[0-9]+)")
 # Spaces to people, letters to YAML, before or behind a key or a dash.
-_ODD_SPACE = re.compile(r"^ *(?:- *)*(?:[\w.-]+:)? *([\u00a0\u2000-\u200b\u202f\u205f])", re.MULTILINE)
+_ODD_SPACE = re.compile(r"^ *(?:- *)*(?:[\w.-]+:)? *([\u00a0\u2000-\u200b\u202f\u205f\u3000])", re.MULTILINE)
 _CORE_TAGS = ("str", "int", "float", "bool", "null", "map", "seq")
 Place = tuple[str | int, ...]
 
@@ -64,12 +64,15 @@ def parse_yaml(text: str, source: str, *, what: str, needs: str) -> tuple[dict[s
         node = _Reader(text, shown, what).get_single_node()
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
+        # Often seen a line too late: after `key:value`, or where a bracket is not closed.
         raise BadInput(
-            f"{shown}:{line}: not valid YAML: {printable(error.problem or error.context or '')}; mend this line"
+            f"{shown}:{line}: not valid YAML: {printable(error.problem or error.context or '')}; mend this line, or the"
+            " one before it"
         ) from None
-    except yaml.YAMLError as error:
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
         raise BadInput(
-            f"{shown}: not valid YAML: {printable(str(error).splitlines()[0])}; save it as plain text"
+            f"{shown}:{line}: not valid YAML: a control character ({printable(chr(error.character))}); remove it"
         ) from None
     lines: dict[Place, int] = {}
     if node is None:

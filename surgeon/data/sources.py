@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from surgeon.checkpoint.hub import dataset_commit
-from surgeon.checkpoint.hub_calls import bars_on_terminals_only, first_line, is_commit, offline
+from surgeon.checkpoint.hub_calls import REPO_ID, bars_on_terminals_only, first_line, is_commit, offline
 from surgeon.common.installation import lacking
 from surgeon.common.schema import BEGIN, TEMPLATE
 from surgeon.data.chats import Chat
@@ -80,7 +80,9 @@ def check_source(source: TextSpec, named_by: Naming) -> list[tuple[str, str]]:
         try:
             Documents.begin(path, source)
         except BadInput as error:
-            wrong += [(key, f"source {source.name}: {line}") for line in str(error).split("\n")]
+            of_the_hub = key == "path" and REPO_ID.fullmatch(given) and not path.suffix and not path.exists()
+            do = f" (a dataset of the Hub is dataset:{given})" if of_the_hub else ""
+            wrong += [(key, f"source {source.name}: {line}{do}") for line in str(error).split("\n")]
     return wrong
 
 

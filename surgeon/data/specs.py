@@ -81,6 +81,11 @@ class TextSpec(RowsSpec):
 
     @model_validator(mode="after")
     def _of_the_hub(self) -> Self:
+        if "://" in self.path:
+            raise ValueError(
+                f"path {self.path!r} is an address: write dataset:USER/NAME for a dataset of the Hub, and get other"
+                " files first"
+            )
         if self.repo_id is not None and not REPO_ID.fullmatch(self.repo_id):
             raise ValueError(f"path {self.path!r} names no dataset of the Hub: write dataset:USER/NAME")
         given = [key for key in ("config", "revision") if getattr(self, key) is not None]

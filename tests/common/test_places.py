@@ -84,6 +84,9 @@ def test_a_file_as_a_base_is_led_on(name: str, words: str, tmp_path: Path) -> No
         ("a:\n  -\u00a0b: 1\n", "x.yaml:2: U+00A0 where"),
         ("a: 1\nb:\u00a02\n", "x.yaml:2: U+00A0 where"),
         ("a: 1\n\n  \u200bb: 2\n", "x.yaml:3: U+200B where"),
+        # What input methods for Chinese and Japanese type.
+        ("a: 1\nb:\u30002\n", "x.yaml:2: U+3000 where"),
+        ("a: 1\nb: 2\x1a\n", "x.yaml:2: not valid YAML: a control character (\\x1a)"),
     ],
 )
 def test_yaml_that_only_looks_right_is_named_by_its_line(text: str, said: str) -> None:

@@ -191,8 +191,21 @@ def test_missing_texts_are_named_by_the_configs_line_and_the_path_looked_at(tmp_
     ]
     assert [where for where, _ in wrong] == [f"{tmp_path}/train.yaml:{line}: " for line in (4, 4, 5)]
     assert wrong[0][1] == f"source fr: {tmp_path}/fr.jsonl: no such file or folder; check the path"
-    assert wrong[1][1] == f"source fr: {tmp_path}/aside.jsonl: no such file or folder; check `validation`"
+    assert wrong[1][1] == f"source fr: {tmp_path}/aside.jsonl: no such file or folder; check the path"
     assert "no .jsonl, .json, .txt, .parquet in this folder" in wrong[2][1]
+
+
+def test_a_data_set_of_the_hub_is_led_to_its_form(tmp_path: Path) -> None:
+    loaded = written(tmp_path, SMALLEST.replace("fr.jsonl", "org/data"))
+    ((_, why),) = check_source(loaded.config.sources[0], loaded)
+    assert why.endswith("/org/data: no such file or folder; check the path (a dataset of the Hub is dataset:org/data)")
+    for address in (
+        "https://huggingface.co/datasets/org/data",
+        "hf://datasets/org/data/a.jsonl",
+        "s3://bucket/a.jsonl",
+    ):
+        with pytest.raises(BadInput, match=r"train.yaml:4: .*is an address: write dataset:USER/NAME for a dataset"):
+            written(tmp_path, SMALLEST.replace("fr.jsonl", f'"{address}"'))
 
 
 def test_names_of_transformers_are_known_before_it_is_loaded() -> None:
