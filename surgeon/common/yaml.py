@@ -70,9 +70,9 @@ def parse_yaml(text: str, source: str, *, what: str, needs: str) -> tuple[dict[s
             " one before it"
         ) from None
     except yaml.reader.ReaderError as error:
-        line = text.count("\n", 0, error.position) + 1
         raise BadInput(
-            f"{shown}:{line}: not valid YAML: a control character ({printable(chr(error.character))}); remove it"
+            f"{shown}:{text.count(chr(10), 0, error.position) + 1}: not valid YAML: a control character"
+            f" ({printable(chr(error.character))}); remove it"
         ) from None
     lines: dict[Place, int] = {}
     if node is None:

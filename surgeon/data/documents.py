@@ -38,7 +38,6 @@ _KINDS = (".jsonl", ".json", ".txt", ".parquet")
 # What begins so is no text whatever its name says, though some of its lines may be.
 _NO_TEXTS = {
     codecs.BOM_UTF16_LE: "UTF-16; save it as UTF-8",
-    codecs.BOM_UTF16_BE: "UTF-16; save it as UTF-8",
     b"PK\x03\x04": "a zip file; unpack it",
     MAGIC: "compressed twice; unpack it once",
     b"version https://git-lfs": "Git LFS's pointer to a file; run `git lfs pull` where it is from",

@@ -75,13 +75,6 @@ class Encoder:
         self.check_chat()
         assert self.template is not None
         written = Written(self.tokenizer, self.template, chat)
-        unwritten = next((name for name in chat.names() if name not in written.text), None)
-        if unwritten is not None:
-            raise BadInput(
-                f"{printable(str(self.folder))}: its chat template does not write tools and their calls"
-                f" ({printable(unwritten, 40)} is not in what it makes of a chat); use one that does, or leave out"
-                " `tools` and these chats"
-            )
         found = written.counted()
         if found is not None:
             ids, counted = found

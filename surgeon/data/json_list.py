@@ -42,13 +42,10 @@ def entries_of(file: BinaryIO, shown: str) -> Iterator[tuple[int, int, int, Any]
         following = read.next_byte()
         if not following:
             return
-    rest, do = (
-        (printable(repr(read.ahead(20))), "write one list of all objects, or one object a line")
-        if following
-        else ("the file's end, cut off perhaps", _AGAIN)
-    )
+    rest = printable(repr(read.ahead(20))) if following else "the file's end, cut off perhaps"
     raise BadInput(
-        f"{printable(shown)}:{read.line}: no list of objects (expected `,` or its `]` and end, found {rest}); {do}"
+        f"{printable(shown)}:{read.line}: no list of objects (expected `,` or its `]` and end, found {rest}); make"
+        f" it one, or write one object a line, or {_AGAIN}"
     )
 
 

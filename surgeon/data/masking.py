@@ -30,7 +30,7 @@ Span = tuple[int, int]
 
 
 class Written:
-    """A chat as a template writes it. Raises BadInput where the template refuses it, or drops the assistant's words."""
+    """A chat as a template writes it. Raises BadInput where the template refuses it, or leaves something out."""
 
     def __init__(self, tokenizer: Tokenizer, template: str, chat: Chat) -> None:
         self.tokenizer = tokenizer
@@ -38,7 +38,7 @@ class Written:
         self.chat = chat
         self._turns = [message.turn() for message in chat.messages]
         self._answers = [nth for nth, message in enumerate(chat.messages) if message.role == ASSISTANT]
-        words = [found[-1] for nth in self._answers if (found := re.findall(r"\w+", chat.messages[nth].content))]
+        words = [word for nth in self._answers for word in re.findall(r"\w+", chat.messages[nth].content)[-1:]]
         refused: list[BadInput] = []
         for self._form in _FORMS:
             try:
@@ -46,13 +46,17 @@ class Written:
             except BadInput as error:
                 refused.append(error)
                 continue
-            if not words or any(word in self.text for word in words):
+            lacking = [name for name in chat.names() if name not in self.text]
+            if not any(word in self.text for word in words):
+                lacking += words
+            if not lacking:
                 return
         if len(refused) == len(_FORMS):
             raise refused[0]
         raise BadInput(
-            f"{printable(str(tokenizer.folder))}: its chat template does not write what the assistant says"
-            f" ({printable(words[0], 40)} is not in what it makes of a chat); use one that does"
+            f"{printable(str(tokenizer.folder))}: its chat template does not write tools, calls or what the assistant"
+            f" says ({printable(lacking[0], 40)} is not in what it makes of a chat); use one that does, or leave out"
+            " `tools` and these chats"
         )
 
     def counted(self) -> Encoded | None:
@@ -208,7 +212,7 @@ def _arguments_as_text(_: int, function: dict[str, Any]) -> dict[str, Any]:
 
 # A turn as templates want it, tried one after the other: as most do; with a call's arguments as a text (DeepSeek-V3's);
 # with a content of parts (those of models that see, which write no words of a text, or fail on it).
-_FORMS: tuple[Callable[[dict[str, Any]], dict[str, Any]], ...] = (
+_FORMS = (
     lambda turn: turn,
     lambda turn: _with_calls(turn, _arguments_as_text),
     lambda turn: turn | {"content": [{"type": "text", "text": turn["content"]}]},

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from surgeon.data.chats import Chat
 from surgeon.data.layouts import Document, said_in
+from surgeon.data.masking import Written
 from surgeon.data.specs import RowsSpec
 from surgeon.errors import BadInput, bad_input, printable
 
@@ -26,11 +27,13 @@ Row = tuple[Any, str, Callable[[], Document]]
 class Rows:
     """Counts the rows of one source that are no documents, and the control tokens in those that are."""
 
-    def __init__(self, spec: RowsSpec, tokenizer: Tokenizer | None = None) -> None:
-        """`tokenizer` is the one whose control tokens are counted."""
+    def __init__(self, spec: RowsSpec, tokenizer: Tokenizer | None = None, template: str | None = None) -> None:
+        """`tokenizer` is the one whose control tokens are counted, `template` the one that chats are written with."""
         self.spec = spec
         self.blank = self.left_out = 0
         self._tokenizer = tokenizer
+        self._template = template
+        self._written: set[int] = set()
         self._found: Counter[str] = Counter()
         self._with_tokens = 0
 
@@ -95,10 +98,8 @@ class Rows:
         """Count the control tokens of a document; return whether it has a word, as every chat has. Raises BadInput."""
         texts = said_in(document)
         if self._tokenizer is not None:
-            beside: list[Any] = []
-            if isinstance(document, Chat):
-                # A template writes tools, calls and thoughts, too.
-                beside = [document.tools, *(message.more for message in document.messages)]
+            # A template writes tools, calls and thoughts, too.
+            beside = [document.tools, *(each.more for each in document.messages)] if isinstance(document, Chat) else []
             found = self._tokenizer.control_tokens("\n".join([*texts, *map(str, beside)]))
             if found and self.spec.as_text and not isinstance(document, str):
                 raise BadInput(
@@ -107,4 +108,13 @@ class Rows:
                 )
             self._found += found
             self._with_tokens += bool(found)
+            if isinstance(document, Chat) and self._template:
+                # Templates refuse an order of roles, or calls, whatever the words are: one chat of each is written.
+                shape = hash((bool(document.tools), *((message.role, *message.more) for message in document.messages)))
+                if shape not in self._written:
+                    try:
+                        Written(self._tokenizer, self._template, document)
+                    except BadInput as error:
+                        raise BadInput(f"{printable(where)}: {error}; remove this chat") from None
+                    self._written.add(shape)
         return isinstance(document, Chat) or any(text.strip() for text in texts)

@@ -80,7 +80,7 @@ def check_source(source: TextSpec, named_by: Naming) -> list[tuple[str, str]]:
         try:
             Documents.begin(path, source)
         except BadInput as error:
-            of_the_hub = key == "path" and REPO_ID.fullmatch(given) and not path.suffix and not path.exists()
+            of_the_hub = key == "path" and REPO_ID.fullmatch(given) and not path.parent.exists()
             do = f" (a dataset of the Hub is dataset:{given})" if of_the_hub else ""
             wrong += [(key, f"source {source.name}: {line}{do}") for line in str(error).split("\n")]
     return wrong
@@ -95,14 +95,18 @@ def is_chat(source: TextSpec, named_by: Naming) -> bool:
     return False
 
 
-def open_source(source: TextSpec, named_by: Naming, tokenizer: Tokenizer | None = None) -> OpenedSource:
+def open_source(
+    source: TextSpec, named_by: Naming, tokenizer: Tokenizer | None = None, template: str | None = None
+) -> OpenedSource:
     """Open a source of `named_by` and read it through; control tokens of the `tokenizer` are counted in it.
+
+    With a `template` chats that it does not write are bad rows.
 
     Raises BadInput where it cannot be read or is empty.
     """
     aside: str | None = None
     held_out: Corpus | None = None
-    rows, rows_aside = (Rows(source, tokenizer) for _ in range(2))
+    rows, rows_aside = (Rows(source, tokenizer, template) for _ in range(2))
     if isinstance(source, SourceSpec):
         aside = source.validation_split
         if isinstance(source.validation, str) and aside is None:

@@ -48,7 +48,7 @@ def _read(
 ) -> OpenedSource:
     if source.repo_id is not None:
         say(f"source {source.name}: fetching {printable(source.path)}, or finding it in the cache")
-    return open_source(source, loaded, encoder.tokenizer)
+    return open_source(source, loaded, encoder.tokenizer, getattr(encoder, "template", None))
 
 
 def _held(

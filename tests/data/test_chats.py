@@ -195,7 +195,7 @@ def test_the_loss_is_where_trl_has_it(name: str, base: Path, encoder: Encoder, m
         try:
             ids, counted = encoder.encode(read)
         except BadInput as refused:
-            assert "does not write tools and their calls" in str(refused) or "fails on a text" in str(refused)
+            assert "does not write tools, calls or" in str(refused) or "fails on a text" in str(refused)
             continue
         if theirs["input_ids"] != ids:
             continue
@@ -260,7 +260,9 @@ def test_a_template_that_reads_parts(part: str, encoder: Encoder, monkeypatch: p
 
 def test_a_template_that_drops_the_answers(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoder, "template", "{% for m in messages %}<{{ m.role }}>{{ m.said }}</s>{% endfor %}")
-    with pytest.raises(BadInput, match=r"its chat template does not write what the assistant says \(folder is not in"):
+    with pytest.raises(
+        BadInput, match=r"its chat template does not write .* what the assistant says \(folder is not in"
+    ):
         encoder.encode(chat({"messages": [ASKED, ANSWERED]}))
 
 
@@ -294,5 +296,5 @@ def test_a_template_that_wants_what_comes_later(encoder: Encoder, monkeypatch: p
 
 def test_a_template_that_does_not_write_tools(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoder, "template", "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}")
-    with pytest.raises(BadInput, match=r"does not write tools and their calls \(find_file is not in what it makes"):
+    with pytest.raises(BadInput, match=r"does not write tools, calls or .* \(find_file is not in what it makes"):
         encoder.encode(chat(ENTRIES["tools"]))

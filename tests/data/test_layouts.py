@@ -176,7 +176,7 @@ def test_json_files_of_texts(tmp_path: Path) -> None:
         ('[{"text": "w1"},]', "a.json:1: not JSON"),
         (
             '[{"text": "w1"}]\n[{"text": "w2"}]',
-            "a.json:2: no list of objects .*; write one list of all objects, or one",
+            "a.json:2: no list of objects .*; make it one, or write one object a line",
         ),
         ('[{"text": "w1"},\n{"txt": "w2"}]', "a.json:2: no keys of a text"),
     ):

@@ -218,9 +218,11 @@ def test_loss_is_on_the_assistants_words_alone(tmp_path: Path) -> None:
 
 
 def test_templates_and_tokenizers_that_cannot_serve(tmp_path: Path) -> None:
-    forgetful = "{% for m in messages %}{% if loop.last %}{{ m.content }} {% else %}w0 {% endif %}{% endfor %}"
+    forgetful = (
+        "{% for m in messages %}{% if loop.last %}{{ m.content }} {% else %}{{ m.content[:2] }} {% endif %}{% endfor %}"
+    )
     folder = add_tokenizer(tmp_path, template=forgetful)
-    chat = Chat(tuple(Message(role, word) for role, word in (("user", "w1"), ("assistant", "w2"), ("user", "w3"))))
+    chat = Chat(tuple(Message(role, word) for role, word in (("user", "w1"), ("assistant", "w2 w2"), ("user", "w3"))))
     with pytest.raises(BadInput, match="changes earlier turns once later"):
         Encoder(folder, vocabulary=128).encode(chat)
     with pytest.raises(BadInput, match="gives 'w99' the id 109, the model's embedding has only 100 rows"):

@@ -207,6 +207,36 @@ def test_control_tokens_in_chats_are_bad_rows_unless_they_are_meant(base: Path, 
             Documents(path, Rows(RowsSpec(), encoder.tokenizer))
 
 
+@pytest.mark.parametrize(
+    ("template", "bad"),
+    [
+        # As Gemma's and Mistral's.
+        (
+            "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+            "{{ raise_exception('Roles must alternate') }}{% endif %}{{ m.content }}{% endfor %}",
+            [{"role": "assistant", "content": "d"}],
+        ),
+        (
+            "{% for m in messages %}{{ m.content }}{% endfor %}",
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "find", "arguments": {}}}]}],
+        ),
+    ],
+)
+def test_chats_that_the_template_does_not_write_are_bad_rows(
+    template: str, bad: list[Any], base: Path, tmp_path: Path
+) -> None:
+    """Whatever the first ones are: a run would end where it comes to them."""
+    good = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    chats = [good, good, [*good, *bad], good, [*good, *bad]]
+    path = lines(tmp_path / "a.jsonl", [json.dumps({"messages": chat}) for chat in chats])
+    tokenizer = Encoder(base, vocabulary=300).tokenizer
+    with pytest.raises(
+        BadInput, match=r"a.jsonl:3: .* chat template .*remove this chat \(2 of 5 rows: line 3, line 5;"
+    ):
+        Documents(path, Rows(RowsSpec(), tokenizer, template))
+    assert len(Documents(path, Rows(RowsSpec(bad_rows="leave_out"), tokenizer, template))) == 3
+
+
 def test_log_and_card_say_what_was_left_out(tmp_path: Path) -> None:
     surgeon.apply("neutral-residues", str(base_of(tmp_path)), tmp_path / "out")
     rows = [json.dumps({"text": text(20, number)}) for number in range(30)]
