@@ -227,7 +227,9 @@ def saved_table(folder: Path, split: str | None, rows: Rows) -> Table:
             raise BadInput(_no_split(shown, split, list(found)))
         found, shown, folder = found[split], f"{shown} (split {split})", folder / split
     elif split is not None:
-        raise BadInput(f"{printable(shown)}: holds one table without splits; leave `split` out")
+        raise BadInput(
+            f"{printable(shown)}: holds one table without splits; leave `split`, or `validation: split:…`, out"
+        )
     identity = ["saved", *stamps(arrow_files(folder))]
     return Table(found, rows, shown=shown, identity=identity)
 

@@ -98,7 +98,10 @@ def test_what_cannot_be_read_is_told_in_a_line(tmp_path: Path, monkeypatch: pyte
             r"one, row 0: `numbers` is no text \(0\); make it one, .*\(30 of 30 rows: row 0, row 1",
         ),
         ({"path": "one", "kind": "chat", "field": "text"}, "one, row 0: `text` is not a list of messages"),
-        ({"path": "one", "split": "test"}, "one: holds one table without splits; leave `split` out"),
+        (
+            {"path": "one", "split": "test"},
+            "one: holds one table without splits; leave `split`, or `validation: split:…`, out",
+        ),
         ({"path": "several"}, "several: no split 'train'; it has dev; `split:` of the source"),
         ({"path": "several", "split": "dev", "validation": "split:x"}, "no split 'x'; it has dev"),
         ({"path": "empty"}, "no document with text"),
