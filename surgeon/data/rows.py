@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from surgeon.data.chats import Chat
 from surgeon.data.layouts import Document, said_in
-from surgeon.data.masking import Written
 from surgeon.data.specs import RowsSpec
 from surgeon.errors import BadInput, bad_input, printable
 
@@ -112,6 +111,9 @@ class Rows:
                 # Templates refuse an order of roles, or calls, whatever the words are: one chat of each is written.
                 shape = hash((bool(document.tools), *((message.role, *message.more) for message in document.messages)))
                 if shape not in self._written:
+                    # With it comes torch, which the first look at rows does without.
+                    from surgeon.data.masking import Written
+
                     try:
                         Written(self._tokenizer, self._template, document)
                     except BadInput as error:
