@@ -227,7 +227,7 @@ class Sorted:
             )
         self._check_shape(tensor, (len(ids), place.shape[1]))
         self._step(place, step := Trained(self._of(tensor), self.weight, tuple(ids)))
-        self.shared.append(step)
+        self.shared += [step] if place.form == "embedding" else []
 
     def _add_whole(self, tensor: str, name: str) -> None:
         """A parameter that was trained whole, or saved with the adapter."""
@@ -246,9 +246,10 @@ class Sorted:
         # What else changes the tensor comes after.
         self.steps.setdefault(place.parameter, []).insert(0, step := Trained(self._of(tensor), self.weight))
         if self._is_tied(place):
-            alone = below or self.settings.saves(path)
+            alone = self.settings.saves(path)
             self.apart |= alone
-            self.shared += [step] if place.form == "embedding" and not alone else []
+            # Around whichever of the two PEFT laid a change, what is inside was both.
+            self.shared += [step] if (below or place.form == "embedding") and not alone else []
 
     def _is_tied(self, place: Place) -> bool:
         """Whether a tensor is one of embeddings and head that are the same in the base."""
@@ -265,7 +266,11 @@ class Sorted:
         ):
             return False
         own, other = (
-            {self.adapter.tensors[each.values.tensor].sha256 for each in self.steps.get(name, ()) if sets_whole(each)}
+            {
+                (self.adapter.tensors[each.values.tensor].sha256, each.rows)
+                for each in self.steps.get(name, ())
+                if isinstance(each, Trained)
+            }
             for name in (tied.head.parameter, tied.reads.parameter)
         )
         return not own <= other
@@ -293,9 +298,16 @@ class Sorted:
             biased = settings.biases == "all" or (settings.biases == "lora_only" and f"{module}.weight" in self.steps)
             if key == "bias" and biased and module.startswith(f"{self.model.stack}."):
                 raise self._lacking(place.parameter, f"`bias: {settings.biases}`")
-        for name in settings.tokens:
-            tokens = (path for path, steps in self.steps.items() for s in steps if isinstance(s, Trained) and s.rows)
-            if not any(not name or ends(path.rpartition(".")[0], name) for path in tokens):
+        for name, ids in settings.tokens.items():
+            tokens = {
+                path.rpartition(".")[0]: [*s.rows]
+                for path, steps in self.steps.items()
+                for s in steps
+                if isinstance(s, Trained) and s.rows
+            }
+            # Of a tied pair PEFT keeps the same rows once.
+            same = self.model.tied is not None and ids in tokens.values()
+            if not same and not any(not name or ends(path, name) for path in tokens):
                 reads = (each.parameter for each in self.model.places.values() if each.form == "embedding")
                 raise self._lacking(name or next(reads, "the embeddings"), "`trainable_token_indices`")
 

@@ -74,9 +74,8 @@ class Settings(Spec):
         return next((int(steps[at]) for at in found), None)
 
     def saves(self, path: str) -> bool:
-        """Whether `modules_to_save` name a module, or one around it."""
-        steps = path.split(".")
-        return any(ends(".".join(steps[:end]), name) for end in range(1, len(steps) + 1) for name in self.saved)
+        """Whether `modules_to_save` name a module, or one around it: by the end of its name, as `norm` any norm."""
+        return any(f"{name}." in f"{path}." for name in self.saved)
 
     def targets_parameter(self, path: str) -> bool:
         """Whether `target_parameters` name a parameter."""

@@ -287,12 +287,21 @@ def _together(adapters: list[Sorted]) -> dict[str, list[Step]]:
     for each, found in zip(adapters, steps, strict=True):
         tied = each.model.tied if apart or each.shared else None
         if tied is not None:
-            own = found.pop(tied.head.parameter, [])
-            heads = [*each.shared, *own] if apart else []
-            found |= {tied.head.parameter: heads} if heads else {}
+            own, reads = (found.pop(place.parameter, []) for place in (tied.head, tied.reads))
+            # Rows of its own stand in the place of the embeddings'.
+            rows = any(isinstance(step, Trained) and step.rows for step in own)
+            both = [step for step in each.shared if sets_whole(step) or not rows]
+            heads = _whole_first(both, own) if apart else []
+            settled = {tied.reads.parameter: _whole_first(each.shared, reads), tied.head.parameter: heads}
+            found |= {name: of for name, of in settled.items() if of}
         for name, of in found.items():
             merged.setdefault(name, []).extend(of)
     return merged
+
+
+def _whole_first(*steps: list[Step]) -> list[Step]:
+    """Steps, each once; those that set every row before others."""
+    return sorted(dict.fromkeys(step for of in steps for step in of), key=lambda step: not sets_whole(step))
 
 
 def _brought(base: OpenedBase, folders: list[AdapterFolder]) -> dict[str, str | None]:

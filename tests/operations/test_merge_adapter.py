@@ -188,9 +188,21 @@ ORACLE: dict[str, tuple[str, dict[str, Any]]] = {
     "both, tied in training": ("qwen3", {"target_modules": ["embed_tokens"], "ensure_weight_tying": True}),
     "a tied head, whole": ("qwen3", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
     "tied embeddings, whole": ("qwen3", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}),
+    "rows of a tied head": ("qwen3", {"target_modules": ["q_proj"], "trainable_token_indices": {"lm_head": [3, 5]}}),
+    "other rows of a tied head": (
+        "qwen3",
+        {"target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [3, 5], "lm_head": [5, 7]}},
+    ),
+    "the same rows of both": (
+        "qwen3",
+        {"target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [3, 5], "lm_head": [3, 5]}},
+    ),
+    # PEFT saves whatever ends so.
+    "every norm": ("qwen3", {"target_modules": ["q_proj"], "modules_to_save": ["norm"]}),
 }
 # Those of a tied base that come out untied, as their adapters set embeddings and head apart.
 UNTIED = {"a tied head", "tied embeddings", "both, tied in training", "a tied head, whole", "tied embeddings, whole"}
+UNTIED |= {"rows of a tied head", "other rows of a tied head"}
 
 
 @pytest.mark.parametrize("case", ORACLE)
@@ -219,6 +231,9 @@ RESIZED: dict[str, tuple[str, int, dict[str, Any]]] = {
     "fewer, as padding went": ("llama", 120, {"target_modules": ["q_proj"]}),
     "tied": ("qwen3", 140, {"target_modules": ["q_proj"]}),
     "tied, and adapted": ("qwen3", 133, {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True}),
+    "tied, a head adapted": ("qwen3", 140, {"target_modules": ["lm_head", "q_proj"]}),
+    "tied, embeddings adapted": ("qwen3", 140, {"target_modules": ["embed_tokens", "q_proj"]}),
+    "tied, new tokens": ("qwen3", 140, {"target_modules": ["q_proj"], "trainable_token_indices": [128, 139]}),
     "adapted": ("llama", 140, {"target_modules": ["embed_tokens", "lm_head"]}),
     "trained whole": ("llama", 140, {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}),
     "new tokens by themselves": ("llama", 140, {"target_modules": ["q_proj"], "trainable_token_indices": [128, 139]}),
@@ -245,7 +260,7 @@ def test_an_adapter_of_resized_embeddings_brings_its_rows(case: str, made: Base,
     base = made(kind)
     with_adapter = resized(base, tmp_path / "adapter", rows, **config)
     # Merging a tied pair, PEFT adds both changes to one matrix; it runs them apart.
-    expected = logits(with_adapter if case == "tied, and adapted" else with_adapter.merge_and_unload())
+    expected = logits(with_adapter if case.startswith("tied,") else with_adapter.merge_and_unload())
     applied = merged(base, tmp_path)
     model = load_model(CheckpointFolder.open(applied.path))
     found = logits(model)
