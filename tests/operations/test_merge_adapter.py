@@ -78,14 +78,18 @@ def test_settings_name_the_modules_that_peft_adapts(config: dict[str, Any], tmp_
     assert wanted and len(wanted) < len(MODULES)
 
 
-@pytest.mark.parametrize("costly", ["(a+)+b", "(.*)*x", ".*.*.*q_proj", "q{1,9999}", "q" * 501])
+# By an expression: one that means the same and that Python's own matching is quick at.
+COSTLY = {"(a+)+b": "a+b", "(.*)*x": ".*x", ".*.*.*q_proj": ".*q_proj", "q{1,9999}": "q+", "q" * 501: "q" * 501}
+
+
+@pytest.mark.parametrize("costly", COSTLY)
 def test_a_costly_expression_is_matched_as_peft_does(costly: str, tmp_path: Path) -> None:
     adapter = AdapterFolder.open(lora(tmp_path / "adapter"), id="adapter")
     settings = settings_of(replace(adapter, config={**adapter.config, "target_modules": costly}))
-    assert [settings.names(name) for name in MODULES] == [bool(re.fullmatch(costly, name)) for name in MODULES]
+    assert [settings.names(name) for name in MODULES] == [bool(re.fullmatch(COSTLY[costly], name)) for name in MODULES]
 
 
-@pytest.mark.parametrize("unread", ["(?=q)", "(q"])
+@pytest.mark.parametrize("unread", ["(?<=q)q", "(q"])
 def test_an_expression_that_is_not_read_is_refused(unread: str, tmp_path: Path) -> None:
     adapter = AdapterFolder.open(lora(tmp_path / "adapter"), id="adapter")
     with pytest.raises(BadInput, match="cannot be read"):
