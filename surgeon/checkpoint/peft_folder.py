@@ -116,11 +116,14 @@ class AdapterFolder:
         check_adapter_files(listing, source.shown, source.tree())
         content = source.small(ADAPTER_CONFIG, max_bytes=MAX_CONFIG_BYTES)
         shown = printable(str(path / ADAPTER_CONFIG))
-        config = parse_json_strict(content, file=ADAPTER_CONFIG, max_bytes=MAX_CONFIG_BYTES)
+        config = parse_json_strict(content, file=shown, max_bytes=MAX_CONFIG_BYTES)
         if not isinstance(config, dict):
             raise BadInput(f"{shown}: holds a {type(config).__name__}, expected a JSON object; {_AGAIN}")
         _check_kind(config, shown)
-        header = source.headers([ADAPTER_WEIGHTS])[ADAPTER_WEIGHTS]
+        try:
+            header = source.headers([ADAPTER_WEIGHTS])[ADAPTER_WEIGHTS]
+        except BadInput as error:
+            raise BadInput(f"{source.shown}: {error}") from None
         if empty := empty_of(header.tensors):
             raise BadInput(f"{source.shown}: {empty}")
         for info in header.tensors:

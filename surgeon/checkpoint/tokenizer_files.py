@@ -132,6 +132,15 @@ class TokenizerJson:
         return str(self.model.get("continuing_subword_prefix") or "")
 
 
+def highest_id(content: bytes, file: str) -> int:
+    """The highest id that a tokenizer.json of any kind gives. Raises BadInput, which names `file`, for what is none."""
+    data = parse_json_strict(content, file=file, max_bytes=MAX_SIDE_FILE_BYTES, max_items=_MOST_ITEMS)
+    with shaped(file):
+        vocabulary = data["model"]["vocab"]
+        own = range(len(vocabulary)) if isinstance(vocabulary, list) else vocabulary.values()
+        return max(int(number) for number in (*own, *(each["id"] for each in data.get("added_tokens") or ())))
+
+
 def grown_files(
     files: Mapping[str, bytes],
     taken: Mapping[str, int],

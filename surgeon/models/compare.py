@@ -116,8 +116,12 @@ def load_pair(
     return base_model, out_model
 
 
-def trim_logits(base: Any, kept: Sequence[int]) -> None:
-    """Let a model take ids that are places among the tokens `kept`, and give these tokens' logits, in this order."""
+def trim_logits(base: Any, out: Any, kept: Sequence[int]) -> None:
+    """Let two models be compared on the tokens that both have, `kept` by the base's ids.
+
+    The base takes ids that are places among them, and both give these tokens' logits, in this order; further rows of
+    the output's go.
+    """
     places_K = torch.tensor(kept)
 
     def with_old_ids(_module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -128,8 +132,13 @@ def trim_logits(base: Any, kept: Sequence[int]) -> None:
         output.logits = output.logits.index_select(-1, places_K.to(output.logits.device))
         return output
 
+    def with_first_logits(_module: Any, _args: Any, output: Any) -> Any:
+        output.logits = output.logits[..., : len(kept)]
+        return output
+
     base.register_forward_pre_hook(with_old_ids, with_kwargs=True)
     base.register_forward_hook(with_kept_logits)
+    out.register_forward_hook(with_first_logits)
 
 
 def compare_models(

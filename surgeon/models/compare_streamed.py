@@ -109,8 +109,8 @@ def compare_streamed(
     with lockstep.returned_memory():
         pairs = [_Pair.of(base, out, dtype, device, layer_of_base, new, steps) for dtype in dtypes]
         if kept is not None:
-            for pair in pairs:
-                trim_logits(pair.models[0].module, kept)
+            for before, after in (pair.models for pair in pairs):
+                trim_logits(before.module, after.module, kept)
         batches = [batch.to(device) for batch in torch.split(ids, batch_size)]
         if progress is not None:
             _count_layers(pairs, sum(pair.layers_run(batch) for pair in pairs for batch in batches), progress)

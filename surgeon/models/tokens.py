@@ -85,7 +85,7 @@ def token_batches(
     if kept is not None:
         new = {number: place for place, number in enumerate(kept)}
         stream = (new[number] for number in stream if number in new)
-        source = f"{source}, without the tokens that went"
+        source += ", without the tokens that went" if len(kept) < vocabulary else ""
     tokens = torch.tensor(list(stream if limit is None else islice(stream, limit)), dtype=torch.long)
     full = len(tokens) // window
     if full == 0:

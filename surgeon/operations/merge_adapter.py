@@ -20,6 +20,7 @@ from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Adapted, Product, Recipe, Rounding, Step, Trained, one_expert, stacked_experts
 from surgeon.checkpoint.peft_folder import AdapterFolder, is_of_tokenizer
 from surgeon.checkpoint.strict_json import parse_json_strict
+from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, highest_id
 from surgeon.checkpoint.trust import leads_to_code
 from surgeon.errors import BadInput, printable
 from surgeon.families.vocabulary import VOCABULARY_KEY, further_rows
@@ -137,7 +138,7 @@ class MergeAdapter(Operation):
     def prepare(self, base: OpenedBase) -> MergeFacts:
         """Open the adapters, and measure how large their changes are."""
         found: list[MergedAdapter] = []
-        resized = False
+        rows: int | None = None
         model = Model.of(base.anatomy)
         for each in self.listed:
             folder, shown = base.adapter(each.adapter), printable(each.adapter)
@@ -153,10 +154,11 @@ class MergeAdapter(Operation):
                 sizes = adapter.norms.values()
                 base.notes.append(f"{shown}: ‖ΔW‖ is {min(sizes):.3g} to {max(sizes):.3g} in {len(sizes)} matrices")
             found.append(adapter)
-            resized |= more
+            rows = more or rows
         folders = [base.adapter(each.adapter) for each in self.listed]
-        if resized or self.tokenizer == "adapter":
-            return MergeFacts(adapters=found, side_files=_brought(base, folders))
+        if rows or self.tokenizer == "adapter":
+            side_files = _brought(base, folders, rows or base.anatomy.sizes.vocabulary)
+            return MergeFacts(adapters=found, side_files=side_files)
         base.notes.extend(
             f"{printable(folder.facts.id)}: a chat template of its own lies in this folder, and the output has the"
             " base's; `tokenizer: adapter` takes it, with the tokenizer there"
@@ -304,14 +306,23 @@ def _whole_first(*steps: list[Step]) -> list[Step]:
     return sorted(dict.fromkeys(step for of in steps for step in of), key=lambda step: not sets_whole(step))
 
 
-def _brought(base: OpenedBase, folders: list[AdapterFolder]) -> dict[str, str | None]:
-    """Take the files of the adapters' tokenizers into the output; return their digests, and the files left out."""
+def _brought(base: OpenedBase, folders: list[AdapterFolder], rows: int) -> dict[str, str | None]:
+    """Take the files of the adapters' tokenizers into the output; return their digests, and the files left out.
+
+    Raises BadInput for what no output gets, or a token without one of the output's `rows`.
+    """
     found: dict[str, bytes | None] = {}
     for folder in folders:
         for name in folder.side_files:
             found[name] = content = folder.read_side_file(name)
             if name.endswith("_config.json") and (code := leads_to_code(parse_json_strict(content, file=name))):
                 raise BadInput(f"the adapter's {printable(name)} {code}, which no output gets; take that out of it")
+            shown = f"{printable(folder.facts.id)}/{printable(name)}"
+            if name == TOKENIZER_FILE and (highest := highest_id(content, shown)) >= rows:
+                raise BadInput(
+                    f"{shown}: has the id {highest}, and the output {rows} rows for tokens: the model was not resized"
+                    " for this tokenizer in training; take its files, or such tokens, out of a copy of the folder"
+                )
     if any(map(_VOCABULARY.search, found)):
         found = dict.fromkeys(filter(is_of_tokenizer, base.folder.side_files)) | found
     else:
@@ -320,10 +331,10 @@ def _brought(base: OpenedBase, folders: list[AdapterFolder]) -> dict[str, str | 
     return {name: None if c is None else hashlib.sha256(c).hexdigest() for name, c in found.items()}
 
 
-def read_adapter(folder: AdapterFolder, called: str, model: Model) -> tuple[MergedAdapter, bool]:
+def read_adapter(folder: AdapterFolder, called: str, model: Model) -> tuple[MergedAdapter, int | None]:
     """What is known of an adapter of `model`, which the plan calls `called`, without its weights.
 
-    The second is whether it was trained after embeddings were resized.
+    The second are the rows of embeddings that were resized before it was trained.
 
     Raises BadInput for settings that are not merged, and tensors that do not fit.
     """
@@ -338,7 +349,7 @@ def read_adapter(folder: AdapterFolder, called: str, model: Model) -> tuple[Merg
             " training; give one that was saved after it"
         )
     adapter = MergedAdapter(facts=AdapterFacts.of(folder.facts), settings=settings, norms=norms)
-    return adapter, known.rows is not None
+    return adapter, known.rows
 
 
 def _norm(folder: AdapterFolder, product: Product) -> float:

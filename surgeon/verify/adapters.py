@@ -12,6 +12,7 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.peft_folder import AdapterFolder
 from surgeon.common.installation import lacking
 from surgeon.errors import BadInput, printable
+from surgeon.families.limits import vocabulary_of
 from surgeon.manifest.facts import facts_of
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest
 from surgeon.operations.merge_adapter import MergeAdapter, MergeFacts
@@ -70,12 +71,15 @@ def compare_with_peft(
     from surgeon.models.compare import compare_models
     from surgeon.models.load import load_model
 
-    adapted = _adapted(load_model(base, dtype="float32", device=device), adapters)
+    def loaded(folder: CheckpointFolder) -> Any:
+        model = load_model(folder, dtype="float32", device=device)
+        # An adapter may have brought its own rows, for which PEFT wants room.
+        model.resize_token_embeddings(vocabulary_of(out.config), mean_resizing=False)
+        return model
+
+    adapted = _adapted(loaded(base), adapters)
     found, before = (
-        compare_models(adapted, load_model(each, dtype="float32", device=device), ids, device=device, decode_tokens=0)[
-            0
-        ]
-        for each in (out, base)
+        compare_models(adapted, loaded(each), ids, device=device, decode_tokens=0)[0] for each in (out, base)
     )
     holds = found.rounded or found.kl <= MAY_LOSE * before.kl
     detail = f"KL to base and adapter {found.kl:.3g} nats, where the base has {before.kl:.3g}"

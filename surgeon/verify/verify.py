@@ -16,6 +16,7 @@ from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy, without_a_place
 from surgeon.families.dissect_folder import dissect_folder
 from surgeon.families.grafted_config import is_grafted, native_config
+from surgeon.families.limits import vocabulary_of
 from surgeon.families.skeleton import reads_images, wordless_auto
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest
 from surgeon.manifest.reading import manifest_of
@@ -94,7 +95,10 @@ def verify(
 
     from surgeon.models.tokens import token_batches
 
-    vocabulary = pair.anatomy.sizes.vocabulary
+    vocabulary, after = pair.anatomy.sizes.vocabulary, vocabulary_of(pair.out.config)
+    if after is not None and after != vocabulary and proof.kept is None and not proof.new:
+        # An adapter brought its own rows: what both have is compared.
+        proof = proof._replace(kept=tuple(range(min(vocabulary, after))))
     tokens = token_batches(
         pair.base.path, text=text, window=window, windows=windows, vocabulary=vocabulary, kept=proof.kept
     )
@@ -253,7 +257,7 @@ class _Comparer:
 
         loaded = load_pair(self.pair.base, self.pair.out, dtype=dtype, device=self.device)
         if self.proof.kept is not None:
-            trim_logits(loaded[0], self.proof.kept)
+            trim_logits(*loaded, self.proof.kept)
         return loaded
 
 

@@ -194,6 +194,11 @@ def test_what_is_no_adapter_of_peft_is_named(base: Path, tmp_path: Path) -> None
     (tmp_path / "mlx" / "adapter_model.safetensors").rename(tmp_path / "mlx" / "adapters.safetensors")
     with pytest.raises(BadInput, match=r"an adapter of mlx-lm.*`lora_alpha` `scale` × `rank`"):
         AdapterFolder.open(tmp_path / "mlx", id="mlx")
+    cut = lora(tmp_path / "cut", layers=2)
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        (cut / name).write_bytes((cut / name).read_bytes()[:-1])
+        with pytest.raises(BadInput, match=rf"^{re.escape(str(cut))}.*{name}: (truncated|.*not closed)"):
+            AdapterFolder.open(cut, id="cut")
     file = lora(tmp_path / "zero", layers=2) / "adapter_model.safetensors"
     save_file({name: torch.empty(0) for name in load_file(file)}, file, metadata={"format": "pt"})
     with pytest.raises(BadInput, match=r"lora_A\.weight .*ZeRO-3"):

@@ -271,7 +271,13 @@ def test_an_adapter_of_resized_embeddings_brings_its_rows(case: str, made: Base,
     assert found.shape[-1] == rows == model.config.vocab_size and applied.manifest.native
     assert (found - expected).abs().max() < 2e-5
     assert f"{rows} rows for tokens, the adapter's, in place of 128" in applied.manifest.operations[0].matched
-    assert surgeon.verify(base, applied.path, device="cpu", logits=False).holds
+    for streamed in (False, True):
+        found = surgeon.verify(base, applied.path, device="cpu", streamed=streamed, windows=1, window=16)
+        assert found.holds and found.comparisons and not found.identical
+    if case in ("more rows", "fewer, as padding went"):
+        adapter = [str(tmp_path / "adapter")]
+        found = surgeon.verify(base, applied.path, device="cpu", adapters=adapter, windows=1, window=16)
+        assert found.holds and found.comparisons[-1].max_abs_difference < 2e-5
 
 
 def test_its_tokenizer_and_template_come_along(made: Base, tmp_path: Path) -> None:
@@ -317,6 +323,14 @@ def test_its_tokenizer_and_template_come_along(made: Base, tmp_path: Path) -> No
     with pytest.raises(BadInput, match=r"tokenizer_config\.json has `auto_map`, which no output gets"):
         merged(base, tmp_path)
     (tmp_path / "adapter" / "tokenizer_config.json").write_text("{}")
+    for content, said in (
+        ('{"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 140}]}', "has the id 140, and the output 140 rows"),
+        ('{"model": {}}', "not what a file of this name holds"),
+        ("version https://git-lfs.github.com/spec/v1", "not valid JSON"),
+    ):
+        (tmp_path / "adapter" / "tokenizer.json").write_text(content)
+        with pytest.raises(BadInput, match=rf"adapter/tokenizer\.json: {said}"):
+            merged(base, tmp_path)
     (tmp_path / "adapter" / "tokenizer.json").unlink()
     assert any("no vocabulary lies in the adapter's folder" in note for note in merged(base, tmp_path).preview.notes)
 
