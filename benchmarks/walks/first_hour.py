@@ -134,6 +134,8 @@ def prepare(desk: Path) -> None:
     (desk / "stories.jsonl").write_text("\n".join(texts) + "\n", encoding="utf-8")
 
 
+# Half of the new layers' rate; no other was tried.
+FULL_RATE = "1.0e-3"
 PUT = "What colour is the raven?"
 
 STEPS = (
@@ -153,7 +155,7 @@ STEPS = (
     Step(
         "surgeon preview llama-pro base",
         title="Preview",
-        says="`preview` reads headers alone, so it takes a second even for a large model.",
+        says="`preview` reads headers alone, of a large model too.",
         then="Nothing is written yet.\n"
         "The last layer of each pair gets a copy on top of it, which adds exactly zero until it trains.",
     ),
@@ -216,11 +218,19 @@ STEPS = (
         cuts=(("peak rate", "step 0"),),
     ),
     Step(
-        f'surgeon evaluate tuned --base base --data train.yaml --prompt "{PUT}"',
+        f"surgeon train base train.yaml full --set what=base --set optimizer.lr={FULL_RATE}",
+        says="For comparison, all weights of the base, with the same text, replay and teacher.",
+        cuts=(("peak rate", "step 0"),),
+    ),
+    Step(
+        f'surgeon evaluate tuned full --base base --data train.yaml --prompt "{PUT}"',
         title="Evaluate",
         says="Losses on the text that `train` held out, with 95 % intervals, and the same question again.\n"
         "The base has read all stories.",
-        then="The answers are learned, and the loss on the stories did not rise.",
+        then="The new layers learned the answers; full fine-tuning learned them better.\n"
+        "Neither raised the loss on the stories.\n"
+        "Each ran at one rate and one seed.\n"
+        "What full fine-tuning does not give is the base, byte for byte, in the trained model; the next steps show it.",
     ),
     Step(
         "surgeon verify base tuned",
