@@ -49,9 +49,10 @@ def damage_of(config: Mapping[str, Any], tensors: Iterable[TensorInfo]) -> str:
         )
     parts = [config, *(part for part in config.values() if isinstance(part, Mapping))]
     # With one of BitNet, say, transformers quantises as it runs.
-    left = any(part.get("quantization_config") and "online" not in str(part) for part in parts)
+    keys = ("quantization_config", "compression_config")
+    left = [key for part in parts for key in keys if part.get(key) is not None and "online" not in str(part)]
     if left and all(info.dtype in (*FLOAT_DTYPES, "I64") for info in found.values()):
-        return "config.json: `quantization_config` is left over: no tensor is quantised; take it out of the file"
+        return f"config.json: `{left[0]}` is left over: no tensor is quantised; take it out of the file"
     return ""
 
 
@@ -61,7 +62,7 @@ def empty_of(tensors: Iterable[TensorInfo]) -> str:
         "no numbers in it, as ZeRO-3 leaves tensors where it does not gather them; save again with"
         " `stage3_gather_16bit_weights_on_model_save: true`, or run the checkpoint's zero_to_fp32.py"
     )
-    return next((f"{printable(each.name)} ({each.file}): {why}" for each in tensors if each.shape == (0,)), "")
+    return next((f"{printable(each.name)} ({each.file}): {why}" for each in tensors if 0 in each.shape), "")
 
 
 def around(names: Iterable[str], known: str, below: str) -> str:

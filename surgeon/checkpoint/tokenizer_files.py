@@ -220,7 +220,9 @@ def _with_listed(
         if name in files:
             data = parse_json_strict(files[name], file=name, max_bytes=MAX_SIDE_FILE_BYTES)
             into[name] = [((key,), special) for key in _LISTS if isinstance(data.get(key), list)]
-            if name == _SETTINGS and special and not any(into.values()):
+            # Beside a decoder, transformers does not read the other file.
+            lists = into[name] if _DECODER_KEY in data else [*into.values()]
+            if name == _SETTINGS and special and not any(lists):
                 key = _LISTS[-1] if _LISTS[0] in data else _LISTS[0]
                 into[name].append(((), [f'"{key}": [{", ".join(special)}]']))
             if _DECODER_KEY in data:
@@ -253,7 +255,8 @@ def _members_text(entries: Mapping[str, int]) -> list[str]:
 
 def _into_values(text: str, inserting: _Inserting) -> tuple[bytes, Places]:
     """JSON with more entries at the end of the objects and lists at the given paths, spaced as those before."""
-    found = sorted((_value_at(text, path), entries) for path, entries in inserting)
+    # By their ends: an object may get entries beside those of one in it.
+    found = sorted(((_value_at(text, path), entries) for path, entries in inserting), key=lambda each: each[0][1])
     parts: list[bytes] = []
     places: list[tuple[int, int]] = []
     at = written = 0

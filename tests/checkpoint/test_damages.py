@@ -138,6 +138,18 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda folder: edit_tensor(folder, "model.layers.1.mlp.up_proj.weight", lambda value: torch.empty(0)),
         r"layers\.1\.mlp\.up_proj\.weight .*ZeRO-3.*zero_to_fp32\.py",
     ),
+    "ZeRO-3, of one dimension more": (
+        lambda folder: edit_tensor(folder, "model.layers.0.mlp.up_proj.weight", lambda value: torch.empty(0, 32)),
+        r"layers\.0\.mlp\.up_proj\.weight .*ZeRO-3",
+    ),
+    "an empty field": (
+        lambda folder: edit_config(folder, quantization_config={}),
+        "`quantization_config` is left over",
+    ),
+    "an older field": (
+        lambda folder: edit_config(folder, compression_config={"quant_method": "compressed-tensors"}),
+        "`compression_config` is left over",
+    ),
     "MLX": (_by_mlx, "quantised by MLX; .*--dequantize"),
 }
 

@@ -69,15 +69,20 @@ def check_same(one: Any, other: Any) -> None:
     assert one.apply_chat_template(chat, tokenize=False) == other.apply_chat_template(chat, tokenize=False)
 
 
-@pytest.mark.parametrize("version_4", [False, True])
+@pytest.mark.parametrize("version_4", [False, "with a list", "without one"])
 @pytest.mark.parametrize(
     "make",
     [vocabularies.byte_level, vocabularies.sentencepiece_like, vocabularies.word_piece, vocabularies.unigram],
 )
-def test_the_tokenizer_is_that_of_transformers(make: Callable[[Path], Path], version_4: bool, tmp_path: Path) -> None:
+def test_the_tokenizer_is_that_of_transformers(make: Callable[[Path], Path], version_4: object, tmp_path: Path) -> None:
     base = make(tiny.checkpoint(tmp_path / "base", "llama", num_hidden_layers=1, vocab_size=400))
     if version_4:
         as_of_version_4(base)
+    if version_4 == "without one":
+        # As Llama 3's.
+        settings = json.loads((base / "tokenizer_config.json").read_text())
+        del settings["additional_special_tokens"]
+        (base / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
     marks = dict.fromkeys(SPECIAL, True) | dict.fromkeys(ADDED, False)
     folder, out = CheckpointFolder.open(base), tmp_path / "out"
     grown = grow(folder, (), rows=400, added=marks)
@@ -222,3 +227,13 @@ def test_what_cannot_be_added_is_refused(case: str, tmp_path: Path) -> None:
 def test_a_token_that_is_listed_twice_is_added_once(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, {"op": "grow_vocabulary", "special": ["<a>", "<a>"], "added": ["<a>"]})
     assert surgeon.preview(plan, base_of(tmp_path / "base", rows=320)).blueprint.new_rows == range(300, 301)
+
+
+def test_an_id_that_transformers_gives_otherwise_is_named(tmp_path: Path) -> None:
+    """It gives added tokens the next free ids, whatever the file says."""
+    base = base_of(tmp_path / "base", rows=320)
+    made = json.loads((base / "tokenizer.json").read_text())
+    made["added_tokens"].append(made["added_tokens"][0] | {"id": 310, "content": "<late>"})
+    (base / "tokenizer.json").write_text(json.dumps(made))
+    with pytest.raises(BadInput, match=r"has the id 310, and transformers none above 300: .*save it with this version"):
+        surgeon.preview(plan_of(tmp_path, MARKS), base)
