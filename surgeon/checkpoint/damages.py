@@ -49,10 +49,9 @@ def damage_of(config: Mapping[str, Any], tensors: Iterable[TensorInfo]) -> str:
         )
     parts = [config, *(part for part in config.values() if isinstance(part, Mapping))]
     # With one of BitNet, say, transformers quantises as it runs.
-    keys = ("quantization_config", "compression_config")
-    left = [key for part in parts for key in keys if part.get(key) is not None and "online" not in str(part)]
+    left = any(part.get("quantization_config") is not None and "online" not in str(part) for part in parts)
     if left and all(info.dtype in (*FLOAT_DTYPES, "I64") for info in found.values()):
-        return f"config.json: `{left[0]}` is left over: no tensor is quantised; take it out of the file"
+        return "config.json: `quantization_config` is left over: no tensor is quantised; take it out of the file"
     return ""
 
 

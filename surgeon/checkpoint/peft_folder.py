@@ -120,10 +120,7 @@ class AdapterFolder:
         if not isinstance(config, dict):
             raise BadInput(f"{shown}: holds a {type(config).__name__}, expected a JSON object; {_AGAIN}")
         _check_kind(config, shown)
-        try:
-            header = source.headers([ADAPTER_WEIGHTS])[ADAPTER_WEIGHTS]
-        except BadInput as error:
-            raise BadInput(f"{source.shown}: {error}") from None
+        header = source.headers([ADAPTER_WEIGHTS])[ADAPTER_WEIGHTS]
         if empty := empty_of(header.tensors):
             raise BadInput(f"{source.shown}: {empty}")
         for info in header.tensors:

@@ -132,15 +132,6 @@ class TokenizerJson:
         return str(self.model.get("continuing_subword_prefix") or "")
 
 
-def highest_id(content: bytes, file: str) -> int:
-    """The highest id that a tokenizer.json of any kind gives. Raises BadInput, which names `file`, for what is none."""
-    data = parse_json_strict(content, file=file, max_bytes=MAX_SIDE_FILE_BYTES, max_items=_MOST_ITEMS)
-    with shaped(file):
-        vocabulary = data["model"]["vocab"]
-        own = range(len(vocabulary)) if isinstance(vocabulary, list) else vocabulary.values()
-        return max(int(number) for number in (*own, *(each["id"] for each in data.get("added_tokens") or ())))
-
-
 def grown_files(
     files: Mapping[str, bytes],
     taken: Mapping[str, int],
@@ -220,9 +211,7 @@ def _with_listed(
         if name in files:
             data = parse_json_strict(files[name], file=name, max_bytes=MAX_SIDE_FILE_BYTES)
             into[name] = [((key,), special) for key in _LISTS if isinstance(data.get(key), list)]
-            # Beside a decoder, transformers does not read the other file.
-            lists = into[name] if _DECODER_KEY in data else [*into.values()]
-            if name == _SETTINGS and special and not any(lists):
+            if name == _SETTINGS and special and not any(into.values()):
                 key = _LISTS[-1] if _LISTS[0] in data else _LISTS[0]
                 into[name].append(((), [f'"{key}": [{", ".join(special)}]']))
             if _DECODER_KEY in data:

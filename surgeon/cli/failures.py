@@ -125,14 +125,14 @@ def mixed_up_arguments(ctx: typer.Context) -> str:
         "apply": {NEW, NAME},
         "train": {*CHECKPOINTS},
         "verify": {"an output of surgeon", NAME},
-        # Of an adapter into a base; DEST is the adapter then.
+        # Into which an adapter is merged; DEST is its folder then.
         "merge": {*CHECKPOINTS, NAME},
     }
     takes: dict[str, set[Kind]] = {
         "PLAN": {"a delta", NAME} if ctx.params.get("delta") else {"a plan", NAME},
         "BASE": {*CHECKPOINTS, NAME},
         "OUT": outputs.get(str(ctx.command.name), {"an output of surgeon"}),
-        "DEST": {NEW, NAME, "a folder"} if ctx.command.name == "merge" else {NEW, NAME},
+        "DEST": {NEW, NAME, "a folder"},
         "RUN": {NEW, NAME},
         "MODEL…": {*CHECKPOINTS, NAME},
         "DATA": {"a file", "a folder", "a data file", "a training config"},

@@ -20,7 +20,7 @@ from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Adapted, Product, Recipe, Rounding, Step, Trained, one_expert, stacked_experts
 from surgeon.checkpoint.peft_folder import AdapterFolder, is_of_tokenizer
 from surgeon.checkpoint.strict_json import parse_json_strict
-from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, highest_id
+from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, TokenizerJson
 from surgeon.checkpoint.trust import leads_to_code
 from surgeon.errors import BadInput, printable
 from surgeon.families.vocabulary import VOCABULARY_KEY, further_rows
@@ -293,17 +293,17 @@ def _together(adapters: list[Sorted]) -> dict[str, list[Step]]:
             # Rows of its own stand in the place of the embeddings'.
             rows = any(isinstance(step, Trained) and step.rows for step in own)
             both = [step for step in each.shared if sets_whole(step) or not rows]
-            heads = _whole_first(both, own) if apart else []
-            settled = {tied.reads.parameter: _whole_first(each.shared, reads), tied.head.parameter: heads}
+            heads = _whole_first([*both, *own]) if apart else []
+            settled = {tied.reads.parameter: _whole_first([*each.shared, *reads]), tied.head.parameter: heads}
             found |= {name: of for name, of in settled.items() if of}
         for name, of in found.items():
             merged.setdefault(name, []).extend(of)
     return merged
 
 
-def _whole_first(*steps: list[Step]) -> list[Step]:
+def _whole_first(steps: list[Step]) -> list[Step]:
     """Steps, each once; those that set every row before others."""
-    return sorted(dict.fromkeys(step for of in steps for step in of), key=lambda step: not sets_whole(step))
+    return sorted(dict.fromkeys(steps), key=lambda step: not sets_whole(step))
 
 
 def _brought(base: OpenedBase, folders: list[AdapterFolder], rows: int) -> dict[str, str | None]:
@@ -317,11 +317,10 @@ def _brought(base: OpenedBase, folders: list[AdapterFolder], rows: int) -> dict[
             found[name] = content = folder.read_side_file(name)
             if name.endswith("_config.json") and (code := leads_to_code(parse_json_strict(content, file=name))):
                 raise BadInput(f"the adapter's {printable(name)} {code}, which no output gets; take that out of it")
-            shown = f"{printable(folder.facts.id)}/{printable(name)}"
-            if name == TOKENIZER_FILE and (highest := highest_id(content, shown)) >= rows:
+            if name == TOKENIZER_FILE and (highest := max(TokenizerJson.parse(content).ids)) >= rows:
                 raise BadInput(
-                    f"{shown}: has the id {highest}, and the output {rows} rows for tokens: the model was not resized"
-                    " for this tokenizer in training; take its files, or such tokens, out of a copy of the folder"
+                    f"{printable(folder.facts.id)}: {name} has the id {highest}, and the output {rows} rows: the model"
+                    " was not resized for it in training; take its files, or such tokens, out of a copy of the folder"
                 )
     if any(map(_VOCABULARY.search, found)):
         found = dict.fromkeys(filter(is_of_tokenizer, base.folder.side_files)) | found

@@ -146,10 +146,6 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda folder: edit_config(folder, quantization_config={}),
         "`quantization_config` is left over",
     ),
-    "an older field": (
-        lambda folder: edit_config(folder, compression_config={"quant_method": "compressed-tensors"}),
-        "`compression_config` is left over",
-    ),
     "MLX": (_by_mlx, "quantised by MLX; .*--dequantize"),
 }
 
@@ -207,10 +203,9 @@ def test_what_is_no_adapter_of_peft_is_named(base: Path, tmp_path: Path) -> None
     with pytest.raises(BadInput, match=r"an adapter of mlx-lm.*`lora_alpha` `scale` × `rank`"):
         AdapterFolder.open(tmp_path / "mlx", id="mlx")
     cut = lora(tmp_path / "cut", layers=2)
-    for name in ("adapter_model.safetensors", "adapter_config.json"):
-        (cut / name).write_bytes((cut / name).read_bytes()[:-1])
-        with pytest.raises(BadInput, match=rf"^{re.escape(str(cut))}.*{name}: (truncated|.*not closed)"):
-            AdapterFolder.open(cut, id="cut")
+    (cut / "adapter_config.json").write_text("{")
+    with pytest.raises(BadInput, match=rf"^{re.escape(str(cut))}/adapter_config\.json: .*not closed"):
+        AdapterFolder.open(cut, id="cut")
     file = lora(tmp_path / "zero", layers=2) / "adapter_model.safetensors"
     save_file({name: torch.empty(0) for name in load_file(file)}, file, metadata={"format": "pt"})
     with pytest.raises(BadInput, match=r"lora_A\.weight .*ZeRO-3"):

@@ -22,7 +22,7 @@ from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, MeasuredText, Pla
 from surgeon.common.listener import Listener, Quiet
 from surgeon.errors import BadInput
 from surgeon.models.tokenizer import Tokenizer, open_tokenizer
-from surgeon.models.vocabulary.growing import SAVE_IT, New, Old, check_ids
+from surgeon.models.vocabulary.growing import New, Old, check_ids
 from surgeon.models.vocabulary.learned import LearnedTokens, learned
 from surgeon.models.vocabulary.learned_before import learned_once
 from surgeon.models.vocabulary.requested_words import Listed, check_new, check_words, marked_once, requested_tokens
@@ -85,9 +85,10 @@ def grow(
         if added:
             check_new(old, [(mark, [mark], []) for mark in added], tokenizer, marks)
             rows = max(old.taken.values()) + 1
-            if (odd := max(read.ids)) >= rows:
+            if max(read.ids) >= rows:
                 raise BadInput(
-                    f"{old.shown}: {TOKENIZER_FILE} has the id {odd}, and transformers none above {rows - 1}: {SAVE_IT}"
+                    f"{old.shown}: {TOKENIZER_FILE} has the id {max(read.ids)}, and transformers none above"
+                    f" {rows - 1}; save it with this version of transformers once, and operate on that"
                 )
             old.rows = rows + len(added)
             old.taken |= {mark: number for number, mark in enumerate(added, rows)}

@@ -13,10 +13,6 @@ from surgeon.models.vocabulary.learner import Pair
 
 # What a new piece of a Unigram is better by than the pieces that it is made of.
 BETTER = 1e-4
-SAVE_IT = (
-    f"transformers makes this tokenizer otherwise than {TOKENIZER_FILE} says; save it with this version of transformers"
-    " once, and operate on that"
-)
 
 
 @dataclass
@@ -62,7 +58,8 @@ def check_ids(old: Old, wanted: Mapping[str, int], found: Mapping[str, int]) -> 
         if found.get(content) != wanted.get(content):
             raise BadInput(
                 f"{old.shown}: with other tokens, {printable(repr(content), 40)} would have the id {found.get(content)}"
-                f" in place of {wanted.get(content)}: {SAVE_IT}"
+                f" in place of {wanted.get(content)}: transformers makes this tokenizer otherwise than {TOKENIZER_FILE}"
+                " says; save it with this version of transformers once, and operate on that"
             )
 
 
