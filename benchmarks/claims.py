@@ -80,21 +80,6 @@ def widest(base: str, *methods: str) -> float:
     return max(row_of(base, method)["width"] or 0.0 for method in methods)
 
 
-def grown(method: str) -> dict[str, Any]:
-    """A row of the study of new pieces."""
-    found = findings_of("grown_learning_en-llama-8m").to_json()["rows"]
-    return next(row for row in found if row["method"] == method)
-
-
-def best_news() -> tuple[str, ...]:
-    return tuple(f"{grown(name)['best']['new']:.2f}" for name in ("full-words", "full", "layers-words", "layers"))
-
-
-def where_both_meet() -> tuple[str, str]:
-    row = grown("full-words")
-    return f"{row['width']:.2f}", f"{-row['against_full']['mean']:.2f}"
-
-
 def includes_zero(row: dict[str, Any]) -> bool:
     """Whether the interval of its difference to full fine-tuning does; one of several seeds."""
     found = row["against_full"]
@@ -282,16 +267,6 @@ SENTENCES = (
         f"{OPERATIONS}/gated_adapters.md",
         r"on one base the two meet over less than (\S+) nats of it",
         lambda: (above(widest("en-llama-8m", "nr")),),
-    ),
-    Sentence(
-        f"{OPERATIONS}/grow_vocabulary.md",
-        r"Full fine-tuning reached (\S+) bits a byte, (\S+) without them; copied layers (\S+) and (\S+)\.$",
-        best_news,
-    ),
-    Sentence(
-        f"{OPERATIONS}/grow_vocabulary.md",
-        r"where both fine-tunings meet \((\S+) bits of it\), the one with the pieces forgot (\S+) bits a byte less",
-        where_both_meet,
     ),
     Sentence(
         "docs/how-to/comparing.md",
