@@ -137,9 +137,9 @@ class Documents:
             with self._open(file) as handle:
                 # Whatever the name says of the two: lists are kept as .jsonl, lines as .json.
                 beginning = handle.read(_BEGINNING)
-                for begin, what in _NO_TEXTS.items():
+                for begin, problem in _NO_TEXTS.items():
                     if beginning.startswith(begin):
-                        raise BadInput(f"{printable(str(file))}: {what}")
+                        raise BadInput(f"{printable(str(file))}: {problem}")
                 a_list = beginning.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
                 handle.seek(0)
                 read = readers.get(format_of(file), self._entries if a_list else self._lines)

@@ -60,7 +60,7 @@ def joined(first: CheckpointFolder, second: CheckpointFolder) -> Job:
 
 
 def test_a_config_that_no_command_reads_again_is_not_written() -> None:
-    labels = {str(number): f"LABEL_{number}" for number in range(120_000)}
+    labels = {str(number): f"LABEL_{number}" for number in range(200_000)}
     with pytest.raises(BadInput, match=r"^config.json: the output's would have .* shorten the base's `id2label`$"):
         model_files({"model_type": "llama", "id2label": labels}, (), {})
 

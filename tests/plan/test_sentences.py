@@ -238,6 +238,13 @@ CONFIGS: list[tuple[Load, str, int, str, str]] = [
     ),
     (
         load_config,
+        f"{TRAIN}  - {{name: a, path: 'https://a.b/c', share: 1}}\n",
+        4,
+        "sources[0] (a): ",
+        "path 'https://a.b/c' is an address: write dataset:USER/NAME for a dataset of the Hub",
+    ),
+    (
+        load_config,
         f"{TRAIN}  - {{name: a, path: a.txt, share: 1, generate: {{tokens: 100}}}}\n",
         4,
         "sources[0] (a): ",
