@@ -85,33 +85,44 @@ class House:
         name = ".".join(file.relative_to(self.package.parent).with_suffix("").parts)
         return name.removesuffix(".__init__")
 
-    def code(self, module: str) -> Iterator[tokenize.TokenInfo]:
-        """A module's tokens without comments, docstrings and layout; an f-string is one, as before Python 3.12."""
-        docstrings = {(node.lineno, node.col_offset) for node in _docstrings(self.trees[module])}
-        source = io.StringIO(self.modules[module].read_text(encoding="utf-8"))
-        inside = 0
-        for each in tokenize.generate_tokens(source.readline):
-            inside -= tokenize.tok_name[each.type] == "FSTRING_END"
-            if not inside and each.type not in _LAYOUT and each.start not in docstrings:
-                yield each
-            inside += tokenize.tok_name[each.type] == "FSTRING_START"
+    @cached_property
+    def docstrings(self) -> dict[str, list[ast.Constant]]:
+        """By module the docstrings of itself, its classes and functions."""
+        return {module: [*_docstrings(tree)] for module, tree in self.trees.items()}
+
+    @cached_property
+    def code(self) -> dict[str, list[int]]:
+        """By module the line of each token, comments, docstrings and layout left out.
+
+        An f-string is one token, as it is before Python 3.12.
+        """
+        found: dict[str, list[int]] = {}
+        for module, file in self.modules.items():
+            docstrings = {(node.lineno, node.col_offset) for node in self.docstrings[module]}
+            lines, inside = found.setdefault(module, []), 0
+            for each in tokenize.generate_tokens(io.StringIO(file.read_text(encoding="utf-8")).readline):
+                inside -= tokenize.tok_name[each.type] == "FSTRING_END"
+                if not inside and each.type not in _LAYOUT and each.start not in docstrings:
+                    lines.append(each.start[0])
+                inside += tokenize.tok_name[each.type] == "FSTRING_START"
+        return found
 
     @cached_property
     def tokens(self) -> Counter[str]:
         """Python tokens by room."""
-        return self._by_room({module: sum(1 for _ in self.code(module)) for module in self.modules})
+        return self._by_room({module: len(lines) for module, lines in self.code.items()})
 
     @cached_property
     def code_lines(self) -> Counter[str]:
         """Lines by room on which a token begins."""
-        return self._by_room({module: len({each.start[0] for each in self.code(module)}) for module in self.modules})
+        return self._by_room({module: len({*lines}) for module, lines in self.code.items()})
 
     @cached_property
     def literals(self) -> Counter[str]:
         """Bytes of text in string literals by room, docstrings left out."""
         found = {}
         for module, tree in self.trees.items():
-            docstrings = set(map(id, _docstrings(tree)))
+            docstrings = set(map(id, self.docstrings[module]))
             texts = (
                 node.value
                 for node in ast.walk(tree)
