@@ -1,6 +1,7 @@
 """The house in numbers: `python -m tests.house [CHECKOUT]` prints size, rooms and ideas of the package.
 
-With `--calls` it prints the calls between rooms while a plan is applied (house_calls.py).
+With `--calls` it prints the calls between rooms while a plan is applied (house_calls.py). `--pin` lowers the numbers of
+size.json to those of the package; a test fails above them. Whoever raises one does it by hand, in a commit of its own.
 
 A room is a folder of `surgeon/`; a loose module stands beside the rooms; an arrow is a room that imports another. A
 floor is a level of the rooms' imports: what imports nothing stands on the first, everything else one above the highest
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import io
+import json
 import sys
 import tokenize
 from collections import Counter
@@ -33,6 +35,16 @@ BYTE_FORMS = {
     "checkpoint": ("Pieces",),
 }
 MOST_LINES, MOST_PARAMETERS = 60, 10
+PINS = Path(__file__).with_name("size.json")
+OPERATIONS = "operations"
+# Classes that every feature could put a field into.
+SHARED = (
+    "surgeon.blueprint.draft.Draft",
+    "surgeon.blueprint.blueprint.Blueprint",
+    "surgeon.blueprint.recipes.recipe.Recipe",
+    "surgeon.families.anatomy.Derivation",
+    "surgeon.runtime.rules.Surgery",
+)
 # What a token count leaves out, beside docstrings: comments and the layout.
 _LAYOUT = (
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER
@@ -74,21 +86,99 @@ class House:
         return name.removesuffix(".__init__")
 
     @cached_property
-    def tokens(self) -> Counter[str]:
-        """Python tokens by room, without comments, docstrings and layout."""
-        found: Counter[str] = Counter()
-        for module, tree in self.trees.items():
-            docstrings = {
-                (node.body[0].lineno, node.body[0].col_offset)
-                for node in ast.walk(tree)
-                if isinstance(node, ast.Module | ast.ClassDef | Function) and ast.get_docstring(node) is not None
-            }
-            source = io.StringIO(self.modules[module].read_text(encoding="utf-8"))
-            found[room_of(module)] += sum(
-                each.type not in _LAYOUT and each.start not in docstrings
-                for each in tokenize.generate_tokens(source.readline)
-            )
+    def docstrings(self) -> dict[str, list[ast.Constant]]:
+        """By module the docstrings of itself, its classes and functions."""
+        return {module: [*_docstrings(tree)] for module, tree in self.trees.items()}
+
+    @cached_property
+    def code(self) -> dict[str, list[int]]:
+        """By module the line of each token, comments, docstrings and layout left out.
+
+        An f-string is one token, as it is before Python 3.12.
+        """
+        found: dict[str, list[int]] = {}
+        for module, file in self.modules.items():
+            docstrings = {(node.lineno, node.col_offset) for node in self.docstrings[module]}
+            lines, inside = found.setdefault(module, []), 0
+            for each in tokenize.generate_tokens(io.StringIO(file.read_text(encoding="utf-8")).readline):
+                inside -= tokenize.tok_name[each.type] == "FSTRING_END"
+                if not inside and each.type not in _LAYOUT and each.start not in docstrings:
+                    lines.append(each.start[0])
+                inside += tokenize.tok_name[each.type] == "FSTRING_START"
         return found
+
+    @cached_property
+    def tokens(self) -> Counter[str]:
+        """Python tokens by room."""
+        return self._by_room({module: len(lines) for module, lines in self.code.items()})
+
+    @cached_property
+    def code_lines(self) -> Counter[str]:
+        """Lines by room on which a token begins."""
+        return self._by_room({module: len({*lines}) for module, lines in self.code.items()})
+
+    @cached_property
+    def literals(self) -> Counter[str]:
+        """Bytes of text in string literals by room, docstrings left out."""
+        found = {}
+        for module, tree in self.trees.items():
+            docstrings = set(map(id, self.docstrings[module]))
+            texts = (
+                node.value
+                for node in ast.walk(tree)
+                if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings
+            )
+            found[module] = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
+        return self._by_room(found)
+
+    def _by_room(self, of_modules: dict[str, int]) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for module, count in of_modules.items():
+            found[room_of(module)] += count
+        return found
+
+    def members(self, name: str) -> set[str]:
+        """What a class, `surgeon.module.Name`, declares or sets of its own: fields, methods, attributes of `self`."""
+        home, _, last = name.rpartition(".")
+        node = self._definitions[home][last]
+        fields = {each.target for each in ast.walk(node) if isinstance(each, ast.AnnAssign)}
+        fields |= {target for each in ast.walk(node) if isinstance(each, ast.Assign) for target in each.targets}
+        inside = {each for part in node.body if isinstance(part, Function) for each in ast.walk(part)}
+        names = {each.id for each in fields - inside if isinstance(each, ast.Name)}
+        names |= {each.attr for each in fields if isinstance(each, ast.Attribute) and ast.unparse(each.value) == "self"}
+        return names | {part.name for part in node.body if isinstance(part, Function)}
+
+    def shared_fields(self) -> dict[str, int]:
+        """How many members the classes have that everything shares, by their names."""
+        found = {name.rpartition(".")[2]: len(self.members(name)) for name in SHARED}
+        schema = "surgeon.train.config.schema"
+        return {**found, "train schema": sum(len(self.members(f"{schema}.{name}")) for name in self._classes(schema))}
+
+    def reaches(self) -> Iterator[Site]:
+        """Imports of one operation's module from outside the room of operations."""
+        owners = {
+            module
+            for module in self.modules
+            if room_of(module) == OPERATIONS
+            and not module.endswith(".operation")
+            and any("op" in self.members(f"{module}.{name}") for name in self._classes(module))
+        }
+        for module in self.modules:
+            if room_of(module) != OPERATIONS:
+                yield from (Site(module, 0, name) for name in sorted(self.dependencies(module) & owners))
+
+    def _classes(self, module: str) -> list[str]:
+        return [name for name, node in self._definitions[module].items() if isinstance(node, ast.ClassDef)]
+
+    def sizes(self) -> dict[str, dict[str, int]]:
+        """What size.json pins."""
+        counts = {"tokens": self.tokens, "text": self.literals}
+        return {
+            **{name: {"all": found.total(), **dict(sorted(found.items()))} for name, found in counts.items()},
+            "tokens in 100 code lines": {"all": 100 * self.tokens.total() // self.code_lines.total()},
+            "members": self.shared_fields(),
+            "imports of one operation": {"all": sum(1 for _ in self.reaches())},
+        }
 
     def imports(self, module: str) -> set[str]:
         """Modules and names that a module imports, inside functions and for types alone too."""
@@ -291,6 +381,15 @@ class House:
                 yield count, module, node
 
 
+def _docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
+    """The docstrings of a module, its classes and functions."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | Function) and ast.get_docstring(node) is not None:
+            first = node.body[0]
+            assert isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+            yield first.value
+
+
 def _names(node: ast.AST) -> Iterator[str]:
     """Names in an expression of types or in a pattern, dotted ones whole: `A | B`, `(A, m.B)`, `case A(B())`."""
     if isinstance(node, ast.Name | ast.Attribute):
@@ -346,8 +445,14 @@ def report(house: House, *, sites: bool) -> Iterator[str]:
     classes = sum(isinstance(node, ast.ClassDef) for tree in house.trees.values() for node in ast.walk(tree))
     arrows = sum(len(others) for others in house.rooms.values())
     yield f"{len(house.modules)} files, {lines:,} lines, {len(functions):,} functions, {classes} classes"
-    yield f"{house.tokens.total():,} tokens without comments and docstrings"
-    yield from (f"    {count:,} {room}" for room, count in house.tokens.most_common() if sites)
+    dense = house.tokens.total() / house.code_lines.total()
+    text = house.literals
+    yield (
+        f"{house.tokens.total():,} tokens without comments and docstrings, {dense:.2f} a line of code;"
+        f" {text.total():,} bytes of text in literals"
+    )
+    for room, count in house.tokens.most_common() if sites else ():
+        yield f"    {count:,} {room}, {count / house.code_lines[room]:.2f} a line, {text[room]:,} bytes of text"
     yield f"{len(rooms)} rooms, {len(house.rooms) - len(rooms)} loose modules, {arrows} arrows"
     recipes = house.recipes
     forms = house.byte_forms()
@@ -376,12 +481,24 @@ def report(house: House, *, sites: bool) -> Iterator[str]:
         yield f"{level:>3}  {', '.join(sorted(room for room in floors if floors[room] == level))}"
 
 
+def within(found: dict[str, dict[str, int]], pinned: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
+    """The numbers found, none above what is pinned."""
+    return {
+        name: {key: min(count, pinned.get(name, {}).get(key, 0)) for key, count in counts.items()}
+        for name, counts in found.items()
+    }
+
+
 def main(*arguments: str) -> None:
     """Print the report; with `--calls` the calls between rooms of one `apply` alone."""
     if "--calls" in arguments:
         from tests import house_calls
 
         house_calls.main()
+        return
+    if "--pin" in arguments:
+        lowered = within(HERE.sizes(), json.loads(PINS.read_text(encoding="utf-8")))
+        PINS.write_text(json.dumps(lowered, indent=2) + "\n", encoding="utf-8")
         return
     paths = [Path(each).resolve() for each in arguments if each != "--sites"]
     package = paths[0] if paths else PACKAGE

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import surgeon
-from tests.house import HERE, PACKAGE, room_of
+from tests.house import HERE, PACKAGE, PINS, room_of
 
 MODULES = HERE.modules
 FILES = sorted(MODULES.values())
@@ -136,6 +137,18 @@ def test_the_house_stays_small() -> None:
     rooms = [name for name in ORDER if (PACKAGE / name).is_dir()]
     assert len(rooms) <= 22
     assert set(ORDER) - set(rooms) == {"__main__", "__init__", "errors", "_version"}
+
+
+def test_nothing_is_larger_than_it_is_pinned() -> None:
+    """Whoever raises a number of size.json does so by hand, in a commit of its own that says what went for it."""
+    pinned = json.loads(PINS.read_text(encoding="utf-8"))
+    above = [
+        f"{name}, {key}: {count:,}, pinned at {pinned.get(name, {}).get(key, 0):,}"
+        for name, counts in HERE.sizes().items()
+        for key, count in counts.items()
+        if count > pinned.get(name, {}).get(key, 0)
+    ]
+    assert not above
 
 
 # Studies are written with what `surgeon` offers, as anybody's are; beside it they may import the errors that users read
