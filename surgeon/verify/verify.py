@@ -95,10 +95,11 @@ def verify(
 
     from surgeon.models.tokens import token_batches
 
-    vocabulary, after = pair.anatomy.sizes.vocabulary, vocabulary_of(pair.out.config)
-    if after is not None and after != vocabulary and proof.kept is None and not proof.new:
+    vocabulary = pair.anatomy.sizes.vocabulary
+    rows = vocabulary_of(pair.out.config) or vocabulary
+    if rows != vocabulary and not (proof.kept or proof.new or pair.wordless):
         # An adapter brought its own rows: what both have is compared.
-        proof = proof._replace(kept=tuple(range(min(vocabulary, after))))
+        proof = proof._replace(kept=tuple(range(min(vocabulary, rows))))
     tokens = token_batches(
         pair.base.path, text=text, window=window, windows=windows, vocabulary=vocabulary, kept=proof.kept
     )
