@@ -161,6 +161,8 @@ class _Builder:
 
     def _characters(self, text: str, line: int) -> str:
         """The text itself; its escapes (`\\0`, `\\ud800`) may stand for what no file name and no encoding has."""
+        # A plan that json wrote has a character beyond 16 bits as two escapes.
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
         wrong = next((c for c in text if c == "\0" or "\ud800" <= c <= "\udfff"), None)
         if wrong is not None:
             kind = "a NUL character" if wrong == "\0" else "half of a UTF-16 pair"

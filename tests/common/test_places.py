@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,12 @@ def test_yaml_that_only_looks_right_is_named_by_its_line(text: str, said: str) -
     with pytest.raises(BadInput) as refused:
         parse_yaml(text, "x.yaml", what="plan", needs="`a`")
     assert str(refused.value).startswith(said)
+
+
+def test_a_plan_that_json_wrote_has_its_emoji() -> None:
+    assert parse_yaml(json.dumps({"a": "😀"}), "x.yaml", what="plan", needs="`a`")[0] == {"a": "😀"}
+    with pytest.raises(BadInput, match="half of a UTF-16 pair"):
+        parse_yaml('{"a": "\\ud83d"}', "x.yaml", what="plan", needs="`a`")
 
 
 def test_odd_spaces_in_a_text_are_the_text_s_own() -> None:
