@@ -18,7 +18,7 @@ from surgeon.errors import BadInput
 from surgeon.families.growth import grown
 from surgeon.families.kinds import described_kinds, numbered
 from surgeon.families.skeleton import CAUSAL, IMAGE_TEXT, build
-from surgeon.families.twin import _fill, fill_buffers, shrunk, twin_of
+from surgeon.families.twin import fill, fill_buffers, shrunk, twin_of
 from tests.pictures import seeing
 from tests.vocabularies import byte_level
 
@@ -237,7 +237,7 @@ def checkpoint_of(config: dict[str, Any], folder: Path, *, seed: int = 3, dtype:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).float()
-    _fill(model, seed)
+    fill(model, seed)
     fill_buffers(model, seed)
     model.tie_weights()
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size="150KB")

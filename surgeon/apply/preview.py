@@ -219,20 +219,22 @@ def preview_of(
     max_shard_bytes: int = MAX_NEW_SHARD_BYTES,
     recall: bool = False,
     link: bool = False,
+    facts: Mapping[int, Facts] | None = None,
 ) -> Preview:
     """The preview of a plan on an opened base. Raises BadInput.
+
+    With `facts` operations find nothing out of the base themselves.
 
     With `recall`, what an earlier preview proved of this base and plan is not proven again: for what writes nothing.
     Without it nothing is proven: that is left to `proved`, after all that costs less.
     """
     folder, anatomy = base.folder, base.anatomy
-    facts = prepare(loaded, base)
+    facts = prepare(loaded, base) if facts is None else facts
     blueprint = draw(loaded, anatomy, folder.config, facts)
     check_taken(blueprint, folder, base.models)
     texts = texts_of(blueprint, base.plan_folder)
     with placed(loaded):
         check_shapes(blueprint, anatomy, folder.own)
-        proof = _proof(blueprint, base, recall=recall)
     shards = lay_out(blueprint.outputs, folder.tensors, max_new_shard_bytes=max_shard_bytes)
     outputs = blueprint.outputs
     new = sum(_new_numbers(output, folder) for output in outputs if output.new)
@@ -240,9 +242,10 @@ def preview_of(
     fixed = sum(_new_numbers(output, folder) for output in outputs if output.new and output.kept.covered)
     after = sum(output.numel for output in outputs)
     trains_all = any(record.trains == "all" for record in blueprint.operations)
+    unproven = promised(blueprint)
     # `apply` proves again what a preview knows from the cache.
-    runs_twin = proof.how != "none"
-    return Preview(
+    runs_twin = unproven.how != "none"
+    shown = Preview(
         plan=loaded,
         blueprint=blueprint,
         shards=shards,
@@ -259,20 +262,21 @@ def preview_of(
         notes=tuple(_notes(blueprint, base, texts)),
         facts=facts,
         link=link,
-        proof=proof,
+        proof=unproven,
     )
-
-
-def _proof(blueprint: Blueprint, base: OpenedBase, *, recall: bool) -> Proof:
-    """How the promise of exactness is known: with `recall` by an earlier preview or by this one, else not yet."""
-    folder, anatomy = base.folder, base.anatomy
-    of = (blueprint, anatomy, folder.config, folder.own)
     if not recall:
-        return promised(blueprint)
+        return shown
+    with placed(loaded):
+        return replace(shown, proof=_proof(shown, base))
+
+
+def _proof(shown: Preview, base: OpenedBase) -> Proof:
+    """How the promise of exactness is known: by an earlier preview, or by this one."""
+    of = (shown.plan, shown.facts, shown.blueprint, base)
     proof = known_proof(*of)
     if proof.how != "cached":
         proof = prove(*of)
-    keep(anatomy, folder.config, folder.tensors, folder.own)
+    keep(base.anatomy, base.folder.config, base.folder.tensors, base.folder.own)
     return proof
 
 
@@ -324,7 +328,7 @@ def _notes(blueprint: Blueprint, base: OpenedBase, texts: Mapping[str, Path]) ->
 def proved(shown: Preview, base: OpenedBase) -> Preview:
     """A preview whose promise is proven on a twin. Raises BadInput where it does not hold."""
     with placed(shown.plan):
-        return replace(shown, proof=prove(shown.blueprint, base.anatomy, base.folder.config, base.folder.own))
+        return replace(shown, proof=prove(shown.plan, shown.facts, shown.blueprint, base))
 
 
 def _new_numbers(output: Output, folder: CheckpointFolder) -> int:

@@ -16,25 +16,23 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, ValidationError
 
-from surgeon.apply.shapes import changed_counts
-from surgeon.blueprint.blueprint import Blueprint, Layer, Output
-from surgeon.blueprint.recipes import Constant, Copy, Joined, Means
-from surgeon.checkpoint.own_code import OwnCode
+from surgeon.blueprint.blueprint import Blueprint
 from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.checkpoint.weights import quantisation
 from surgeon.common.cache import MAX_ENTRY_BYTES, cache_folder, read_entry, write_entry
-from surgeon.common.formatting import show_layers
 from surgeon.common.promises import CONDITION
 from surgeon.common.schema import Bounded
-from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy
+from surgeon.errors import BadInput
 from surgeon.families.anatomy_cache import digest_of, found_with, versions
-from surgeon.families.grafted_config import is_grafted, native_config
-from surgeon.families.vocabulary import with_vocabulary
+from surgeon.operations.prepare import Facts, OpenedBase
+from surgeon.plan.plan import LoadedPlan
 from surgeon.runtime.bundle import bundle
 
+# What operations found out of the base, by their numbers.
+AllFacts = Mapping[int, Facts]
+
 # Raised whenever entries mean something else.
-_FORMAT = 1
+_FORMAT = 2
 _KIND = "proofs"
 _MOST = 1024
 # What a twin is made and run by.
@@ -93,12 +91,12 @@ def promised(blueprint: Blueprint) -> Proof:
     return Proof("promised", libraries=_run_by()) if blueprint.promise == "exact" else NOTHING_TO_PROVE
 
 
-def known_proof(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any], own: OwnCode | None) -> Proof:
-    """What the cache knows of a blueprint's promise for a base of this `config` and its `own` code."""
+def known_proof(plan: LoadedPlan, facts: AllFacts, blueprint: Blueprint, base: OpenedBase) -> Proof:
+    """What the cache knows of the promise of a plan on this base."""
     if (unproven := promised(blueprint)).how == "none":
         return unproven
     folder = cache_folder(_KIND)
-    key = _key(blueprint, anatomy, config, own) if folder is not None else ""
+    key = _key(plan, facts, blueprint, base) if folder is not None else ""
     content = read_entry(folder, f"{key}.json") if folder is not None else None
     if content is None:
         return unproven
@@ -109,151 +107,33 @@ def known_proof(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any
     return Proof("cached" if entry.key == key else "promised", day=entry.day, libraries=_run_by())
 
 
-def prove(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any], own: OwnCode | None) -> Proof:
-    """Prove on a twin that a blueprint keeps its promise of exactness, and keep that in the cache.
+def prove(plan: LoadedPlan, facts: AllFacts, blueprint: Blueprint, base: OpenedBase) -> Proof:
+    """Prove on a twin that a plan keeps what it promises, and keep that in the cache where it promises exactness.
 
-    Raises BadInput, which says where the twin of the output differs from that of the base.
+    A plan that promises nothing, and takes no layer out, waits for no proof. Raises BadInput, which says where the twin
+    of the output differs from that of the base.
     """
-    began = time.perf_counter()
-    _prove(blueprint, anatomy, config, own)
-    if blueprint.promise != "exact":
+    asks = any(record.claim.in_float32 for record in blueprint.operations) or any(blueprint.dropped.values())
+    if blueprint.promise == "none" and not asks:
         return NOTHING_TO_PROVE
-    if (folder := cache_folder(_KIND)) is not None:
-        entry = _Entry(key=_key(blueprint, anatomy, config, own), day=datetime.date.today())
-        write_entry(folder, f"{entry.key}.json", entry.model_dump_json().encode(), most=_MOST)
-    return Proof("proven", time.perf_counter() - began, libraries=_run_by())
+    # Imports torch and transformers, which take longer than the proof.
+    from surgeon.apply.small_run import prove_small
 
-
-def _prove(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any], own: OwnCode | None) -> None:
-    counts = changed_counts(blueprint, anatomy, config)
-    if counts and (blueprint.promise != "none" or any(each.claim.in_float32 for each in blueprint.operations)):
-        from surgeon.apply.expert_proof import prove_experts
-
-        prove_experts(blueprint, anatomy, config, counts)
-        if len(blueprint.operations) == 1:
-            return
-    if blueprint.promise != "exact":
-        _check_runs(blueprint, anatomy)
-        if blueprint.kept_tokens is not None:
-            from surgeon.apply.twin_proof import prove_rows
-
-            prove_rows(anatomy, config, 0, own)
-        if blueprint.promise == "rounding":
-            # Imports torch and transformers, which a plan that promises nothing does without.
-            from surgeon.apply.width_proof import prove_widths
-
-            prove_widths(blueprint, anatomy, config)
-        return
-    if blueprint.extracted:
-        _check_text(blueprint, anatomy)
-        return
-    if quantisation(config) is not None and quantisation(blueprint.config) is None:
+    began = time.perf_counter()
+    if quantisation(base.folder.config) is not None and quantisation(blueprint.config) is None:
         from surgeon.apply.number_proof import prove_numbers
         from surgeon.apply.pack_proof import prove_packs
 
-        prove_numbers(blueprint, config)
+        prove_numbers(blueprint, base.folder.config)
         prove_packs(blueprint.outputs)
-        return
-    if _only_moves(blueprint, config):
-        from surgeon.apply.expert_proof import prove_moves
-
-        prove_moves(blueprint, anatomy, config)
-        return
-    from surgeon.apply.twin_proof import prove_blueprint, prove_rows
-
-    if own is None and anatomy.derivation.same_names:
-        prove_blueprint(blueprint, anatomy, config)
-        return
-    _prove_moves(blueprint, anatomy)
-    if blueprint.new_rows or blueprint.kept_tokens is not None:
-        prove_rows(anatomy, config, len(blueprint.new_rows), own)
-    elif blueprint.converted and own is None:
-        prove_blueprint(blueprint, anatomy, config)
-
-
-def _only_moves(blueprint: Blueprint, config: Mapping[str, Any]) -> bool:
-    """Whether an output is the base's model, and bytes of the base stand in tensors of other names."""
-    made = [output for output in blueprint.outputs if output.new]
-    return blueprint.config == config and bool(made) and all(output.kept.covered for output in made)
-
-
-def _check_runs(blueprint: Blueprint, anatomy: Anatomy) -> None:
-    """Have a twin without the layers that a plan takes out run. Raises BadInput where it does not."""
-    gone = [layer for dropped in blueprint.dropped.values() for layer in dropped]
-    if not gone:
-        return
-    try:
-        anatomy.derivation.check_runs(native_config(blueprint.config))
-    except BadInput as error:
-        raise BadInput(f"without {show_layers(sorted(gone))} {error}") from error
-
-
-def _prove_moves(blueprint: Blueprint, anatomy: Anatomy) -> None:
-    """Have a twin grow, get grafts and be untied as the blueprint says, though its tensors have other names in memory.
-
-    Raises BadInput where its logits differ.
-    """
-    layers = blueprint.layers
-    gone = [layer for dropped in blueprint.dropped.values() for layer in dropped]
-    config = blueprint.config
-    if blueprint.new_rows or blueprint.kept_tokens is not None:
-        # A twin has words of its own.
-        config = with_vocabulary(config, anatomy, anatomy.sizes.vocabulary)
-    trunk = native_config(config)
-    if not blueprint.native:
-        anatomy.derivation.prove_grafts(trunk, config)
-    if len(layers) == anatomy.sizes.layers and not gone and not blueprint.untied:
-        return
-    if blueprint.untied:
-        _check_head(blueprint, anatomy)
-    constants = {
-        o.name: o.recipe.value
-        for o in blueprint.outputs
-        if o.new and isinstance(o.recipe, Constant) and not isinstance(o.recipe.value, tuple)
-    }
-    anatomy.derivation.prove(
-        trunk,
-        [layer.like for layer in layers],
-        [layer.base is not None for layer in layers],
-        [
-            {
-                s: constants[name]
-                for s in anatomy.layers[layer.like]
-                if (name := anatomy.layer_name(layer.index, _stored_as(anatomy, layer, s))) in constants
-            }
-            for layer in layers
-        ],
-        {layer: anatomy.kinds[anatomy.kind_of[layer]].silence for layer in gone},
-    )
-
-
-def _check_text(blueprint: Blueprint, anatomy: Anatomy) -> None:
-    """Raise BadInput where a text model is another than its tower, of which a twin has the base's logits."""
-    config, names = anatomy.derivation.text_model()
-    made = {output.name: output.recipe.sources for output in blueprint.outputs if not output.computed}
-    odd = next((name for old, name in names.items() if [*made.get(name, ())] != [old]), None)
-    if odd is not None or blueprint.config != config or len(made) != len(names):
-        raise BadInput(
-            f"{printable(odd or 'config.json')}: the plan makes something else than the text tower of the base"
-        )
-
-
-def _check_head(blueprint: Blueprint, anatomy: Anatomy) -> None:
-    """Raise BadInput where an untied head is something else than what it was tied to, as it is in the twin's."""
-    made = {output.name: output.recipe for output in blueprint.outputs}
-    for name, source in anatomy.derivation.head_tensors().items():
-        recipe = made.get(name)
-        same = recipe is not None and recipe == made[source]
-        if not same and not (isinstance(recipe, Copy) and recipe.source == source):
-            raise BadInput(
-                f"{printable(name)}: the plan makes it something else than {printable(source)}, so"
-                " logits are not the base's"
-            )
-
-
-def _stored_as(anatomy: Anatomy, layer: Layer, suffix: str) -> str:
-    """What the output calls a tensor of the layer that it is like."""
-    return anatomy.kinds[anatomy.kind_of[layer.like]].name_opened(suffix) if layer.opened else suffix
+    else:
+        prove_small(plan, facts, blueprint, base)
+    if blueprint.promise != "exact":
+        return NOTHING_TO_PROVE
+    if (folder := cache_folder(_KIND)) is not None:
+        entry = _Entry(key=_key(plan, facts, blueprint, base), day=datetime.date.today())
+        write_entry(folder, f"{entry.key}.json", entry.model_dump_json().encode(), most=_MOST)
+    return Proof("proven", time.perf_counter() - began, libraries=_run_by())
 
 
 def _run_by() -> dict[str, str]:
@@ -261,23 +141,11 @@ def _run_by() -> dict[str, str]:
     return {name: found[name] for name in _LIBRARIES}
 
 
-def _key(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any], own: OwnCode | None) -> str:
-    """What a proof follows from: config and plan as far as a twin shows them, shipped code, libraries, surgeon."""
-    code = [hashlib.sha256(bundle(each)).hexdigest() for each in (config, blueprint.config) if is_grafted(each)]
-    gone = {
-        layer: dict(anatomy.kinds[anatomy.kind_of[layer]].silence)
-        for dropped in blueprint.dropped.values()
-        for layer in dropped
-    }
-    layers = [[layer.like, layer.base is not None, layer.opened] for layer in blueprint.layers]
-    outputs = [[output.name, output.new, *_shape_of(output, blueprint.words)] for output in blueprint.outputs]
-    plan = [blueprint.config, layers, outputs, sorted(gone.items())]
-    return digest_of([_FORMAT, found_with(), dict(config), own and own.digest, code, plan])
-
-
-def _shape_of(output: Output, words: Mapping[str, Any]) -> list[Any]:
-    """What a twin shows of a recipe: what is computed is random there."""
-    recipe = output.recipe
-    if recipe.computed and not all(isinstance(each, Constant | Copy | Joined | Means) for each in recipe.walk()):
-        return [type(recipe).__name__]
-    return [words[output.name], list(recipe.shape)]
+def _key(plan: LoadedPlan, facts: AllFacts, blueprint: Blueprint, base: OpenedBase) -> str:
+    """What a proof follows from: config, plan and what was found for it, names and dtypes of tensors, libraries."""
+    folder, own = base.folder, base.folder.own
+    tensors = sorted((info.name, info.dtype) for info in folder.tensors.values())
+    code = hashlib.sha256(bundle(blueprint.config)).hexdigest() if not blueprint.native else ""
+    known = {str(number): found.model_dump(mode="json") for number, found in facts.items()}
+    told = [dict(folder.config), own and own.digest, code, tensors, plan.data(), known]
+    return digest_of([_FORMAT, found_with(), *told])

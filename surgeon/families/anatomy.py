@@ -88,38 +88,11 @@ class Derivation(ABC):
     evidence: str
     stack: str
 
-    @property
-    @abstractmethod
-    def same_names(self) -> bool:
-        """Whether every tensor is one of the model's, under its name in memory, and in full precision."""
-
     @abstractmethod
     def grown(self, order: Sequence[int], opened: Sequence[int] = ()) -> dict[str, Any]:
         """The config.json of a model whose layer `n` is as layer `order[n]`. Raises BadInput where there is none.
 
         `opened` are numbers of layers that are not quantised any more.
-        """
-
-    @abstractmethod
-    def prove(
-        self,
-        grown: Mapping[str, Any],
-        order: Sequence[int],
-        kept: Sequence[bool],
-        silenced: Sequence[Mapping[str, float]],
-        silent: Mapping[int, Mapping[str, float]],
-    ) -> None:
-        """Have a twin grow so: its layer `n` is the old layer `order[n]` where `kept[n]`, else a new one like it.
-
-        In new layers the tensors `silenced[n]` (suffixes on disk) have these values, in old layers of the twin those of
-        `silent`, by layer. Raises BadInput where a logit differs.
-        """
-
-    @abstractmethod
-    def check_runs(self, grown: Mapping[str, Any]) -> None:
-        """Have a twin of the config `grown`, which has fewer layers, run.
-
-        Raises BadInput where it does not, and one of the base does.
         """
 
     @abstractmethod
@@ -170,10 +143,6 @@ class Derivation(ABC):
         `modules` are the grafts', which are in full precision also where the base is quantised. Raises BadInput where
         there is none.
         """
-
-    @abstractmethod
-    def prove_grafts(self, trunk: Mapping[str, Any], grafted: Mapping[str, Any]) -> None:
-        """Have a twin of the `trunk` get its grafts. Raises BadInput where a logit differs, or none of them learns."""
 
     @abstractmethod
     def vocabulary_tensors(self, rows: int) -> dict[str, bool]:

@@ -111,11 +111,6 @@ class Remembered(Derivation):
         return self.own.path if self._entry is None else self._entry.path
 
     @property
-    def same_names(self) -> bool:
-        """As `Derivation` says."""
-        return self._asked(bool, lambda own: own.same_names, "same names")
-
-    @property
     def activation(self) -> str:
         """As `Derivation` says."""
         return self._asked(str, lambda own: own.activation, "activation")
@@ -213,30 +208,6 @@ class Remembered(Derivation):
     def parameters(self) -> dict[str, tuple[str, str]]:
         """As `Derivation` says."""
         return self._asked(dict[str, tuple[str, str]], lambda own: own.parameters(), "parameters")
-
-    def prove(
-        self,
-        grown: Mapping[str, Any],
-        order: Sequence[int],
-        kept: Sequence[bool],
-        silenced: Sequence[Mapping[str, float]],
-        silent: Mapping[int, Mapping[str, float]],
-    ) -> None:
-        """As `Derivation` says."""
-        self.own.prove(grown, order, kept, silenced, silent)
-
-    def prove_grafts(self, trunk: Mapping[str, Any], grafted: Mapping[str, Any]) -> None:
-        """As `Derivation` says."""
-        self.own.prove_grafts(trunk, grafted)
-
-    def check_runs(self, grown: Mapping[str, Any]) -> None:
-        """As `Derivation` says; once checked, it is not checked again."""
-
-        def runs(own: Derivation) -> bool:
-            own.check_runs(grown)
-            return True
-
-        self._asked(bool, runs, "check_runs", grown)
 
     def _asked(self, kind: Any, ask: Callable[[Derivation], _Answer], *question: Any) -> _Answer:
         """The answer kept for this question, if it is one of this kind; else the base's own, which may refuse."""

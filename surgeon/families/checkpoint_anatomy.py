@@ -17,10 +17,10 @@ from surgeon.families.decoders import HINTS
 from surgeon.families.derivation import Found
 from surgeon.families.derived import Derived, derive
 from surgeon.families.family import Family, Part
+from surgeon.families.growth import layer_axis
 from surgeon.families.mixture import groups_of
 from surgeon.families.names import Names, made_of, match, saved_names, under_base
 from surgeon.families.own_classes import trusted
-from surgeon.families.proof import layer_axis
 from surgeon.families.quantised import check_stored, is_scale, packed_of, quantizer_of, without_scales
 from surgeon.families.roles import InMemory, with_roles
 from surgeon.families.silence import Silence

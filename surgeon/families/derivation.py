@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
-from surgeon.checkpoint.weights import QUANTISATION, quantisation
+from surgeon.checkpoint.weights import QUANTISATION
 from surgeon.common.devices import one_thread
 from surgeon.common.formatting import show
 from surgeon.common.library import LOAD_FAILURES
@@ -24,14 +24,13 @@ from surgeon.families.encoder_blocks import encoder_composition
 from surgeon.families.expert_names import Saved, saved_layouts
 from surgeon.families.family import Part, Space, hidden_axis
 from surgeon.families.grafted_config import config_with_grafts, head_with_grafts
-from surgeon.families.grafting import prove_grafts
-from surgeon.families.growth import grown
+from surgeon.families.growth import grown, layer_axis
 from surgeon.families.inner_spaces import inner_spaces
 from surgeon.families.misread import read_otherwise
 from surgeon.families.names import Names, stored_name, words_of
 from surgeon.families.own_classes import code_of, like, written
-from surgeon.families.proof import check_runs, layer_axis, prove, run_cached
-from surgeon.families.quantised import left_out, renumbered, skips, without_scales
+from surgeon.families.quantised import left_out, renumbered, skips
+from surgeon.families.running import run_cached
 from surgeon.families.shared import shared_in
 from surgeon.families.shared_parts import SharedParts, as_layers, shared_parts
 from surgeon.families.shared_places import shared_places
@@ -70,17 +69,6 @@ class Found(Derivation):
     def stack(self) -> str:  # type: ignore[override]
         """As `Derivation` says."""
         return self.derived.skeleton.stack
-
-    @property
-    def same_names(self) -> bool:
-        """As `Derivation` says."""
-        prefix = f"{self.derived.skeleton.model.base_model_prefix}."
-        inside = all(
-            targets == (suffix,) for layer in self.names.layers for suffix, targets in layer.items() if targets
-        )
-        outside = all(name.removeprefix(prefix) == t.removeprefix(prefix) for name, t in self.names.outer.items() if t)
-        full = not self.names.converted and quantisation(self.config) is None
-        return inside and outside and full and not self.derived.skeleton.path
 
     @property
     def composition(self) -> Composition:
@@ -253,10 +241,6 @@ class Found(Derivation):
         made = left_out(made, modules, self.derived.skeleton)
         return config_with_grafts(composition, head, trunk, made)
 
-    def prove_grafts(self, trunk: Mapping[str, Any], grafted: Mapping[str, Any]) -> None:
-        """As `Derivation` says."""
-        _prove_grafts(json.dumps([trunk, grafted, self.derived.heads], sort_keys=True))
-
     def grown(self, order: Sequence[int], opened: Sequence[int] = ()) -> dict[str, Any]:
         """As `Derivation` says."""
         made = self._grown(order)
@@ -285,34 +269,6 @@ class Found(Derivation):
     def _modules(self, layer: int) -> list[str]:
         """The modules of a layer that hold its quantised tensors."""
         return list(dict.fromkeys(packed.module for packed in self.packed[self.derived.kind_of[layer]].values()))
-
-    def prove(
-        self,
-        grown: Mapping[str, Any],
-        order: Sequence[int],
-        kept: Sequence[bool],
-        silenced: Sequence[Mapping[str, float]],
-        silent: Mapping[int, Mapping[str, float]],
-    ) -> None:
-        """As `Derivation` says."""
-        in_memory = [self._in_memory(source, values) for source, values in zip(order, silenced, strict=True)]
-        before = {layer: self._in_memory(layer, values) for layer, values in silent.items()}
-        told = [self.config, like(grown, self.config), [*order], [*kept], in_memory, before, self.derived.heads]
-        _prove(json.dumps(told, sort_keys=True))
-
-    def check_runs(self, grown: Mapping[str, Any]) -> None:
-        """As `Derivation` says."""
-        told = [self.config, like(grown, self.config), self.derived.heads]
-        _check_runs(json.dumps(told, sort_keys=True))
-
-    def _in_memory(self, layer: int, values: Mapping[str, float]) -> dict[str, float]:
-        """Values of tensors of a layer, given by suffix on disk, by the names of its parameters."""
-        made = _made_of(without_scales(self.names.layers[layer], self.config))
-        return {
-            name: values[suffixes[0]]
-            for name, suffixes in made.items()
-            if all(values.get(suffix) == values.get(suffixes[0]) is not None for suffix in suffixes)
-        }
 
     @property
     def path(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -403,27 +359,6 @@ class Found(Derivation):
             if axis is not None:
                 found[name] = axis
         return found
-
-
-@lru_cache(maxsize=8)
-def _prove(told: str) -> None:
-    """Once for what preview and apply ask alike."""
-    config, grown, order, kept, silenced, silent, heads = json.loads(told)
-    prove(config, grown, order, kept, silenced, {int(n): values for n, values in silent.items()}, heads=heads)
-
-
-@lru_cache(maxsize=8)
-def _check_runs(told: str) -> None:
-    """Once for what preview and apply ask alike."""
-    config, grown, heads = json.loads(told)
-    check_runs(config, grown, heads=heads)
-
-
-@lru_cache(maxsize=8)
-def _prove_grafts(told: str) -> None:
-    """Once for what preview and apply ask alike."""
-    trunk, grafted, heads = json.loads(told)
-    prove_grafts(trunk, grafted, heads=heads)
 
 
 def _linear_shape(module: Any) -> tuple[int, int] | None:

@@ -17,7 +17,6 @@ from surgeon.common.formatting import show, show_layers
 from surgeon.errors import BadInput, printable
 from surgeon.families.kinds import described_kinds, holds_numbers, numbered
 from surgeon.families.periods import period_of
-from surgeon.families.proof import layer_axis
 from surgeon.families.shared import Shared, first_of_another, shared_in
 from surgeon.families.skeleton import Skeleton, build
 
@@ -28,6 +27,18 @@ _ENTRIES = re.compile(r"layer|types?(_|$)|pattern|intermediate_size|top_?k|exper
 # Labels have numbers as layers have.
 _LABELS = "id2label"
 _MOST_TRIALS = 48
+
+
+def layer_axis(before: tuple[int, ...], after: tuple[int, ...], old: int, new: int) -> int | None:
+    """The axis along which a tensor holds a part for each layer; None where its shapes tell of no such axis."""
+    if len(before) != len(after):
+        return None
+    differing = [axis for axis, (one, other) in enumerate(zip(before, after, strict=True)) if one != other]
+    if len(differing) != 1:
+        return None
+    axis = differing[0]
+    fits = before[axis] % old == 0 and after[axis] % new == 0 and before[axis] // old == after[axis] // new
+    return axis if fits else None
 
 
 def part_of(config: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:

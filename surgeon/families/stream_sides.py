@@ -18,7 +18,7 @@ from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Axes, Axis
 from surgeon.families.derived import Derived
 from surgeon.families.family import Sizes
-from surgeon.families.proof import agree, run_prefill
+from surgeon.families.running import agree, run_prefill
 from surgeon.families.shared import shared_in, within
 from surgeon.families.silence import null_of, some_tokens
 from surgeon.families.skeleton import Skeleton

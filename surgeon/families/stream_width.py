@@ -26,7 +26,7 @@ from surgeon.families.anatomy import Stream, with_fields
 from surgeon.families.derived import Derived
 from surgeon.families.family import Sizes
 from surgeon.families.growth import part_of
-from surgeon.families.proof import run_prefill
+from surgeon.families.running import run_prefill
 from surgeon.families.silence import some_tokens
 from surgeon.families.skeleton import Skeleton, build
 from surgeon.families.stream_sides import HIDDEN, JOINED, KEYS, Probe, heads_of, sizes_of

@@ -49,13 +49,14 @@ _WINDOWS = re.compile(
 
 WORDS = 256
 _INNER_SIZE = 64
-# As few as let a twin of 61 layers with 768 experts be built.
-_INNER_OF_MANY = 8
+# As few as let a twin of 61 layers with 768 experts be built; another number than a twin's experts, with which its
+# matrices would be taken for routers.
+_INNER_OF_MANY = 16
 _GROUPS = ("n_group", "num_expert_group", "topk_group")
 _HEADS_LEFT = 2
 _WINDOW = 8
-# In float32 half a gigabyte, which is what probing may take.
-_MOST_NUMBERS = 2**27
+# In float32 two thirds of a gigabyte, which is what probing may take.
+_MOST_NUMBERS = 5 * 2**25
 
 
 def shrunk(config: Mapping[str, Any], *, heads_left: int = _HEADS_LEFT, all_experts: bool = False) -> dict[str, Any]:
@@ -216,13 +217,13 @@ def twin_of_small(config: Mapping[str, Any], *, seed: int = 0) -> Skeleton:
             f" has {size:,} parameters, more than {_MOST_NUMBERS:,}, so nothing can be proven of it;"
             " operate on a smaller model of this type"
         )
-    _fill(twin.model, seed)
+    fill(twin.model, seed)
     fill_buffers(twin.model, seed)
     twin.model.tie_weights()
     return twin
 
 
-def _fill(model: Any, seed: int) -> None:
+def fill(model: Any, seed: int) -> None:
     """Give every parameter random values of a size that neither vanishes nor explodes over many layers."""
     import torch
     from torch import nn

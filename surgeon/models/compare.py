@@ -17,7 +17,7 @@ from surgeon.blueprint.recipes import HEAD_BLOCK
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.weights import quantisation
 from surgeon.errors import BadInput, PromiseBroken
-from surgeon.families.proof import cache_argument, cache_of
+from surgeon.families.running import cache_argument, cache_of
 from surgeon.models.load import attention_of, load_model, opened, running, torch_dtype
 
 PREFILL = "prefill"

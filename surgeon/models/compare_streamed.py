@@ -17,7 +17,7 @@ from torch import Tensor
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import PromiseBroken
-from surgeon.families.proof import cache_argument
+from surgeon.families.running import cache_argument
 from surgeon.models import lockstep
 from surgeon.models.compare import (
     CACHED_DECODE,

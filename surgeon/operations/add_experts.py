@@ -140,6 +140,16 @@ class AddExperts(Operation):
             )
         return self
 
+    @property
+    def way_on(self) -> str:
+        """As `Operation` says."""
+        if self.how == "zero":
+            return "its router's choice or weights depend on experts that no token takes; use `how: duplicate`"
+        return (
+            "its router does not give copies shares of one weight (scores that are not normalised, or groups that are"
+            " chosen first); use `top_k: fixed`, which promises nothing and measures the loss"
+        )
+
     def prepare(self, base: OpenedBase) -> AddedFacts:
         """Find the experts that get copies on a text, and what the copies cost.
 

@@ -138,6 +138,11 @@ class ControlLLM(Operation):
         """Copies on top are layers like any other."""
         return self.expansion != "stack"
 
+    @property
+    def way_on(self) -> str:
+        """As `Operation` says."""
+        return "use another graft, or operations that add layers"
+
     def edit(self, draft: Draft, facts: None) -> OperationRecord:
         """Attach the branches, insert the copies, and say what was matched and what is promised."""
         number = draft.number

@@ -164,6 +164,11 @@ class DropLayers(Operation):
             raise ValueError(f"`range: {self.range}`: give [lowest, highest], two layers at least")
         return self
 
+    @property
+    def way_on(self) -> str:
+        """As `Operation` says."""
+        return "leave one of these layers in, or take out others"
+
     def prepare(self, base: OpenedBase) -> LayerFacts:
         """Find the base's silent layers, and on a text those that go, or what it costs to lose those that are listed.
 

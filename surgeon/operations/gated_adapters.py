@@ -17,7 +17,7 @@ from surgeon.blueprint.grafts import Graft, recipes_of
 from surgeon.blueprint.recipes import Recipe
 from surgeon.common.formatting import show_layers
 from surgeon.errors import BadInput
-from surgeon.operations.operation import Legend, OneOf, Operation, Paper, Spec, TrainingDefaults
+from surgeon.operations.operation import NEURONS, Legend, OneOf, Operation, Paper, Scale, Spec, TrainingDefaults
 from surgeon.operations.selectors import LayerSelector
 from surgeon.operations.sites import default_activation, select_sites
 from surgeon.runtime.adapters_rules import ADAPTER, GATES, LOCAL_LOSSES, VARIANCES, AdapterSpec
@@ -130,6 +130,15 @@ class GatedAdapters(Operation):
                 return {self.local_loss.kind: self.local_loss.weight}
             case _:
                 return {loss.kind: loss.weight for loss in self.local_loss}
+
+    @property
+    def way_on(self) -> str:
+        """As `Operation` says."""
+        return "use another graft, or operations that add layers"
+
+    def small(self, facts: None, scale: Scale) -> tuple[Operation, None]:
+        """Adapters of few neurons: a share of a twin's parameters may be none."""
+        return self.model_copy(update={"extra_weights": None, "size": min(self.size or NEURONS, NEURONS)}), None
 
     def edit(self, draft: Draft, facts: None) -> OperationRecord:
         """Attach the adapters and say what was matched and what is promised."""

@@ -30,7 +30,7 @@ from surgeon.common.schema import Many
 from surgeon.errors import BadInput, printable
 from surgeon.families.family import LARGEST_SIZE
 from surgeon.families.vocabulary import VOCABULARY_KEY
-from surgeon.operations.operation import Operation, Paper, Spec, TrainingDefaults
+from surgeon.operations.operation import Operation, Paper, Scale, Spec, TrainingDefaults
 from surgeon.operations.prepare import Facts, OpenedBase
 
 if TYPE_CHECKING:
@@ -91,6 +91,10 @@ class VocabularyFacts(Facts):
         """Raise BadInput where a new token is made of ids that the base does not have."""
         if any(token >= self.rows for named in self.pieces for token in named):
             raise BadInput(f"{printable(file)}: `vocabularies` names a token beyond the base's; was it edited by hand?")
+
+
+# Tokens of a twin, as many as it gets or has rows for that no token uses.
+_FEW = 16
 
 
 class Learn(Spec):
@@ -212,6 +216,17 @@ class GrowVocabulary(Operation):
             if OTHER_VOCABULARIES.search(name)
         )
         return VocabularyFacts.of(grown)
+
+    def small(self, facts: VocabularyFacts | None, scale: Scale) -> tuple[Operation, VocabularyFacts | None]:
+        """A few tokens, made of tokens that a twin has, behind as many rows without a token as the base has."""
+        if facts is None:
+            return self, None
+        free = min(scale.base.sizes.vocabulary - facts.rows, _FEW)
+        rows = scale.twin.sizes.vocabulary - free
+        pieces = [sorted({token % rows for token in named}) for named in facts.pieces[: free or _FEW]]
+        made_of = [" ".join(map(str, named)) for named in pieces]
+        few = {"rows": rows, "made_of": made_of, "inserted": {}, "measured": []}
+        return self.model_copy(update={"pad_to_multiple_of": 1}), type(facts)(**facts.model_dump() | few)
 
     def edit(self, draft: Draft, facts: VocabularyFacts | None) -> OperationRecord:
         """Extend embeddings and output head."""

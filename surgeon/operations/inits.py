@@ -122,6 +122,10 @@ class Init(Spec):
         """What a preview says of how layers like base layer `layer` are made; `zeroed` as in `Gap`."""
         return ""
 
+    def small(self) -> Self:
+        """The same for a small twin of the base, which has no tokenizer."""
+        return self
+
     @abstractmethod
     def make(self, gap: Gap) -> NewLayer:
         """The new layer in this gap. Raises BadInput for what the model does not allow."""
@@ -197,6 +201,11 @@ class TransportInit(Init):
         if self.heads == "blocks":
             raise ValueError("`heads: blocks` compares weights; it does not go with `support: activations`")
         return self
+
+    def small(self) -> Self:
+        """Fused by weights: no promise rests on the map."""
+        of_texts = {"support", "text", "samples", "window"}
+        return type(self).model_validate(self.model_dump(exclude=of_texts, exclude_unset=True))
 
     def fused(self, gap: Gap) -> dict[str, Recipe]:
         """The recipes of the layer below and the layer above, every module aligned along its map and averaged."""

@@ -19,7 +19,7 @@ from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import LayerKind
 from surgeon.operations.expert_fusion import of_experts
 from surgeon.operations.inits import INITS, AnyInit, Gap
-from surgeon.operations.operation import Operation, Origin, Paper, TrainingDefaults, word_of
+from surgeon.operations.operation import Operation, Origin, Paper, Scale, TrainingDefaults, word_of
 from surgeon.operations.prepare import Facts, OpenedBase, digest_of_file
 from surgeon.operations.selectors import After, EveryPeriod, Least, WrittenGaps, select_gaps, select_periods, spread
 
@@ -109,6 +109,11 @@ class InsertLayers(Operation):
         """Those of the init."""
         return self.init.transport_settings
 
+    @property
+    def way_on(self) -> str:
+        """As `Operation` says."""
+        return "choose other places, or `zero_init: false` to go without the promise"
+
     def prepare(self, base: OpenedBase) -> LeastFacts | None:
         """Find the layers that matter least on a text, where `where` asks for them.
 
@@ -163,6 +168,10 @@ class InsertLayers(Operation):
     def facts_key(self, number: int) -> str | None:
         """None where nothing is measured."""
         return super().facts_key(number) if isinstance(self.where, Least) else None
+
+    def small(self, facts: LeastFacts | None, scale: Scale) -> tuple[Operation, LeastFacts | None]:
+        """An init that reads no text: a twin has no tokenizer, and no promise rests on what is drawn or computed."""
+        return self.model_copy(update={"init": self.init.small()}), facts
 
     def edit(self, draft: Draft, facts: LeastFacts | None) -> OperationRecord:
         """Insert the layers and say what was matched and what is promised."""

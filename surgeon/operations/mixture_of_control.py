@@ -138,6 +138,11 @@ class MixtureOfControl(Operation):
             raise ValueError("`sites` names a site twice")
         return sites
 
+    @property
+    def way_on(self) -> str:
+        """As `Operation` says."""
+        return "use another graft, or full fine-tuning"
+
     def edit(self, draft: Draft, facts: None) -> OperationRecord:
         """Attach the control states and their gates, and say what was matched and what is promised."""
         number = draft.number

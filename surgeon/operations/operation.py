@@ -15,9 +15,10 @@ from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from surgeon.blueprint.blueprint import OperationRecord
+from surgeon.blueprint.blueprint import Blueprint, OperationRecord
 from surgeon.blueprint.draft import Draft
 from surgeon.common.schema import Bounded
+from surgeon.families.anatomy import Anatomy
 from surgeon.operations.prepare import Facts, OpenedBase
 
 Schedule = Literal["cosine", "linear", "constant"]
@@ -113,6 +114,19 @@ class Spec(Bounded):
         return str(value)
 
 
+# Of what is new in a twin: a multiple of what kernels take at once.
+NEURONS = 64
+
+
+@dataclass(frozen=True)
+class Scale:
+    """From a base to its twin: the anatomies of both, and what the plan makes of the base."""
+
+    base: Anatomy
+    twin: Anatomy
+    blueprint: Blueprint
+
+
 class Operation(Spec):
     """One entry of a plan's `operations`. A subclass gives `op` its one value, describes every field, and edits."""
 
@@ -156,6 +170,12 @@ class Operation(Spec):
         does not allow; the caller adds file, line and operation.
         """
 
+    def small(self, facts: Any, scale: Scale) -> tuple[Operation, Facts | None]:
+        """The same operation and its facts for a small twin of the base, on which the plan is tried before it is
+        carried out: where they name sizes, tokens or texts that only the base has, such as the twin has.
+        """
+        return self, facts
+
     def facts_key(self, number: int) -> str | None:
         """The key under which surgery.json keeps the facts of the plan's operation `number`, in their section.
 
@@ -180,6 +200,11 @@ class Operation(Spec):
     def origin_of(cls, init: str) -> Origin:
         """What a new layer with this `init` (as the manifest calls it) is to who looks at a picture of the stack."""
         return cls.origins.get(word_of(init), "made")
+
+    @property
+    def way_on(self) -> str:
+        """Why a twin of the base may show that the promise would not hold, and what to do then."""
+        return "use another operation, or another base"
 
     @property
     def transport_settings(self) -> Mapping[str, object] | None:

@@ -17,13 +17,13 @@ from pydantic import Field, model_validator
 
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft, LayerDraft
-from surgeon.blueprint.recipes import Constant, Copy, Recipe, extended, side_by_side, sliced, sliced_columns
+from surgeon.blueprint.recipes import HEAD_BLOCK, Constant, Copy, Recipe, extended, side_by_side, sliced, sliced_columns
 from surgeon.errors import BadInput
 from surgeon.families.family import LARGEST_SIZE, Role
 from surgeon.families.vocabulary import VOCABULARY_KEY
 from surgeon.operations.grow_vocabulary import bound_of_rows, claim_of_rows
 from surgeon.operations.growing import inner_widths, lengthen, norms_of_all_heads, shown_growth, wider_ffns, wider_heads
-from surgeon.operations.operation import Operation, Paper, TrainingDefaults
+from surgeon.operations.operation import NEURONS, Operation, Paper, Scale, TrainingDefaults
 from surgeon.operations.widen_attention import check_norms
 from surgeon.operations.widen_ffn import COMPOSABLE
 from surgeon.operations.widths import (
@@ -75,6 +75,23 @@ class PadTo(Operation):
         if self.tensor_parallel is None and self.multiple_of is None and self.vocabulary is None:
             raise ValueError("give at least one of `tensor_parallel`, `multiple_of` and `vocabulary`")
         return self
+
+    @property
+    def way_on(self) -> str:
+        """As `Operation` says."""
+        return "pad something else, or leave it as it is"
+
+    def small(self, facts: None, scale: Scale) -> tuple[Operation, None]:
+        """The same of what is padded in the base; a twin has its heads, fewer neurons, and fewer rows of embeddings."""
+        sizes, rows = scale.blueprint.resized, scale.blueprint.new_rows
+        heads, neurons = sizes.keys() & _COUNTS, sizes.keys() - {*_COUNTS, "head_dim", VOCABULARY_KEY}
+        return self.model_copy(
+            update={
+                "tensor_parallel": self.tensor_parallel if heads else None,
+                "multiple_of": NEURONS + 8 if neurons else None,
+                "vocabulary": scale.twin.sizes.vocabulary + HEAD_BLOCK if rows else None,
+            }
+        ), None
 
     def edit(self, draft: Draft, facts: None) -> OperationRecord:
         """Pad what does not divide yet."""
@@ -189,6 +206,7 @@ class PadTo(Operation):
         return more
 
 
+_COUNTS = ("num_attention_heads", "num_key_value_heads")
 _FIELDS = ("tensor_parallel", "multiple_of", "vocabulary")
 
 

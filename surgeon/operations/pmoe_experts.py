@@ -154,6 +154,11 @@ class PMoEExperts(Operation):
         """Whether the router is trained to name the task."""
         return isinstance(self.router_loss, RouterLoss)
 
+    @property
+    def way_on(self) -> str:
+        """As `Operation` says."""
+        return "use another graft, or operations that add layers"
+
     def prepare(self, base: OpenedBase) -> AdapterFacts | None:
         """Open the adapter that becomes the slot."""
         if self.from_peft is None:

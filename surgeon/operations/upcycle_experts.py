@@ -44,7 +44,7 @@ from surgeon.families.sparse.target import Made, Target
 from surgeon.families.sparse.targets import TARGETS
 from surgeon.operations.fine_tunes import check_fine_tune
 from surgeon.operations.growing import shared_ffns
-from surgeon.operations.operation import Legend, OneOf, Operation, Paper, Spec, TrainingDefaults
+from surgeon.operations.operation import Legend, OneOf, Operation, Paper, Scale, Spec, TrainingDefaults
 from surgeon.operations.prepare import OpenedBase
 from surgeon.operations.routed_experts import dense_sites, routed_tensors, rows_of
 from surgeon.operations.selectors import LayerSelector, select_layers
@@ -233,6 +233,10 @@ class UpcycleExperts(Operation):
                 raise BadInput(
                     f"{base.folder.source.shown}: no tokenizer, and routers are made of prompts; add its files"
                 )
+
+    def small(self, facts: None, scale: Scale) -> tuple[Operation, None]:
+        """Random routers: a twin has no tokenizer to read prompts by, and no promise rests on what they choose."""
+        return self.model_copy(update={"router": "random"}), None
 
     def edit(self, draft: Draft, facts: None) -> OperationRecord:
         """Turn every layer's MLP into experts, and the config into that of the class that has them."""

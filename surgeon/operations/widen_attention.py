@@ -51,6 +51,11 @@ class WidenAttention(Operation):
         ),
     ] = "low_variance"
 
+    @property
+    def way_on(self) -> str:
+        """As `Operation` says."""
+        return "something else in its code depends on what grows; widen something else, or insert layers"
+
     def edit(self, draft: Draft, facts: None) -> OperationRecord:
         """Widen the attention of every layer."""
         check_alone(draft, "num_attention_heads")

@@ -19,7 +19,7 @@ from surgeon.blueprint.recipes import Random, Recipe
 from surgeon.errors import BadInput
 from surgeon.families.family import LARGEST_SIZE
 from surgeon.operations.growing import New, inner_widths, lengthen, shown_growth, wider_ffns
-from surgeon.operations.operation import OneOf, Operation, Paper, TrainingDefaults
+from surgeon.operations.operation import NEURONS, OneOf, Operation, Paper, Scale, TrainingDefaults
 from surgeon.operations.widths import ROUNDING, check_alone, check_free, which_layers
 from surgeon.runtime.adapters_rules import VARIANCES
 
@@ -64,6 +64,16 @@ class WidenFFN(Operation):
         if (self.to is None) == (self.by is None):
             raise ValueError("give either `to` (the new width) or `by` (how many neurons more)")
         return self
+
+    @property
+    def way_on(self) -> str:
+        """As `Operation` says."""
+        return "something else in its code depends on what grows; widen something else, or insert layers"
+
+    def small(self, facts: None, scale: Scale) -> tuple[Operation, None]:
+        """A few neurons more: a multiple of what kernels take at once, as may be what the plan asks for."""
+        by = self.by if self.by is not None and self.by < NEURONS else NEURONS
+        return self.model_copy(update={"to": None, "by": by}), None
 
     def edit(self, draft: Draft, facts: None) -> OperationRecord:
         """Widen the FFN of every layer."""

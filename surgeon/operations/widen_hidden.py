@@ -74,6 +74,11 @@ class WidenHidden(Operation):
             raise ValueError("give either `to` (the new hidden_size) or `times` (how many times as wide)")
         return self
 
+    @property
+    def way_on(self) -> str:
+        """As `Operation` says."""
+        return "something else in its code depends on what grows; widen something else, or insert layers"
+
     def edit(self, draft: Draft, facts: None) -> OperationRecord:
         """Widen what reads, writes and scales the stream, in every layer and outside of them."""
         number = draft.number

@@ -16,7 +16,7 @@ from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
 from surgeon.operations.operation import Operation
 from surgeon.operations.prepare import Facts, OpenedBase, WeightsNeeded
-from surgeon.plan.plan import carry_out
+from surgeon.plan.plan import LoadedPlan, Plan, carry_out
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,16 @@ def drawn(operations: Sequence[Operation], anatomy: Anatomy, folder: CheckpointF
 
     base = OpenedBase(folder, anatomy, weights=False)
     draft = Draft(anatomy, folder.config, seed=0)
-    for operation in operations:
-        carry_out(operation, draft, _facts(operation, base))
+    facts: dict[int, Facts] = {}
+    for number, operation in enumerate(operations):
+        found = _facts(operation, base)
+        carry_out(operation, draft, found)
+        facts |= {} if found is None else {number: found}
     blueprint = draft.finish()
     check_shapes(blueprint, anatomy, folder.own)
-    if known_proof(blueprint, anatomy, folder.config, folder.own).how != "cached":
-        prove(blueprint, anatomy, folder.config, folder.own)
+    plan = LoadedPlan(Plan.model_construct(surgeon=1, seed=0, operations=list(operations)), "", "plan")
+    if known_proof(plan, facts, blueprint, base).how != "cached":
+        prove(plan, facts, blueprint, base)
     if not blueprint.native:
         check_skeleton(blueprint.config, blueprint.outputs)
     return blueprint

@@ -82,7 +82,7 @@ def verify(
     if adapters:
         _check_adapters(adapters, manifest, pair, whole=logits and not streamed)
     pair.say_notes(listener)
-    proof = _static(pair.base, pair.out, listener)
+    proof = static_proof(pair.base, pair.out, listener)
     found = Verification(
         proof.promise,
         proof.checks,
@@ -176,7 +176,7 @@ class _Comparer:
     """Compare the logits of two checkpoints on real tokens, once their bytes are as promised."""
 
     pair: _Pair
-    proof: _Static
+    proof: StaticProof
     tokens: TokenBatches
     device: str
     listener: Listener
@@ -329,7 +329,7 @@ def _by_layers(listener: Listener) -> Callable[[int, int], None]:
     return show
 
 
-class _Static(NamedTuple):
+class StaticProof(NamedTuple):
     """What bytes prove, and what is promised: for every base layer, `layer_of_base` is its number in the output.
 
     `new` are the output's rows for tokens that are not the base's, `kept` are the base's ids of its tokens where some
@@ -345,18 +345,18 @@ class _Static(NamedTuple):
     kept: tuple[int, ...] | None = None
 
 
-def _static(base: CheckpointFolder, out: CheckpointFolder, listener: Listener) -> _Static:
+def static_proof(base: CheckpointFolder, out: CheckpointFolder, listener: Listener) -> StaticProof:
     """The checks that need bytes only, against the base of the last surgery or an earlier state."""
     manifest, file = manifest_of(out), out.path / MANIFEST_FILE
     listener.begin("reading", bytes_to_read(base, out))
     if state := earlier_state(base, out, manifest):
         checks = check_earlier(state, manifest, base, out, advance=listener.advance)
         new = next(iter(state.more.values()), range(0))
-        return _Static(state.promise, state.trained, state.layers, checks, new, tail_alone=False)
+        return StaticProof(state.promise, state.trained, state.layers, checks, new, tail_alone=False)
     drawn = Drawn.of(manifest, base.config, base.tensors, base.own, str(file))
     checks = check_static(drawn, manifest, base, out, advance=listener.advance)
     blueprint = drawn.blueprint
     trained, layers = bool(manifest.training), blueprint.layer_of_base
-    return _Static(
+    return StaticProof(
         blueprint.promise, trained, layers, checks, blueprint.new_rows, blueprint.tail_alone, blueprint.kept_tokens
     )

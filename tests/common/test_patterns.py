@@ -67,7 +67,6 @@ def test_other_patterns_are_refused(pattern: str) -> None:
 # What is compiled elsewhere is ours, or by module of what is no file of a model.
 OTHERS = {
     "surgeon.common.library": "transformers' classes",
-    "surgeon.families.grafting": "transformers' classes",
     "surgeon.common.disk_space": "numbers of errors",
     "surgeon.runtime.heads": "names of grafts",
 }

@@ -58,7 +58,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "sarvam_moe": (CAUSAL, {}),
 }
 # Before, transformers has no such type.
-SINCE = {"exaone": "5.24", "sarvam_moe": "5.24"}
+SINCE = {"exaone": "5.24", "sarvam_moe": "5.24", "mistral_large4": "5.23"}
 
 # Stored as the published ones are, in bfloat16 beside; the others in float32, in which a CPU trains far faster.
 QUANTISED = {"gpt_oss": "mxfp4", "deepseek_v3": "fp8"}

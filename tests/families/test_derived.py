@@ -17,7 +17,6 @@ from surgeon.families.derived import derive
 from surgeon.families.dissect import dissect
 from surgeon.families.growth import grown
 from surgeon.families.kinds import described_kinds, numbered
-from surgeon.families.proof import prove
 from surgeon.families.silence import silences
 from surgeon.families.skeleton import CAUSAL, IMAGE_TEXT, build
 from surgeon.families.twin import shrunk, twin_of
@@ -140,30 +139,6 @@ def test_layers_that_depend_on_their_number_are_left_as_many() -> None:
     for order, trunk in (([0, 0, 1, 2, 3], None), ([0, 1, 2, 3, 3], 4)):
         with pytest.raises(BadInput, match="so use adapters, slots or control states, which keep the depth"):
             grown(config, build(config), order, trunk)
-
-
-def test_the_proof_has_power() -> None:
-    """Not silenced, or a kept layer out of its place: refused. Silenced: proven."""
-    config = tiny_config("mixtral")
-    found = derive(config)
-    order = [0, 1, 1, 2, 3]
-    made = grown(config, found.skeleton, order)
-    kept = [True, True, False, True, True]
-    silent = dict(found.silence[0].values)
-    prove(config, made, order, kept, [{}, {}, silent, {}, {}], {}, heads=found.heads)
-    for values in ({}, dict(list(silent.items())[:1])):
-        with pytest.raises(BadInput, match="layer 3 of the output does not get what it got before"):
-            prove(config, made, order, kept, [{}, {}, values, {}, {}], {}, heads=found.heads)
-    with pytest.raises(BadInput, match="the logits are not the base's"):
-        prove(
-            config,
-            made,
-            [0, 2, 1, 1, 3],
-            [True, True, False, True, True],
-            [{}, {}, silent, {}, {}],
-            {},
-            heads=found.heads,
-        )
 
 
 def test_kinds_are_layers_that_differ_in_nothing_but_weights() -> None:

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-import surgeon
-from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.errors import BadInput
-from surgeon.families import grafting, proof
-from surgeon.families.derived import derive
-from surgeon.families.growth import grown
 from surgeon.families.twin import fill_buffers, shrunk, stored_buffers, twin_of
 from tests import tiny
 from tests.checkpoints import weights
@@ -105,68 +98,3 @@ def test_tiny_checkpoints_hold_no_initial_value(case: str, tmp_path: Path) -> No
         if value.is_floating_point():
             several = value.numel() == 1 or value.float().unique().numel() > 1
             assert several and value.float().flatten()[0] not in (0.0, 1.0), name
-
-
-def _kinds_of(names: Any) -> dict[str, str]:
-    """One tensor of each kind: those of layers by what follows the layer's number."""
-    return {name.split(".layers.")[-1].partition(".")[2] if ".layers." in name else name: name for name in names}
-
-
-@pytest.mark.parametrize("model_type", ["gemma4_text", "deepseek_v3"])
-def test_the_proof_notices_each_tensor_that_is_not_the_bases(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of each kind keeps, in the grown twin, the other values that it was drawn with."""
-    changes = {"hidden_size_per_layer_input": 8} if model_type == "gemma4_text" else {}
-    config = tiny_config(model_type, **changes)
-    found = derive(config)
-    last = len(found.kind_of) - 1
-    order = [*range(last), last, last]
-    made, kept = grown(config, found.skeleton, order), [True] * (last + 1) + [False]
-    silent = [{} if own else found.silence[found.kind_of[last]].values for own in kept]
-    # The same twins each time, filled anew: what takes long is to build them.
-    twins = {len(order) - 1: twin_of(config), len(order): twin_of(made, seed=7)}
-    monkeypatch.setattr(proof, "twin_of", lambda config, **_: twins[len(order) - (config is not made)])
-    fill, drawn = proof._fill, {name: value.clone() for name, value in twins[len(order)].model.state_dict().items()}
-    left = [""]
-
-    def filled(base: Any, result: Any, *rest: Any) -> None:
-        fill(base, result, *rest)
-        if left[0]:
-            result.model.state_dict()[left[0]].copy_(drawn[left[0]])
-
-    monkeypatch.setattr(proof, "_fill", filled)
-    proof.prove(config, made, order, kept, silent, {}, heads=found.heads)
-    new = f"{found.skeleton.stack}.{last + 1}."
-    for left[0] in _kinds_of(name for name in drawn if not name.startswith(new)).values():
-        with pytest.raises(BadInput, match="the logits are not the base's"):
-            proof.prove(config, made, order, kept, silent, {}, heads=found.heads)
-    # Of the new layer, what silences it.
-    for suffix in silent[-1]:
-        left[0] = f"{new}{suffix}"
-        with pytest.raises(BadInput, match="the logits are not the base's"):
-            proof.prove(config, made, order, kept, silent, {}, heads=found.heads)
-
-
-def test_the_proof_of_grafts_notices_each_tensor_that_is_not_the_bases(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    base = tiny_decoder(tmp_path / "base", "gemma4_text")
-    (tmp_path / "plan.yaml").write_text("surgeon: 1\noperations:\n  - {op: gated_adapters, size: 4, layers: [1]}\n")
-    blueprint = surgeon.preview(tmp_path / "plan.yaml", base).blueprint
-    folder = CheckpointFolder.open(base)
-    heads = derive(folder.config).heads
-    with_grafts, left, built = grafting.with_grafts, [""], []
-
-    def changed(twin: Any, *rest: Any) -> Any:
-        model = with_grafts(twin, *rest)
-        built[:] = _kinds_of(twin.model.state_dict()).values()
-        if left[0]:
-            other = twin_of(folder.config, seed=3, heads=heads).model.state_dict()
-            model.state_dict()[left[0]].copy_(other[left[0]])
-        return model
-
-    monkeypatch.setattr(grafting, "with_grafts", changed)
-    grafting.prove_grafts(folder.config, blueprint.config, heads=heads)
-    suffixes = ("layer_scalar", "input_layernorm.weight", "q_proj.weight", "down_proj.weight", "embed_tokens.weight")
-    for left[0] in [name for name in built if name.endswith(suffixes)]:
-        with pytest.raises(BadInput, match="the logits are not the base's once it has its grafts"):
-            grafting.prove_grafts(folder.config, blueprint.config, heads=heads)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import surgeon
-from surgeon.apply import expert_proof
+from surgeon.blueprint.recipes import experts as experts_recipes
 from surgeon.errors import BadInput
 from tests.checkpoints import weights
 from tests.operations.test_drop_experts import KINDS, WINDOW, WINDOWS, by_hand, load, losses, mixture, tokens
@@ -136,7 +136,11 @@ def test_those_that_matter_most_get_copies_and_the_cost_is_that_of_the_output(ma
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_moe", {"how": "zero", "count": 8}, "this router has no bias"),
     # Their twins show it: groups are chosen by their two best; the choice is by shares of all experts.
-    ("deepseek_v3", {"times": 2, "top_k": "grown"}, "`n_routed_experts` 32 → 64.*on a twin the logits are not"),
+    (
+        "deepseek_v3",
+        {"times": 2, "top_k": "grown"},
+        "on a twin of this model the logits .*its router does not give copies shares",
+    ),
     ("ernie4_5_moe", {"how": "zero", "count": 8}, "choice or weights depend on experts that no token takes"),
     ("deepseek_v3", {"count": 3}, "its experts form 2 groups, which must stay equal; add as many to each"),
     ("deepseek_v3", {"experts": [0, 1]}, "its experts form 2 groups, which must stay equal"),
@@ -158,6 +162,6 @@ def test_what_router_and_class_do_not_allow_is_refused(
 def test_the_proof_sees_a_correction_that_is_not_low_enough(
     made: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(expert_proof, "below", lambda least: least + 0.1)
-    with pytest.raises(BadInput, match="on a twin the logits are not the base's"):
+    monkeypatch.setattr(experts_recipes, "below", lambda least: least + 0.1)
+    with pytest.raises(BadInput, match="on a twin of this model the logits"):
         applied(made("deepseek_v3"), tmp_path, how="zero", times=2)
