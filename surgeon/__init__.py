@@ -35,9 +35,6 @@ if TYPE_CHECKING:
     from surgeon.data.answers import answer as answer
     from surgeon.data.answers import encode_prompts as encode_prompts
     from surgeon.data.documents import text_files as text_files
-    from surgeon.data.drafts import Drafts as Drafts
-    from surgeon.data.drafts import load_mtp as load_mtp
-    from surgeon.data.drafts import measure_drafts as measure_drafts
     from surgeon.data.held_out import HeldOut as HeldOut
     from surgeon.data.held_out import held_out_text as held_out_text
     from surgeon.data.recall import recall as recall
@@ -129,7 +126,6 @@ _HOMES = {
     "BadInput": "errors",
     "Checkpoint": "manifest.checkpoint",
     "Diverged": "errors",
-    "Drafts": "data.drafts",
     "EncodedPrompts": "data.answers",
     "Evaluation": "evaluate.results",
     "FoundPlan": "plan.shipped",
@@ -188,11 +184,9 @@ _HOMES = {
     "json_schema": "plan.plan",
     "judge": "data.scored",
     "load_config": "train.config.loading",
-    "load_mtp": "data.drafts",
     "load_named": "plan.shipped",
     "load_plan": "plan.plan",
     "make_delta": "rework.make_delta",
-    "measure_drafts": "data.drafts",
     "merge": "rework.merge",
     "blend": "evaluate.blend",
     "Blend": "train.blend",

@@ -20,6 +20,7 @@ from surgeon.cli.output import listening, show
 from surgeon.cli.spellings import SPELLINGS
 from surgeon.common import devices
 from surgeon.common.places import meant
+from surgeon.errors import BadInput
 
 # The order of the help.
 GROUPS = {
@@ -56,6 +57,11 @@ EXAMPLES = {
     "gguf-pattern": "out out.gguf out-fixed.gguf",
     "push": "run user/name --dry-run",
     "schema": "--training > train.schema.json",
+}
+# Commands and options that are gone, and what to use instead.
+_FORMER = {
+    "evaluate --mtp": "an engine that serves the model counts accepted drafts",
+    "evaluate --draft": "an engine that serves the model counts accepted drafts",
 }
 AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output on stdout")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="no progress, no notes")]
@@ -139,6 +145,14 @@ class Group(TyperGroup):
                 formatter.write_dl(
                     [(name, " ".join(ENTRIES[name].help.partition("\n\n")[0].split())) for name in names]
                 )
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that is named. Raises BadInput where it, or an option, is gone."""
+        name, *rest = args
+        for asked in (name, *(f"{name} {option.partition('=')[0]}" for option in rest)):
+            if asked in _FORMER:
+                raise BadInput(f"`{asked}` is gone: {_FORMER[asked]}")
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that is named."""

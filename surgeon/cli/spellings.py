@@ -155,10 +155,6 @@ SPELLINGS = {
     "evaluate.most": _S("documents of each source; 0 takes all", least=0),
     "evaluate.kl": _S("measure KL(first ‖ model) too: how far each is from the first, with both in memory"),
     "evaluate.dtype": _S(f"run the models {_DTYPES}"),
-    "evaluate.mtp": _S(
-        "also measure tokens a forward of greedy speculative decoding by the models' own MTP layers, on 50 documents"
-    ),
-    "evaluate.draft": _S("measure the same with a draft head, a run with `what: draft_head`", "FOLDER"),
     "evaluate.labels": _S("the texts have labels, and the models a classification head"),
     "continual.tasks": _S(
         "tasks file, or name of a shipped one (`surgeon plans`)", "TASKS", kind=str, complete=_complete_tasks
