@@ -302,10 +302,7 @@ def _inspect(checkpoint: Declared, as_json: AsJson = False, **given: Any) -> Non
 
 @command("families")
 def families(base: Declared = None, as_json: AsJson = False, quiet: QuietOption = False, **given: Any) -> None:
-    """List the model families; with BASE what is known or found out about it, and which operations it takes.
-
-    With --after, list which operations can follow OP: on BASE, or as recorded on tiny models.
-    """
+    """List the model families; with BASE what is known or found out about it, and which operations it takes."""
     from surgeon.report.families import families_view
 
     with listening(quiet) as listener:

@@ -62,6 +62,7 @@ EXAMPLES = {
 _FORMER = {
     "evaluate --mtp": "an engine that serves the model counts accepted drafts",
     "evaluate --draft": "an engine that serves the model counts accepted drafts",
+    "families --after": "`surgeon preview` of a plan with both operations, or on an output, says whether they combine",
 }
 AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output on stdout")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="no progress, no notes")]

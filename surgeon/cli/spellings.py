@@ -224,5 +224,4 @@ SPELLINGS = {
     "families.base": _S(
         "base checkpoint: a folder, or user/name[@revision] on the Hub; default: none", "BASE", kind=str
     ),
-    "families.after": _S("which operations can follow this one, in its plan and on its output", "OP"),
 }

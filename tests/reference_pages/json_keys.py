@@ -16,7 +16,6 @@ from surgeon.data.recall import Recalled
 from surgeon.evaluate.blend import Blended
 from surgeon.evaluate.results import Evaluation
 from surgeon.report.families import Families, KnownBase
-from surgeon.report.followers import Followers
 from surgeon.report.inspect import Inspection
 from surgeon.report.report import Reported
 from surgeon.report.routing_record import RoutingReport
@@ -68,7 +67,7 @@ SECTIONS: dict[str, dict[str, tuple[type[Result], ...]]] = {
     "compare": {"": (Compared, Findings)},
     "continual": {"": (Continued,), "Of a tasks file with `rows`:": (ContinuedRows,)},
     "inspect": {"": (Inspection,)},
-    "families": {"": (Families,), "With BASE:": (KnownBase,), "With `--after`:": (Followers,)},
+    "families": {"": (Families,), "With BASE:": (KnownBase,)},
     "diff": {"": (Difference,)},
     "report": {"": (Reported,)},
     "transport_report": {"": (TransportReport,)},
