@@ -95,7 +95,6 @@ if TYPE_CHECKING:
     from surgeon.rework.refresh import refresh as refresh
     from surgeon.rework.revert import revert as revert
     from surgeon.share.export_slot import export_slot as export_slot
-    from surgeon.share.gguf_pattern import gguf_pattern as gguf_pattern
     from surgeon.share.push import push as push
     from surgeon.train.blend import Blend as Blend
     from surgeon.train.blend import write_blend as write_blend
@@ -177,7 +176,6 @@ _HOMES = {
     "families": "report.families",
     "find_plan": "plan.shipped",
     "find_sweep": "plan.shipped",
-    "gguf_pattern": "share.gguf_pattern",
     "held_out_text": "data.held_out",
     "inspect": "report.inspect",
     "is_chat": "data.sources",

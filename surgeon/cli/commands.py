@@ -239,11 +239,6 @@ shown(
     "Write a PMoE slot of OUT as a PEFT LoRA adapter for its base: shared LoRA below the router, the slot above.",
 )
 shown(
-    "gguf_pattern",
-    "gguf_pattern_view",
-    "Write FILE, a GGUF of Gemma 2 or 3, as DEST with each layer's kind of attention, as config.json of OUT has it.",
-)
-shown(
     "push",
     "pushed_view",
     "Verify OUT and push it to a repository of the Hub; the same command continues an interrupted push.",

@@ -27,7 +27,7 @@ GROUPS = {
     "Grow": ("demo", "plans", "families", "preview", "apply", "verify"),
     "Train and measure": ("train", "recall", "evaluate", "compare", "continual"),
     "Look": ("inspect", "diff", "report", "transport-report", "routing-report"),
-    "Undo, convert, share": ("revert", "refresh", "blend", "merge", "delta", "export-slot", "gguf-pattern", "push"),
+    "Undo, convert, share": ("revert", "refresh", "blend", "merge", "delta", "export-slot", "push"),
     "For editors": ("schema",),
 }
 # The rest of the line behind `surgeon COMMAND`.
@@ -54,7 +54,6 @@ EXAMPLES = {
     "merge": "run merged --alpha 0.5",
     "delta": "run run-delta",
     "export-slot": "run 0 adapter",
-    "gguf-pattern": "out out.gguf out-fixed.gguf",
     "push": "run user/name --dry-run",
     "schema": "--training > train.schema.json",
 }
@@ -63,6 +62,7 @@ _FORMER = {
     "evaluate --mtp": "an engine that serves the model counts accepted drafts",
     "evaluate --draft": "an engine that serves the model counts accepted drafts",
     "families --after": "`surgeon preview` of a plan with both operations, or on an output, says whether they combine",
+    "gguf-pattern": "insert whole periods (`where: {every_period: 1}`), whose pattern llama.cpp takes as it is",
 }
 AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output on stdout")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="no progress, no notes")]

@@ -196,8 +196,6 @@ SPELLINGS = {
     "delta.base": _S("the base: the delta then includes side files that differ from the base's"),
     "export-slot.slot": _S("the slot's number, as `surgeon inspect` shows it", "SLOT", least=0),
     "export-slot.dest": _S("folder of the adapter", "DEST"),
-    "gguf-pattern.file": _S("GGUF file that llama.cpp's converter made of OUT", "FILE"),
-    "gguf-pattern.dest": _S("GGUF file to write", "DEST"),
     "push.repo_id": _S("repository of the Hub: user/name", "REPO"),
     "push.base": _S("verify against this base first, logits included; default: the one that OUT names"),
     "push.public": _S("who may see the repository, if it is new  [default: private]", option="--public/--private"),

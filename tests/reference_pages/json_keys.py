@@ -26,7 +26,6 @@ from surgeon.rework.merge import Merged
 from surgeon.rework.refresh import Refreshed
 from surgeon.rework.revert import Reverted
 from surgeon.share.export_slot import Exported
-from surgeon.share.gguf_pattern import GgufPattern
 from surgeon.share.push import Pushed
 from surgeon.train.blend import Blend
 from surgeon.train.dry_run import Rehearsal
@@ -80,7 +79,6 @@ SECTIONS: dict[str, dict[str, tuple[type[Result], ...]]] = {
     "make_delta": {"`surgeon delta`.": (MadeDelta,)},
     "apply_delta": {"`surgeon apply --delta`.": (AppliedDelta,)},
     "export_slot": {"": (Exported,)},
-    "gguf_pattern": {"": (GgufPattern,)},
     "push": {"": (Pushed,)},
 }
 
