@@ -35,9 +35,6 @@ if TYPE_CHECKING:
     from surgeon.data.answers import answer as answer
     from surgeon.data.answers import encode_prompts as encode_prompts
     from surgeon.data.documents import text_files as text_files
-    from surgeon.data.drafts import Drafts as Drafts
-    from surgeon.data.drafts import load_mtp as load_mtp
-    from surgeon.data.drafts import measure_drafts as measure_drafts
     from surgeon.data.held_out import HeldOut as HeldOut
     from surgeon.data.held_out import held_out_text as held_out_text
     from surgeon.data.recall import recall as recall
@@ -98,7 +95,6 @@ if TYPE_CHECKING:
     from surgeon.rework.refresh import refresh as refresh
     from surgeon.rework.revert import revert as revert
     from surgeon.share.export_slot import export_slot as export_slot
-    from surgeon.share.gguf_pattern import gguf_pattern as gguf_pattern
     from surgeon.share.push import push as push
     from surgeon.train.blend import Blend as Blend
     from surgeon.train.blend import write_blend as write_blend
@@ -129,7 +125,6 @@ _HOMES = {
     "BadInput": "errors",
     "Checkpoint": "manifest.checkpoint",
     "Diverged": "errors",
-    "Drafts": "data.drafts",
     "EncodedPrompts": "data.answers",
     "Evaluation": "evaluate.results",
     "FoundPlan": "plan.shipped",
@@ -181,18 +176,15 @@ _HOMES = {
     "families": "report.families",
     "find_plan": "plan.shipped",
     "find_sweep": "plan.shipped",
-    "gguf_pattern": "share.gguf_pattern",
     "held_out_text": "data.held_out",
     "inspect": "report.inspect",
     "is_chat": "data.sources",
     "json_schema": "plan.plan",
     "judge": "data.scored",
     "load_config": "train.config.loading",
-    "load_mtp": "data.drafts",
     "load_named": "plan.shipped",
     "load_plan": "plan.plan",
     "make_delta": "rework.make_delta",
-    "measure_drafts": "data.drafts",
     "merge": "rework.merge",
     "blend": "evaluate.blend",
     "Blend": "train.blend",

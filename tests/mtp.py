@@ -24,10 +24,10 @@ TYPES: dict[str, dict[str, Any]] = {
 LAYERS = 4
 
 
-def checkpoint(folder: Path, model_type: str, *, depth: int = 1, own_rows: bool = True, **changes: Any) -> Path:
+def checkpoint(folder: Path, model_type: str, *, depth: int = 1, **changes: Any) -> Path:
     """A base of `LAYERS` layers with `depth` MTP layers, in two shards; every value is random.
 
-    They are stored as published checkpoints have them: layers above the stack, `own_rows` with copies of embeddings and
+    They are stored as published checkpoints have them: layers above the stack, with copies of embeddings and
     head, or (mellum) `mtp.…`.
     """
     given: dict[str, Any] = {"dtype": "float32", "num_hidden_layers": LAYERS + depth} | TYPES[model_type] | changes
@@ -45,11 +45,11 @@ def checkpoint(folder: Path, model_type: str, *, depth: int = 1, own_rows: bool 
         if config.get(key):
             config[key] = config[key][:LAYERS]
     (folder / "config.json").write_text(json.dumps(config))
-    _write(folder, _with_mtp(load_file(folder / "model.safetensors"), model_type, depth, own_rows=own_rows))
+    _write(folder, _with_mtp(load_file(folder / "model.safetensors"), model_type, depth))
     return folder
 
 
-def _with_mtp(tensors: dict[str, Tensor], model_type: str, depth: int, *, own_rows: bool) -> dict[str, Tensor]:
+def _with_mtp(tensors: dict[str, Tensor], model_type: str, depth: int) -> dict[str, Tensor]:
     """The tensors of a model, whose last `depth` layers become MTP layers."""
     torch.manual_seed(depth)
     embedded = tensors["model.embed_tokens.weight"]
@@ -67,7 +67,7 @@ def _with_mtp(tensors: dict[str, Tensor], model_type: str, depth: int, *, own_ro
         for word in words[:3]:
             tensors[f"{home}{word}.weight"] = (1 + torch.randn(hidden) * 0.2).to(dtype)
         tensors[f"{home}{words[3]}.weight"] = (torch.randn(hidden, 2 * hidden) * 0.2).to(dtype)
-        if own_rows and model_type != "mellum":
+        if model_type != "mellum":
             tensors[f"{home}embed_tokens.weight"] = embedded.clone()
             tensors[f"{home}shared_head.head.weight"] = tensors.get("lm_head.weight", embedded).clone()
     return tensors

@@ -66,7 +66,6 @@ def test_results_print_as_one_line(tmp_path: Path) -> None:
         surgeon.diff(base, tmp_path / "out"),
         surgeon.families(),
         surgeon.families(tmp_path / "fused"),
-        surgeon.families(after="insert_layers"),
         surgeon.revert(tmp_path / "out", tmp_path / "again"),
         surgeon.export_slot(tmp_path / "out", 0, tmp_path / "slot"),
         surgeon.make_delta(tmp_path / "out", tmp_path / "delta"),

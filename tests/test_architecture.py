@@ -193,7 +193,6 @@ INSTRUMENTS = {
     "grown_tokenizer": {"models"},
     "moving": {"apply", "rework"},
     "packed_isolation": {"data", "train"},
-    "pairs": {"apply", "blueprint", "checkpoint", "manifest", "models", "report"},
     "remembering": {"data", "manifest", "train"},
     "scale": {"apply", "models"},
     "streamed_verify": {"models"},

@@ -4,11 +4,10 @@
     python -m benchmarks.engines.llama_cpp WORK --source LLAMA_CPP [--only TITLE …]
 
 LLAMA_CPP is the source of llama.cpp with its converter, as the sdist of llama-cpp-python holds it; this environment has
-torch, transformers, surgeon and llama-cpp-python. Every base and output of WORK goes through the converter to a float32
+torch, transformers and llama-cpp-python. Every base and output of WORK goes through the converter to a float32
 GGUF (without a vocabulary, which has no part in logits) and is run over the prompts of WORK. A row: the largest
 difference of a logit to the base's GGUF and to transformers, beside what the base itself differs by from transformers;
-or the line by which the converter refuses. Gemma 2 and 3, whose windows the reader takes from a fixed pattern, are run
-again after `surgeon gguf-pattern`. The table goes to benchmarks/results/engines_llama_cpp.md.
+or the line by which the converter refuses. The table goes to benchmarks/results/engines_llama_cpp.md.
 """
 
 from __future__ import annotations
@@ -125,30 +124,22 @@ class Runs:
             self.bases[name] = found, furthest(found, right), max(float(np.abs(one).max()) for one in right)
         return self.bases[name]
 
-    def rows(self, title: str, case: dict[str, Any]) -> list[dict[str, Any]]:
-        """An output's row, and one after `surgeon gguf-pattern` where that has something to write."""
+    def row(self, title: str, case: dict[str, Any]) -> dict[str, Any]:
+        """An output's row."""
         folder, file = self.work / "outputs" / case["folder"], self.work / "gguf" / f"{case['folder']}.gguf"
         refused = convert(self.source, folder, file)
         if refused is not None:
-            return [{"title": title, "refused": refused}]
+            return {"title": title, "refused": refused}
         base, own, scale = self.base(case["base"])
         right = in_transformers(folder, self.prompts)
-        told = {"base": own, "scale": scale}
-        rows = [{"title": title, **told, **compared(logits(file, self.prompts), base, right)}]
-        if case["base"].startswith(("gemma2", "gemma3")):
-            import surgeon
-
-            mended = file.with_suffix(".mended.gguf")
-            mended.unlink(missing_ok=True)
-            surgeon.gguf_pattern(folder, file, mended)
-            again = compared(logits(mended, self.prompts), base, right)
-            rows.append({"title": f"{title}, after `surgeon gguf-pattern`", **told, **again})
-        return rows
-
-
-def compared(found: list[np.ndarray], base: list[np.ndarray], right: list[np.ndarray]) -> dict[str, float]:
-    """Logits beside those of the base's GGUF and of transformers."""
-    return {"to_base": furthest(found, base), "to_transformers": furthest(found, right)}
+        found = logits(file, self.prompts)
+        return {
+            "title": title,
+            "to_base": furthest(found, base),
+            "to_transformers": furthest(found, right),
+            "base": own,
+            "scale": scale,
+        }
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -189,9 +180,8 @@ def main(arguments: list[str]) -> None:
     grafts = [title for title, case in cases.items() if not case["native"]]
     asked = chosen.only or [title for title in cases if title not in grafts[1:]]
     for title in asked:
-        for row in runs.rows(title, cases[title]):
-            rows.append(row)
-            print(json.dumps(row), flush=True)
+        rows.append(runs.row(title, cases[title]))
+        print(json.dumps(rows[-1]), flush=True)
     if not chosen.only:
         RESULT.write_text(table(rows))
 

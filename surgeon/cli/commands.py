@@ -239,11 +239,6 @@ shown(
     "Write a PMoE slot of OUT as a PEFT LoRA adapter for its base: shared LoRA below the router, the slot above.",
 )
 shown(
-    "gguf_pattern",
-    "gguf_pattern_view",
-    "Write FILE, a GGUF of Gemma 2 or 3, as DEST with each layer's kind of attention, as config.json of OUT has it.",
-)
-shown(
     "push",
     "pushed_view",
     "Verify OUT and push it to a repository of the Hub; the same command continues an interrupted push.",
@@ -302,10 +297,7 @@ def _inspect(checkpoint: Declared, as_json: AsJson = False, **given: Any) -> Non
 
 @command("families")
 def families(base: Declared = None, as_json: AsJson = False, quiet: QuietOption = False, **given: Any) -> None:
-    """List the model families; with BASE what is known or found out about it, and which operations it takes.
-
-    With --after, list which operations can follow OP: on BASE, or as recorded on tiny models.
-    """
+    """List the model families; with BASE what is known or found out about it, and which operations it takes."""
     from surgeon.report.families import families_view
 
     with listening(quiet) as listener:

@@ -20,13 +20,14 @@ from surgeon.cli.output import listening, show
 from surgeon.cli.spellings import SPELLINGS
 from surgeon.common import devices
 from surgeon.common.places import meant
+from surgeon.errors import BadInput
 
 # The order of the help.
 GROUPS = {
     "Grow": ("demo", "plans", "families", "preview", "apply", "verify"),
     "Train and measure": ("train", "recall", "evaluate", "compare", "continual"),
     "Look": ("inspect", "diff", "report", "transport-report", "routing-report"),
-    "Undo, convert, share": ("revert", "refresh", "blend", "merge", "delta", "export-slot", "gguf-pattern", "push"),
+    "Undo, convert, share": ("revert", "refresh", "blend", "merge", "delta", "export-slot", "push"),
     "For editors": ("schema",),
 }
 # The rest of the line behind `surgeon COMMAND`.
@@ -53,9 +54,15 @@ EXAMPLES = {
     "merge": "run merged --alpha 0.5",
     "delta": "run run-delta",
     "export-slot": "run 0 adapter",
-    "gguf-pattern": "out out.gguf out-fixed.gguf",
     "push": "run user/name --dry-run",
     "schema": "--training > train.schema.json",
+}
+# Commands and options that are gone, and what to use instead.
+_FORMER = {
+    "evaluate --mtp": "an engine that serves the model counts accepted drafts",
+    "evaluate --draft": "an engine that serves the model counts accepted drafts",
+    "families --after": "`surgeon preview` of a plan with both operations, or on an output, says whether they combine",
+    "gguf-pattern": "insert whole periods (`where: {every_period: 1}`), whose pattern llama.cpp takes as it is",
 }
 AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output on stdout")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="no progress, no notes")]
@@ -139,6 +146,14 @@ class Group(TyperGroup):
                 formatter.write_dl(
                     [(name, " ".join(ENTRIES[name].help.partition("\n\n")[0].split())) for name in names]
                 )
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that is named. Raises BadInput where it, or an option, is gone."""
+        name, *rest = args
+        for asked in (name, *(f"{name} {option.partition('=')[0]}" for option in rest)):
+            if asked in _FORMER:
+                raise BadInput(f"`{asked}` is gone: {_FORMER[asked]}")
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that is named."""

@@ -155,10 +155,6 @@ SPELLINGS = {
     "evaluate.most": _S("documents of each source; 0 takes all", least=0),
     "evaluate.kl": _S("measure KL(first ‖ model) too: how far each is from the first, with both in memory"),
     "evaluate.dtype": _S(f"run the models {_DTYPES}"),
-    "evaluate.mtp": _S(
-        "also measure tokens a forward of greedy speculative decoding by the models' own MTP layers, on 50 documents"
-    ),
-    "evaluate.draft": _S("measure the same with a draft head, a run with `what: draft_head`", "FOLDER"),
     "evaluate.labels": _S("the texts have labels, and the models a classification head"),
     "continual.tasks": _S(
         "tasks file, or name of a shipped one (`surgeon plans`)", "TASKS", kind=str, complete=_complete_tasks
@@ -200,8 +196,6 @@ SPELLINGS = {
     "delta.base": _S("the base: the delta then includes side files that differ from the base's"),
     "export-slot.slot": _S("the slot's number, as `surgeon inspect` shows it", "SLOT", least=0),
     "export-slot.dest": _S("folder of the adapter", "DEST"),
-    "gguf-pattern.file": _S("GGUF file that llama.cpp's converter made of OUT", "FILE"),
-    "gguf-pattern.dest": _S("GGUF file to write", "DEST"),
     "push.repo_id": _S("repository of the Hub: user/name", "REPO"),
     "push.base": _S("verify against this base first, logits included; default: the one that OUT names"),
     "push.public": _S("who may see the repository, if it is new  [default: private]", option="--public/--private"),
@@ -228,5 +222,4 @@ SPELLINGS = {
     "families.base": _S(
         "base checkpoint: a folder, or user/name[@revision] on the Hub; default: none", "BASE", kind=str
     ),
-    "families.after": _S("which operations can follow this one, in its plan and on its output", "OP"),
 }

@@ -16,7 +16,7 @@ from surgeon.common.listener import Listener, Quiet
 from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
 from surgeon.evaluate.open_texts import open_texts
-from surgeon.evaluate.results import Cell, Evaluation, LabelScores, SourceScores, drafts_cells
+from surgeon.evaluate.results import Cell, Evaluation, LabelScores, SourceScores
 
 # A model as `evaluate` takes it.
 Model = str | Path | Checkpoint
@@ -36,8 +36,6 @@ def evaluate(
     most: int = ...,
     kl: bool = ...,
     labels: Literal[False] = ...,
-    mtp: bool = ...,
-    draft: str | Path | None = ...,
     dtype: str = ...,
     device: str = ...,
     trust_remote_code: bool = ...,
@@ -72,8 +70,6 @@ def evaluate(
     most: int = 500,
     kl: bool = False,
     labels: bool = False,
-    mtp: bool = False,
-    draft: str | Path | None = None,
     dtype: str = "auto",
     device: str = "auto",
     trust_remote_code: bool = False,
@@ -98,8 +94,6 @@ def evaluate(
         most: How many documents are taken of each source at most; 0: all.
         kl: Whether KL(first ‖ model) is measured too, which takes two models in memory.
         labels: Whether the texts have labels.
-        mtp: Whether to measure speculative decoding by the models' MTP layers too (`measure_drafts`).
-        draft: A draft head (a run with `what: draft_head`) whose drafts are measured in their place.
         dtype: auto (the checkpoint's), float32, bfloat16 or float16.
         device: auto, cpu, cuda or cuda:N.
         trust_remote_code: Whether the models' own code may run.
@@ -116,10 +110,6 @@ def evaluate(
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
     _check_numbers(length, batch, most, answer_tokens)
     _check_given(prompts, data is not None, sources or (), labels)
-    if (mtp or draft is not None) and (labels or data is None):
-        raise BadInput(f"{'--mtp' if mtp else '--draft'} has models write on from texts: give --data, and no --labels")
-    if mtp and draft is not None:
-        raise BadInput("--mtp measures the models' own layers, --draft a head beside one; give one of the two")
     rows = _rows(models, base)
     if kl and (labels or data is None or len(rows) < 2):
         raise BadInput("--kl compares the next tokens that two models expect: give text, and a base (--base)")
@@ -140,8 +130,7 @@ def evaluate(
     how: dict[str, Any] = {"length": length, "batch": batch, "dtype": dtype, "device": device, "listener": listener}
     if labels:
         return evaluate_labels(opened, texts, **how)
-    how |= {"kl": kl, "mtp": mtp, "draft": None if draft is None else Path(draft)}
-    return evaluate_texts(opened, texts, prompts=prompts, answer_tokens=answer_tokens, **how)
+    return evaluate_texts(opened, texts, prompts=prompts, answer_tokens=answer_tokens, kl=kl, **how)
 
 
 def _check_numbers(length: int | None, batch: int, most: int, answer_tokens: int) -> None:
@@ -185,8 +174,6 @@ def evaluation_view(evaluation: Evaluation[Any]) -> RenderableType:
     parts: list[RenderableType] = []
     if evaluation.length is not None:
         parts += _scores(evaluation, evaluation.length)
-    if any(row.drafts for row in evaluation.models):
-        parts += [Text(), _drafted(evaluation)]
     for number, prompt in enumerate(evaluation.prompts):
         answers = FittedTable(headings=False)
         answers.add_row(Text("prompt", style="bold"), Text(_lines(prompt), style="bold"))
@@ -194,18 +181,6 @@ def evaluation_view(evaluation: Evaluation[Any]) -> RenderableType:
             answers.add_row(printable(row.model), _answer(row.answers[number]))
         parts += [Text()] * bool(parts) + [answers]
     return Group(*parts)
-
-
-def _drafted(evaluation: Evaluation[Any]) -> FittedTable:
-    """What drafts gave, by source and model."""
-    table = FittedTable("source", "model", names=2)
-    table.add_column("tokens a forward, with drafts")
-    table.add_column("as without")
-    for name in evaluation.models[0].drafts:
-        for row in evaluation.models:
-            first = name if row is evaluation.models[0] else ""
-            table.add_row(Text(first, style="bold"), Text(printable(row.model)), *drafts_cells(row.drafts[name]))
-    return table
 
 
 def _answer(answer: Answer) -> Text:

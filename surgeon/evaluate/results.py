@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from rich.text import Text
 
-from surgeon import Answer, Drafts, Ratio
+from surgeon import Answer, Ratio
 from surgeon.common.formatting import counted
 from surgeon.common.json_results import plain_fields
 
@@ -195,15 +194,13 @@ class LabelScores:
 class ModelScores(Generic[CellT]):
     """One model on all sources, and its answers to all prompts.
 
-    `same_tokens`: whether its tokens are the first model's; None where no text is scored. `drafts`: its speculative
-    decoding by source, where that was asked for.
+    `same_tokens`: whether its tokens are the first model's; None where no text is scored.
     """
 
     model: str
     same_tokens: bool | None
     sources: tuple[CellT, ...]
     answers: tuple[Answer, ...] = ()
-    drafts: Mapping[str, Drafts] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -255,9 +252,7 @@ class Evaluation(Generic[CellT]):
             `models`: each with `model`, `same_tokens` and `sources`: by name `documents`, `tokens`, `bytes`, and
                 `loss`, `perplexity`, `bits_per_byte`, `accuracy`, `loss_difference`, `bits_difference`, `kl` (null: not
                 asked for), each with `value`, `low`, `high`; with `--labels` instead `examples`, `loss`, `accuracy`,
-                `accuracy_difference` (with `value`, `low`, `high`), `f1`, `matthews` (null where they do not exist);
-                with `--mtp` or `--draft` also `drafts`: by source `tokens_a_forward` (with `value`, `low`, `high`),
-                `documents`, `same`
+                `accuracy_difference` (with `value`, `low`, `high`), `f1`, `matthews` (null where they do not exist)
             `answers`: each with `prompt` and `models`: each with `model`, `text`, `tokens`, `ended` (whether the model
                 ended it by itself)
             `length`, `dtype`, `device`, `confidence`, `notes`: the conditions; `length` is null without text
@@ -272,7 +267,6 @@ class Evaluation(Generic[CellT]):
                     "model": row.model,
                     **({} if row.same_tokens is None else {"same_tokens": row.same_tokens}),
                     "sources": {found.source: found.to_json() for found in row.sources},
-                    **({"drafts": {name: _drafts(found) for name, found in row.drafts.items()}} if row.drafts else {}),
                 }
                 for row in self.models
             ],
@@ -285,16 +279,6 @@ class Evaluation(Generic[CellT]):
             ],
             "notes": list(self.notes),
         }
-
-
-def _drafts(found: Drafts) -> dict[str, Any]:
-    """What drafts gave on a source, as JSON data."""
-    return plain_fields(found) | {"tokens_a_forward": _as_data(found.tokens_a_forward)}
-
-
-def drafts_cells(found: Drafts) -> tuple[Text, Text]:
-    """Return tokens a forward with their interval, and of how many documents the tokens are those without drafts."""
-    return _ratio_cell(found.tokens_a_forward, ".3f"), Text(f"{found.same} of {found.documents}")
 
 
 def _ratio_cell(found: Ratio, form: str) -> Text:

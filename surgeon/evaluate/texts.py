@@ -6,13 +6,11 @@ import gc
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from surgeon import (
     Answer,
     Checkpoint,
-    Drafts,
     EncodedPrompts,
     HeldOut,
     Scores,
@@ -21,8 +19,6 @@ from surgeon import (
     cut,
     divergence,
     encode_prompts,
-    load_mtp,
-    measure_drafts,
     score,
 )
 from surgeon.common.listener import Listener
@@ -52,8 +48,6 @@ def evaluate_texts(
     prompts: Sequence[str],
     answer_tokens: int,
     kl: bool,
-    mtp: bool,
-    draft: Path | None,
     length: int | None,
     batch: int,
     dtype: str,
@@ -82,10 +76,10 @@ def evaluate_texts(
     rows: list[ModelScores[SourceScores]] = []
     reference: dict[str, Scores] | None = None
     for model, own, encoded in zip(models, windows, asked, strict=True):
-        found, answers, drafts = _run(model, own, encoded, batch, dtype, device, note, listener, mtp=mtp, draft=draft)
+        found, answers = _run(model, own, encoded, batch, dtype, device, note, listener)
         same = own is windows[0] if texts else None
         summaries = _summaries(own, found, windows[0], reference)
-        rows.append(ModelScores(model.name, same, summaries, tuple(answers), drafts))
+        rows.append(ModelScores(model.name, same, summaries, tuple(answers)))
         reference = reference or found
     if kl:
         rows[1:] = _with_kl(models, rows[1:], windows[0], batch, dtype, device, listener)
@@ -190,10 +184,7 @@ def _run(
     device: str,
     note: Callable[[str], None],
     listener: Listener,
-    *,
-    mtp: bool,
-    draft: Path | None,
-) -> tuple[dict[str, Scores], list[Answer], dict[str, Drafts]]:
+) -> tuple[dict[str, Scores], list[Answer]]:
     listener.say(f"loading {checkpoint.name}")
     model = checkpoint.load(dtype=dtype, device=device, say=note)
     if cut_texts:
@@ -203,18 +194,10 @@ def _run(
     if prompts is not None:
         listener.begin(f"asking {checkpoint.name}", len(prompts.ids), "prompts")
         answers = answer(model, prompts, advance=listener.advance)
-    drafts: dict[str, Drafts] = {}
-    if mtp or draft is not None:
-        layers = load_mtp(checkpoint, model, draft)
-        listener.begin(f"drafting for {checkpoint.name}", len(cut_texts), "texts")
-        for name, windows in cut_texts.items():
-            drafts[name] = measure_drafts(model, layers, windows)
-            listener.advance(1)
-        del layers
     # Free the memory for the next model.
     del model
     gc.collect()
-    return found, answers, drafts
+    return found, answers
 
 
 def _summaries(

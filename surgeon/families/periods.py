@@ -48,7 +48,7 @@ def broken_pattern(
     return (
         f"the base's types of layers repeat every {period} layers, the output's no longer: transformers reads each"
         " layer's type from config.json, but an engine that takes the pattern as fixed (llama.cpp does, for Gemma 2 and"
-        " 3: `surgeon gguf-pattern` mends a file for it) runs this output wrongly"
+        " 3) runs this output wrongly"
     )
 
 

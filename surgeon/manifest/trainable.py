@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -28,9 +27,6 @@ from surgeon.manifest.recipe_words import base_bytes_of
 from surgeon.operations.operation import Spec
 from surgeon.operations.selectors import LayerSelector, select_layers
 
-# Layers that predict further tokens, where they do not lie above the stack.
-MTP_NAME = re.compile(r"(model\.)?mtp\.")
-
 
 class LayersSpec(Spec):
     """Layers of the model as it is, whole."""
@@ -38,7 +34,7 @@ class LayersSpec(Spec):
     layers: Annotated[LayerSelector, Field(description="as plans select layers: `top_half`, `{every: 4}`, `[0, 7]`")]
 
 
-What = Literal["last", "added", "base", "all", "mtp"] | LayersSpec | Sequence[int]
+What = Literal["last", "added", "base", "all"] | LayersSpec | Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -98,9 +94,6 @@ class TrainableSet:
     fitted: tuple[str, ...] = ()
     # Those that train whole beside a LoRA.
     beside: tuple[str, ...] = ()
-    # Whether these are layers that predict further tokens; and those of a new draft head, which the output lacks.
-    mtp: bool = False
-    draft: bool = False
 
     @property
     def shown(self) -> str:
@@ -114,38 +107,21 @@ def trainable_set(
     """The tensors of `out` that `what` lets train.
 
     `last` and `added` are the new tensors of the last surgery, and of all; numbers are operations of the last one.
-    `base` are the tensors that are not new, `all` are all, `layers` those of layers, `mtp` those of layers that predict
-    further tokens. Where an operation trains
+    `base` are the tensors that are not new, `all` are all, `layers` those of layers. Where an operation trains
     everything (SOLAR), so do `last` and `added`. `manifest` is None for a model without surgery, which has nothing new.
 
     Raises BadInput where there is no such operation or layer, where a tensor is missing, where surgeries do not fit
     together, and where nothing is left to train.
     """
-    if manifest is None and (isinstance(what, Sequence) and what not in ("base", "all", "mtp")):
+    if manifest is None and (isinstance(what, Sequence) and what not in ("base", "all")):
         raise BadInput(
             f"{printable(str(out.path))}: no output of surgeon (it has no {MANIFEST_FILE}), so nothing was added that"
             " could train alone; say `what: all`, `what: {layers: …}` or `lora: {…}`"
         )
-    if what == "mtp":
-        return _mtp(out, anatomy or dissect_folder(out))
     if isinstance(what, LayersSpec) or what in ("base", "all"):
         return _whole(out, manifest, what, anatomy or dissect_folder(out))
     assert manifest is not None
     return _added(out, manifest, what)
-
-
-def _mtp(out: CheckpointFolder, anatomy: Anatomy) -> TrainableSet:
-    """Layers that predict further tokens, but for copies of the embeddings and the head, which are the model's."""
-    held = [info for layer in anatomy.beyond for info in layer.values()]
-    held += [out.tensors[name] for name in anatomy.idle if MTP_NAME.match(name)]
-    names = {info.name for info in held if info.shape[:1] != (anatomy.sizes.vocabulary,)}
-    if not names:
-        raise BadInput(
-            f"{printable(str(out.path))}: has no layers that predict further tokens (MTP): neither above its"
-            f" {anatomy.sizes.layers} layers, nor named `mtp.…`"
-        )
-    training = tuple(name for name in out.tensors if name in names)
-    return TrainableSet(training, (), of_base=frozenset(training), title="layers that predict further tokens", mtp=True)
 
 
 def _whole(out: CheckpointFolder, manifest: Manifest | None, what: What, anatomy: Anatomy) -> TrainableSet:

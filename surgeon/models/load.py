@@ -235,29 +235,6 @@ def _unreadable(folder: CheckpointFolder) -> str:
     return cannot_be_loaded(folder.config, folder.tensors)
 
 
-def read_mtp(folder: CheckpointFolder, model: Any, kind: Any) -> Any:
-    """The MTP layers that transformers' class `kind` reads of `folder` for a loaded `model`, in eval mode."""
-    name = model.config.name_or_path
-    try:
-        with view_of_model(folder, folder.config) as view, quiet_transformers():
-            model.config.name_or_path = str(view)
-            return kind.from_pretrained(model, device_map={"": model.device}).eval()
-    finally:
-        model.config.name_or_path = name
-
-
-@contextlib.contextmanager
-def already_read(mtp: Any) -> Iterator[None]:
-    """Inside, `generate(use_mtp=True)` takes these MTP layers, and reads none for each text."""
-    kind = type(mtp)
-    before = kind.__dict__["from_pretrained"]
-    kind.from_pretrained = classmethod(lambda *_, **__: mtp)
-    try:
-        yield
-    finally:
-        kind.from_pretrained = before
-
-
 @contextlib.contextmanager
 def _whole_blocks(folder: CheckpointFolder) -> Iterator[None]:
     """Have transformers dequantise FP8 matrices block by block as they were quantised, the last blocks smaller.

@@ -27,7 +27,6 @@ from surgeon.families.periods import period_of
 from surgeon.operations import OPERATIONS
 from surgeon.operations.expert_fusion import of_experts
 from surgeon.operations.fusion import ways
-from surgeon.report.followers import Followers, followers_of, followers_view, recorded_followers
 from surgeon.report.trials import Trial, options_text, tried
 
 _DERIVED = "so is any other text decoder or encoder of the installed transformers ({version}): `surgeon families BASE`"
@@ -108,24 +107,19 @@ class KnownBase:
 def families(
     base: str | Path | None = None,
     *,
-    after: str | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
-) -> Families | KnownBase | Followers:
+) -> Families | KnownBase:
     """Return what is known of all model types, or what is known or derived of `base` (a folder, or a Hub id).
 
-    With `after`, an operation, return which operations can follow it instead: on the base, or without one as the
-    shipped record says. Headers and config are read alone. Raises BadInput for a base that cannot be read, or of which
-    nothing can be known, and for an `after` that the base refuses.
+    Headers and config are read alone. Raises BadInput for a base that cannot be read, or of which nothing can be known.
     """
     if base is None:
         if revision is not None:
             raise BadInput("`revision` is a base's: name the base too")
-        return _overview() if after is None else recorded_followers(after)
+        return _overview()
     folder = open_headers(base, revision=revision, trust_remote_code=trust_remote_code)
     anatomy = dissect_folder(folder)
-    if after is not None:
-        return followers_of(after, str(base), anatomy, folder)
     return KnownBase(
         base=str(base),
         model_type=str(folder.config["model_type"]),
@@ -172,10 +166,8 @@ def _fusion(anatomy: Anatomy, number: int) -> tuple[str, tuple[str, ...]]:
     return found.router, found.averaged
 
 
-def families_view(found: Families | KnownBase | Followers) -> RenderableType:
+def families_view(found: Families | KnownBase) -> RenderableType:
     """The usual model types; or one base, its layers by kind, and operation by operation the answer."""
-    if isinstance(found, Followers):
-        return followers_view(found)
     return _overview_view(found) if isinstance(found, Families) else _base_view(found)
 
 

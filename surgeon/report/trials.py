@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pydantic import ValidationError
 
 from surgeon.apply.proofs import known_proof, prove
 from surgeon.apply.shapes import check_shapes
-from surgeon.blueprint.blueprint import Blueprint, Promise
+from surgeon.blueprint.blueprint import Promise
 from surgeon.blueprint.draft import Draft
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput, printable
@@ -37,13 +37,13 @@ def tried(
 ) -> Trial:
     """Draw an operation on a base, as a plan of nothing else would."""
     try:
-        blueprint = drawn([entry(name, operation, options)], anatomy, folder)
+        promise = _promise_of(_entry(name, operation, options), anatomy, folder)
     except BadInput as error:
         return Trial(name, options, None, str(error))
-    return Trial(name, options, blueprint.promise, "")
+    return Trial(name, options, promise, "")
 
 
-def entry(name: str, operation: type[Operation], options: Mapping[str, object]) -> Operation:
+def _entry(name: str, operation: type[Operation], options: Mapping[str, object]) -> Operation:
     """Return an operation with these options. Raises BadInput where they are no entry of a plan."""
     try:
         return operation.model_validate({"op": name, **options})
@@ -54,26 +54,24 @@ def entry(name: str, operation: type[Operation], options: Mapping[str, object]) 
         raise BadInput(f"not tried, as its `examples` are no entries of a plan: {printable(wrong)}") from None
 
 
-def drawn(operations: Sequence[Operation], anatomy: Anatomy, folder: CheckpointFolder) -> Blueprint:
-    """Draw operations on a base, as a plan of them would. Raises BadInput for what it would refuse."""
+def _promise_of(operation: Operation, anatomy: Anatomy, folder: CheckpointFolder) -> Promise:
+    """Draw an operation on a base, as a plan of it alone would. Raises BadInput for what it would refuse."""
     # Imports torch, which a base without grafts that nobody has to derive does without.
     from surgeon.apply.preflight import check_skeleton
 
     base = OpenedBase(folder, anatomy, weights=False)
     draft = Draft(anatomy, folder.config, seed=0)
-    facts: dict[int, Facts] = {}
-    for number, operation in enumerate(operations):
-        found = _facts(operation, base)
-        carry_out(operation, draft, found)
-        facts |= {} if found is None else {number: found}
+    found = _facts(operation, base)
+    carry_out(operation, draft, found)
     blueprint = draft.finish()
     check_shapes(blueprint, anatomy, folder.own)
-    plan = LoadedPlan(Plan.model_construct(surgeon=1, seed=0, operations=list(operations)), "", "plan")
+    plan = LoadedPlan(Plan.model_construct(surgeon=1, seed=0, operations=[operation]), "", "plan")
+    facts = {} if found is None else {0: found}
     if known_proof(plan, facts, blueprint, base).how != "cached":
         prove(plan, facts, blueprint, base)
     if not blueprint.native:
         check_skeleton(blueprint.config, blueprint.outputs)
-    return blueprint
+    return blueprint.promise
 
 
 def _facts(operation: Operation, base: OpenedBase) -> Facts | None:

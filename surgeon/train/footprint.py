@@ -42,9 +42,8 @@ def check_room_of(run: Run, trainer: SurgeonTrainer, cached: CachedTeacher | Non
     And for what the base says, where that is kept.
     """
     checkpoint = checkpoint_bytes(trainer.model)
-    whole = {} if run.wanted.draft else run.out.tensors
-    published = sum(info.nbytes for info in whole.values())
-    final = sum(run.out.tensors[name].nbytes for name in run.wanted.names if name in run.out.tensors)
+    published = sum(info.nbytes for info in run.out.tensors.values())
+    final = sum(run.out.tensors[name].nbytes for name in run.wanted.names)
     kept = KEPT + 1 + (run.loaded.config.keep_best is not None)
     said = 0 if cached is None else cached.needed_bytes()
     teacher = f", {size(said)} for what the base says" if said else ""

@@ -15,10 +15,7 @@ from surgeon.data.specs import RowsSpec
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.lineage import Lineage
 from surgeon.models.load import load_model, stored_dtype
-from surgeon.models.mtp import load_mtp
 from surgeon.models.outputs import check_window, load_encoder
-from surgeon.train.draft_head import new_draft_head
-from surgeon.train.drafting import Drafting
 from surgeon.train.gate_fitting import fit_gate
 from surgeon.train.isolation import probe
 from surgeon.train.losses.cached_teacher import CachedTeacher
@@ -31,7 +28,6 @@ from surgeon.train.self_generated import gate_text
 from surgeon.train.steps.by_document import by_document
 from surgeon.train.steps.mask_positions import give_masks_positions
 from surgeon.train.steps.one_row import builds_no_mask, implementation_of, run_in_one_row
-from surgeon.train.trainable.mtp_names import mtp_names
 from surgeon.train.trainable.stored import StoredNames
 from surgeon.train.trainable.trainable_set import TrainedParameters, check_set, hold_fixed, unfreeze
 
@@ -46,17 +42,13 @@ def loaded_model(run: Run) -> tuple[Any, TrainedParameters]:
         raise BadInput(
             f"{run.loaded.where('attention')}flex_attention does not train on a CPU; leave `attention` out, or say sdpa"
         )
-    # Tensors that the model has no place for are what trains there.
-    say = None if run.wanted.mtp else run.say
-    options: dict[str, Any] = {"dtype": config.dtype, "attention": config.attention, "say": say}
+    options: dict[str, Any] = {"dtype": config.dtype, "attention": config.attention, "say": run.say}
     if run.auto is None:
         model = load_model(run.out, **options)
     else:
         model = load_encoder(run.out, auto=run.auto, **options)
         check_window(model, run.settings.length)
     _isolate(run, model)
-    if run.wanted.mtp:
-        return _drafting(run, model)
     fixed: dict[str, int] = {}
     if config.lora is not None:
         # PEFT is an extra.
@@ -88,34 +80,6 @@ def loaded_model(run: Run) -> tuple[Any, TrainedParameters]:
     return model, TrainedParameters(tuple(names), fixed)
 
 
-def _drafting(run: Run, model: Any) -> tuple[Drafting, TrainedParameters]:
-    """The frozen model with its MTP layers, of which exactly the run's tensors train."""
-    if run.loaded.config.packing == "isolated" and builds_no_mask(model):
-        raise BadInput(
-            f"{run.loaded.where('attention')}{printable(implementation_of(model))} keeps packed documents apart in no"
-            " MTP layer; say `attention: sdpa`, or `packing: joined`"
-        )
-    mtp = new_draft_head(run, model) if run.wanted.draft else load_mtp(run.out, model)
-    drafting = Drafting(model, mtp)
-    stored = run.wanted.names
-    held = stored if run.wanted.draft else mtp_names(mtp, model, run.out.tensors).in_memory(stored)
-    names = [f"mtp.{name}" for name in held]
-    for name in names:
-        parameter = drafting.get_parameter(name)
-        # Loaded weights may be mapped from the file.
-        parameter.data = parameter.data.clone()
-    for name, parameter in drafting.named_parameters():
-        parameter.requires_grad_(name in names)
-    check_set(drafting, names)
-    depths = f"{mtp.num_mtp_layers} tokens ahead" if mtp.num_mtp_layers > 1 else "one token ahead"
-    run.say(
-        f"trains {len(names)} tensors, {trained_numbers(drafting, {}):,} numbers: {run.wanted.shown}, {depths}; the"
-        " loss is KL(model ‖ draft)"
-    )
-    model.config.use_cache = False
-    return drafting, TrainedParameters(tuple(n for n, p in drafting.named_parameters() if p.requires_grad))
-
-
 def _isolate(run: Run, model: Any) -> None:
     """Have a model keep packed documents apart: by its masks, or where its attention takes none in one row."""
     if run.examples is not None or run.loaded.config.packing == "joined":
@@ -140,9 +104,6 @@ def check_isolation(run: Run, model: Any) -> None:
         return
     special = {*run.encoder.tokenizer.all_special_ids}
     ids = [token for token in range(model.config.get_text_config().vocab_size) if token not in special]
-    if isinstance(model, Drafting):
-        _check_drafts(run, model, ids)
-        model = model.main
     try:
         found = probe(
             model,
@@ -171,16 +132,6 @@ def check_isolation(run: Run, model: Any) -> None:
         run.say(
             "what was added reads more than one document, as its operation says: with it a document's states change by"
             f" {found.change:.2g} where other documents change"
-        )
-
-
-def _check_drafts(run: Run, model: Drafting, ids: Sequence[int]) -> None:
-    """Raise BadInput where what drafts (MTP layers, a head) sees across packed documents, of tokens among `ids`."""
-    drawn = torch.tensor(ids)[torch.randint(len(ids), (run.settings.length,), generator=torch.manual_seed(0))]
-    if model.crosses_documents(drawn.to(run.device)):
-        raise BadInput(
-            f"{run.loaded.where('packing')}packed documents see each other where tokens ahead are drafted;"
-            " say `packing: joined`"
         )
 
 
@@ -231,7 +182,7 @@ def _recalled(run: Run) -> Sequence[Document]:
 
 def fused_head(run: Run, model: Any) -> FusedHead | None:
     """The head that computes cross-entropy without all logits at once; None where torch's own does."""
-    if run.examples is not None or run.wanted.mtp:
+    if run.examples is not None:
         return None
     vocabulary = int(model.config.get_text_config().vocab_size)
     tokens = run.settings.micro_batch * run.settings.length

@@ -25,7 +25,6 @@ from surgeon.families.dissect_folder import dissect_folder
 from surgeon.families.grafted_config import native_config
 from surgeon.families.heads import head_of
 from surgeon.families.limits import context_of
-from surgeon.manifest.draft_folder import draft_set
 from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest
 from surgeon.manifest.trainable import TrainableSet, trainable_set
@@ -139,8 +138,6 @@ def _wanted(out: CheckpointFolder, manifest: Manifest | None, loaded: LoadedConf
             " whose tensors would train; say `what: all`, `what: {layers: …}` or `lora: {rank: 16}`"
             + (", or `what: head` for the classification head alone" if config.classifies else "")
         )
-    if config.what == "draft_head":
-        return draft_set(out, anatomy)
     if config.what == "head":
         return with_head(TrainableSet((), ()), out, manifest, loaded, anatomy)
     try:
@@ -407,8 +404,6 @@ def _check_task(out: CheckpointFolder, anatomy: Anatomy, loaded: LoadedConfig) -
 
 def _check_trainable(out: CheckpointFolder, wanted: TrainableSet, dtype: str) -> None:
     """BadInput for what is quantised, and for float16 that would be trained as it is."""
-    if wanted.draft:
-        return
     packed = next((info for name in wanted.names if (info := out.tensors[name]).dtype in QUANTISED_DTYPES), None)
     if packed is not None:
         raise BadInput(

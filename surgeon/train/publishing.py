@@ -52,9 +52,7 @@ from surgeon.manifest.run_files import (
 )
 from surgeon.manifest.trainable import Fixed, TrainableSet
 from surgeon.models.load import build_model, stored_dtype
-from surgeon.models.mtp import build_mtp
 from surgeon.train.config.schema import LoraSpec
-from surgeon.train.trainable.mtp_names import mtp_names
 from surgeon.train.trainable.stored import StoredNames
 
 FINAL_FILE = "final.safetensors"
@@ -179,9 +177,7 @@ def write_final(
         tensors, adapter = _with_lora(out, trained, work, lora, base, auto)
     else:
         tensors = load_file(trained)
-        if wanted.mtp:
-            tensors = _of_mtp(out, tensors)
-        elif tensors.keys() != set(wanted.names):
+        if tensors.keys() != set(wanted.names):
             # Of a tied tensor that the checkpoint holds twice, one was trained.
             stored = StoredNames(build_model(out, dtype=lambda _: torch.float32, auto=auto), out.tensors)
             tensors = stored.on_disk(tensors, also=wanted.names)
@@ -205,13 +201,6 @@ def write_final(
     (work / FINAL_FILE).unlink(missing_ok=True)
     save_file(tensors, work / FINAL_FILE, metadata={"format": "pt"})
     return Final(changes, adapter)
-
-
-def _of_mtp(out: CheckpointFolder, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Trained MTP layers as they are stored."""
-    model = build_model(out, dtype=lambda _: torch.float32)
-    stored = mtp_names(build_mtp(out, model), model, out.tensors)
-    return stored.on_disk({name.removeprefix("mtp."): value for name, value in tensors.items()})
 
 
 def _with_lora(

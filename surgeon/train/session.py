@@ -29,7 +29,6 @@ from surgeon.manifest.manifest import Manifest
 from surgeon.manifest.reading import written_manifest
 from surgeon.models.templates import TEMPLATE_FILE
 from surgeon.train.config.loading import LoadedConfig
-from surgeon.train.draft_head import publish_draft
 from surgeon.train.footprint import check_room_of, copied_bytes, peak_memory
 from surgeon.train.gate_fitting import FIGURES_FILE
 from surgeon.train.loading import (
@@ -314,9 +313,6 @@ def _publish(trained: Trained, run: Run, target: Path, digests: dict[str, str], 
     lora = run.loaded.config.lora
     # What the adapter goes onto: the model as it is before this run.
     called = run.manifest.base.id if not run.manifest.operations else run.out.path.resolve().name
-    entry = _entry(trained, run)
-    if run.wanted.draft:
-        return publish_draft(trained, run, last / TRAINED_FILE, target, digests=digests, entry=entry)
     final = write_final(
         run.out, last / TRAINED_FILE, run.work, wanted=run.wanted, lora=lora, base=called, auto=run.auto
     )
@@ -328,7 +324,7 @@ def _publish(trained: Trained, run: Run, target: Path, digests: dict[str, str], 
         run.work,
         digests=digests,
         final=final,
-        entry=entry,
+        entry=_entry(trained, run),
         added=added,
         # A router's bias, which is a buffer, stays.
         of_base=run.wanted.of_base & final.changes.keys(),

@@ -121,6 +121,10 @@ def test_a_command_s_help_imports_nothing_of_what_it_runs() -> None:
         ("verify base out --window ten", "it takes a whole number"),
         ("apply plan base", "Missing argument 'OUT'"),
         ("diff a b --e\x1bxact", "--e\\x1bxact"),
+        ("evaluate run --mtp --data a.txt", "`evaluate --mtp` is gone: an engine that serves"),
+        ("evaluate run --draft=head", "`evaluate --draft` is gone: an engine that serves"),
+        ("gguf-pattern out a.gguf b.gguf", "`gguf-pattern` is gone: insert whole periods"),
+        ("families --after control_llm", "`families --after` is gone: `surgeon preview` of a plan"),
     ],
 )
 def test_what_a_command_does_not_take_is_refused(given: str, said: str) -> None:

@@ -271,13 +271,6 @@ MISTAKES = (
         "for entry in entries), 0.0)",
     ),
     _mistake(
-        "share",
-        "a GGUF file with another number of layers is taken",
-        "gguf_pattern.py",
-        "if layers != len(pattern):",
-        "if layers is None:",
-    ),
-    _mistake(
         "train",
         "the base teaches on every token of original text and of new",
         "losses/preserving.py",

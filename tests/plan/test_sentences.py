@@ -347,14 +347,7 @@ CONFIGS: list[tuple[Load, str, int, str, str]] = [
         "",
         "`lora.dora` measures whole rows, which `sharding` takes apart; leave one of them out",
     ),
-    (load_config, f"{LABELS}what: mtp\n", 1, "", "`what: mtp` trains layers that predict further tokens, which"),
-    (
-        load_config,
-        f"sharding: fsdp\n{TRAIN}  - {{name: a, path: a.jsonl, share: 1}}\nwhat: mtp\n",
-        1,
-        "",
-        "`sharding` is for a model that trains, and under `what: mtp` it is frozen; leave it out",
-    ),
+    (load_config, f"{LABELS}what: mtp\n", 5, "", "`what: mtp` is gone: train MTP layers with a trainer that runs"),
     (
         load_config,
         f"{LABELS}cross_entropy: chunked\n",

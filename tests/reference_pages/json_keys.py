@@ -16,7 +16,6 @@ from surgeon.data.recall import Recalled
 from surgeon.evaluate.blend import Blended
 from surgeon.evaluate.results import Evaluation
 from surgeon.report.families import Families, KnownBase
-from surgeon.report.followers import Followers
 from surgeon.report.inspect import Inspection
 from surgeon.report.report import Reported
 from surgeon.report.routing_record import RoutingReport
@@ -27,7 +26,6 @@ from surgeon.rework.merge import Merged
 from surgeon.rework.refresh import Refreshed
 from surgeon.rework.revert import Reverted
 from surgeon.share.export_slot import Exported
-from surgeon.share.gguf_pattern import GgufPattern
 from surgeon.share.push import Pushed
 from surgeon.train.blend import Blend
 from surgeon.train.dry_run import Rehearsal
@@ -68,7 +66,7 @@ SECTIONS: dict[str, dict[str, tuple[type[Result], ...]]] = {
     "compare": {"": (Compared, Findings)},
     "continual": {"": (Continued,), "Of a tasks file with `rows`:": (ContinuedRows,)},
     "inspect": {"": (Inspection,)},
-    "families": {"": (Families,), "With BASE:": (KnownBase,), "With `--after`:": (Followers,)},
+    "families": {"": (Families,), "With BASE:": (KnownBase,)},
     "diff": {"": (Difference,)},
     "report": {"": (Reported,)},
     "transport_report": {"": (TransportReport,)},
@@ -81,7 +79,6 @@ SECTIONS: dict[str, dict[str, tuple[type[Result], ...]]] = {
     "make_delta": {"`surgeon delta`.": (MadeDelta,)},
     "apply_delta": {"`surgeon apply --delta`.": (AppliedDelta,)},
     "export_slot": {"": (Exported,)},
-    "gguf_pattern": {"": (GgufPattern,)},
     "push": {"": (Pushed,)},
 }
 

@@ -71,9 +71,7 @@ _GROUPS = {
     "Grow and prove": "preview apply verify families",
     "Train and measure": "train rehearse recall evaluate compare continual",
     "Look": "inspect diff report transport_report routing_report",
-    "Undo, convert, share": (
-        "revert refresh blend write_blend merge make_delta apply_delta export_slot gguf_pattern push"
-    ),
+    "Undo, convert, share": ("revert refresh blend write_blend merge make_delta apply_delta export_slot push"),
     "Plans": (
         "parse_plan load_plan load_named LoadedPlan find_plan FoundPlan find_sweep shipped_plans shipped_studies"
         " shipped_tasks"
@@ -86,8 +84,7 @@ _GROUPS = {
     ),
     "Texts and scores": (
         "open_texts HeldOut held_out_text TextSpec UnlabelledSpec open_source check_source is_chat text_files cut"
-        " pack Windows score Scores Ratio divergence judge Judged encode_prompts EncodedPrompts answer Answer load_mtp"
-        " measure_drafts Drafts"
+        " pack Windows score Scores Ratio divergence judge Judged encode_prompts EncodedPrompts answer Answer"
     ),
     "Results and what the terminal shows": (
         "Applied Blend preview_view Verification verification_view Trained Evaluation SourceScores LabelScores"

@@ -16,7 +16,6 @@ from surgeon.families.decoders import USUAL_DECODERS, USUAL_ENCODERS
 from surgeon.operations import OPERATIONS
 from surgeon.operations.insert_layers import InsertLayers
 from surgeon.report.families import Families, KnownBase
-from surgeon.report.followers import Followers
 from surgeon.report.trials import Trial
 from tests import tiny
 from tests.decoders import tiny_decoder
@@ -162,48 +161,3 @@ def test_what_is_no_base(tmp_path: Path) -> None:
     ran = CliRunner().invoke(app, ["families", str(base)])
     assert ran.exit_code == 2
     assert "nobody_s" in ran.output
-
-
-def answers(found: object, plan: str) -> dict[str, str | None]:
-    assert isinstance(found, Followers)
-    return {each.op: next(iter(getattr(each, plan).values())).promise for each in found.followers}
-
-
-# What a follower asks of weights, or of the tokens that the first one made, is not known before there is an output.
-@pytest.mark.parametrize(("first", "unknown"), [("insert_layers", {"drop_layers"})])
-def test_what_can_follow_is_what_the_written_output_takes(first: str, unknown: set[str], tmp_path: Path) -> None:
-    base = tiny.checkpoint(tmp_path / "base", "llama", num_hidden_layers=4)
-    found = surgeon.families(base, after=first)
-    assert isinstance(found, Followers) and found.base == str(base)
-    entry = json.dumps({"op": first, **found.options})
-    surgeon.apply(surgeon.parse_plan(f"surgeon: 1\noperations: [{entry}]"), base, tmp_path / "out")
-    written = known(tmp_path / "out")
-    tried = {trial.op for trial in written.trials} - unknown
-    following = answers(found, "next_plan")
-    assert {op: promise is not None for op, promise in following.items() if op in tried} == {
-        op: written.takes(op) for op in tried
-    }
-    promised = {(trial.op, trial.promise) for trial in written.trials if trial.op in tried}
-    assert {(op, following[op]) for op in tried} <= promised
-    assert answers(found, "same_plan")["domain_gate"] == "exact" and following["domain_gate"] is None
-    assert found.takes("domain_gate") and not found.takes("merge_branches")
-
-
-def test_what_can_follow_without_a_base_is_recorded(tmp_path: Path) -> None:
-    found = surgeon.families(after="control_llm")
-    assert isinstance(found, Followers) and found.base is None
-    assert [each.op for each in found.followers] == list(OPERATIONS)
-    assert all(tuple(each.same_plan) == tuple(each.next_plan) == ("llama", "gemma2") for each in found.followers)
-    shown = CliRunner().invoke(app, ["families", "--after", "control_llm"], env={"COLUMNS": "200"})
-    assert shown.exit_code == 0 and "as recorded on tiny models" in shown.output
-    assert "the model carries grafts, for which no class of transformers that mixes experts has a place" in shown.output
-    split = CliRunner().invoke(app, ["families", "--after", "insert_layers"], env={"COLUMNS": "200"}).output
-    assert "rounding only (llama), refused (gemma2)" in " ".join(split.split())
-
-
-def test_a_first_operation_that_is_unknown_or_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"no operation `insert_layer`; did you mean `insert_layers`\?"):
-        surgeon.families(after="insert_layer")
-    base = tiny.checkpoint(tmp_path / "base", "llama")
-    with pytest.raises(BadInput, match="merge_branches is refused on this base already: there is no control block"):
-        surgeon.families(base, after="merge_branches")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from surgeon.common.schema import NEW, ORIGINAL, SHARE_TOLERANCE, Entry, first_doubled
 from surgeon.data.specs import SourceSpec
@@ -241,13 +241,12 @@ class TrainConfig(Entry):
         int, Field(ge=0, lt=2**32, description="seed of document order, dropout, LoRA, new heads and generated text")
     ] = 0
     what: Annotated[
-        Literal["last", "added", "base", "all", "head", "mtp", "draft_head"] | LayersSpec | list[int] | None,
+        Literal["last", "added", "base", "all", "head"] | LayersSpec | list[int] | None,
         Field(
             description="what trains. last (default): new tensors of the last surgery; added: new tensors of all"
             " surgeries; [0, 2]: those of these operations of the last one; base: tensors that no surgery added; all:"
             " every tensor; {layers: …}: these layers, whole; head: the classification head alone (with labels, it"
-            " always trains); mtp: the layers that predict further tokens, taught by the frozen model; draft_head: a"
-            " new head that drafts for it, which is all that RUN holds"
+            " always trains)"
         ),
     ] = None
     labels: Annotated[
@@ -331,6 +330,16 @@ class TrainConfig(Entry):
         Field(description="trackers that also get the log, by transformers' names: tensorboard, wandb, mlflow, …"),
     ] = []  # noqa: RUF012  # pydantic copies it
 
+    @field_validator("what", mode="before")
+    @classmethod
+    def _former(cls, what: object) -> object:
+        if what in ("mtp", "draft_head"):
+            raise ValueError(
+                f"`what: {what}` is gone: train MTP layers with a trainer that runs them (Megatron-LM), and draft heads"
+                " with vLLM's speculators"
+            )
+        return what
+
     @model_validator(mode="after")
     def _fits(self) -> TrainConfig:
         total = math.fsum(source.share for source in self.sources)
@@ -346,8 +355,6 @@ class TrainConfig(Entry):
             raise ValueError("`what` and `lora` exclude each other: under a LoRA the model is frozen; leave one out")
         if self.lora is not None and self.lora.dora and self.sharding != "none":
             raise ValueError("`lora.dora` measures whole rows, which `sharding` takes apart; leave one of them out")
-        if self.what in ("mtp", "draft_head"):
-            self._check_drafting()
         if self.classifies:
             self._check_classifies()
         elif self.labels is not None or self.what == "head":
@@ -380,23 +387,6 @@ class TrainConfig(Entry):
         for key, given in (("sharding", self.sharding != "none"), ("cross_entropy", self.cross_entropy != "auto")):
             if given:
                 raise ValueError(f"`{key}` is for language models; leave it out with `kind: labels`")
-
-    def _check_drafting(self) -> None:
-        """Refuse what is for a model that trains: `what: mtp` and `what: draft_head` leave it as it is."""
-        if self.classifies:
-            raise ValueError(
-                f"`what: {self.what}` trains layers that predict further tokens, which texts with labels have not"
-            )
-        given = {
-            "preserve": self.preserve is not None,
-            "sharding": self.sharding != "none",
-            "cross_entropy": self.cross_entropy != "auto",
-            "checkpointing": self.checkpointing,
-        }
-        if named := next((key for key, asked in given.items() if asked), None):
-            raise ValueError(
-                f"`{named}` is for a model that trains, and under `what: {self.what}` it is frozen; leave it out"
-            )
 
     def _check_keep_best(self, wanted: str) -> None:
         held = {source.name: bool(source.validation) for source in self.sources}

@@ -10,7 +10,6 @@ from torch import nn
 from surgeon.data.classification_metrics import judge_examples
 from surgeon.data.packing import PackedSequence
 from surgeon.data.scoring import score_sequences
-from surgeon.train.drafting import Drafting, drafting_losses
 from surgeon.train.processes.sharding import let_go
 
 
@@ -50,8 +49,6 @@ def figures_by_source(
 ) -> dict[str, dict[str, float]]:
     """Return each source's `loss`, in nats, and with a classification head its other figures (`Judged`).
 
-    The loss of MTP layers is their divergence from the model (`drafting_losses`).
-
     Args:
         model: the model, on its device.
         validation: held-out sequences or examples by source.
@@ -60,9 +57,6 @@ def figures_by_source(
         processes: how many share the work; all call.
         pad: fills up a batch of examples; None: the sequences are text.
     """
-    if isinstance(model, Drafting):
-        drafted = drafting_losses(model, validation, process=process, processes=processes)
-        return {name: {"loss": loss} for name, loss in drafted.items()}
     if pad is None:
         losses = losses_by_source(model, validation, micro_batch=micro_batch, process=process, processes=processes)
         return {name: {"loss": loss} for name, loss in losses.items()}

@@ -6,7 +6,7 @@ all: transformers makes the one of the other when it loads, and the reverse when
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -14,34 +14,23 @@ from torch import Tensor
 from surgeon.errors import SurgeonError, printable
 from surgeon.families.names import Made, made_of
 
-Revert = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
-
 
 class WrongSet(SurgeonError):
     """Other parameters would train than are to."""
 
 
 class StoredNames:
-    """Maps tensors on disk, called `names`, to those of a loaded `model`, and back.
+    """Maps tensors on disk, called `names`, to those of a loaded `model`, and back."""
 
-    `read` says what becomes of names on disk, and `revert` is the way back, where these are not the model's own.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        names: Iterable[str],
-        read: Callable[[Any, list[str]], dict[str, Made]] = made_of,
-        revert: Revert | None = None,
-    ) -> None:
-        self.model, self._revert = model, revert
+    def __init__(self, model: Any, names: Iterable[str]) -> None:
+        self.model = model
         held = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         held |= {name for name, _ in model.named_buffers()}
         names = list(names)
         # Where names are the same, transformers is not asked.
         apart = [name for name in names if name not in held]
         self._made = {name: Made((name,), False) for name in names if name in held}
-        self._made |= read(model, apart) if apart else {}
+        self._made |= made_of(model, apart) if apart else {}
         self._sources: dict[str, list[str]] = {}
         for name, made in self._made.items():
             for target in made.names:
@@ -100,7 +89,7 @@ class StoredNames:
                 plain[first] = value
         if not converted:
             return plain
-        made = self._revert(converted) if self._revert else revert_weight_conversion(self.model, converted)
+        made = revert_weight_conversion(self.model, converted)
         wanted = {name for target in converted for name in self._sources[target]}
         if odd := wanted ^ made.keys():
             raise WrongSet(
