@@ -61,7 +61,6 @@ ENTRIES: Mapping[str, Entry] = {
     "drop_layers": {"layers": [3]},
     "drop_experts": {"experts": [1]},
     "add_experts": {"times": 2},
-    "expert_layout": {"layout": "stacked"},
     "fold_adapters": {},
     "widen_ffn": {"by": 16},
     "widen_attention": {"groups": 2},

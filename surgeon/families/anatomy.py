@@ -210,14 +210,6 @@ class Derivation(ABC):
         """
 
     @abstractmethod
-    def expert_layouts(self) -> tuple[dict[str, list[list[tuple[str, int]]]], ...]:
-        """Of each kind the tensors that transformers saves as those of single experts, or under another name.
-
-        By its name in memory below the layer: for each expert the suffixes on disk, one below the other, with their
-        rows; one, with all rows, of what it saves whole.
-        """
-
-    @abstractmethod
     def inner_fields(self, *, by: int = 0, multiple_of: int = 1) -> dict[str, int]:
         """The config's fields with which every FFN, and every expert, is so much wider, or as wide as divides.
 

@@ -200,11 +200,6 @@ class Remembered(Derivation):
         """As `Derivation` says."""
         return self._asked(Stream, lambda own: own.stream(times), "stream", times)
 
-    def expert_layouts(self) -> tuple[dict[str, list[list[tuple[str, int]]]], ...]:
-        """As `Derivation` says."""
-        kind = tuple[dict[str, list[list[tuple[str, int]]]], ...]
-        return self._asked(kind, lambda own: own.expert_layouts(), "expert layouts")
-
     def shared_places(self, order: Sequence[int]) -> dict[str, tuple[str, tuple[int, ...]]]:
         """As `Derivation` says."""
         kind = dict[str, tuple[str, tuple[int, ...]]]

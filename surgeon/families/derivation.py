@@ -21,7 +21,6 @@ from surgeon.families.anatomy import Axes, Derivation, Packed, Stream
 from surgeon.families.composing import composition_of
 from surgeon.families.derived import Derived, derive
 from surgeon.families.encoder_blocks import encoder_composition
-from surgeon.families.expert_names import Saved, saved_layouts
 from surgeon.families.family import Part, Space, hidden_axis
 from surgeon.families.grafted_config import config_with_grafts, head_with_grafts
 from surgeon.families.grafting import prove_grafts
@@ -383,12 +382,6 @@ class Found(Derivation):
     def text_model(self) -> tuple[dict[str, Any], dict[str, str]]:
         """As `Derivation` says."""
         return text_model(self.config, self.derived.skeleton, self.names, self.derived.heads)
-
-    def expert_layouts(self) -> tuple[dict[str, Saved], ...]:
-        """As `Derivation` says."""
-        # Of a model that nothing was loaded into: transformers saves tensors as it has loaded them.
-        unloaded = _skeleton(json.dumps(self.config, sort_keys=True))
-        return tuple(saved_layouts(unloaded, first) for first, _ in self._firsts)
 
     def layer_axes(self, grown: Mapping[str, Any], layers: int) -> dict[str, int]:
         """As `Derivation` says."""

@@ -80,8 +80,6 @@ class _Reader:
         match recipe:
             case {"per_layer": str(name), "axis": int(axis), "order": [*order]}:
                 return _kept(self._per_layer(name, axis, order, shape))
-            case {"rows": [*rows], "still": True, "axes": 2}:
-                return _kept(self._rows(rows, shape, axes=2))
             case {"rows": [*rows], "still": bool(still)}:
                 pieces = self._rows(rows, shape)
                 return _kept(pieces) if still else BaseBytes(pieces, none)
@@ -138,20 +136,17 @@ class _Reader:
         by_part = [*of[:axis], of[axis] // size, size, *of[axis + 1 :]]
         return indices(name, by_part, DTYPE_BITS[self.dtype], axis, parts)
 
-    def _rows(self, rows: Sequence[object], shape: Sequence[int], axes: int = 1) -> Pieces:
-        """Rows of tensors, one piece below the other; together they are as many numbers as the shape has.
-
-        They are counted along the first `axes` axes of a tensor as if these were one.
-        """
+    def _rows(self, rows: Sequence[object], shape: Sequence[int]) -> Pieces:
+        """Rows of tensors, one piece below the other; together they are as many numbers as the shape has."""
         spans: list[Span] = []
         at = 0
         for piece in rows:
             match piece:
                 case [str(name), int(start), int(stop)]:
                     of = self._source(name).shape
-                    if len(of) < axes or not 0 <= start < stop <= math.prod(of[:axes]) or not math.prod(of):
+                    if not of or not 0 <= start < stop <= of[0] or not math.prod(of):
                         raise ImpossiblePieces(f"rows of the base's {printable(name)}")
-                    row = self._nbytes(of[axes:])
+                    row = self._nbytes(of[1:])
                     spans.append(Span(name, start * row, (stop - start) * row, at))
                     at += spans[-1].length
                 case _:

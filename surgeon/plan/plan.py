@@ -25,6 +25,12 @@ from surgeon.operations.operation import Operation
 from surgeon.operations.prepare import Facts, OpenedBase, WeightsNeeded
 from surgeon.plan.mergekit import MERGEKIT_KEYS, of_mergekit
 
+# What plans had before, and what to use instead.
+_FORMER = {
+    "expert_layout": "gone: transformers' `save_pretrained` writes a tensor for each expert, and with"
+    " `save_original_format=False` one for all",
+}
+
 
 class Plan(Bounded):
     """A list of operations, applied in order; later selectors see the model as the earlier ones left it."""
@@ -86,7 +92,7 @@ def parse_plan(text: str, *, source: str = "plan", overrides: Sequence[str] = ()
     if not {"surgeon", "operations"} & data.keys() and any(key in data for key in MERGEKIT_KEYS):
         data = of_mergekit(data, lines, source)
     given = override(data, overrides, example="operations.0.layers=all")
-    plan = check_yaml(Plan, data, lines, source, what="plan", given=given)
+    plan = check_yaml(Plan, data, lines, source, what="plan", habits=_FORMER, given=given)
     if overrides:
         options = " ".join(f"--set {setting}" for setting in overrides)
         text = f"# With {printable(options, len(options))}\n{written_yaml(data)}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -109,19 +108,18 @@ def per_layer(of: Copy, axis: int, count: int, order: Sequence[int]) -> Copy:
     return Copy(spans, of.dtype, shape, trains=False, words=words)
 
 
-def rows(pieces: Sequence[tuple[Copy, int, int]], shape: tuple[int, ...], *, still: bool, axes: int = 1) -> Copy:
+def rows(pieces: Sequence[tuple[Copy, int, int]], shape: tuple[int, ...], *, still: bool) -> Copy:
     """Rows `start:stop` of tensors of the base, one piece below the other, read as a tensor of `shape`.
 
     `still`: the base computes with them, under another name, so they do not train with what is new. Rows are counted
-    along the first of its axes, or along so many as if they were one.
+    along the first of its axes.
     """
     first, start, stop = pieces[0]
     entire = len(pieces) == 1 and (start, stop) == (0, first.shape[0]) and first.shape == shape
     bits = DTYPE_BITS[first.dtype]
-    read = [(_name(of), (math.prod(of.shape[:axes]), *of.shape[axes:]), start, stop) for of, start, stop in pieces]
-    found = stacked([indices(name, size, bits, 0, range(start, stop)) for name, size, start, stop in read], before=1)
+    read = [indices(_name(of), of.shape, bits, 0, range(start, stop)) for of, start, stop in pieces]
+    found = stacked(read, before=1)
     words: Words = (("rows", tuple((of.source, start, stop) for of, start, stop in pieces)), ("still", still))
-    words += (("axes", axes),) if axes > 1 else ()
     source = first.source if entire else None
     return Copy(found.spans, first.dtype, shape, source, trains=not still, words=words)
 
