@@ -49,8 +49,6 @@ OTHERWISE = {
     # Channels of embeddings per layer, whose order stands outside the layers.
     "gemma4_text": {
         "fused": "{op: insert_layers, where: {after: [0, 3]}, init: {kind: ot_fusion, unaligned: average}}",
-        # The root of a width four times as large is twice as large, which no rounding is needed to undo.
-        "stream": "{op: widen_hidden, times: 4}",
     },
     "jamba": {
         "insert": "{op: insert_layers, where: {every_period: 1}, init: {kind: copy}}",

@@ -224,8 +224,7 @@ class _Twin:
         axis = next(n for n in range(len(shape)) if math.prod(shape[:n]) == span.count)
         width = source.shape[axis]
         start, stop = (edge * width // each for edge in (span.offset, span.offset + span.length))
-        found = source.narrow(axis, start, stop - start)
-        return found if span.scale is None else found * 2.0**span.scale.power
+        return source.narrow(axis, start, stop - start)
 
 
 def _value(recipe: Recipe, twin: _Twin, like: Tensor, name: str) -> Tensor:

@@ -65,15 +65,12 @@ FORMS = ("linear", "turned", "embedding", "experts", "turned experts", "other")
 
 class Axis(NamedTuple):
     """How one axis of a tensor grows: along which, what is new there (None: copies of what there is), and the parts
-    that each grow for themselves, in proportion. Before what is new stand as many `copies`, the first among them, each
-    times two to the `power`.
+    that each grow for themselves, in proportion.
     """
 
     axis: int
     new: float | None
     shares: tuple[int, ...] = (1,)
-    copies: int = 1
-    power: int = 0
 
 
 Axes = tuple[Axis, ...]

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import math
 import operator
 import re
 from collections.abc import Iterator, Mapping
@@ -77,9 +76,6 @@ def wider_stream(config: Mapping[str, Any], derived: Derived, times: int) -> Str
                 if probe.holds(trial):
                     return fields, *probe.by_kind(trial)
                 refused = refused or why_not(base, wide, told, f"`{HIDDEN}`")
-                scaled = probe.undone(trial)
-                if scaled is not None and probe.holds(scaled):
-                    return fields, *probe.by_kind(scaled)
             failed = failed or probe.odd
     raise BadInput(
         refused or f"{told}: no model with a stream {times} times as wide is known ({failed}); widen_ffn may widen it"
@@ -88,13 +84,10 @@ def wider_stream(config: Mapping[str, Any], derived: Derived, times: int) -> Str
 
 def why_not(base: Skeleton, wide: Skeleton, told: str, grows: str) -> str:
     """Why a twin with a wider stream does not compute what the base's does, in words."""
-    if (factor := _embeddings_times(base, wide)) != 1.0:
-        times = sizes_of(wide).hidden / sizes_of(base).hidden
-        rooted = factor is not None and math.isclose(factor**2, times, rel_tol=1e-3) and math.log2(factor) % 1
-        others = "; with `times: 4`, 16 or 64 that is a power of two more, which stored numbers undo" if rooted else ""
+    if _embeddings_differ(base, wide):
         return (
             f"{told}: its code multiplies embeddings by a number that depends on {grows}, as a twin shows, so a wider"
-            f" stream would change them{others}; widen_ffn and widen_attention leave that as it is"
+            " stream would change them; widen_ffn and widen_attention leave that as it is"
         )
     return (
         f"on a twin of this {told} the logits are not the base's once {grows} grows: something else in its code depends"
@@ -102,8 +95,8 @@ def why_not(base: Skeleton, wide: Skeleton, told: str, grows: str) -> str:
     )
 
 
-def _embeddings_times(base: Skeleton, wider: Skeleton) -> float | None:
-    """How many times what reaches the base's first layer reaches the wider twin's; None where it is something else."""
+def _embeddings_differ(base: Skeleton, wider: Skeleton) -> bool:
+    """Whether what reaches the first layer begins otherwise than in the base already."""
     import torch
 
     reached: list[Tensor] = []
@@ -116,11 +109,8 @@ def _embeddings_times(base: Skeleton, wider: Skeleton) -> float | None:
         with torch.no_grad():
             run_prefill(twin, some_tokens(base))
         handle.remove()
-    one, other = reached[0], reached[1][..., : reached[0].shape[-1]]
-    if torch.allclose(one, other):
-        return 1.0
-    factor = float((one * other).sum() / one.square().sum())
-    return factor if torch.allclose(one * factor, other) else None
+    one, other = reached
+    return not torch.allclose(one, other[..., : one.shape[-1]])
 
 
 def hidden_fields(skeleton: Skeleton) -> tuple[str, ...]:

@@ -9,14 +9,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from surgeon.checkpoint.header import DTYPE_BITS, FLOAT_DTYPES
-from surgeon.checkpoint.pieces import Pieces, Scale, Span, indices, stacked
+from surgeon.checkpoint.header import DTYPE_BITS
+from surgeon.checkpoint.pieces import Pieces, Span, indices, stacked
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import of_graft
 from surgeon.manifest.manifest import NewTensor, StoredTensor, Surgery
-
-# Far beyond what a width changes.
-_MOST_POWER = 16
 
 
 class ImpossiblePieces(ValueError):
@@ -96,12 +93,6 @@ class _Reader:
                 return _kept(indices(name, of, DTYPE_BITS[self.dtype], 0, self.kept))
             case {"joined": [*parts], "sizes": [*sizes], "axis": axis}:
                 return _kept(self._joined(parts, sizes, axis, shape))
-            case {"scaled": inner, "power": int(power)}:
-                if self.dtype not in FLOAT_DTYPES or not 0 < abs(power) <= _MOST_POWER:
-                    raise ImpossiblePieces(f"numbers of the base times 2^{power}")
-                scale = Scale(self.dtype, power)
-                spans = tuple(span.times(scale) for span in self.read(inner, shape).pieces.spans)
-                return _kept(Pieces(none.nbytes, spans))
             case {"copy": str(name), "rows": [int(start), int(stop)]}:
                 return _kept(self._rows([[name, start, stop]], shape))
             case {"copy": str(name), "columns": [int(start), int(stop)]}:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from surgeon.blueprint.recipes.recipe import Bench, Recipe, Words, row_batches
 from surgeon.checkpoint.header import DTYPE_BITS, TensorInfo
-from surgeon.checkpoint.pieces import Pieces, Scale, Span, indices, stacked
+from surgeon.checkpoint.pieces import Pieces, Span, indices, stacked
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Copy(Recipe):
-    """Bytes of the base, read as a tensor of `shape`: `spans` says which, in their order, and where times what.
+    """Bytes of the base, read as a tensor of `shape`: `spans` says which, in their order.
 
     `source` is the tensor of the base that it is, all of it; None where it is another. `trains` says whether it trains
     with what is new; None: a tensor of its own does, a part of a larger one does not.
@@ -149,14 +149,6 @@ def sliced_along(of: Copy, axis: int, start: int, stop: int, *, again: bool = Fa
     shape = (*of.shape[:axis], stop - start, *of.shape[axis + 1 :])
     words: Words = (("again" if again else "copy", of.source), ("axis", axis), ("slices", (start, stop)))
     return replace(of._part(axis, range(start, stop), shape), trains=True if again else None, words=words)
-
-
-def scaled(of: Copy, power: int) -> Copy:
-    """A part of a larger tensor with its numbers times two to the `power`, of which no digit may be lost."""
-    if not power:
-        return of
-    spans = tuple(span.times(Scale(of.dtype, power)) for span in of.spans)
-    return replace(of, spans=spans, source=None, words=(("scaled", of), ("power", power)))
 
 
 def renamed(of: Copy, source: str) -> Copy:
