@@ -120,14 +120,19 @@ KINDS = (
         _BESIDE,
     ),
     Kind(
-        "share one FFN, and no class",
-        "no native class has experts in a block that layers share",
-        _BESIDE,
+        "several layers share, and (experts|no class|such a block)|its layers share a block",
+        "a block that several layers run is no layer's own: it becomes no wider, and no experts begin as copies of it",
+        "`gated_adapters`, or new layers",
     ),
     Kind(
         r"no class of transformers known here computes what .*\((?!layers )",
         "each native class was tried on a twin and computes something else: other norms, biases, rotation or windows",
         _BESIDE,
+    ),
+    Kind(
+        "its code multiplies embeddings by a number",
+        "the class multiplies embeddings by the root of the width, so a wider stream would change them",
+        "`widen_ffn`, or new layers",
     ),
     Kind(
         "heads transformers' class builds heads of another size",

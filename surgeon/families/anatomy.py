@@ -214,21 +214,6 @@ class Derivation(ABC):
         """
 
     @abstractmethod
-    def shared_parts(self) -> dict[str, Part]:
-        """The tensors of FFNs in blocks that several layers run that are as wide as these, by name."""
-
-    @abstractmethod
-    def adapted_ffns(self) -> dict[int, dict[str, tuple[tuple[str, str], ...]]]:
-        """By layer those that it computes with, by name; each with pairs (A, B) that the layer adds to it, W + Σ B A.
-
-        Layers of which a twin does not confirm that are left out.
-        """
-
-    @abstractmethod
-    def shared_growths(self, fields: Mapping[str, int]) -> dict[str, tuple[int, int, int]]:
-        """Those of them that grow with these fields, as `growths` says it of a layer's."""
-
-    @abstractmethod
     def growths(self, fields: Mapping[str, int]) -> tuple[dict[str, tuple[int, int, int]], ...]:
         """Of each kind of layers the tensors that grow with these fields, as `Growth` says, by suffix on disk.
 

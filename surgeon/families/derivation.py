@@ -16,7 +16,6 @@ from surgeon.common.formatting import show
 from surgeon.common.library import LOAD_FAILURES
 from surgeon.errors import BadInput, printable
 from surgeon.families.activation import activation_in
-from surgeon.families.adapted_ffns import AdaptedFFNs, adapted_ffns
 from surgeon.families.anatomy import Axes, Derivation, Packed, Stream
 from surgeon.families.composing import composition_of
 from surgeon.families.derived import Derived, derive
@@ -32,7 +31,6 @@ from surgeon.families.own_classes import code_of, like, written
 from surgeon.families.proof import check_runs, layer_axis, prove, run_cached
 from surgeon.families.quantised import left_out, renumbered, skips, without_scales
 from surgeon.families.shared import shared_in
-from surgeon.families.shared_parts import SharedParts, as_layers, shared_parts
 from surgeon.families.shared_places import shared_places
 from surgeon.families.silence import some_tokens
 from surgeon.families.skeleton import Skeleton, build, wordless_auto
@@ -160,34 +158,8 @@ class Found(Derivation):
 
     def inner_fields(self, *, by: int = 0, multiple_of: int = 1) -> dict[str, int]:
         """As `Derivation` says."""
-        blocks, shared = as_layers(self._shared)
-        layers, parts = [*self._firsts, *blocks], [*self.parts, *shared]
-        return inner_fields(self.config, self.derived.skeleton, layers, parts, by=by, multiple_of=multiple_of)
-
-    def shared_parts(self) -> dict[str, Part]:
-        """As `Derivation` says."""
-        return {part.suffix: part for _, parts in self._shared.values() for part in parts}
-
-    def adapted_ffns(self) -> AdaptedFFNs:
-        """As `Derivation` says."""
-        field, text = self.activation, self.derived.skeleton.text
-
-        def named(layer: int) -> str:
-            return str(getattr(text, field)) if field else self.own_activation(layer)
-
-        outer = self.names.outer
-        return adapted_ffns(self.config, self.shared_parts(), outer, named, heads=self.derived.heads)
-
-    def shared_growths(self, fields: Mapping[str, int]) -> dict[str, Growth]:
-        """As `Derivation` says."""
-        layers, _ = as_layers(self._shared)
-        found = growths(self.config, self.derived.skeleton, layers, fields) if layers else ()
-        return {name: growth for here in found for name, growth in here.items()}
-
-    @property
-    def _shared(self) -> SharedParts:
-        """The FFNs that stand in blocks of several layers."""
-        return shared_parts(self.derived.skeleton, self.names.outer, self.derived.sizes.hidden)
+        skeleton = self.derived.skeleton
+        return inner_fields(self.config, skeleton, self._firsts, self.parts, by=by, multiple_of=multiple_of)
 
     def growths(self, fields: Mapping[str, int]) -> tuple[dict[str, Growth], ...]:
         """As `Derivation` says."""

@@ -45,7 +45,7 @@ _NORMS: dict[str, Role] = {
     "self_attn.key_layernorm": "key_norm",
 }
 # The projections of an MLP, a shared expert's or a single expert's included, by the last word of their path.
-MLP_WORDS: dict[str, Role] = {
+_MLP: dict[str, Role] = {
     "gate_proj": "gate",
     "w1": "gate",
     "up_proj": "up",
@@ -150,8 +150,8 @@ def _roles_of(path: str, shape: tuple[int, ...], sizes: Sizes) -> tuple[Role, ..
         wide = {"query": sizes.query_width, "key": sizes.kv_width, "value": sizes.kv_width}
         fits = shape == (wide[role], sizes.hidden) if role in wide else len(shape) == 2 and shape[0] == sizes.hidden
         return (role,) if fits else ()
-    if _MLPS.fullmatch(block) and word in MLP_WORDS:
-        return (MLP_WORDS[word],) if _fits(MLP_WORDS[word], shape, sizes.hidden) else ()
+    if _MLPS.fullmatch(block) and word in _MLP:
+        return (_MLP[word],) if _fits(_MLP[word], shape, sizes.hidden) else ()
     if word in _PLAIN and (not block or _MLPS.fullmatch(block)):
         return (_PLAIN[word],) if _fits(_PLAIN[word], shape, sizes.hidden) else ()
     if _MLPS.fullmatch(block) and word == "input_linear" and len(shape) == 2 and shape[1] == sizes.hidden:
@@ -231,12 +231,12 @@ def _expert(part: Part, targets: Sequence[str], hidden: int, memory: InMemory, m
         return None
     if numbers:
         last = part.suffix.removesuffix(".bias" if bias else ".weight").rpartition(".")[2]
-        role = MLP_WORDS.get(last if both else word.removesuffix("_bias"))
+        role = _MLP.get(last if both else word.removesuffix("_bias"))
         if role is None or len(shape) != len(wanted) - 1 or not _GATHERED.issuperset(done):
             return None
         fits = bias or _fits(role, shape, hidden)
         return replace(part, blocks=((role, shape[0]),), expert=Expert(int(numbers[0]))) if fits else None
-    roles: tuple[Role | None, ...] = ("gate", "up") if both else (MLP_WORDS.get(word.removesuffix("_bias")),)
+    roles: tuple[Role | None, ...] = ("gate", "up") if both else (_MLP.get(word.removesuffix("_bias")),)
     transposed = mixture.transposed
     if not bias and done == _TURNED and shape[1] != shape[2]:
         transposed ^= shape != wanted

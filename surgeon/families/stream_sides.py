@@ -18,7 +18,6 @@ from surgeon.families.anatomy import Axes, Axis
 from surgeon.families.derived import Derived
 from surgeon.families.family import Sizes
 from surgeon.families.proof import agree, run_prefill
-from surgeon.families.shared import shared_in, within
 from surgeon.families.silence import null_of, some_tokens
 from surgeon.families.skeleton import Skeleton
 from surgeon.families.widening import flat_fields
@@ -28,11 +27,8 @@ if TYPE_CHECKING:
 
 HIDDEN = "hidden_size"
 KEYS = re.compile(r"(.*[._])?num_(global_)?(key_value|kv)_heads|(.*\.)?kv_n_heads")
-# What attention reads that reads the stream beside the embeddings (Zamba).
-JOINED = "attention_hidden_size"
 # How an axis may be put together: of queries, keys and values, of matrices as wide as the stream, or as one thing.
 _SPLITS = ("heads", "hidden", "whole")
-_OF_JOINED = "joined"
 _MOST_TRIALS = 16
 _SLICE = 3
 
@@ -51,8 +47,6 @@ class Probe:
     def __init__(self, base: Skeleton, wide: Skeleton, derived: Derived, times: int) -> None:
         self._base, self._wide, self._kind_of, self._times = base, wide, derived.kind_of, times
         self._derived = derived
-        shared = shared_in(base)
-        self._shared = shared.paths if shared is not None else ()
         self._shapes = {
             id(each): {name: value.shape for name, value in each.model.state_dict(keep_vars=True).items()}
             for each in (base, derived.skeleton)
@@ -118,13 +112,12 @@ class Probe:
                 else:
                     known[name, axis] = side
         choices = itertools.product((True, False), repeat=len(unknown))
-        splits = (_OF_JOINED, *_SPLITS) if _joined(self._base) else _SPLITS
         for sides in itertools.islice(choices, _MOST_TRIALS):
-            for split in splits:
+            for split in _SPLITS:
                 yield Trial(known | dict(zip(unknown, sides, strict=True)), split)
 
     def _first_ones(self) -> Iterator[tuple[str, list[int]]]:
-        """What grows outside the layers, and in the lowest layer of each kind; of blocks that layers share all."""
+        """What grows outside the layers, and in the lowest layer of each kind."""
         firsts = {self._kind_of.index(kind) for kind in self._kind_of}
         for name, axes in self._grows.items():
             layer = self._layer_of(name)
@@ -132,12 +125,12 @@ class Probe:
                 yield name, axes
 
     def _layer_of(self, name: str) -> tuple[int, str] | None:
-        """The layer that a tensor is of, and its name there; None where it is of none, or of several."""
+        """The layer that a tensor is of, and its name there; None where it is of none."""
         stem = f"{self._base.stack}."
         if not name.startswith(stem):
             return None
         number, _, rest = name.removeprefix(stem).partition(".")
-        return None if within(rest, self._shared) else (int(number), rest)
+        return int(number), rest
 
     def _writes(self, name: str, axis: int) -> bool | None:
         """Whether a slice along the axis changes the one channel of its module's output that has its number.
@@ -146,7 +139,7 @@ class Probe:
         """
         import torch
 
-        call = self._calls.get(name.rpartition(".")[0]) or self._call_elsewhere(name)
+        call = self._calls.get(name.rpartition(".")[0])
         if call is None:
             return None
         module, args, kwargs = call
@@ -158,12 +151,6 @@ class Probe:
         if not differing:
             return None
         return all(_tells_of(changed, size) for changed in differing)
-
-    def _call_elsewhere(self, name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]] | None:
-        """The call of another module that holds a tensor: of a shared block each layer has one."""
-        own = self._base.model.get_parameter(name) if name in dict(self._base.model.named_parameters()) else None
-        calls = (call for call in self._calls.values() if any(each is own for each in call[0]._parameters.values()))
-        return next(calls, None) if own is not None else None
 
     def _moved(self, name: str, axis: int) -> _Moved:
         return _Moved(self._held[name], axis)
@@ -220,17 +207,10 @@ class Probe:
             size, sizes, heads = int(self._shapes[id(each)][name][axis]), sizes_of(each), heads_of(each)
             if split == "hidden" and size % sizes.hidden == 0:
                 found.append((1,) * (size // sizes.hidden))
-            elif split == _OF_JOINED and size == _joined(each) and self._reads_joined(name, axis):
-                found.append((1,) * (size // sizes.hidden))
             elif split == "heads" and size == sum(heads) * sizes.head_dim:
                 found.append(heads)
         fits = len(found) > 1 and len(found[0]) == len(found[1])
         return found[of is not self._base] if fits else (1,)
-
-    def _reads_joined(self, name: str, axis: int) -> bool:
-        """Whether an axis as wide as the stream and the embeddings together is these: not heads, which are as wide."""
-        shape = self._held[name].shape
-        return len(shape) == 1 or (axis == 1 and shape[0] != sizes_of(self._base).hidden)
 
     def _behind(self, name: str) -> float | None:
         """What is new of a tensor that writes: None, copies; of what stands behind the layers of tied embeddings, null.
@@ -318,12 +298,6 @@ def widened(value: Tensor, axis: Axis, times: int) -> Tensor:
         pieces += [part] * (times if axis.new is None else 1)
         pieces += [] if axis.new is None else [torch.full_like(part, axis.new)] * (times - 1)
     return torch.cat(pieces, dim=axis.axis)
-
-
-def _joined(twin: Skeleton) -> int:
-    """How wide what attention reads is where it reads the stream beside the embeddings; 0 where it does not."""
-    found = twin.text.to_dict().get(JOINED)
-    return found if type(found) is int and found % sizes_of(twin).hidden == 0 else 0
 
 
 def heads_of(twin: Skeleton) -> tuple[int, int, int]:

@@ -26,9 +26,10 @@ from surgeon.families.derived import Derived
 from surgeon.families.family import Sizes
 from surgeon.families.growth import part_of
 from surgeon.families.proof import run_prefill
+from surgeon.families.shared import shared_in
 from surgeon.families.silence import some_tokens
 from surgeon.families.skeleton import Skeleton, build
-from surgeon.families.stream_sides import HIDDEN, JOINED, KEYS, Probe, heads_of, sizes_of
+from surgeon.families.stream_sides import HIDDEN, KEYS, Probe, heads_of, sizes_of
 from surgeon.families.twin import WIDTHS, shrunk, twin_of_small
 from surgeon.families.widening import flat_fields
 
@@ -54,6 +55,11 @@ def wider_stream(config: Mapping[str, Any], derived: Derived, times: int) -> Str
         raise BadInput(
             f"{told}: other parts of it put states as wide as the stream among the text's, where no text shows them;"
             " `extract_text` makes a text model, which may become wider"
+        )
+    if (shared := shared_in(skeleton)) is not None:
+        raise BadInput(
+            f"{told}: its layers share a block (`{shared.paths[0]}`), and which sides of its tensors are the stream is"
+            " not known; insert layers, or use grafts"
         )
     failed = ""
     with one_thread(), torch.no_grad():
@@ -159,8 +165,6 @@ def _choices(config: Mapping[str, Any], skeleton: Skeleton, sizes: Sizes, times:
         return [name for name in names if name in stated] or [next(iter(names))]
 
     wider = dict.fromkeys(spelled(HIDDEN), sizes.hidden * times)
-    # What reads the stream beside the embeddings is as many times as wide as before (Zamba).
-    wider |= {key: stated[key] * times for key in (JOINED,) if type(stated.get(key)) is int}
     held = _derived_from_width(config, skeleton, full, wider)
     narrower = {
         key: value // times

@@ -84,13 +84,11 @@ class WidenFFN(Operation):
         fields, growths = wider_ffns(draft, by=by)
         for field in fields:
             check_alone(draft, field)
-        shared = draft.anatomy.derivation.shared_growths(fields) if draft.anatomy.shared else {}
-        wider = lengthen(draft, growths, partial(self._born, draft), shared=shared)
+        wider = lengthen(draft, growths, partial(self._born, draft))
         draft.sizes |= fields
-        where = [which_layers(wider, draft)] * bool(wider) + ["what layers share"] * bool(shared)
         return OperationRecord(
             op=self.op,
-            matched=f"{shown_growth(draft, growths, shared)} in {' and '.join(where)}, {self.init}",
+            matched=f"{shown_growth(draft, growths)} in {which_layers(wider, draft)}, {self.init}",
             claim=Claim("rounding", f"new columns of the down projections are zero; {ROUNDING}"),
             trains="new",
         )

@@ -192,31 +192,13 @@ def _wider(of: Copy, axes: Axes, times: int) -> Joined:
         return _along(of, axes[0], times, lambda part: part)
     # Copies of what there is are those of the tensor that reads the wider stream.
     one, other = sorted(axes, key=lambda axis: axis.new is not None)
-    follows = len(axes) <= _MOST_AXES and other.new is not None
-    if follows and len(other.shares) > 1 and (one.new, one.shares) == (None, (1,)):
-        return _by_shares(of, one.axis, other, times)
-    if not follows or len(other.shares) > 1 or (new := other.new) is None:
+    if len(axes) > _MOST_AXES or len(other.shares) > 1 or (new := other.new) is None:
         raise BadInput(
             f"{printable(str(of.source))}: grows along {len(axes)} axes in a way that surgeon cannot follow; widen_ffn"
             " may widen this model"
         )
     more = of.shape[other.axis] * (times - 1)
     return _along(of, one, times, lambda part: side_by_side((part, _filled(part, other.axis, more, new)), other.axis))
-
-
-def _by_shares(of: Copy, copied: int, axis: Axis, times: int) -> Joined:
-    """A matrix whose parts along one axis get constants behind them, each so many times along the other."""
-    number, size = axis.axis, of.shape[axis.axis]
-    assert axis.new is not None
-    pieces: list[Recipe] = []
-    begin = 0
-    for share in axis.shares:
-        end = begin + size * share // sum(axis.shares)
-        own, again = (sliced_along(of, number, begin, end, again=more) for more in (False, True))
-        pieces.append(side_by_side((own, *[again] * (times - 1)), copied))
-        pieces.append(_filled(pieces[-1], number, (end - begin) * (times - 1), axis.new))
-        begin = end
-    return side_by_side(pieces, number)
 
 
 def _along(of: Copy, axis: Axis, times: int, beside: Callable[[Copy], Recipe]) -> Joined:

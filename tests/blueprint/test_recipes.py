@@ -36,7 +36,6 @@ from surgeon.blueprint.recipes import (
     Means,
     Noised,
     OneExpert,
-    PlusProducts,
     Predicted,
     Product,
     Prompted,
@@ -215,17 +214,6 @@ CASES: dict[str, Case] = {
         columns(Imported("model", "other", "theirs", "BF16", (3, 4), (1, 4)), 1, 3, 2.0),
         ELSEWHERE["theirs"][1:4, 1:3].bfloat16().double() * 2,
         {"columns": {"taken": "theirs", "model": "other", "from": 1, "to": 4}, "from": 1, "to": 3, "times": 2.0},
-    ),
-    "with products": Case(
-        PlusProducts(
-            base("a"), ((sliced(base("b"), 1, 3), base("c").columns(0, 2)), (sliced(base("b"), 0, 4), base("a")))
-        ),
-        A + C[:, :2] @ B[1:3] + A @ B[:4],
-        {
-            "sum": OF_A,
-            "products": [[{"copy": "b", "rows": [1, 3]}, {"moved": ["c"]}], [{"copy": "b", "rows": [0, 4]}, OF_A]],
-        },
-        tolerance=2**-8,
     ),
     "prompted": Case(
         Prompted((("x", "y"), ("z",)), 2, 0.25, "BF16", (2, 4), ((), ("q",))),

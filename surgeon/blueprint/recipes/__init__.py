@@ -27,7 +27,6 @@ from surgeon.blueprint.recipes.joined import Joined, piled, repeated, side_by_si
 from surgeon.blueprint.recipes.layout import ExpertLayout
 from surgeon.blueprint.recipes.means import HEAD_BLOCK, Means, extended
 from surgeon.blueprint.recipes.predicted import Predicted
-from surgeon.blueprint.recipes.products import PlusProducts
 from surgeon.blueprint.recipes.recipe import Bench, Place, Predictor, Recipe, Words
 from surgeon.blueprint.recipes.unpacked import Unpacked
 
@@ -54,7 +53,6 @@ __all__ = [
     "Noised",
     "OneExpert",
     "Place",
-    "PlusProducts",
     "Predicted",
     "Predictor",
     "Product",
