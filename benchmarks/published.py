@@ -56,6 +56,8 @@ OTHERWISE = {
     },
     "bamba": {"fused": "{op: insert_layers, where: {after: [0, 3]}, init: {kind: ot_fusion}}"},
     "lfm2": {"fused": "{op: insert_layers, where: {after: [0, 3]}, init: {kind: ot_fusion}}"},
+    # Experts that nobody has described how to align.
+    "dbrx": {"fused": "{op: insert_layers, where: {after: [0, 1]}, init: {kind: ot_fusion, unaligned: average}}"},
     "zamba2": {"fused": "{op: insert_layers, where: {after: [0, 3]}, init: {kind: ot_fusion}}"},
 }
 
@@ -74,7 +76,7 @@ benchmarks/published_configs.py, which is written as its maker published it (siz
 and every stored buffer random), and a plan for each operation. Every output is verified (every byte; logits of prefill
 and cached generation in bfloat16 and float32) and, where it promises to be the base, reverted to every byte of it.
 † are layers of which some modules are averaged as they stand (Gemma 4's channels of embeddings per layer, whose order
-stands outside the layers). `exact` and `rounding` are promises that held, `none` is an operation that promises nothing;
+stands outside the layers; DBRX's experts, in the rows of matrices). `exact` and `rounding` are promises that held, `none` is an operation that promises nothing;
 numbers are reasons below.
 {otherwise}
 `published.jsonl` has each row's day, versions and seconds.
@@ -128,6 +130,11 @@ KINDS = (
         r"no class of transformers known here computes what .*\((?!layers )",
         "each native class was tried on a twin and computes something else: other norms, biases, rotation or windows",
         _BESIDE,
+    ),
+    Kind(
+        "no layer has an FFN whose projections are known",
+        "experts that lie below one another in the rows of matrices stay as they are",
+        "grafts, or new layers",
     ),
     Kind(
         "its code multiplies embeddings by a number",

@@ -164,13 +164,11 @@ def _plain_neurons(kind: LayerKind, width: int) -> dict[str, int] | None:
 def neurons_of(part: Part) -> tuple[int, tuple[tuple[Role, int], ...]]:
     """Along which axis a tensor of an FFN, or of experts, holds neurons; and its modules there, with how many each.
 
-    Where rows of gate and up alternate they are one module's; where experts lie below one another, each is named.
+    Where rows of gate and up alternate they are one module's.
     """
     expert, role = part.expert, part.blocks[0][0]
-    if expert is not None and expert.in_rows:
-        return 0, ((role, inner_width(part)),) * expert.in_rows
     turned = expert is not None and expert.transposed
-    stacked = expert is not None and expert.stacked
+    stacked = expert is not None and expert.number is None
     axis = int(stacked) + (int((role == "down") != turned) if part.kind == "weight" else 0)
     if role == "down" or (expert is not None and expert.interleaved):
         return axis, ((role, part.shape[axis]),)

@@ -105,8 +105,5 @@ def drawn(draft: Draft, new: New, init: str, reads: int) -> Random:
     Of modules that are not known by a role alone each draws for itself.
     """
     std = math.sqrt(VARIANCES[init](reads, len(draft.layers)))
-    expert = new.part.expert
-    key = new.role if new.role and expert is None else f"{new.part.suffix}.{new.role}".removesuffix(".")
-    if expert is not None and expert.in_rows:
-        key = f"{key}.{new.begin // new.count}"
+    key = new.role if new.role and new.part.expert is None else f"{new.part.suffix}.{new.role}".removesuffix(".")
     return Random(f"operations[{draft.number}].layer[{new.layer}].{key}", std, new.of.dtype, new.shape)
