@@ -76,8 +76,8 @@ benchmarks/published_configs.py, which is written as its maker published it (siz
 and every stored buffer random), and a plan for each operation. Every output is verified (every byte; logits of prefill
 and cached generation in bfloat16 and float32) and, where it promises to be the base, reverted to every byte of it.
 † are layers of which some modules are averaged as they stand (Gemma 4's channels of embeddings per layer, whose order
-stands outside the layers; DBRX's experts, in the rows of matrices). `exact` and `rounding` are promises that held, `none` is an operation that promises nothing;
-numbers are reasons below.
+stands outside the layers; DBRX's experts, in the rows of matrices). `exact` and `rounding` are promises that held,
+`none` is an operation that promises nothing; numbers are reasons below.
 {otherwise}
 `published.jsonl` has each row's day, versions and seconds.
 """

@@ -149,10 +149,8 @@ def _prove(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any], ow
         return
     if quantisation(config) is not None and quantisation(blueprint.config) is None:
         from surgeon.apply.number_proof import prove_numbers
-        from surgeon.apply.pack_proof import prove_packs
 
         prove_numbers(blueprint, config)
-        prove_packs(blueprint.outputs)
         return
     if _only_moves(blueprint, config):
         from surgeon.apply.expert_proof import prove_moves
