@@ -231,7 +231,7 @@ def preview_of(
     check_taken(blueprint, folder, base.models)
     texts = texts_of(blueprint, base.plan_folder)
     with placed(loaded):
-        check_shapes(blueprint, anatomy, folder.own)
+        check_shapes(blueprint, anatomy)
         proof = _proof(blueprint, base, recall=recall)
     shards = lay_out(blueprint.outputs, folder.tensors, max_new_shard_bytes=max_shard_bytes)
     outputs = blueprint.outputs
@@ -266,7 +266,7 @@ def preview_of(
 def _proof(blueprint: Blueprint, base: OpenedBase, *, recall: bool) -> Proof:
     """How the promise of exactness is known: with `recall` by an earlier preview or by this one, else not yet."""
     folder, anatomy = base.folder, base.anatomy
-    of = (blueprint, anatomy, folder.config, folder.own)
+    of = (blueprint, anatomy, folder.config)
     if not recall:
         return promised(blueprint)
     proof = known_proof(*of)
@@ -324,7 +324,7 @@ def _notes(blueprint: Blueprint, base: OpenedBase, texts: Mapping[str, Path]) ->
 def proved(shown: Preview, base: OpenedBase) -> Preview:
     """A preview whose promise is proven on a twin. Raises BadInput where it does not hold."""
     with placed(shown.plan):
-        return replace(shown, proof=prove(shown.blueprint, base.anatomy, base.folder.config, base.folder.own))
+        return replace(shown, proof=prove(shown.blueprint, base.anatomy, base.folder.config))
 
 
 def _new_numbers(output: Output, folder: CheckpointFolder) -> int:

@@ -19,7 +19,6 @@ from pydantic import ConfigDict, ValidationError
 from surgeon.apply.shapes import changed_counts
 from surgeon.blueprint.blueprint import Blueprint, Layer, Output
 from surgeon.blueprint.recipes import Constant, Copy, Joined, Means
-from surgeon.checkpoint.own_code import OwnCode
 from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.checkpoint.weights import quantisation
 from surgeon.common.cache import MAX_ENTRY_BYTES, cache_folder, read_entry, write_entry
@@ -93,12 +92,12 @@ def promised(blueprint: Blueprint) -> Proof:
     return Proof("promised", libraries=_run_by()) if blueprint.promise == "exact" else NOTHING_TO_PROVE
 
 
-def known_proof(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any], own: OwnCode | None) -> Proof:
-    """What the cache knows of a blueprint's promise for a base of this `config` and its `own` code."""
+def known_proof(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any]) -> Proof:
+    """What the cache knows of a blueprint's promise for a base of this `config`."""
     if (unproven := promised(blueprint)).how == "none":
         return unproven
     folder = cache_folder(_KIND)
-    key = _key(blueprint, anatomy, config, own) if folder is not None else ""
+    key = _key(blueprint, anatomy, config) if folder is not None else ""
     content = read_entry(folder, f"{key}.json") if folder is not None else None
     if content is None:
         return unproven
@@ -109,22 +108,22 @@ def known_proof(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any
     return Proof("cached" if entry.key == key else "promised", day=entry.day, libraries=_run_by())
 
 
-def prove(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any], own: OwnCode | None) -> Proof:
+def prove(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any]) -> Proof:
     """Prove on a twin that a blueprint keeps its promise of exactness, and keep that in the cache.
 
     Raises BadInput, which says where the twin of the output differs from that of the base.
     """
     began = time.perf_counter()
-    _prove(blueprint, anatomy, config, own)
+    _prove(blueprint, anatomy, config)
     if blueprint.promise != "exact":
         return NOTHING_TO_PROVE
     if (folder := cache_folder(_KIND)) is not None:
-        entry = _Entry(key=_key(blueprint, anatomy, config, own), day=datetime.date.today())
+        entry = _Entry(key=_key(blueprint, anatomy, config), day=datetime.date.today())
         write_entry(folder, f"{entry.key}.json", entry.model_dump_json().encode(), most=_MOST)
     return Proof("proven", time.perf_counter() - began, libraries=_run_by())
 
 
-def _prove(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any], own: OwnCode | None) -> None:
+def _prove(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any]) -> None:
     counts = changed_counts(blueprint, anatomy, config)
     if counts and (blueprint.promise != "none" or any(each.claim.in_float32 for each in blueprint.operations)):
         from surgeon.apply.expert_proof import prove_experts
@@ -137,7 +136,7 @@ def _prove(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any], ow
         if blueprint.kept_tokens is not None:
             from surgeon.apply.twin_proof import prove_rows
 
-            prove_rows(anatomy, config, 0, own)
+            prove_rows(anatomy, config, 0)
         if blueprint.promise == "rounding":
             # Imports torch and transformers, which a plan that promises nothing does without.
             from surgeon.apply.width_proof import prove_widths
@@ -159,13 +158,13 @@ def _prove(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any], ow
         return
     from surgeon.apply.twin_proof import prove_blueprint, prove_rows
 
-    if own is None and anatomy.derivation.same_names:
+    if anatomy.derivation.same_names:
         prove_blueprint(blueprint, anatomy, config)
         return
     _prove_moves(blueprint, anatomy)
     if blueprint.new_rows or blueprint.kept_tokens is not None:
-        prove_rows(anatomy, config, len(blueprint.new_rows), own)
-    elif blueprint.converted and own is None:
+        prove_rows(anatomy, config, len(blueprint.new_rows))
+    elif blueprint.converted:
         prove_blueprint(blueprint, anatomy, config)
 
 
@@ -259,7 +258,7 @@ def _run_by() -> dict[str, str]:
     return {name: found[name] for name in _LIBRARIES}
 
 
-def _key(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any], own: OwnCode | None) -> str:
+def _key(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any]) -> str:
     """What a proof follows from: config and plan as far as a twin shows them, shipped code, libraries, surgeon."""
     code = [hashlib.sha256(bundle(each)).hexdigest() for each in (config, blueprint.config) if is_grafted(each)]
     gone = {
@@ -270,7 +269,7 @@ def _key(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any], own:
     layers = [[layer.like, layer.base is not None, layer.opened] for layer in blueprint.layers]
     outputs = [[output.name, output.new, *_shape_of(output, blueprint.words)] for output in blueprint.outputs]
     plan = [blueprint.config, layers, outputs, sorted(gone.items())]
-    return digest_of([_FORMAT, found_with(), dict(config), own and own.digest, code, plan])
+    return digest_of([_FORMAT, found_with(), dict(config), code, plan])
 
 
 def _shape_of(output: Output, words: Mapping[str, Any]) -> list[Any]:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from surgeon.blueprint.blueprint import Blueprint
 from surgeon.blueprint.recipes import HEAD_BLOCK, Constant, Copy, Joined, KeptRows, Means, Recipe
 from surgeon.checkpoint.header import TensorInfo
-from surgeon.checkpoint.own_code import OwnCode
 from surgeon.checkpoint.pieces import Span
 from surgeon.checkpoint.weights import SINGLE_FILE
 from surgeon.common.devices import one_thread
@@ -28,7 +27,6 @@ from surgeon.families.anatomy import OLD_NORMS, Anatomy
 from surgeon.families.grafted_config import is_grafted, native_config
 from surgeon.families.grafting import check_grafts, with_grafts
 from surgeon.families.names import as_loaded, made_of, under_base
-from surgeon.families.own_classes import trusted
 from surgeon.families.proof import agree, check_same, run_cached, run_prefill
 from surgeon.families.silence import some_tokens
 from surgeon.families.skeleton import Skeleton
@@ -98,14 +96,14 @@ def prove_blueprint(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str,
             check_grafts(base, result)
 
 
-def prove_rows(anatomy: Anatomy, config: Mapping[str, Any], more: int, own: OwnCode | None) -> None:
+def prove_rows(anatomy: Anatomy, config: Mapping[str, Any], more: int) -> None:
     """Give a twin of a derived type `more` ids, or (0) take some from it, and compare the logits of the others.
 
     Raises BadInput where they differ, or something else than embeddings and output head has another shape then.
     """
     import torch
 
-    native, words = trusted(native_config(config), own), min(anatomy.sizes.vocabulary, _WORDS)
+    native, words = native_config(config), min(anatomy.sizes.vocabulary, _WORDS)
     before = with_vocabulary(native, anatomy, words)
     kept = list(range(words)) if more else _staying(words)
     after = with_vocabulary(native, anatomy, len(kept) + min(more, _MORE_WORDS))

@@ -27,7 +27,6 @@ from surgeon.families.growth import grown
 from surgeon.families.inner_spaces import inner_spaces
 from surgeon.families.misread import read_otherwise
 from surgeon.families.names import Names, stored_name, words_of
-from surgeon.families.own_classes import code_of, like, written
 from surgeon.families.proof import check_runs, layer_axis, prove, run_cached
 from surgeon.families.quantised import left_out, renumbered, skips, without_scales
 from surgeon.families.shared import shared_in
@@ -82,11 +81,6 @@ class Found(Derivation):
     @property
     def composition(self) -> Composition:
         """The classes that carry grafts. Raises BadInput where there are none."""
-        if code_of(self.config) is not None:
-            raise BadInput(
-                "config.json: `auto_map` names the base's own code, and grafts are composed of transformers' classes;"
-                " use operations that add whole layers (insert_layers, stack_layers)"
-            )
         return composition_for(json.dumps(self.config, sort_keys=True))
 
     @property
@@ -243,7 +237,7 @@ class Found(Derivation):
                     f" layer {index} would not be stored as layer {source}'s is; write out the names of its modules"
                 )
         modules = [f"{stack}{index}.{name}" for index in opened for name in self._modules(order[index])]
-        return written(left_out(made, modules, self.derived.skeleton))
+        return left_out(made, modules, self.derived.skeleton)
 
     def _grown(self, order: Sequence[int], trunk: int | None = None) -> dict[str, Any]:
         return copy.deepcopy(_grown(json.dumps(self.config), tuple(order), trunk))
@@ -268,12 +262,12 @@ class Found(Derivation):
         """As `Derivation` says."""
         in_memory = [self._in_memory(source, values) for source, values in zip(order, silenced, strict=True)]
         before = {layer: self._in_memory(layer, values) for layer, values in silent.items()}
-        told = [self.config, like(grown, self.config), [*order], [*kept], in_memory, before, self.derived.heads]
+        told = [self.config, grown, [*order], [*kept], in_memory, before, self.derived.heads]
         _prove(json.dumps(told, sort_keys=True))
 
     def check_runs(self, grown: Mapping[str, Any]) -> None:
         """As `Derivation` says."""
-        told = [self.config, like(grown, self.config), self.derived.heads]
+        told = [self.config, grown, self.derived.heads]
         _check_runs(json.dumps(told, sort_keys=True))
 
     def _in_memory(self, layer: int, values: Mapping[str, float]) -> dict[str, float]:
@@ -334,7 +328,7 @@ class Found(Derivation):
                 f"config.json: its head ({other.removeprefix('AutoModelFor')}) returns no words, so no head is tied to"
                 " the embeddings; operate on the model with its language head"
             )
-        after = _skeleton(json.dumps(like(self.untied(self.config), self.config), sort_keys=True)).model
+        after = _skeleton(json.dumps(self.untied(self.config), sort_keys=True)).model
         left = after.all_tied_weights_keys
         pairs = {name: of for name, of in before.all_tied_weights_keys.items() if name not in left}
         words = words_of(before)
@@ -357,7 +351,7 @@ class Found(Derivation):
 
     def layer_axes(self, grown: Mapping[str, Any], layers: int) -> dict[str, int]:
         """As `Derivation` says."""
-        built = _skeleton(json.dumps(like(grown, self.config), sort_keys=True))
+        built = _skeleton(json.dumps(grown, sort_keys=True))
         before, after = (each.model.state_dict(keep_vars=True) for each in (self.derived.skeleton, built))
         found: dict[str, int] = {}
         for name, place in self.names.outer.items():

@@ -463,8 +463,6 @@ def _check(draft: Draft) -> None:
             "the model carries grafts, for which no class of transformers that mixes experts has a place; merge or"
             " revert them first"
         )
-    if "auto_map" in draft.config:
-        raise BadInput("the base runs code of its own, which no class of transformers is known to compute")
     odd = next((r for layer in draft.layers for r in layer.tensors.values() if r.dtype not in FLOAT_DTYPES), None)
     if isinstance(odd, Copy) and odd.source is not None:
         raise BadInput(

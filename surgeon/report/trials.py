@@ -64,9 +64,9 @@ def drawn(operations: Sequence[Operation], anatomy: Anatomy, folder: CheckpointF
     for operation in operations:
         carry_out(operation, draft, _facts(operation, base))
     blueprint = draft.finish()
-    check_shapes(blueprint, anatomy, folder.own)
-    if known_proof(blueprint, anatomy, folder.config, folder.own).how != "cached":
-        prove(blueprint, anatomy, folder.config, folder.own)
+    check_shapes(blueprint, anatomy)
+    if known_proof(blueprint, anatomy, folder.config).how != "cached":
+        prove(blueprint, anatomy, folder.config)
     if not blueprint.native:
         check_skeleton(blueprint.config, blueprint.outputs)
     return blueprint
