@@ -72,8 +72,5 @@ class Unpacked(Recipe):
             )
             made: Tensor = kind.decompress(stored, scheme)["weight"]
         except LOAD_FAILURES as error:
-            raise ValueError(
-                f"compressed-tensors does not unpack it ({first_line(error)}); update that package, or operate on the"
-                " full-precision weights"
-            ) from error
+            raise ValueError(f"compressed-tensors does not unpack it ({first_line(error)}); update it") from error
         return made.to(bench.dtype(self.dtype))
