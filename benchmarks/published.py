@@ -49,8 +49,6 @@ OTHERWISE = {
     # Channels of embeddings per layer, whose order stands outside the layers.
     "gemma4_text": {
         "fused": "{op: insert_layers, where: {after: [0, 3]}, init: {kind: ot_fusion, unaligned: average}}",
-        # The root of a width four times as large is twice as large, which no rounding is needed to undo.
-        "stream": "{op: widen_hidden, times: 4}",
     },
     "jamba": {
         "insert": "{op: insert_layers, where: {every_period: 1}, init: {kind: copy}}",
@@ -58,6 +56,8 @@ OTHERWISE = {
     },
     "bamba": {"fused": "{op: insert_layers, where: {after: [0, 3]}, init: {kind: ot_fusion}}"},
     "lfm2": {"fused": "{op: insert_layers, where: {after: [0, 3]}, init: {kind: ot_fusion}}"},
+    # Experts that nobody has described how to align.
+    "dbrx": {"fused": "{op: insert_layers, where: {after: [0, 1]}, init: {kind: ot_fusion, unaligned: average}}"},
     "zamba2": {"fused": "{op: insert_layers, where: {after: [0, 3]}, init: {kind: ot_fusion}}"},
 }
 
@@ -76,8 +76,8 @@ benchmarks/published_configs.py, which is written as its maker published it (siz
 and every stored buffer random), and a plan for each operation. Every output is verified (every byte; logits of prefill
 and cached generation in bfloat16 and float32) and, where it promises to be the base, reverted to every byte of it.
 † are layers of which some modules are averaged as they stand (Gemma 4's channels of embeddings per layer, whose order
-stands outside the layers). `exact` and `rounding` are promises that held, `none` is an operation that promises nothing;
-numbers are reasons below.
+stands outside the layers; DBRX's experts, in the rows of matrices). `exact` and `rounding` are promises that held,
+`none` is an operation that promises nothing; numbers are reasons below.
 {otherwise}
 `published.jsonl` has each row's day, versions and seconds.
 """
@@ -122,14 +122,24 @@ KINDS = (
         _BESIDE,
     ),
     Kind(
-        "share one FFN, and no class",
-        "no native class has experts in a block that layers share",
-        _BESIDE,
+        "several layers share, and (experts|no class|such a block)|its layers share a block",
+        "a block that several layers run is no layer's own: it becomes no wider, and no experts begin as copies of it",
+        "`gated_adapters`, or new layers",
     ),
     Kind(
         r"no class of transformers known here computes what .*\((?!layers )",
         "each native class was tried on a twin and computes something else: other norms, biases, rotation or windows",
         _BESIDE,
+    ),
+    Kind(
+        "no layer has an FFN whose projections are known",
+        "experts that lie below one another in the rows of matrices stay as they are",
+        "grafts, or new layers",
+    ),
+    Kind(
+        "its code multiplies embeddings by a number",
+        "the class multiplies embeddings by the root of the width, so a wider stream would change them",
+        "`widen_ffn`, or new layers",
     ),
     Kind(
         "heads transformers' class builds heads of another size",

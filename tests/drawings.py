@@ -38,7 +38,6 @@ PLANS = {
     "drop_experts": "drop-experts",
     "add_experts": "add-experts",
     "drop_layers": "drop-layers",
-    "expert_layout": "expert-layout",
     "extract_text": "extract-text",
     "fold_adapters": "fold-adapters",
     "gated_adapters": "neutral-residues",

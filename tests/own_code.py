@@ -150,3 +150,31 @@ def pebble(folder: Path, *, changed: dict[str, str] | None = None, **config: Any
     fields |= {"architectures": ["PebbleForCausalLM"], "auto_map": AUTO_MAP, "dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(fields, indent=2))
     return folder
+
+
+def installed(folder: Path, changed: dict[str, str], monkeypatch: Any, **config: Any) -> Path:
+    """The same as a model type that the installed transformers has, for as long as the test runs."""
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    pebble(folder, changed=changed, **config)
+    code = folder.parent / "code"
+    code.mkdir()
+    for file in folder.glob("*.py"):
+        file.rename(code / file.name)
+    fields = json.loads((folder / "config.json").read_text())
+    del fields["auto_map"]
+    # What was found of another code by the same config is kept in this process.
+    fields["told_apart"] = list(changed.values())
+    (folder / "config.json").write_text(json.dumps(fields, indent=2))
+    name = "pebble_that_is_installed"
+    spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
+    spec.submodule_search_locations = [str(code)]
+    for module in (name, f"{name}.configuration_pebble", f"{name}.modeling_pebble"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setitem(sys.modules, name, importlib.util.module_from_spec(spec))
+    made = importlib.import_module(f"{name}.modeling_pebble")
+    monkeypatch.setitem(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "pebble", "PebbleForCausalLM")
+    monkeypatch.setitem(CONFIG_MAPPING._extra_content, "pebble", made.PebbleConfig)
+    monkeypatch.setitem(MODEL_FOR_CAUSAL_LM_MAPPING._extra_content, made.PebbleConfig, made.PebbleForCausalLM)
+    return folder

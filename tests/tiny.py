@@ -155,7 +155,7 @@ def base_for(plan: str, folder: Path) -> Path:
         from tests.quantised import tiny_quantised
 
         return tiny_quantised(folder / "base", "qwen3", "fp8")
-    if plan in ("drop-experts", "add-experts", "expert-layout"):
+    if plan in ("drop-experts", "add-experts"):
         sizes = {"num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2, "head_dim": 16}
         return checkpoint(folder / "base", "qwen3_moe", num_hidden_layers=2, **sizes)
     if plan == "untie-embeddings":

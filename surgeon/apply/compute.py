@@ -24,7 +24,7 @@ from surgeon.blueprint.recipes import Imported, MapRef, Place, Predicted, Recipe
 from surgeon.checkpoint.folder import CheckpointFolder, ReadAhead
 from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.checkpoint.peft_folder import AdapterFolder
-from surgeon.checkpoint.piece_bytes import Gap, in_files, read_in_order, scaled
+from surgeon.checkpoint.piece_bytes import Gap, in_files, read_in_order
 from surgeon.checkpoint.pieces import Pieces
 from surgeon.checkpoint.source import OpenShards
 from surgeon.common.listener import Stopwatch
@@ -156,15 +156,12 @@ class Evaluator:
     def read(self, recipe: Recipe) -> Tensor:
         """The pieces of the base that a recipe is, as a tensor. Raises BadInput where a number of it is not finite."""
         pieces = recipe.pieces
-        scale = pieces.spans[0].scale if pieces.spans else None
         with self.stopwatch.stage("read"):
-            raw = self._read(pieces if scale is None else pieces.unscaled)
+            raw = self._read(pieces)
         tensor = _tensor(raw, self.dtype(recipe.dtype), recipe.shape)
         if not _all_finite(raw, recipe.dtype):
             raise self._not_finite(pieces, tensor)
-        if scale is None:
-            return tensor
-        return _tensor(bytearray(scaled(raw, scale, pieces.tensors[0])), self.dtype(recipe.dtype), recipe.shape)
+        return tensor
 
     def read_rows(self, recipe: Recipe, begin: int, end: int) -> tuple[memoryview, Tensor]:
         """Some rows of a tensor of the base: bytes, and numbers. Raises BadInput where one is not finite."""

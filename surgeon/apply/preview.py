@@ -234,7 +234,7 @@ def preview_of(
     check_taken(blueprint, folder, base.models)
     texts = texts_of(blueprint, base.plan_folder)
     with placed(loaded):
-        check_shapes(blueprint, anatomy, folder.own)
+        check_shapes(blueprint, anatomy)
     shards = lay_out(blueprint.outputs, folder.tensors, max_new_shard_bytes=max_shard_bytes)
     outputs = blueprint.outputs
     new = sum(_new_numbers(output, folder) for output in outputs if output.new)

@@ -7,7 +7,6 @@ from rich.text import Text
 
 from surgeon.apply.preview import Preview
 from surgeon.blueprint.blueprint import Blueprint, Layer
-from surgeon.checkpoint.own_code import has_own_code
 from surgeon.common.formatting import count, size, span
 from surgeon.common.promises import PROMISE_STYLES
 from surgeon.common.tables import FittedTable
@@ -141,9 +140,7 @@ def _budget(preview: Preview) -> FittedTable:
         table.add_row("", f"{unchanged}: cloned where the file system can, hard-linked with --link, else copied")
     table.add_row("peak memory", f"about {size(preview.peak_memory)}")
     native = "native: loads without custom code"
-    if has_own_code(preview.blueprint.config):
-        native = "the base's own class and code: loads with trust_remote_code=True"
-    elif not preview.blueprint.native:
+    if not preview.blueprint.native:
         native = "loads with trust_remote_code=True"
     table.add_row("output", native)
     return table

@@ -122,10 +122,8 @@ def prove(plan: LoadedPlan, facts: AllFacts, blueprint: Blueprint, base: OpenedB
     began = time.perf_counter()
     if quantisation(base.folder.config) is not None and quantisation(blueprint.config) is None:
         from surgeon.apply.number_proof import prove_numbers
-        from surgeon.apply.pack_proof import prove_packs
 
         prove_numbers(blueprint, base.folder.config)
-        prove_packs(blueprint.outputs)
     else:
         prove_small(plan, facts, blueprint, base)
     if blueprint.promise != "exact":
@@ -143,9 +141,9 @@ def _run_by() -> dict[str, str]:
 
 def _key(plan: LoadedPlan, facts: AllFacts, blueprint: Blueprint, base: OpenedBase) -> str:
     """What a proof follows from: config, plan and what was found for it, names and dtypes of tensors, libraries."""
-    folder, own = base.folder, base.folder.own
+    folder = base.folder
     tensors = sorted((info.name, info.dtype) for info in folder.tensors.values())
     code = hashlib.sha256(bundle(blueprint.config)).hexdigest() if not blueprint.native else ""
     known = {str(number): found.model_dump(mode="json") for number, found in facts.items()}
-    told = [dict(folder.config), own and own.digest, code, tensors, plan.data(), known]
+    told = [dict(folder.config), code, tensors, plan.data(), known]
     return digest_of([_FORMAT, found_with(), *told])

@@ -10,7 +10,6 @@ from surgeon.blueprint.blueprint import Blueprint
 from surgeon.checkpoint.damages import ANOTHER
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
-from surgeon.checkpoint.own_code import OwnCode
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
 from surgeon.families.dissect import dissect
@@ -103,7 +102,7 @@ def check_taken(blueprint: Blueprint, base: CheckpointFolder, models: Mapping[st
                 )
 
 
-def check_shapes(blueprint: Blueprint, anatomy: Anatomy, own: OwnCode | None = None) -> None:
+def check_shapes(blueprint: Blueprint, anatomy: Anatomy) -> None:
     """Where widths changed: the config must ask for just the tensors that there will be. Raises BadInput."""
     if blueprint.resized:
         from surgeon.families.skeleton import build
@@ -111,14 +110,14 @@ def check_shapes(blueprint: Blueprint, anatomy: Anatomy, own: OwnCode | None = N
         shown = printable(anatomy.family.model_type)
         planned = [TensorInfo(o.name, o.recipe.dtype, o.recipe.shape, "planned", 0, 0) for o in blueprint.outputs]
         try:
-            if blueprint.native and own is None:
+            if blueprint.native:
                 build(blueprint.config)
         except BadInput as error:
             advice = _fitting_groups(blueprint, anatomy) or "choose other widths, or insert layers"
             why = str(error).removesuffix(f"; {OWN_CONFIG}")
             raise BadInput(f"{shown}: a model of these widths cannot be described; {advice}: {why}") from error
         try:
-            dissect(blueprint.config, {info.name: info for info in planned}, own)
+            dissect(blueprint.config, {info.name: info for info in planned})
         except BadInput as error:
             why = str(error).removesuffix(f"; {ANOTHER}")
             if advice := _fitting_groups(blueprint, anatomy):

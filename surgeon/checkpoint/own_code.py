@@ -34,7 +34,7 @@ class OwnCode:
     @property
     def builds_models(self) -> bool:
         """Whether the model is built of it: an `auto_map` may name a tokenizer alone."""
-        return any(auto.startswith("AutoModel") for auto in self.classes)
+        return builds_models(self.classes)
 
     @cached_property
     def digest(self) -> str:
@@ -49,6 +49,11 @@ def has_own_code(config: Mapping[str, Any]) -> bool:
     Those of a grafted model are surgeon's, of this version or another.
     """
     return bool(config.get("auto_map")) and not str(config.get("model_type", "")).startswith(PREFIX)
+
+
+def builds_models(classes: Mapping[str, object]) -> bool:
+    """Whether an `auto_map` names a class for models."""
+    return any(auto.startswith("AutoModel") for auto in classes)
 
 
 def own_code(config: Mapping[str, Any], source: Source, scripts: Iterable[str]) -> OwnCode:

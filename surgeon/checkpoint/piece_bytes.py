@@ -10,11 +10,9 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
-from surgeon.checkpoint.pieces import Pieces, Scale, Span
+from surgeon.checkpoint.header import TensorInfo
+from surgeon.checkpoint.pieces import Pieces, Span
 from surgeon.checkpoint.ranges import copy_range, fill, pieces_of, write_all
-from surgeon.common.powers import times_power_of_two
-from surgeon.errors import BadInput, printable
 
 # Of a run: two of them fit a core's cache, so that a block is still there when it is hashed and compared.
 _CHUNK = 512 * 1024
@@ -93,7 +91,7 @@ def copy_pieces(pieces: Pieces, opened: Opened, *, target: int, begin: int, prog
     """
     for band in _bands(pieces.spans):
         span, at = band[0], begin + band[0].at
-        if span.count == 1 and span.scale is None:
+        if span.count == 1:
             copy_range(
                 opened(span.tensor),
                 target,
@@ -140,13 +138,7 @@ def _read_band(band: Sequence[Span], opened: Opened) -> Iterator[memoryview]:
         for run in range(first.count):
             for span in band:
                 begin = span.offset + run * span.step
-                if span.scale is None:
-                    yield from pieces_of(opened(span.tensor), begin, begin + span.length, _CHUNK)
-                    continue
-                for at in range(begin, begin + span.length, _CHUNK):
-                    numbers = memoryview(bytearray(min(_CHUNK, begin + span.length - at)))
-                    fill(opened(span.tensor), numbers, at)
-                    yield scaled(numbers, span.scale, span.tensor)
+                yield from pieces_of(opened(span.tensor), begin, begin + span.length, _CHUNK)
         return
     at_once = max(1, _BUFFER // first.every)
     for begin in range(0, first.count, at_once):
@@ -169,26 +161,8 @@ def _gathered(band: Sequence[Span], begin: int, end: int, opened: Opened) -> mem
             fill(opened(file), table[: (count - 1) * step + width], low + begin * step)
             for span in each:
                 moved = replace(span, offset=span.offset - low, at=span.at - first.at, count=count)
-                if span.scale is not None:
-                    own = memoryview(bytearray(count * span.length))
-                    _lay(replace(moved, at=0, every=span.length), table, own)
-                    table_of, moved = scaled(own, span.scale, span.tensor), replace(moved, offset=0, step=span.length)
-                    _lay(moved, table_of, rows)
-                    continue
                 _lay(moved, table, rows)
     return rows
-
-
-def scaled(data: bytearray | memoryview, scale: Scale, tensor: str) -> memoryview:
-    """Numbers of a tensor times a power of two. Raises BadInput where one would lose a digit: then none is undone."""
-    made = times_power_of_two(data, FLOAT_DTYPES[scale.dtype].torch, scale.power)
-    if made is None:
-        raise BadInput(
-            f"{printable(tensor.lstrip('/'))}: times 2^{scale.power} some of its numbers leave the normal ones of"
-            f" {scale.dtype} and lose digits, so that nothing could bring them back; use the model in bfloat16 or"
-            " float32, or other `times`"
-        )
-    return made
 
 
 def _lay(span: Span, source: memoryview, into: memoryview) -> None:

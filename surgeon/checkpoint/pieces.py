@@ -11,29 +11,15 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from surgeon.checkpoint.header import TensorInfo
-
-
-class Scale(NamedTuple):
-    """Numbers of a dtype times two to the `power`: a step of the exponent, which leaves every digit as it is."""
-
-    dtype: str
-    power: int
-
-    def after(self, other: Scale | None) -> Scale | None:
-        """Both, one after the other; None where they undo each other."""
-        power = self.power + (other.power if other is not None else 0)
-        return Scale(self.dtype, power) if power else None
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
     """`count` runs of `length` bytes of `tensor`.
 
-    Run i is read from byte `offset + i · step` of `tensor`, and lies at byte `at + i · every` of what holds it. With a
-    `scale` what lies there are the numbers times a power of two.
+    Run i is read from byte `offset + i · step` of `tensor`, and lies at byte `at + i · every` of what holds it.
     """
 
     tensor: str
@@ -43,7 +29,6 @@ class Span:
     count: int = 1
     step: int = 0
     every: int = 0
-    scale: Scale | None = None
 
     def __post_init__(self) -> None:
         assert self.length >= 0 < self.count, self
@@ -70,17 +55,12 @@ class Span:
 
     def merged(self) -> Span:
         """The same bytes as one run, where runs follow each other on both sides."""
-        one = Span(self.tensor, self.offset, self.nbytes, self.at, scale=self.scale)
+        one = Span(self.tensor, self.offset, self.nbytes, self.at)
         return one if self.count == 1 or self.step == self.every == self.length else self
 
     def turned(self, holder: str) -> Span:
         """Where its bytes lie in `holder`, seen from `tensor`."""
-        scale = None if self.scale is None else self.scale._replace(power=-self.scale.power)
-        return Span(holder, self.at, self.length, self.offset, self.count, self.every, self.step, scale)
-
-    def times(self, scale: Scale | None) -> Span:
-        """The same bytes, as numbers that are scaled further."""
-        return self if scale is None else replace(self, scale=scale.after(self.scale))
+        return Span(holder, self.at, self.length, self.offset, self.count, self.every, self.step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +100,6 @@ class Pieces:
         return tuple(dict.fromkeys(span.tensor for span in self.spans))
 
     @property
-    def unscaled(self) -> Pieces:
-        """The same bytes as they are, all of which have one scale."""
-        assert len({span.scale for span in self.spans}) < 2, self
-        return Pieces.of(self.nbytes, (replace(span, scale=None) for span in self.spans))
-
-    @property
     def repeats(self) -> bool:
         """Whether a byte of another tensor lies at more than one place in it."""
         by_tensor: dict[str, list[Span]] = {}
@@ -159,7 +133,7 @@ class Pieces:
 
 def _joined(first: Span, second: Span) -> Span | None:
     """Two spans as one, where the runs of the second follow those of the first on both sides."""
-    if any(getattr(first, name) != getattr(second, name) for name in ("tensor", "count", "step", "every", "scale")):
+    if any(getattr(first, name) != getattr(second, name) for name in ("tensor", "count", "step", "every")):
         return None
     if (first.offset + first.length, first.at + first.length) != (second.offset, second.at):
         return None
@@ -172,24 +146,16 @@ def _joined(first: Span, second: Span) -> Span | None:
 
 def _through(outer: Span, inner: Span) -> Iterator[Span]:
     """The bytes of `outer` that `inner` lays into the tensor which `outer` reads, read where `inner` reads them."""
-    found = _where_through(outer, inner)
-    if outer.scale is None and inner.scale is None:
-        return found
-    return (replace(part, scale=None).times(inner.scale).times(outer.scale) for part in found)
-
-
-def _where_through(outer: Span, inner: Span) -> Iterator[Span]:
-    """`_through`, but for scales."""
     if not outer.nbytes:
         yield Span(inner.tensor, inner.offset, 0, outer.at)
     elif outer.count > 1 < inner.count and outer.step != inner.every:
         # Runs of other distances meet one by one.
         if outer.count <= inner.count:
             for run in range(outer.count):
-                yield from _where_through(outer.runs(run, run + 1), inner)
+                yield from _through(outer.runs(run, run + 1), inner)
         else:
             for run in range(inner.count):
-                yield from _where_through(outer, inner.runs(run, run + 1))
+                yield from _through(outer, inner.runs(run, run + 1))
     elif outer.count > 1 < inner.count:
         yield from _row_by_row(outer, inner)
     elif inner.count == 1:

@@ -45,7 +45,7 @@ def check_yaml(
         lines: the line of every place in it
         source: the file's name, for errors
         what: the kind of file, for errors
-        habits: what keys of other programs are called here
+        habits: what keys of other programs, and former values, are called here
         given: the options that changed the document after it was read, by the place that they set
 
     Returns:
@@ -173,7 +173,7 @@ class _Said:
                 return f"`{key}` is missing" + (f"; it takes {takes}" if takes else "")
             case "union_tag_invalid":
                 tag, name = str(context["tag"]), str(context["discriminator"]).strip("'")
-                return f"unknown {name} `{printable(tag)}`{did_you_mean(tag, _listed(context['expected_tags']))}"
+                return f"unknown {name} `{printable(tag)}`{self._here(tag, _listed(context['expected_tags']))}"
             case "too_short" | "too_long" as kind:
                 entries = "at least" if kind == "too_short" else "at most"
                 count = context["min_length" if kind == "too_short" else "max_length"]
@@ -191,11 +191,13 @@ class _Said:
     def _meant(self, key: str, place: Place) -> str:
         """Say what an unknown key is called here, as far as that can be guessed."""
         beside = self.keys_beside(place)
-        if key in self.habits:
-            return f"; here it is {self.habits[key]}"
-        if len(place) == 1 and key not in beside and (home := self.forms.home_of(key)) is not None:
-            return f"; here it is `{home}`"
-        return did_you_mean(key, beside)
+        if key in self.habits or len(place) != 1 or key in beside or (home := self.forms.home_of(key)) is None:
+            return self._here(key, beside)
+        return f"; here it is `{home}`"
+
+    def _here(self, word: str, known: Sequence[str]) -> str:
+        """Say what takes the place of an unknown key or value: by `habits`, else what was probably meant."""
+        return f"; here it is {self.habits[word]}" if word in self.habits else did_you_mean(word, known)
 
 
 def _listed(options: object) -> list[str]:

@@ -65,15 +65,12 @@ FORMS = ("linear", "turned", "embedding", "experts", "turned experts", "other")
 
 class Axis(NamedTuple):
     """How one axis of a tensor grows: along which, what is new there (None: copies of what there is), and the parts
-    that each grow for themselves, in proportion. Before what is new stand as many `copies`, the first among them, each
-    times two to the `power`.
+    that each grow for themselves, in proportion.
     """
 
     axis: int
     new: float | None
     shares: tuple[int, ...] = (1,)
-    copies: int = 1
-    power: int = 0
 
 
 Axes = tuple[Axis, ...]
@@ -179,34 +176,11 @@ class Derivation(ABC):
         """
 
     @abstractmethod
-    def expert_layouts(self) -> tuple[dict[str, list[list[tuple[str, int]]]], ...]:
-        """Of each kind the tensors that transformers saves as those of single experts, or under another name.
-
-        By its name in memory below the layer: for each expert the suffixes on disk, one below the other, with their
-        rows; one, with all rows, of what it saves whole.
-        """
-
-    @abstractmethod
     def inner_fields(self, *, by: int = 0, multiple_of: int = 1) -> dict[str, int]:
         """The config's fields with which every FFN, and every expert, is so much wider, or as wide as divides.
 
         Raises BadInput where no field is known by which one of them becomes wider.
         """
-
-    @abstractmethod
-    def shared_parts(self) -> dict[str, Part]:
-        """The tensors of FFNs in blocks that several layers run that are as wide as these, by name."""
-
-    @abstractmethod
-    def adapted_ffns(self) -> dict[int, dict[str, tuple[tuple[str, str], ...]]]:
-        """By layer those that it computes with, by name; each with pairs (A, B) that the layer adds to it, W + Σ B A.
-
-        Layers of which a twin does not confirm that are left out.
-        """
-
-    @abstractmethod
-    def shared_growths(self, fields: Mapping[str, int]) -> dict[str, tuple[int, int, int]]:
-        """Those of them that grow with these fields, as `growths` says it of a layer's."""
 
     @abstractmethod
     def growths(self, fields: Mapping[str, int]) -> tuple[dict[str, tuple[int, int, int]], ...]:

@@ -33,7 +33,7 @@ from surgeon.common.cache import MAX_ENTRY_BYTES, cache_folder, is_off, read_ent
 from surgeon.errors import BadInput
 from surgeon.families.anatomy import Anatomy, Derivation, LayerKind, Stream
 from surgeon.families.dissect import dissect
-from surgeon.families.family import Family, Part, Sizes, Space
+from surgeon.families.family import Family, Sizes, Space
 from surgeon.families.grafted_config import is_grafted
 
 # Raised whenever entries mean something else.
@@ -177,28 +177,9 @@ class Remembered(Derivation):
         kind = tuple[dict[str, tuple[int, int, int]], ...]
         return self._asked(kind, lambda own: own.growths(fields), "growths", dict(fields))
 
-    def shared_parts(self) -> dict[str, Part]:
-        """As `Derivation` says."""
-        return self._asked(dict[str, Part], lambda own: own.shared_parts(), "shared parts")
-
-    def adapted_ffns(self) -> dict[int, dict[str, tuple[tuple[str, str], ...]]]:
-        """As `Derivation` says."""
-        kind = dict[int, dict[str, tuple[tuple[str, str], ...]]]
-        return self._asked(kind, lambda own: own.adapted_ffns(), "adapted ffns")
-
-    def shared_growths(self, fields: Mapping[str, int]) -> dict[str, tuple[int, int, int]]:
-        """As `Derivation` says."""
-        kind = dict[str, tuple[int, int, int]]
-        return self._asked(kind, lambda own: own.shared_growths(fields), "shared growths", dict(fields))
-
     def stream(self, times: int) -> Stream:
         """As `Derivation` says."""
         return self._asked(Stream, lambda own: own.stream(times), "stream", times)
-
-    def expert_layouts(self) -> tuple[dict[str, list[list[tuple[str, int]]]], ...]:
-        """As `Derivation` says."""
-        kind = tuple[dict[str, list[list[tuple[str, int]]]], ...]
-        return self._asked(kind, lambda own: own.expert_layouts(), "expert layouts")
 
     def shared_places(self, order: Sequence[int]) -> dict[str, tuple[str, tuple[int, ...]]]:
         """As `Derivation` says."""

@@ -40,15 +40,26 @@ _WORD = 32
 
 @dataclass(frozen=True)
 class Code:
-    """How the numbers of a matrix are stored: `bits` each, in words of 32 bits if `packed`; 0 bits: FP8 (E4M3).
+    """How the numbers of a matrix are stored: `bits` each, in words of 32 bits if `packed`; `floating`: FP8 (E4M3).
 
-    `block` is rows by columns of numbers that share a scale; `zeros_packed`: zero points are packed along the rows.
+    `block` is rows by columns of numbers that share a scale, which `strategy` calls so.
     """
 
     bits: int
+    floating: bool
     packed: bool
+    symmetric: bool
+    strategy: str
     block: tuple[int, int]
-    zeros_packed: bool = False
+
+    @property
+    def zeros_packed(self) -> bool:
+        """Whether zero points are packed, along the rows."""
+        return self.packed and not self.symmetric and self.strategy in ("group", "channel")
+
+    def grid(self, shape: tuple[int, int]) -> tuple[int, ...]:
+        """How many blocks there are in a matrix of this shape."""
+        return tuple(-(-size // of) for size, of in zip(shape, self.block, strict=True))
 
     def words(self, numbers: int) -> int:
         """How many words hold so many numbers, which may begin in one word and end in the next."""
@@ -146,10 +157,10 @@ def cannot_be_loaded(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo
         expert = ".experts." in pack.name
         code = pack.code
         spread = tuple(0 if of == size else of for of, size in zip(code.block, pack.shape, strict=True))
-        codes.setdefault((expert, code.bits, code.packed, pack.zeros is not None, spread), pack)
+        codes.setdefault((expert, code.bits, code.floating, code.packed, pack.zeros is not None, spread), pack)
         if expert and pack.zeros is not None:
             return f"transformers leaves out the zero points of experts ({printable(pack.zeros)})"
-        if expert and not code.packed and (code.bits or code.block not in (pack.shape, (1, pack.shape[1]))):
+        if expert and not code.packed and (not code.floating or code.block not in (pack.shape, (1, pack.shape[1]))):
             return f"transformers reads experts in packs, or in FP8 with a scale a row ({printable(pack.weight)})"
         dtype = FLOAT_DTYPES[tensors[pack.scales].dtype].torch
         if expert and code.packed and dtype != config.get("dtype", config.get("torch_dtype", dtype)):
@@ -245,17 +256,18 @@ def _code(shape: tuple[int, int], group: _Group) -> Code:
         "group": (1, group.group),
         "block": group.block,
     }
-    packed = group.format == _PACKED
-    zeros_packed = packed and not group.symmetric and group.strategy in ("group", "channel")
-    return Code(0 if group.floating else group.bits, packed, blocks[group.strategy], zeros_packed)
-
-
-def _grid(shape: tuple[int, int], code: Code) -> tuple[int, ...]:
-    return tuple(-(-size // of) for size, of in zip(shape, code.block, strict=True))
+    return Code(
+        bits=group.bits,
+        floating=group.floating,
+        packed=group.format == _PACKED,
+        symmetric=group.symmetric,
+        strategy=group.strategy,
+        block=blocks[group.strategy],
+    )
 
 
 def _check_grid(info: TensorInfo, shape: tuple[int, int], code: Code, dtypes: Any) -> None:
-    grid = _grid(shape, code)
+    grid = code.grid(shape)
     fits = info.shape == grid or (math.prod(grid) == 1 == info.numel) or (grid[1] == 1 and info.shape == grid[:1])
     if not fits or info.dtype not in dtypes:
         raise BadInput(
@@ -276,7 +288,7 @@ def _zeros(
             )
         return None
     if code.zeros_packed:
-        wanted = (code.words(shape[0]), _grid(shape, code)[1])
+        wanted = (code.words(shape[0]), code.grid(shape)[1])
         if zeros.dtype != "I32" or zeros.shape != wanted:
             raise BadInput(
                 f"{_place(zeros)}: {zeros.dtype} {list(zeros.shape)}; packed zero points of {list(shape)} are I32"

@@ -16,23 +16,19 @@ from surgeon.common.formatting import show
 from surgeon.common.library import LOAD_FAILURES
 from surgeon.errors import BadInput, printable
 from surgeon.families.activation import activation_in
-from surgeon.families.adapted_ffns import AdaptedFFNs, adapted_ffns
 from surgeon.families.anatomy import Axes, Derivation, Packed, Stream
 from surgeon.families.composing import composition_of
 from surgeon.families.derived import Derived, derive
 from surgeon.families.encoder_blocks import encoder_composition
-from surgeon.families.expert_names import Saved, saved_layouts
 from surgeon.families.family import Part, Space, hidden_axis
 from surgeon.families.grafted_config import config_with_grafts, head_with_grafts
 from surgeon.families.growth import grown, layer_axis
 from surgeon.families.inner_spaces import inner_spaces
 from surgeon.families.misread import read_otherwise
 from surgeon.families.names import Names, stored_name, words_of
-from surgeon.families.own_classes import code_of, like, written
 from surgeon.families.quantised import left_out, renumbered, skips
 from surgeon.families.running import run_cached
 from surgeon.families.shared import shared_in
-from surgeon.families.shared_parts import SharedParts, as_layers, shared_parts
 from surgeon.families.shared_places import shared_places
 from surgeon.families.silence import some_tokens
 from surgeon.families.skeleton import Skeleton, build, wordless_auto
@@ -73,11 +69,6 @@ class Found(Derivation):
     @property
     def composition(self) -> Composition:
         """The classes that carry grafts. Raises BadInput where there are none."""
-        if code_of(self.config) is not None:
-            raise BadInput(
-                "config.json: `auto_map` names the base's own code, and grafts are composed of transformers' classes;"
-                " use operations that add whole layers (insert_layers, stack_layers)"
-            )
         return composition_for(json.dumps(self.config, sort_keys=True))
 
     @property
@@ -149,34 +140,8 @@ class Found(Derivation):
 
     def inner_fields(self, *, by: int = 0, multiple_of: int = 1) -> dict[str, int]:
         """As `Derivation` says."""
-        blocks, shared = as_layers(self._shared)
-        layers, parts = [*self._firsts, *blocks], [*self.parts, *shared]
-        return inner_fields(self.config, self.derived.skeleton, layers, parts, by=by, multiple_of=multiple_of)
-
-    def shared_parts(self) -> dict[str, Part]:
-        """As `Derivation` says."""
-        return {part.suffix: part for _, parts in self._shared.values() for part in parts}
-
-    def adapted_ffns(self) -> AdaptedFFNs:
-        """As `Derivation` says."""
-        field, text = self.activation, self.derived.skeleton.text
-
-        def named(layer: int) -> str:
-            return str(getattr(text, field)) if field else self.own_activation(layer)
-
-        outer = self.names.outer
-        return adapted_ffns(self.config, self.shared_parts(), outer, named, heads=self.derived.heads)
-
-    def shared_growths(self, fields: Mapping[str, int]) -> dict[str, Growth]:
-        """As `Derivation` says."""
-        layers, _ = as_layers(self._shared)
-        found = growths(self.config, self.derived.skeleton, layers, fields) if layers else ()
-        return {name: growth for here in found for name, growth in here.items()}
-
-    @property
-    def _shared(self) -> SharedParts:
-        """The FFNs that stand in blocks of several layers."""
-        return shared_parts(self.derived.skeleton, self.names.outer, self.derived.sizes.hidden)
+        skeleton = self.derived.skeleton
+        return inner_fields(self.config, skeleton, self._firsts, self.parts, by=by, multiple_of=multiple_of)
 
     def growths(self, fields: Mapping[str, int]) -> tuple[dict[str, Growth], ...]:
         """As `Derivation` says."""
@@ -256,7 +221,7 @@ class Found(Derivation):
                     f" layer {index} would not be stored as layer {source}'s is; write out the names of its modules"
                 )
         modules = [f"{stack}{index}.{name}" for index in opened for name in self._modules(order[index])]
-        return written(left_out(made, modules, self.derived.skeleton))
+        return left_out(made, modules, self.derived.skeleton)
 
     def _grown(self, order: Sequence[int], trunk: int | None = None) -> dict[str, Any]:
         return copy.deepcopy(_grown(json.dumps(self.config), tuple(order), trunk))
@@ -319,7 +284,7 @@ class Found(Derivation):
                 f"config.json: its head ({other.removeprefix('AutoModelFor')}) returns no words, so no head is tied to"
                 " the embeddings; operate on the model with its language head"
             )
-        after = _skeleton(json.dumps(like(self.untied(self.config), self.config), sort_keys=True)).model
+        after = _skeleton(json.dumps(self.untied(self.config), sort_keys=True)).model
         left = after.all_tied_weights_keys
         pairs = {name: of for name, of in before.all_tied_weights_keys.items() if name not in left}
         words = words_of(before)
@@ -340,15 +305,9 @@ class Found(Derivation):
         """As `Derivation` says."""
         return text_model(self.config, self.derived.skeleton, self.names, self.derived.heads)
 
-    def expert_layouts(self) -> tuple[dict[str, Saved], ...]:
-        """As `Derivation` says."""
-        # Of a model that nothing was loaded into: transformers saves tensors as it has loaded them.
-        unloaded = _skeleton(json.dumps(self.config, sort_keys=True))
-        return tuple(saved_layouts(unloaded, first) for first, _ in self._firsts)
-
     def layer_axes(self, grown: Mapping[str, Any], layers: int) -> dict[str, int]:
         """As `Derivation` says."""
-        built = _skeleton(json.dumps(like(grown, self.config), sort_keys=True))
+        built = _skeleton(json.dumps(grown, sort_keys=True))
         before, after = (each.model.state_dict(keep_vars=True) for each in (self.derived.skeleton, built))
         found: dict[str, int] = {}
         for name, place in self.names.outer.items():

@@ -76,18 +76,11 @@ class Expert:
     """That a tensor belongs to a mixture of experts: to expert `number`, or (None) to all, along its first axis.
 
     `transposed`: an expert's matrices are stored inputs by outputs. `interleaved`: rows of gate and up alternate.
-    `in_rows`: so many experts lie below one another in the rows of a matrix, without an axis of their own.
     """
 
     number: int | None
     transposed: bool = False
     interleaved: bool = False
-    in_rows: int = 0
-
-    @property
-    def stacked(self) -> bool:
-        """Whether the tensor has an axis of experts."""
-        return self.number is None and not self.in_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,14 +126,12 @@ class Space(NamedTuple):
 
 def inner_width(part: Part) -> int:
     """How many neurons the projection reads by which an FFN, or one of its experts, writes."""
-    if part.expert is not None and part.expert.in_rows:
-        return part.shape[0] // part.expert.in_rows
     return part.shape[-2 if part.expert is not None and part.expert.transposed else -1]
 
 
 def hidden_axis(part: Part) -> int:
     """Along which axis a tensor of an FFN, or of experts, has a number for each dimension of the stream."""
-    stacked = int(part.expert is not None and part.expert.stacked)
+    stacked = int(part.expert is not None and part.expert.number is None)
     if part.kind != "weight":
         return stacked
     turned = part.expert is not None and part.expert.transposed

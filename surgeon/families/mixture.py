@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from surgeon.families.expert_trial import DOWN, Trial
-from surgeon.families.family import Role
-from surgeon.families.row_experts import for_each, matrices_of_rows, roles_of_rows, routers_of_rows
 from surgeon.families.silence import Run, captured
 from surgeon.families.skeleton import Skeleton
 
@@ -25,15 +23,13 @@ class Mixture:
     """The experts of a layer, by names below it: `experts` is the module that holds a matrix of each in one parameter.
 
     `transposed`: matrices are inputs by outputs; `interleaved`: in `gate_up_proj`, rows of gate and up alternate.
-    `router` are parameters and buffers with a row, or a number, for each expert. Where experts lie below one another in
-    the rows of matrices of two axes, a row for each neuron, `in_rows` are these, by their names, with their roles.
+    `router` are parameters and buffers with a row, or a number, for each expert.
     """
 
     experts: str
     transposed: bool
     interleaved: bool
     router: tuple[str, ...]
-    in_rows: tuple[tuple[str, Role], ...] = ()
 
 
 def groups_of(text: object) -> int:
@@ -47,7 +43,7 @@ def mixtures(twin: Skeleton, layers: list[int]) -> dict[int, Mixture | None]:
 
     The twin's weights stay as they were.
     """
-    if not any(_expert_modules(layer) or matrices_of_rows(layer) for layer in (twin.layers[i] for i in layers)):
+    if not any(_expert_modules(twin.layers[index]) for index in layers):
         return dict.fromkeys(layers)
     runs, groups = captured(twin, layers), groups_of(twin.text)
     found: dict[int, Mixture | None] = dict.fromkeys(layers)
@@ -71,11 +67,9 @@ def _understood(run: Run, groups: int) -> Mixture | None:
     import torch
 
     modules = _expert_modules(run.layer)
+    if len(modules) != 1:
+        return None
     with torch.no_grad():
-        if not modules:
-            return _in_rows(run, groups)
-        if len(modules) != 1:
-            return None
         trial = Trial(run, *_held(run, modules[0]))
         try:
             for transposed, interleaved in trial.readings():
@@ -98,25 +92,10 @@ def _held(run: Run, experts: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]
         for name, value in held.items()
         if not name.startswith(inside)
         and (name.startswith(f"{block}.") if block else "router" in name)
-        and for_each(value, len(own[DOWN]))
+        and _for_each(value, len(own[DOWN]))
     }
 
 
-def _in_rows(run: Run, groups: int) -> Mixture | None:
-    """The same of experts that lie below one another in the rows of matrices."""
-    for path, matrices in matrices_of_rows(run.layer).items():
-        roles = roles_of_rows(run, path, matrices)
-        for router in routers_of_rows(run, path, matrices) if roles else ():
-            count = next(len(value) for value in router.values() if value.ndim == 2 and len(value) > 1)
-            views = {
-                f"{roles[name]}_proj": value.detach().view(count, -1, value.shape[-1])
-                for name, value in matrices.items()
-            }
-            views[DOWN] = views[DOWN].transpose(1, 2)
-            trial = Trial(run, views, router)
-            try:
-                if trial.neurons_move(transposed=False, interleaved=False) and trial.experts_move(groups):
-                    return Mixture(path, False, False, tuple(router), tuple(roles.items()))
-            finally:
-                trial.restore()
-    return None
+def _for_each(value: Tensor, count: int) -> bool:
+    """Whether a tensor has a row, or a number, for each of so many experts."""
+    return value.is_floating_point() and (value.shape[:1] == (count,) or tuple(value.shape) == (1, count))

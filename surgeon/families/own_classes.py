@@ -34,16 +34,6 @@ def trusted(config: Mapping[str, Any], code: OwnCode | None) -> dict[str, Any]:
     return {**config, _FIELD: code.digest}
 
 
-def like(config: Mapping[str, Any], of: Mapping[str, Any]) -> dict[str, Any]:
-    """The config as one of the same code as `of`."""
-    return {**config, **({_FIELD: of[_FIELD]} if _FIELD in of else {})}
-
-
-def written(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config as it is written to a file."""
-    return {key: value for key, value in config.items() if key != _FIELD}
-
-
 def code_of(config: Mapping[str, Any]) -> OwnCode | None:
     """The code that a config's model is built of; None where that is transformers' own."""
     return _trusted[config[_FIELD]] if _FIELD in config else None

@@ -45,7 +45,7 @@ _NORMS: dict[str, Role] = {
     "self_attn.key_layernorm": "key_norm",
 }
 # The projections of an MLP, a shared expert's or a single expert's included, by the last word of their path.
-MLP_WORDS: dict[str, Role] = {
+_MLP: dict[str, Role] = {
     "gate_proj": "gate",
     "w1": "gate",
     "up_proj": "up",
@@ -150,8 +150,8 @@ def _roles_of(path: str, shape: tuple[int, ...], sizes: Sizes) -> tuple[Role, ..
         wide = {"query": sizes.query_width, "key": sizes.kv_width, "value": sizes.kv_width}
         fits = shape == (wide[role], sizes.hidden) if role in wide else len(shape) == 2 and shape[0] == sizes.hidden
         return (role,) if fits else ()
-    if _MLPS.fullmatch(block) and word in MLP_WORDS:
-        return (MLP_WORDS[word],) if _fits(MLP_WORDS[word], shape, sizes.hidden) else ()
+    if _MLPS.fullmatch(block) and word in _MLP:
+        return (_MLP[word],) if _fits(_MLP[word], shape, sizes.hidden) else ()
     if word in _PLAIN and (not block or _MLPS.fullmatch(block)):
         return (_PLAIN[word],) if _fits(_PLAIN[word], shape, sizes.hidden) else ()
     if _MLPS.fullmatch(block) and word == "input_linear" and len(shape) == 2 and shape[1] == sizes.hidden:
@@ -192,25 +192,17 @@ def _experts(parts: Sequence[Part], sizes: Sizes, memory: InMemory) -> dict[str,
     for part in parts:
         targets = memory.targets[part.suffix]
         if targets[0] in mixture.router and len(targets) == 1:
-            made = None if part.suffix in memory.converted else _router(part, _count(memory, mixture), sizes.hidden)
+            count = memory.shapes[f"{mixture.experts}.down_proj"][0]
+            made = None if part.suffix in memory.converted else _router(part, count, sizes.hidden)
             routers += made is not None and part.kind == "weight"
         elif any(target.startswith(f"{mixture.experts}.") for target in targets):
-            expert = _expert_in_rows if mixture.in_rows else _expert
-            made = expert(part, targets, sizes.hidden, memory, mixture)
+            made = _expert(part, targets, sizes.hidden, memory, mixture)
         else:
             continue
         if made is None:
             return {}
         found[part.suffix] = made
     return found if routers == 1 and _complete(found.values()) else {}
-
-
-def _count(memory: InMemory, mixture: Mixture) -> int:
-    """How many experts a layer has."""
-    if not mixture.in_rows:
-        return memory.shapes[f"{mixture.experts}.down_proj"][0]
-    shapes = [memory.shapes[name] for name in mixture.router]
-    return next(shape[0] for shape in shapes if len(shape) == 2 and shape[0] > 1)
 
 
 def _router(part: Part, count: int, hidden: int) -> Part | None:
@@ -231,12 +223,12 @@ def _expert(part: Part, targets: Sequence[str], hidden: int, memory: InMemory, m
         return None
     if numbers:
         last = part.suffix.removesuffix(".bias" if bias else ".weight").rpartition(".")[2]
-        role = MLP_WORDS.get(last if both else word.removesuffix("_bias"))
+        role = _MLP.get(last if both else word.removesuffix("_bias"))
         if role is None or len(shape) != len(wanted) - 1 or not _GATHERED.issuperset(done):
             return None
         fits = bias or _fits(role, shape, hidden)
         return replace(part, blocks=((role, shape[0]),), expert=Expert(int(numbers[0]))) if fits else None
-    roles: tuple[Role | None, ...] = ("gate", "up") if both else (MLP_WORDS.get(word.removesuffix("_bias")),)
+    roles: tuple[Role | None, ...] = ("gate", "up") if both else (_MLP.get(word.removesuffix("_bias")),)
     transposed = mixture.transposed
     if not bias and done == _TURNED and shape[1] != shape[2]:
         transposed ^= shape != wanted
@@ -247,18 +239,6 @@ def _expert(part: Part, targets: Sequence[str], hidden: int, memory: InMemory, m
     if not blocks:
         return None
     return replace(part, blocks=blocks, expert=Expert(None, transposed and not bias, mixture.interleaved and both))
-
-
-def _expert_in_rows(part: Part, targets: Sequence[str], hidden: int, memory: InMemory, mixture: Mixture) -> Part | None:
-    """A matrix in whose rows all experts lie below one another."""
-    role = dict(mixture.in_rows).get(targets[0].removeprefix(f"{mixture.experts}."))
-    count, rows = _count(memory, mixture), part.shape[0]
-    if role is None or len(targets) > 1 or part.suffix in memory.converted or part.kind != "weight":
-        return None
-    if part.shape != (rows, hidden) or rows % count:
-        return None
-    blocks = ((role, hidden if role == "down" else rows // count),)
-    return replace(part, blocks=blocks, expert=Expert(None, transposed=role == "down", in_rows=count))
 
 
 def _complete(parts: Collection[Part]) -> bool:

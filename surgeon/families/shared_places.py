@@ -65,7 +65,7 @@ def places_between(base: Skeleton, result: Skeleton, order: Sequence[int]) -> Pl
     if shared is None:
         return {}
     found = shared_in(result, shared.paths)
-    before, after = used_by_layer(base, shared.paths), used_by_layer(result, shared.paths)
+    before, after = _used(base, shared.paths), _used(result, shared.paths)
     sizes, larger = (_shapes(each) for each in (base, result))
     places: dict[str, tuple[str, list[int]]] = {}
     for index, source in enumerate(order):
@@ -91,7 +91,7 @@ def _shapes(twin: Skeleton) -> dict[str, tuple[int, ...]]:
     return {name: tuple(value.shape) for name, value in twin.model.state_dict().items()}
 
 
-def used_by_layer(twin: Skeleton, paths: Sequence[str]) -> dict[int, list[str]]:
+def _used(twin: Skeleton, paths: Sequence[str]) -> dict[int, list[str]]:
     """Of each layer that has a block at `paths`, the block's tensors that its output depends on, in their order."""
     import torch
 

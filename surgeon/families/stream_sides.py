@@ -7,10 +7,9 @@ no output tells of is tried both ways.
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from surgeon.common.library import LOAD_FAILURES
@@ -19,7 +18,6 @@ from surgeon.families.anatomy import Axes, Axis
 from surgeon.families.derived import Derived
 from surgeon.families.family import Sizes
 from surgeon.families.running import agree, run_prefill
-from surgeon.families.shared import shared_in, within
 from surgeon.families.silence import null_of, some_tokens
 from surgeon.families.skeleton import Skeleton
 from surgeon.families.widening import flat_fields
@@ -29,15 +27,9 @@ if TYPE_CHECKING:
 
 HIDDEN = "hidden_size"
 KEYS = re.compile(r"(.*[._])?num_(global_)?(key_value|kv)_heads|(.*\.)?kv_n_heads")
-# What attention reads that reads the stream beside the embeddings (Zamba).
-JOINED = "attention_hidden_size"
 # How an axis may be put together: of queries, keys and values, of matrices as wide as the stream, or as one thing.
 _SPLITS = ("heads", "hidden", "whole")
-_OF_JOINED = "joined"
 _MOST_TRIALS = 16
-# Of tensors that are scaled.
-_MOST_SCALED = 8
-_SAME = 1e-4
 _SLICE = 3
 
 
@@ -47,8 +39,6 @@ class Trial:
 
     writes: Mapping[tuple[str, int], bool]
     split: str
-    # By tensor the power of two by which its numbers are scaled, against what the class multiplies by its width.
-    powers: Mapping[str, int] = field(default_factory=dict)
 
 
 class Probe:
@@ -57,8 +47,6 @@ class Probe:
     def __init__(self, base: Skeleton, wide: Skeleton, derived: Derived, times: int) -> None:
         self._base, self._wide, self._kind_of, self._times = base, wide, derived.kind_of, times
         self._derived = derived
-        shared = shared_in(base)
-        self._shared = shared.paths if shared is not None else ()
         self._shapes = {
             id(each): {name: value.shape for name, value in each.model.state_dict(keep_vars=True).items()}
             for each in (base, derived.skeleton)
@@ -124,13 +112,12 @@ class Probe:
                 else:
                     known[name, axis] = side
         choices = itertools.product((True, False), repeat=len(unknown))
-        splits = (_OF_JOINED, *_SPLITS) if _joined(self._base) else _SPLITS
         for sides in itertools.islice(choices, _MOST_TRIALS):
-            for split in splits:
+            for split in _SPLITS:
                 yield Trial(known | dict(zip(unknown, sides, strict=True)), split)
 
     def _first_ones(self) -> Iterator[tuple[str, list[int]]]:
-        """What grows outside the layers, and in the lowest layer of each kind; of blocks that layers share all."""
+        """What grows outside the layers, and in the lowest layer of each kind."""
         firsts = {self._kind_of.index(kind) for kind in self._kind_of}
         for name, axes in self._grows.items():
             layer = self._layer_of(name)
@@ -138,12 +125,12 @@ class Probe:
                 yield name, axes
 
     def _layer_of(self, name: str) -> tuple[int, str] | None:
-        """The layer that a tensor is of, and its name there; None where it is of none, or of several."""
+        """The layer that a tensor is of, and its name there; None where it is of none."""
         stem = f"{self._base.stack}."
         if not name.startswith(stem):
             return None
         number, _, rest = name.removeprefix(stem).partition(".")
-        return None if within(rest, self._shared) else (int(number), rest)
+        return int(number), rest
 
     def _writes(self, name: str, axis: int) -> bool | None:
         """Whether a slice along the axis changes the one channel of its module's output that has its number.
@@ -152,7 +139,7 @@ class Probe:
         """
         import torch
 
-        call = self._calls.get(name.rpartition(".")[0]) or self._call_elsewhere(name)
+        call = self._calls.get(name.rpartition(".")[0])
         if call is None:
             return None
         module, args, kwargs = call
@@ -164,12 +151,6 @@ class Probe:
         if not differing:
             return None
         return all(_tells_of(changed, size) for changed in differing)
-
-    def _call_elsewhere(self, name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]] | None:
-        """The call of another module that holds a tensor: of a shared block each layer has one."""
-        own = self._base.model.get_parameter(name) if name in dict(self._base.model.named_parameters()) else None
-        calls = (call for call in self._calls.values() if any(each is own for each in call[0]._parameters.values()))
-        return next(calls, None) if own is not None else None
 
     def _moved(self, name: str, axis: int) -> _Moved:
         return _Moved(self._held[name], axis)
@@ -192,16 +173,6 @@ class Probe:
         """Whether the wider twin, filled so, computes what the base's does."""
         import torch
 
-        if not self._fill(trial):
-            return False
-        try:
-            with torch.no_grad():
-                return agree(self._base, self._wide) and (_goes_on(self._wide) or not _goes_on(self._base))
-        except LOAD_FAILURES:
-            return False
-
-    def _fill(self, trial: Trial) -> bool:
-        """Give the wider twin the base's numbers as a trial has them; whether they fit."""
         for name, value in self._grown.items():
             made = self._held[name]
             for axis in self._axes(name, trial, self._base):
@@ -210,101 +181,24 @@ class Probe:
                 return False
             value.copy_(made)
         self._wide.model.tie_weights()
-        return True
-
-    def undone(self, trial: Trial) -> Trial | None:
-        """The trial with numbers scaled against the root of the width, by which the class multiplies or divides.
-
-        Where the root of how many times as wide the stream is is a power of two, and the first copy of what a module
-        gets or gives is the base's times that or one by it, numbers of a tensor that was used before are scaled against
-        it. None where there is no such thing, or no tensor undoes it.
-        """
-        if math.log2(self._times) % 2:
-            return None
-        found = trial
-        for _ in range(_MOST_SCALED):
-            first = self._first_scaled(found)
-            if first is None:
-                return found if found.powers else None
-            number, power, before = first
-            for name in before:
-                powers = {**found.powers, name: found.powers.get(name, 0) - power}
-                tried = replace(found, powers=powers)
-                again = self._first_scaled(tried)
-                if again is None or again[0] > number:
-                    found = tried
-                    break
-            else:
-                return None
-        return None
-
-    def _first_scaled(self, trial: Trial) -> tuple[int, int, list[str]] | None:
-        """The first thing that passes in or out of a module and is the base's times that root, or one by it: its number
-        among all, the power, and the tensors that were used until then, the last first.
-
-        What a module gives whose own numbers are scaled is not looked at: code behind it may undo that.
-        """
-        if not self._fill(trial):
-            return None
-        scaled, root = {name.rpartition(".")[0] for name in trial.powers}, round(math.log2(self._times)) // 2
-        seen: list[list[tuple[str, list[Tensor]]]] = []
-        for twin in (self._base, self._wide):
-            passed: list[tuple[str, list[Tensor]]] = []
-            handles = []
-            for path, module in twin.model.named_modules():
-
-                def enters(_module: nn.Module, args: Any, kwargs: Any, path: str = path, into: Any = passed) -> None:
-                    into.append((path, _numbers([*args, *kwargs.values()])))
-
-                def leaves(_module: nn.Module, _args: Any, output: Any, path: str = path, into: Any = passed) -> None:
-                    into.append((path, [] if path in scaled else _numbers([output])))
-
-                handles += [module.register_forward_pre_hook(enters, with_kwargs=True)]
-                handles += [module.register_forward_hook(leaves)]
-            try:
-                twin.model(input_ids=some_tokens(twin), use_cache=False)
-            finally:
-                for handle in handles:
-                    handle.remove()
-            seen.append(passed)
-        used: dict[str, None] = {}
-        for number, ((path, old), (other, new)) in enumerate(zip(*seen, strict=False)):
-            if path != other:
-                return None
-            used.pop(path, None)
-            used[path] = None
-            powers = {_power_between(*pair) for pair in zip(old, new, strict=False)} & {root, -root}
-            if powers:
-                first = [name for name, _ in self._first_ones()]
-                order = reversed(used)
-                return number, powers.pop(), [n for p in order for n in first if n.rpartition(".")[0] == p]
-        return None
-
-    def _like(self, name: str) -> str:
-        """The tensor of the lowest layer of its kind that one is as."""
-        layer = self._layer_of(name)
-        if layer is None:
-            return name
-        return f"{self._base.stack}.{self._kind_of.index(self._kind_of[layer[0]])}.{layer[1]}"
+        try:
+            with torch.no_grad():
+                return agree(self._base, self._wide) and (_goes_on(self._wide) or not _goes_on(self._base))
+        except LOAD_FAILURES:
+            return False
 
     def _axes(self, name: str, trial: Trial, of: Skeleton) -> Axes:
         """How a tensor grows, in a model of the sizes of `of`, which is the twin or the base."""
-        like = self._like(name)
-        found: list[Axis] = []
-        for axis in self._grows.get(name, ()):
-            writes = trial.writes[like, axis]
-            new = self._behind(name) if writes else 0.0
-            copies = self._copies(trial) if writes and new is not None else 1
-            # The tensor's numbers are scaled once, along the first of its axes.
-            power = 0 if found else trial.powers.get(like, 0)
-            found.append(Axis(axis, new, self._shares(name, axis, trial.split, of), copies, power))
-        return tuple(found)
-
-    def _copies(self, trial: Trial) -> int:
-        """How many copies of the stream a head reads that is tied to embeddings: together they are the base's."""
-        words = self._base.model.get_input_embeddings().weight
-        name = next((name for name, value in self._base.model.named_parameters() if value is words), "")
-        return 1 << max(0, -trial.powers.get(name, 0))
+        layer = self._layer_of(name)
+        like = name
+        if layer is not None:
+            like = f"{self._base.stack}.{self._kind_of.index(self._kind_of[layer[0]])}.{layer[1]}"
+        return tuple(
+            Axis(
+                axis, self._behind(name) if trial.writes[like, axis] else 0.0, self._shares(name, axis, trial.split, of)
+            )
+            for axis in self._grows.get(name, ())
+        )
 
     def _shares(self, name: str, axis: int, split: str, of: Skeleton) -> tuple[int, ...]:
         """The parts that an axis has both in the twin and in the base, in the proportion that they have in `of`."""
@@ -313,17 +207,10 @@ class Probe:
             size, sizes, heads = int(self._shapes[id(each)][name][axis]), sizes_of(each), heads_of(each)
             if split == "hidden" and size % sizes.hidden == 0:
                 found.append((1,) * (size // sizes.hidden))
-            elif split == _OF_JOINED and size == _joined(each) and self._reads_joined(name, axis):
-                found.append((1,) * (size // sizes.hidden))
             elif split == "heads" and size == sum(heads) * sizes.head_dim:
                 found.append(heads)
         fits = len(found) > 1 and len(found[0]) == len(found[1])
         return found[of is not self._base] if fits else (1,)
-
-    def _reads_joined(self, name: str, axis: int) -> bool:
-        """Whether an axis as wide as the stream and the embeddings together is these: not heads, which are as wide."""
-        shape = self._held[name].shape
-        return len(shape) == 1 or (axis == 1 and shape[0] != sizes_of(self._base).hidden)
 
     def _behind(self, name: str) -> float | None:
         """What is new of a tensor that writes: None, copies; of what stands behind the layers of tied embeddings, null.
@@ -401,34 +288,16 @@ def _goes_on(twin: Skeleton) -> bool:
     return True
 
 
-def _power_between(old: Tensor, new: Tensor) -> int:
-    """The power of two by which the first copy in `new` is `old`; 0 where it is the same, or anything else."""
-    if old.ndim != new.ndim or not old.ndim or old.shape[:-1] != new.shape[:-1] or old.shape[-1] > new.shape[-1]:
-        return 0
-    one, other = old.double(), new[..., : old.shape[-1]].double()
-    share = float((one * other).sum() / one.square().sum().clamp_min(1e-30))
-    power: int = round(math.log2(share)) if share > 0 else 0
-    off = (other - one * 2.0**power).abs().max()
-    return power if float(off) <= _SAME * float(other.abs().max()) else 0
-
-
 def widened(value: Tensor, axis: Axis, times: int) -> Tensor:
     """A tensor with what is new along an axis, behind each of its parts."""
     import torch
 
-    size, made = value.shape[axis.axis], value * 2.0**axis.power
+    size = value.shape[axis.axis]
     pieces: list[Tensor] = []
-    for part in torch.split(made, [size * share // sum(axis.shares) for share in axis.shares], dim=axis.axis):
-        copies = times if axis.new is None else axis.copies
-        pieces += [part] * copies
-        pieces += [torch.full_like(part, axis.new or 0.0)] * (times - copies)
+    for part in torch.split(value, [size * share // sum(axis.shares) for share in axis.shares], dim=axis.axis):
+        pieces += [part] * (times if axis.new is None else 1)
+        pieces += [] if axis.new is None else [torch.full_like(part, axis.new)] * (times - 1)
     return torch.cat(pieces, dim=axis.axis)
-
-
-def _joined(twin: Skeleton) -> int:
-    """How wide what attention reads is where it reads the stream beside the embeddings; 0 where it does not."""
-    found = twin.text.to_dict().get(JOINED)
-    return found if type(found) is int and found % sizes_of(twin).hidden == 0 else 0
 
 
 def heads_of(twin: Skeleton) -> tuple[int, int, int]:

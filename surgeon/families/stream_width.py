@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import math
 import operator
 import re
 from collections.abc import Iterator, Mapping
@@ -27,9 +26,10 @@ from surgeon.families.derived import Derived
 from surgeon.families.family import Sizes
 from surgeon.families.growth import part_of
 from surgeon.families.running import run_prefill
+from surgeon.families.shared import shared_in
 from surgeon.families.silence import some_tokens
 from surgeon.families.skeleton import Skeleton, build
-from surgeon.families.stream_sides import HIDDEN, JOINED, KEYS, Probe, heads_of, sizes_of
+from surgeon.families.stream_sides import HIDDEN, KEYS, Probe, heads_of, sizes_of
 from surgeon.families.twin import WIDTHS, shrunk, twin_of_small
 from surgeon.families.widening import flat_fields
 
@@ -56,6 +56,11 @@ def wider_stream(config: Mapping[str, Any], derived: Derived, times: int) -> Str
             f"{told}: other parts of it put states as wide as the stream among the text's, where no text shows them;"
             " `extract_text` makes a text model, which may become wider"
         )
+    if (shared := shared_in(skeleton)) is not None:
+        raise BadInput(
+            f"{told}: its layers share a block (`{shared.paths[0]}`), and which sides of its tensors are the stream is"
+            " not known; insert layers, or use grafts"
+        )
     failed = ""
     with one_thread(), torch.no_grad():
         found: list[tuple[int, dict[str, int], Skeleton, Skeleton]] = []
@@ -77,9 +82,6 @@ def wider_stream(config: Mapping[str, Any], derived: Derived, times: int) -> Str
                 if probe.holds(trial):
                     return fields, *probe.by_kind(trial)
                 refused = refused or why_not(base, wide, told, f"`{HIDDEN}`")
-                scaled = probe.undone(trial)
-                if scaled is not None and probe.holds(scaled):
-                    return fields, *probe.by_kind(scaled)
             failed = failed or probe.odd
     raise BadInput(
         refused or f"{told}: no model with a stream {times} times as wide is known ({failed}); widen_ffn may widen it"
@@ -88,13 +90,10 @@ def wider_stream(config: Mapping[str, Any], derived: Derived, times: int) -> Str
 
 def why_not(base: Skeleton, wide: Skeleton, told: str, grows: str) -> str:
     """Why a twin with a wider stream does not compute what the base's does, in words."""
-    if (factor := _embeddings_times(base, wide)) != 1.0:
-        times = sizes_of(wide).hidden / sizes_of(base).hidden
-        rooted = factor is not None and math.isclose(factor**2, times, rel_tol=1e-3) and math.log2(factor) % 1
-        others = "; with `times: 4`, 16 or 64 that is a power of two more, which stored numbers undo" if rooted else ""
+    if _embeddings_differ(base, wide):
         return (
             f"{told}: its code multiplies embeddings by a number that depends on {grows}, as a twin shows, so a wider"
-            f" stream would change them{others}; widen_ffn and widen_attention leave that as it is"
+            " stream would change them; widen_ffn and widen_attention leave that as it is"
         )
     return (
         f"on a twin of this {told} the logits are not the base's once {grows} grows: something else in its code depends"
@@ -102,8 +101,8 @@ def why_not(base: Skeleton, wide: Skeleton, told: str, grows: str) -> str:
     )
 
 
-def _embeddings_times(base: Skeleton, wider: Skeleton) -> float | None:
-    """How many times what reaches the base's first layer reaches the wider twin's; None where it is something else."""
+def _embeddings_differ(base: Skeleton, wider: Skeleton) -> bool:
+    """Whether what reaches the first layer begins otherwise than in the base already."""
     import torch
 
     reached: list[Tensor] = []
@@ -116,11 +115,8 @@ def _embeddings_times(base: Skeleton, wider: Skeleton) -> float | None:
         with torch.no_grad():
             run_prefill(twin, some_tokens(base))
         handle.remove()
-    one, other = reached[0], reached[1][..., : reached[0].shape[-1]]
-    if torch.allclose(one, other):
-        return 1.0
-    factor = float((one * other).sum() / one.square().sum())
-    return factor if torch.allclose(one * factor, other) else None
+    one, other = reached
+    return not torch.allclose(one, other[..., : one.shape[-1]])
 
 
 def hidden_fields(skeleton: Skeleton) -> tuple[str, ...]:
@@ -169,8 +165,6 @@ def _choices(config: Mapping[str, Any], skeleton: Skeleton, sizes: Sizes, times:
         return [name for name in names if name in stated] or [next(iter(names))]
 
     wider = dict.fromkeys(spelled(HIDDEN), sizes.hidden * times)
-    # What reads the stream beside the embeddings is as many times as wide as before (Zamba).
-    wider |= {key: stated[key] * times for key in (JOINED,) if type(stated.get(key)) is int}
     held = _derived_from_width(config, skeleton, full, wider)
     narrower = {
         key: value // times

@@ -20,7 +20,6 @@ from surgeon.common.library import LOAD_FAILURES, config_of, passed_over, quiet_
 from surgeon.errors import BadInput, printable
 from surgeon.families.growth import part_of
 from surgeon.families.names import Names, made_of, words_of
-from surgeon.families.own_classes import code_of
 from surgeon.families.running import run_cached, run_prefill
 from surgeon.families.silence import some_tokens
 from surgeon.families.skeleton import CAUSAL, Skeleton, build, classes_of
@@ -67,11 +66,6 @@ def text_model(
 def _check_tower(config: Mapping[str, Any], skeleton: Skeleton) -> None:
     """Raise BadInput for a model that is none of image and text, or whose text layers look at images themselves."""
     shown = printable(str(config.get("model_type")))
-    if code_of(config) is not None:
-        raise BadInput(
-            "config.json: `auto_map` names the model's own code, of which no class of transformers is known; leave"
-            " `extract_text` out"
-        )
     if not skeleton.path:
         raise BadInput(
             f"the base is a text model ({shown}) already, with no other tower to leave behind; leave `extract_text` out"

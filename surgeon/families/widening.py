@@ -21,7 +21,7 @@ _INNER = re.compile(r"(.*\.)?.*(intermediate|n_inner|d_inner|ffn_?dim|ff_dim|ffn
 # How one tensor of a layer grows: along which axis, from and to how many, as transformers' model has it.
 Growth = tuple[int, int, int]
 # The number of one layer of each kind, and its names in memory by suffix on disk.
-Layers = Sequence[tuple[int, Mapping[str, tuple[str, ...]]]]
+_Layers = Sequence[tuple[int, Mapping[str, tuple[str, ...]]]]
 # Of each kind of layers, the tensors that grow, by their suffix on disk.
 Growths = tuple[dict[str, Growth], ...]
 
@@ -29,7 +29,7 @@ Growths = tuple[dict[str, Growth], ...]
 def growths(
     config: Mapping[str, Any],
     skeleton: Skeleton,
-    layers: Layers,
+    layers: _Layers,
     fields: Mapping[str, int],
 ) -> Growths:
     """The tensors of `layers` that have another shape in a model with these fields.
@@ -68,7 +68,7 @@ def growths(
 def inner_fields(
     config: Mapping[str, Any],
     skeleton: Skeleton,
-    layers: Layers,
+    layers: _Layers,
     parts: Sequence[Sequence[Part]],
     *,
     by: int = 0,
@@ -153,7 +153,7 @@ def flat_fields(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _value_for(
     config: Mapping[str, Any],
     skeleton: Skeleton,
-    layers: Layers,
+    layers: _Layers,
     field: tuple[str, int],
     place: tuple[int, str, int],
     wanted: int,

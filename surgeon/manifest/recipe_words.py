@@ -9,14 +9,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from surgeon.checkpoint.header import DTYPE_BITS, FLOAT_DTYPES
-from surgeon.checkpoint.pieces import Pieces, Scale, Span, indices, stacked
+from surgeon.checkpoint.header import DTYPE_BITS
+from surgeon.checkpoint.pieces import Pieces, Span, indices, stacked
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import of_graft
 from surgeon.manifest.manifest import NewTensor, StoredTensor, Surgery
-
-# Far beyond what a width changes.
-_MOST_POWER = 16
 
 
 class ImpossiblePieces(ValueError):
@@ -80,8 +77,6 @@ class _Reader:
         match recipe:
             case {"per_layer": str(name), "axis": int(axis), "order": [*order]}:
                 return _kept(self._per_layer(name, axis, order, shape))
-            case {"rows": [*rows], "still": True, "axes": 2}:
-                return _kept(self._rows(rows, shape, axes=2))
             case {"rows": [*rows], "still": bool(still)}:
                 pieces = self._rows(rows, shape)
                 return _kept(pieces) if still else BaseBytes(pieces, none)
@@ -98,12 +93,6 @@ class _Reader:
                 return _kept(indices(name, of, DTYPE_BITS[self.dtype], 0, self.kept))
             case {"joined": [*parts], "sizes": [*sizes], "axis": axis}:
                 return _kept(self._joined(parts, sizes, axis, shape))
-            case {"scaled": inner, "power": int(power)}:
-                if self.dtype not in FLOAT_DTYPES or not 0 < abs(power) <= _MOST_POWER:
-                    raise ImpossiblePieces(f"numbers of the base times 2^{power}")
-                scale = Scale(self.dtype, power)
-                spans = tuple(span.times(scale) for span in self.read(inner, shape).pieces.spans)
-                return _kept(Pieces(none.nbytes, spans))
             case {"copy": str(name), "rows": [int(start), int(stop)]}:
                 return _kept(self._rows([[name, start, stop]], shape))
             case {"copy": str(name), "columns": [int(start), int(stop)]}:
@@ -138,20 +127,17 @@ class _Reader:
         by_part = [*of[:axis], of[axis] // size, size, *of[axis + 1 :]]
         return indices(name, by_part, DTYPE_BITS[self.dtype], axis, parts)
 
-    def _rows(self, rows: Sequence[object], shape: Sequence[int], axes: int = 1) -> Pieces:
-        """Rows of tensors, one piece below the other; together they are as many numbers as the shape has.
-
-        They are counted along the first `axes` axes of a tensor as if these were one.
-        """
+    def _rows(self, rows: Sequence[object], shape: Sequence[int]) -> Pieces:
+        """Rows of tensors, one piece below the other; together they are as many numbers as the shape has."""
         spans: list[Span] = []
         at = 0
         for piece in rows:
             match piece:
                 case [str(name), int(start), int(stop)]:
                     of = self._source(name).shape
-                    if len(of) < axes or not 0 <= start < stop <= math.prod(of[:axes]) or not math.prod(of):
+                    if not of or not 0 <= start < stop <= of[0] or not math.prod(of):
                         raise ImpossiblePieces(f"rows of the base's {printable(name)}")
-                    row = self._nbytes(of[axes:])
+                    row = self._nbytes(of[1:])
                     spans.append(Span(name, start * row, (stop - start) * row, at))
                     at += spans[-1].length
                 case _:

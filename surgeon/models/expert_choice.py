@@ -21,7 +21,6 @@ from torch.nn import functional
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common import devices
 from surgeon.errors import BadInput, printable
-from surgeon.families.row_experts import matrices_of_rows
 from surgeon.models.load import running
 from surgeon.models.stream import StreamedModel
 from surgeon.models.tokens import token_batches
@@ -49,7 +48,7 @@ class _Block:
     layer: nn.Module
     experts: nn.Module
     count: int
-    held: list[tuple[nn.Module, str, int, int]]
+    held: list[tuple[nn.Module, str, int]]
     counters: list[tuple[nn.Module, str]]
     kept: Tensor | None = None
     buffers: list[tuple[nn.Module, str, Tensor]] = field(default_factory=list)
@@ -188,11 +187,10 @@ def _cut(block: _Block) -> None:
     """Take the rows of experts that are gone out of weights that were just read, and of buffers."""
     assert block.kept is not None
     stored = {(id(owner), key): value for owner, key, value in block.buffers}
-    for owner, key, axis, each in block.held:
+    for owner, key, axis in block.held:
         value = owner._parameters.get(key)
         whole = stored[id(owner), key] if value is None else value.data
-        rows = block.kept if each == 1 else (each * block.kept[:, None] + torch.arange(each)).flatten()
-        cut = whole.index_select(axis, rows.to(whole.device))
+        cut = whole.index_select(axis, block.kept.to(whole.device))
         if value is None:
             owner._buffers[key] = cut
         else:
@@ -206,26 +204,20 @@ def _block(layer: nn.Module, number: int, count: int) -> _Block:
         for path, module in layer.named_modules()
         if (down := module._parameters.get("down_proj")) is not None and down.ndim == 3
     ]
-    # Of experts in rows, what holds the matrices computes with those of one.
-    in_rows = {} if found else matrices_of_rows(layer)
-    found += [path.rpartition(".")[0] for path in in_rows]
-    if len(found) != 1 or not found[0]:
+    if len(found) != 1:
         raise BadInput(f"layer {number}: transformers has its experts in {len(found)} modules, which are not measured")
     experts = layer.get_submodule(found[0])
     around = layer.get_submodule(found[0].rpartition(".")[0])
     inside = {id(module) for module in experts.modules()}
-    of_rows = {id(value) for matrices in in_rows.values() for value in matrices.values()}
-    held: list[tuple[nn.Module, str, int, int]] = []
+    held: list[tuple[nn.Module, str, int]] = []
     for module in around.modules():
         for key, value in (*module._parameters.items(), *module._buffers.items()):
             if value is None:
                 continue
-            if id(value) in of_rows:
-                held.append((module, key, 0, len(value) // count))
-            elif value.shape[:1] == (count,) and (id(module) in inside or value.is_floating_point()):
-                held.append((module, key, 0, 1))
+            if value.shape[:1] == (count,) and (id(module) in inside or value.is_floating_point()):
+                held.append((module, key, 0))
             elif tuple(value.shape) == (1, count):
-                held.append((module, key, 1, 1))
+                held.append((module, key, 1))
     counters = [
         (module, name)
         for module in around.modules()

@@ -21,7 +21,6 @@ from surgeon.operations.dequantise import Dequantise
 from surgeon.operations.domain_gate import DomainGate
 from surgeon.operations.drop_experts import DropExperts
 from surgeon.operations.drop_layers import DropLayers
-from surgeon.operations.expert_layout import ExpertLayout
 from surgeon.operations.extract_text import ExtractText
 from surgeon.operations.fold_adapters import FoldAdapters
 from surgeon.operations.gated_adapters import GatedAdapters
@@ -60,7 +59,6 @@ _BUILT_IN: tuple[type[Operation], ...] = (
     DropLayers,
     DropExperts,
     AddExperts,
-    ExpertLayout,
     FoldAdapters,
     WidenFFN,
     WidenAttention,

@@ -116,8 +116,6 @@ def _again(of: Copy) -> Recipe:
 def _with_more(of: Copy, places: Sequence[Place], fill: str) -> Recipe:
     """What all experts share a tensor in, with the new ones' rows, slices or numbers: copies, or as `fill` says."""
     axis = int(of.shape[0] == 1 and len(of.shape) == 2)
-    # Where experts lie below one another, each has several rows.
-    each = of.shape[axis] // sum(not place.new for place in places)
 
     def part(start: int, stop: int, *, again: bool) -> Recipe:
         if not again and (start, stop) == (0, of.shape[axis]):
@@ -126,19 +124,19 @@ def _with_more(of: Copy, places: Sequence[Place], fill: str) -> Recipe:
         return sliced_columns(of, start, stop) if axis else sliced(of, start, stop, again=again)
 
     def new(sources: list[int]) -> Iterator[Recipe]:
-        shape = (1, len(sources)) if axis else (each * len(sources), *of.shape[1:])
+        shape = (1, len(sources)) if axis else (len(sources), *of.shape[1:])
         if fill == "below":
             yield Below(of, shape)
         elif fill:
             yield Constant(0.0 if fill == "zero" else _LOWEST.get(of.dtype, _NEVER), of.dtype, shape)
         else:
-            yield from (part(each * source, each * (source + 1), again=True) for source in sources)
+            yield from (part(source, source + 1, again=True) for source in sources)
 
     pieces: list[Recipe] = []
     at = 0
     while at < len(places):
         end = next((n for n in range(at, len(places)) if places[n].new != places[at].new), len(places))
         sources = [place.source for place in places[at:end]]
-        pieces += new(sources) if places[at].new else [part(each * sources[0], each * (sources[-1] + 1), again=False)]
+        pieces += new(sources) if places[at].new else [part(sources[0], sources[-1] + 1, again=False)]
         at = end
     return side_by_side(pieces, axis)

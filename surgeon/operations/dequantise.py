@@ -1,13 +1,14 @@
 """`dequantise`: the numbers that quantised tensors stand for, in full precision.
 
 transformers multiplies a number of FP8 (in blocks), of four bits (MXFP4) or of few bits (as compressed-tensors packs
-them) by its scale when it loads such a model in full precision. Here the products are stored, each rounded once, and
-config.json no longer says that they are quantised.
+them, whose package unpacks them) by its scale when it loads such a model in full precision. Here the products are
+stored, each rounded once, and config.json no longer says that they are quantised.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any, ClassVar, Literal
 
 from surgeon.blueprint.blueprint import Claim, OperationRecord
@@ -84,6 +85,11 @@ def _check(draft: Draft) -> str:
     if draft.records:
         raise BadInput("a model is dequantised by a plan of its own: apply the operations before it first")
     settings = quantisation(draft.config)
+    if settings is not None and settings["quant_method"] == COMPRESSED and find_spec("compressed_tensors") is None:
+        raise BadInput(
+            f"config.json: the numbers of this base are unpacked by the package {COMPRESSED}: `pip install"
+            f" {COMPRESSED}`, or operate on the full-precision weights"
+        )
     if settings is None:
         raise BadInput(f"config.json: no `{QUANTISATION}`, so nothing is quantised here; leave `dequantise` out")
     if draft.bank is not None or any(layer.grafts for layer in draft.layers):
@@ -135,14 +141,15 @@ def _unpacked(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], dtyp
     made: dict[str, Recipe] = {}
     for name, info in tensors.items():
         if (pack := packs.get(info.name)) is not None:
-            weight, scales, zeros, order, sizes = (
-                None if each is None else Copy.of(whole[each])
-                for each in (pack.weight, pack.scales, pack.zeros, pack.order, pack.sizes)
-            )
-            assert weight is not None, name
-            assert scales is not None, name
+            if pack.order is not None:
+                raise BadInput(
+                    f"{printable(pack.order)}: groups of columns in another order, which {COMPRESSED} does not read;"
+                    " operate on the full-precision weights"
+                )
+            zeros, sizes = (None if each is None else Copy.of(whole[each]) for each in (pack.zeros, pack.sizes))
             plain = pack.name[len(info.name) - len(name) :]
-            made[plain] = Unpacked(weight, scales, zeros, order, sizes, pack.code, dtype, pack.shape)
+            weight, scales = Copy.of(info), Copy.of(whole[pack.scales])
+            made[plain] = Unpacked(weight, scales, zeros, sizes, pack.code, dtype, pack.shape)
         elif not is_scale(config, name):
             made[name] = Copy.of(info)
     return made

@@ -268,7 +268,7 @@ def _take_out(home: LayerDraft, mixture: tuple[int, list[Part]], gone: Sequence[
         assert isinstance(recipe, Copy), suffix
         number = None if part.expert is None else part.expert.number
         if number is None:
-            made[suffix] = _only(recipe, kept, count)
+            made[suffix] = _only(recipe, kept)
             home.rewritten[suffix] = draft.number
         elif number in kept:
             place = kept.index(number)
@@ -279,15 +279,14 @@ def _take_out(home: LayerDraft, mixture: tuple[int, list[Part]], gone: Sequence[
     home.tensors = made
 
 
-def _only(of: Copy, kept: Sequence[int], count: int) -> Recipe:
-    """The rows, slices or numbers of the experts that stay, of `count`."""
+def _only(of: Copy, kept: Sequence[int]) -> Recipe:
+    """The rows, slices or numbers of the experts that stay."""
     if of.shape[0] == 1 and len(of.shape) == 2:
         return side_by_side([sliced_columns(of, number, number + 1) for number in kept], 1)
-    each = of.shape[0] // count
     ends = [number for number in kept if number + 1 not in kept]
     begins = [number for number in kept if number - 1 not in kept]
-    runs = [(of, each * begin, each * (end + 1)) for begin, end in zip(begins, ends, strict=True)]
-    return rows(runs, (each * len(kept), *of.shape[1:]), still=True)
+    runs = [(of, begin, end + 1) for begin, end in zip(begins, ends, strict=True)]
+    return rows(runs, (len(kept), *of.shape[1:]), still=True)
 
 
 def _said(cost: ExpertCost | None) -> str:

@@ -21,7 +21,6 @@ from surgeon.blueprint.recipes import (
     Matched,
     Recipe,
     one_expert,
-    piled,
     stacked_experts,
 )
 from surgeon.families.family import Part, Role
@@ -97,7 +96,7 @@ def fuse_experts(
         assert stored is not None
         if stored.number is None:
             layout = ExpertLayout(stored.transposed, stored.interleaved)
-            tensors[bank[0].suffix] = stacked_experts(fused, layout, in_rows=bool(stored.in_rows))
+            tensors[bank[0].suffix] = stacked_experts(fused, layout)
         else:
             tensors |= {part.suffix: recipe for part, recipe in zip(bank, fused, strict=True)}
     return {suffix: recipe for suffix, recipe in tensors.items() if suffix not in skip}
@@ -168,8 +167,5 @@ def _shares(bank: list[Part], tensors: Mapping[str, Recipe]) -> tuple[Recipe, ..
     if stored.number is not None:
         return tuple(tensors[part.suffix] for part in bank)
     whole = tensors[bank[0].suffix]
-    if stored.in_rows:
-        of_all, columns = whole.shape
-        whole = piled([whole], (stored.in_rows, of_all // stored.in_rows, columns))
     layout = ExpertLayout(stored.transposed, stored.interleaved)
     return tuple(one_expert(whole, number, layout) for number in range(whole.shape[0]))

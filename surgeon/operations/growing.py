@@ -15,7 +15,7 @@ from typing import Literal
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Constant, Copy, Joined, Recipe, side_by_side, sliced_along
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy, LayerKind, layer_of
+from surgeon.families.anatomy import Anatomy, LayerKind
 from surgeon.families.decoders import USUAL_DECODERS
 from surgeon.families.family import Part, Role, Sizes, inner_width
 from surgeon.families.growth import part_of
@@ -70,11 +70,6 @@ _FFN: tuple[Role, ...] = ("gate", "up", "down")
 IN_SHARED = "the model's FFN stands in a block that several layers share"
 
 
-def shared_ffns(draft: Draft) -> dict[str, Part]:
-    """The tensors of FFNs in blocks that several layers run, by name."""
-    return draft.anatomy.derivation.shared_parts() if draft.anatomy.shared else {}
-
-
 def wider_ffns(draft: Draft, *, by: int = 0, multiple_of: int = 1) -> tuple[dict[str, int], Growths]:
     """The config's fields with which every FFN is wider, and what grows with them: `by`, or up to a multiple.
 
@@ -122,26 +117,23 @@ def _check_experts(draft: Draft, number: int, grown: Mapping[str, tuple[int, int
 
 def inner_widths(draft: Draft) -> list[int]:
     """The widths of FFNs and of experts, each once, from the smallest. Raises BadInput where none is known."""
-    parts = [*(part for kind in draft.anatomy.kinds for part in kind.parts), *shared_ffns(draft).values()]
-    widths = {inner_width(part) for part in parts if part.kind == "weight" and _writes(part)}
-    if not widths and draft.anatomy.shared:
+    if draft.anatomy.shared:
         raise BadInput(
-            f"{printable(draft.anatomy.shared[0])}: {IN_SHARED}, and which of its rows are neurons is not known; insert"
-            " layers, or use grafts"
+            f"{printable(draft.anatomy.shared[0])}: {IN_SHARED}, and such a block does not become wider; insert layers,"
+            " or use grafts"
         )
+    widths = {inner_width(p) for kind in draft.anatomy.kinds for p in kind.parts if p.kind == "weight" and _writes(p)}
     if not widths:
         raise BadInput("no layer has an FFN whose projections are known, so none can become wider; widen another model")
     return sorted(widths)
 
 
-def shown_growth(draft: Draft, growths: Growths, shared: Mapping[str, tuple[int, int, int]]) -> str:
-    """Which widths become which, in words; `shared` as of `lengthen`."""
-    kinds = [kind.parts for kind in draft.anatomy.kinds]
-    held = [(part, here) for parts, here in zip(kinds, growths, strict=True) for part in parts]
-    held += [(part, shared) for part in shared_ffns(draft).values()]
+def shown_growth(draft: Draft, growths: Growths) -> str:
+    """Which widths become which, in words."""
     grown = {
         (before := inner_width(part)): before * after // size
-        for part, here in held
+        for kind, here in zip(draft.anatomy.kinds, growths, strict=True)
+        for part in kind.parts
         if part.kind == "weight" and _writes(part) and part.suffix in here
         for _, size, after in [here[part.suffix]]
     }
@@ -172,13 +164,11 @@ def _plain_neurons(kind: LayerKind, width: int) -> dict[str, int] | None:
 def neurons_of(part: Part) -> tuple[int, tuple[tuple[Role, int], ...]]:
     """Along which axis a tensor of an FFN, or of experts, holds neurons; and its modules there, with how many each.
 
-    Where rows of gate and up alternate they are one module's; where experts lie below one another, each is named.
+    Where rows of gate and up alternate they are one module's.
     """
     expert, role = part.expert, part.blocks[0][0]
-    if expert is not None and expert.in_rows:
-        return 0, ((role, inner_width(part)),) * expert.in_rows
     turned = expert is not None and expert.transposed
-    stacked = expert is not None and expert.stacked
+    stacked = expert is not None and expert.number is None
     axis = int(stacked) + (int((role == "down") != turned) if part.kind == "weight" else 0)
     if role == "down" or (expert is not None and expert.interleaved):
         return axis, ((role, part.shape[axis]),)
@@ -275,16 +265,9 @@ def norms_of_all_heads(kind: LayerKind, head_dim: int) -> list[Part]:
 
 
 def lengthen(
-    draft: Draft,
-    growths: Growths,
-    born: Callable[[New], Sequence[Recipe]],
-    *,
-    scales: bool = False,
-    shared: Mapping[str, tuple[int, int, int]] | None = None,
+    draft: Draft, growths: Growths, born: Callable[[New], Sequence[Recipe]], *, scales: bool = False
 ) -> list[int]:
-    """Make the tensors of all layers as long as `growths` says, of blocks that layers share as `shared` does, by name.
-
-    Return which layers changed.
+    """Make the tensors of all layers as long as `growths` says; return which layers changed.
 
     What is new in a matrix that reads the stream is as `born` makes it; columns that write, biases and numbers by
     themselves are zeros, and norms scale by one, or (`scales`) as they do. Raises BadInput where a layer is quantised,
@@ -303,20 +286,7 @@ def lengthen(
             layer.tensors[suffix] = _longer(index, recipe, parts[suffix], growth, born, scales=scales)
             layer.rewritten[suffix] = draft.number
         changed += [index] if grown else []
-    parts = shared_ffns(draft) if shared else {}
-    for name, growth in (shared or {}).items():
-        of = draft.stored(name)
-        # What a layer's own adapter adds to new neurons begins at nothing.
-        own = born if of.shape[-1] == draft.anatomy.sizes.hidden else lambda new: new.zeros
-        draft.set_outer(name, _longer(_owner(name), of, parts[name], growth, own, scales=scales))
     return changed
-
-
-def _owner(name: str) -> int:
-    """The layer under whose number a tensor of a shared block is stored."""
-    found = layer_of(name)
-    assert found is not None, name
-    return found[1]
 
 
 def _longer(

@@ -12,7 +12,6 @@ from surgeon.blueprint.draft import Draft
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
 from surgeon.families.family import Part
-from surgeon.families.widening import flat_fields
 from surgeon.operations.operation import Spec
 
 if TYPE_CHECKING:
@@ -81,27 +80,23 @@ def listed(
 
 
 def counted(draft: Draft) -> dict[str, int]:
-    """The whole numbers of the text's part of the config, by key; in a part of it, with that before a dot."""
+    """The whole numbers of the text's part of the config, by key."""
     part: Mapping[str, object] = draft.config
     for key in draft.anatomy.derivation.path:
         inner = part.get(key)
         part = inner if isinstance(inner, Mapping) else {}
-    return {key: value for key, value in flat_fields(part) if type(value) is int}
+    return {key: value for key, value in part.items() if type(value) is int}
 
 
 def chosen_by(draft: Draft) -> dict[str, int]:
     """What the config calls the number of experts that a token takes, with that number."""
-    return {key: value for key, value in counted(draft).items() if _AT_ONCE.fullmatch(_word(key))}
-
-
-def _word(key: str) -> str:
-    return key.rpartition(".")[2]
+    return {key: value for key, value in counted(draft).items() if _AT_ONCE.fullmatch(key)}
 
 
 def sizes_with(draft: Draft, before: int, after: int) -> dict[str, int]:
     """What the config calls the number of experts, with the new one. Raises BadInput where that cannot be."""
-    found = [key for key, value in counted(draft).items() if "expert" in _word(key) and value == before]
-    found = [key for key in found if not any(word in _word(key) for word in _OTHERS)]
+    found = [key for key, value in counted(draft).items() if "expert" in key and value == before]
+    found = [key for key in found if not any(word in key for word in _OTHERS)]
     if not found:
         raise BadInput("config.json: no field says how many experts there are, so their number cannot change")
     for key, value in chosen_by(draft).items():

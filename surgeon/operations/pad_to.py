@@ -185,10 +185,9 @@ class PadTo(Operation):
         fields, growths = wider_ffns(draft, multiple_of=wanted)
         for field in fields:
             check_alone(draft, field)
-        shared = draft.anatomy.derivation.shared_growths(fields) if draft.anatomy.shared else {}
-        lengthen(draft, growths, lambda new: new.zeros, shared=shared)
+        lengthen(draft, growths, lambda new: new.zeros)
         draft.sizes |= fields
-        yield shown_growth(draft, growths, shared)
+        yield shown_growth(draft, growths)
 
     def _rows(self, draft: Draft) -> int:
         """Pad embeddings and head; return by how many rows."""

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 from surgeon.blueprint.draft import Draft
-from surgeon.blueprint.recipes import Copy, PlusProducts, Recipe, rows
-from surgeon.checkpoint.header import TensorInfo
 from surgeon.common.formatting import show
 from surgeon.errors import BadInput, printable
 from surgeon.families.family import Part, Role
 from surgeon.families.sparse.dense import Mixture, Take
 from surgeon.families.sparse.target import Made
-from surgeon.operations.growing import IN_SHARED, shared_ffns
+from surgeon.operations.growing import IN_SHARED
 from surgeon.operations.selectors import LayerSelector
 from surgeon.operations.sites import select_sites
 from surgeon.runtime.composition import FFN
@@ -27,14 +25,12 @@ _READING: tuple[Role, ...] = ("gate", "up")
 class PlainFFN:
     """An FFN of plain matrices: of what reads, gate before up, the rows of its weight and (or none) of its bias.
 
-    `down` is the suffix of the matrix that writes, `width` how many neurons there are. `shared` has the tensors that
-    this layer computes with, by name, of an FFN that several layers run: they are no layer's own.
+    `down` is the suffix of the matrix that writes, `width` how many neurons there are.
     """
 
     reading: Mapping[Role, tuple[Take, Take | None]]
     down: str
     width: int
-    shared: Mapping[str, Recipe] = field(default_factory=dict)
 
     @property
     def biased(self) -> bool:
@@ -55,15 +51,13 @@ def dense_sites(draft: Draft, selector: LayerSelector) -> dict[int, PlainFFN]:
     """
     sites = select_sites(draft, selector, FFN)
     found = {index: ffn for index in sites if (ffn := _plain_ffn(draft.kind_of(index).parts)) is not None}
-    if draft.anatomy.shared and len(found) < len(sites):
-        found |= {index: ffn for index, ffn in _shared_ffns(draft).items() if index in sites and index not in found}
     lacking = next((index for index in sites if index not in found), None)
     if lacking is None or (selector == "all" and found):
         return found
     if draft.anatomy.shared and not any(part.blocks for part in draft.kind_of(lacking).parts):
         raise BadInput(
-            f"layer {lacking}: {IN_SHARED}, and what this layer computes there is not known, of which experts could"
-            " begin as copies; use gated_adapters, or a dense model whose layers share none"
+            f"layer {lacking}: {IN_SHARED}, and experts begin as copies of a layer's own; use gated_adapters, or a"
+            " dense model whose layers share none"
         )
     mixed = any(part.expert is not None for part in draft.kind_of(lacking).parts)
     why = (
@@ -83,41 +77,14 @@ def _plain_ffn(parts: tuple[Part, ...]) -> PlainFFN | None:
     takes: dict[tuple[str, Role], Take] = {}
     for part in parts:
         begin = 0
-        for role, count in part.blocks:
-            takes[part.kind, role] = Take(part.suffix, begin, begin + count)
-            begin += count
+        for role, rows in part.blocks:
+            takes[part.kind, role] = Take(part.suffix, begin, begin + rows)
+            begin += rows
     reading = {role: (take, takes.get(("bias", role))) for role in _READING if (take := takes.get(("weight", role)))}
     down = next((part for part in parts if part.kind == "weight" and ("down", part.shape[0]) in part.blocks), None)
     if down is None or "up" not in reading or any(t.stop - t.start != down.shape[1] for t, _ in reading.values()):
         return None
     return PlainFFN(reading, down.suffix, down.shape[1])
-
-
-def _shared_ffns(draft: Draft) -> dict[int, PlainFFN]:
-    """The FFNs of layers that run one which others run too, with what each layer adds to its matrices."""
-    derivation, outer, parts = draft.anatomy.derivation, draft.anatomy.outer, shared_ffns(draft)
-    found: dict[int, PlainFFN] = {}
-    for index, pairs in derivation.adapted_ffns().items():
-        ffn = _plain_ffn(tuple(parts[name] for name in pairs))
-        if ffn is not None:
-            found[index] = replace(ffn, shared={name: _with_pairs(outer, name, own) for name, own in pairs.items()})
-    return found
-
-
-def _with_pairs(outer: Mapping[str, TensorInfo], name: str, pairs: tuple[tuple[str, str], ...]) -> Recipe:
-    """A tensor of the base with the products on top of it."""
-    of = Copy.of(outer[name])
-    if not pairs:
-        return of
-    return PlusProducts(of, tuple((Copy.of(outer[down]), Copy.of(outer[up])) for down, up in pairs))
-
-
-def rows_of(source: Recipe, start: int, stop: int) -> Copy | PlusProducts:
-    """Rows of a tensor of an FFN."""
-    if isinstance(source, PlusProducts):
-        return source.part(start, stop)
-    assert isinstance(source, Copy), source
-    return rows([(source, start, stop)], (stop - start, *source.shape[1:]), still=False)
 
 
 def routed_tensors(ffn: PlainFFN, mixture: Mixture, hidden: int) -> list[Made]:

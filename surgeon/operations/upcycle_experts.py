@@ -25,7 +25,6 @@ from surgeon.blueprint.recipes import (
     Copy,
     Imported,
     Noised,
-    PlusProducts,
     Prompted,
     Random,
     Recipe,
@@ -43,10 +42,10 @@ from surgeon.families.sparse.fit import dense_of, target_for
 from surgeon.families.sparse.target import Made, Target
 from surgeon.families.sparse.targets import TARGETS
 from surgeon.operations.fine_tunes import check_fine_tune
-from surgeon.operations.growing import shared_ffns
+from surgeon.operations.growing import IN_SHARED
 from surgeon.operations.operation import Legend, OneOf, Operation, Paper, Scale, Spec, TrainingDefaults
 from surgeon.operations.prepare import OpenedBase
-from surgeon.operations.routed_experts import dense_sites, routed_tensors, rows_of
+from surgeon.operations.routed_experts import dense_sites, routed_tensors
 from surgeon.operations.selectors import LayerSelector, select_layers
 from surgeon.operations.sites import default_activation
 
@@ -298,10 +297,9 @@ class UpcycleExperts(Operation):
             check_divides(mixture, ffn.width)
             entry: dict[str, Any] = {"experts": mixture.count, "size": ffn.width // mixture.segments}
             entry |= {"top_k": mixture.chosen} | ffn.settings(default_activation(draft, index))
-            made = routed_tensors(ffn, mixture, draft.anatomy.sizes.hidden)
-            layer = replace(draft.layers[index], tensors=dict(ffn.shared) or draft.layers[index].tensors)
+            made, layer = routed_tensors(ffn, mixture, draft.anatomy.sizes.hidden), draft.layers[index]
             tensors = {each.suffix: self._recipe(each, layer, ffn.down, f"layers.{index}") for each in made}
-            draft.layers[index].grafts.append(Graft("routed_experts", entry, tensors, number))
+            layer.grafts.append(Graft("routed_experts", entry, tensors, number))
         alone = "; the weight of the one expert is its score, by which the router learns" if mixture.chosen == 1 else ""
         alone += self._amended_by(balance)
         return OperationRecord(
@@ -405,14 +403,15 @@ class UpcycleExperts(Operation):
             parts.append(self._born(matrix, made, f"{label}.experts.{expert}", f"{key}.{nth}"))
         return parts[0] if len(parts) == 1 else piled(parts, made.shape)
 
-    def _whole(self, take: Take, layer: LayerDraft, copy: int) -> Recipe:
+    def _whole(self, take: Take, layer: LayerDraft, copy: int) -> Copy | Imported:
         """Rows of the MLP that expert `copy` begins as, of the base or of another model."""
         source = layer.tensors[take.suffix]
+        assert isinstance(source, Copy), take.suffix
+        shape = (take.stop - take.start, *source.shape[1:])
         name = BASE if isinstance(self.experts, int) else self.experts[copy]
         if name == BASE:
-            return rows_of(source, take.start, take.stop)
-        assert isinstance(source, Copy) and source.source is not None, take.suffix
-        shape = (take.stop - take.start, *source.shape[1:])
+            return rows([(source, take.start, take.stop)], shape, still=False)
+        assert source.source is not None, take.suffix
         return Imported("model", name, source.source, source.dtype, shape, (take.start, take.stop))
 
     def _mean(self, take: Take, layer: LayerDraft) -> Recipe:
@@ -449,10 +448,8 @@ class UpcycleExperts(Operation):
         return whole if self.fine_grained == 1 else repeated(whole, self.fine_grained)
 
 
-def _joined(takes: Sequence[Take], layer: LayerDraft, shape: tuple[int, ...], *, still: bool) -> Recipe:
+def _joined(takes: Sequence[Take], layer: LayerDraft, shape: tuple[int, ...], *, still: bool) -> Copy:
     """Rows of the layer's tensors, one piece below the other."""
-    if any(isinstance(layer.tensors[take.suffix], PlusProducts) for take in takes):
-        return piled([rows_of(layer.tensors[take.suffix], take.start, take.stop) for take in takes], shape)
     pieces: list[tuple[Copy, int, int]] = []
     for take in takes:
         source = layer.tensors[take.suffix]
@@ -470,8 +467,6 @@ def _check(draft: Draft) -> None:
             "the model carries grafts, for which no class of transformers that mixes experts has a place; merge or"
             " revert them first"
         )
-    if "auto_map" in draft.config:
-        raise BadInput("the base runs code of its own, which no class of transformers is known to compute")
     odd = next((r for layer in draft.layers for r in layer.tensors.values() if r.dtype not in FLOAT_DTYPES), None)
     if isinstance(odd, Copy) and odd.source is not None:
         raise BadInput(
@@ -489,7 +484,10 @@ def _dense(draft: Draft) -> Dense:
         )
     if "text_config" in draft.config:
         raise NoTarget(f"the layers stand in a larger model; take the text out first (`extract_text`), or {BESIDE}")
-    if shared_ffns(draft):
-        raise NoTarget(f"its layers share one FFN, and no class known here has experts in such a block; {BESIDE}")
+    if draft.anatomy.shared:
+        raise NoTarget(
+            f"{printable(draft.anatomy.shared[0])}: {IN_SHARED}, and no class known here has experts in such a block;"
+            " use gated_adapters, or a dense model whose layers share none"
+        )
     layers = [{suffix: recipe.shape for suffix, recipe in layer.tensors.items()} for layer in draft.layers]
     return dense_of(draft.config, layers, draft.anatomy.layer_name(0, "").removesuffix("0."))

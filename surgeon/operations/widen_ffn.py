@@ -94,13 +94,11 @@ class WidenFFN(Operation):
         fields, growths = wider_ffns(draft, by=by)
         for field in fields:
             check_alone(draft, field)
-        shared = draft.anatomy.derivation.shared_growths(fields) if draft.anatomy.shared else {}
-        wider = lengthen(draft, growths, partial(self._born, draft), shared=shared)
+        wider = lengthen(draft, growths, partial(self._born, draft))
         draft.sizes |= fields
-        where = [which_layers(wider, draft)] * bool(wider) + ["what layers share"] * bool(shared)
         return OperationRecord(
             op=self.op,
-            matched=f"{shown_growth(draft, growths, shared)} in {' and '.join(where)}, {self.init}",
+            matched=f"{shown_growth(draft, growths)} in {which_layers(wider, draft)}, {self.init}",
             claim=Claim("rounding", f"new columns of the down projections are zero; {ROUNDING}"),
             trains="new",
         )
@@ -117,8 +115,5 @@ def drawn(draft: Draft, new: New, init: str, reads: int) -> Random:
     Of modules that are not known by a role alone each draws for itself.
     """
     std = math.sqrt(VARIANCES[init](reads, len(draft.layers)))
-    expert = new.part.expert
-    key = new.role if new.role and expert is None else f"{new.part.suffix}.{new.role}".removesuffix(".")
-    if expert is not None and expert.in_rows:
-        key = f"{key}.{new.begin // new.count}"
+    key = new.role if new.role and new.part.expert is None else f"{new.part.suffix}.{new.role}".removesuffix(".")
     return Random(f"operations[{draft.number}].layer[{new.layer}].{key}", std, new.of.dtype, new.shape)

@@ -8,14 +8,14 @@ all of a reader's weight on the first copy). The native class with a larger `hid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
-from surgeon.blueprint.recipes import Constant, Copy, Joined, Recipe, scaled, side_by_side, sliced_along
+from surgeon.blueprint.recipes import Constant, Copy, Joined, Recipe, side_by_side, sliced_along
 from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy, Axes, Axis, Stream
@@ -28,7 +28,7 @@ from surgeon.operations.widths import ROUNDING, check_alone
 _READING: tuple[Role, ...] = ("query", "key", "value", "gate", "up")
 # What has nothing of the stream's width: norms of query and key.
 _INSIDE: tuple[Role, ...] = ("query_norm", "key_norm")
-# Usual types whose classes multiply embeddings by the root of the width: a twin says what undoes that.
+# Usual types whose classes multiply embeddings by the root of the width: a twin shows it.
 _ROOTED = ("gemma", "gemma2", "gemma3_text")
 # Far beyond any use; each copy is a part of each tensor that writes.
 _MOST = 64
@@ -99,7 +99,7 @@ class WidenHidden(Operation):
         return OperationRecord(
             op=self.op,
             matched=f"a stream of {before} becomes {before * times}, itself {times} times, in all {len(draft.layers)}"
-            f" layers, embeddings and head{_other_fields(draft, fields)}{_shown_powers(kinds, outer)}",
+            f" layers, embeddings and head{_other_fields(draft, fields)}",
             claim=Claim("rounding", f"what reads the stream has zeros for all but its first part; {ROUNDING}"),
             trains="new",
         )
@@ -136,14 +136,6 @@ def _other_fields(draft: Draft, fields: dict[str, int]) -> str:
     hidden = draft.anatomy.sizes.hidden
     others = {key: value for key, value in fields.items() if key in part and part[key] not in (hidden, value)}
     return "".join(f", `{key}` {printable(str(part[key]))} becomes {value}" for key, value in others.items())
-
-
-def _shown_powers(kinds: Iterable[Mapping[str, Axes]], outer: Mapping[str, Axes]) -> str:
-    """Which tensors are stored times a power of two, in words."""
-    held = [*outer.items(), *(item for kind in kinds for item in kind.items())]
-    powers = {name: power for name, axes in held if (power := sum(axis.power for axis in axes))}
-    shown = ", ".join(f"{printable(name)} times {2.0**power:g}" for name, power in powers.items())
-    return f"; stored against what the class multiplies by its width: {shown}" if powers else ""
 
 
 def _null_scale(anatomy: Anatomy) -> float:
@@ -205,11 +197,7 @@ def _wider(of: Copy, axes: Axes, times: int) -> Joined:
         return _along(of, axes[0], times, lambda part: part)
     # Copies of what there is are those of the tensor that reads the wider stream.
     one, other = sorted(axes, key=lambda axis: axis.new is not None)
-    one, other = one._replace(power=one.power + other.power), other._replace(power=0)
-    follows = len(axes) <= _MOST_AXES and other.new is not None
-    if follows and len(other.shares) > 1 and (one.new, one.shares) == (None, (1,)):
-        return _by_shares(of, one, other, times)
-    if not follows or len(other.shares) > 1 or (new := other.new) is None:
+    if len(axes) > _MOST_AXES or len(other.shares) > 1 or (new := other.new) is None:
         raise BadInput(
             f"{printable(str(of.source))}: grows along {len(axes)} axes in a way that surgeon cannot follow; widen_ffn"
             " may widen this model"
@@ -218,36 +206,20 @@ def _wider(of: Copy, axes: Axes, times: int) -> Joined:
     return _along(of, one, times, lambda part: side_by_side((part, _filled(part, other.axis, more, new)), other.axis))
 
 
-def _by_shares(of: Copy, copied: Axis, axis: Axis, times: int) -> Joined:
-    """A matrix whose parts along one axis get constants behind them, each so many times along the other."""
-    number, size = axis.axis, of.shape[axis.axis]
-    assert axis.new is not None
-    pieces: list[Recipe] = []
-    begin = 0
-    for share in axis.shares:
-        end = begin + size * share // sum(axis.shares)
-        own, again = (scaled(sliced_along(of, number, begin, end, again=more), copied.power) for more in (False, True))
-        pieces.append(side_by_side((own, *[again] * (times - 1)), copied.axis))
-        pieces.append(_filled(pieces[-1], number, (end - begin) * (times - 1), axis.new))
-        begin = end
-    return side_by_side(pieces, number)
-
-
 def _along(of: Copy, axis: Axis, times: int, beside: Callable[[Copy], Recipe]) -> Joined:
     """A tensor with what is new along one axis, each of its parts made wider `beside` it."""
     number, size = axis.axis, of.shape[axis.axis]
-    copies = times if axis.new is None else axis.copies
     pieces: list[Recipe] = []
     begin = 0
     for share in axis.shares:
         end = begin + size * share // sum(axis.shares)
         own = of if len(axis.shares) == 1 else sliced_along(of, number, begin, end)
-        pieces.append(beside(scaled(own, axis.power)))
-        where = (number, begin, end) if len(axis.shares) > 1 else (0, 0, of.shape[0])
-        again = (scaled(sliced_along(of, *where, again=True), axis.power) for _ in range(copies - 1))
-        pieces += [beside(each) for each in again]
-        if axis.new is not None and copies < times:
-            pieces.append(_filled(pieces[0], number, (end - begin) * (times - copies), axis.new))
+        pieces.append(beside(own))
+        if axis.new is None:
+            where = (number, begin, end) if len(axis.shares) > 1 else (0, 0, of.shape[0])
+            pieces += [beside(sliced_along(of, *where, again=True)) for _ in range(times - 1)]
+        else:
+            pieces.append(_filled(pieces[-1], number, (end - begin) * (times - 1), axis.new))
         begin = end
     return side_by_side(pieces, number)
 

@@ -13,6 +13,7 @@ from pydantic import ConfigDict, Field
 
 from surgeon.blueprint.blueprint import Blueprint
 from surgeon.blueprint.draft import Draft
+from surgeon.checkpoint.own_code import builds_models, has_own_code
 from surgeon.checkpoint.weights import COMPRESSED, quantisation
 from surgeon.common.checked_yaml import check_yaml, editor_schema
 from surgeon.common.schema import Bounded
@@ -24,6 +25,12 @@ from surgeon.operations.classification_head import ClassificationHead
 from surgeon.operations.operation import Operation
 from surgeon.operations.prepare import Facts, OpenedBase, WeightsNeeded
 from surgeon.plan.mergekit import MERGEKIT_KEYS, of_mergekit
+
+# What plans had before, and what to use instead.
+_FORMER = {
+    "expert_layout": "gone: transformers' `save_pretrained` writes a tensor for each expert, and with"
+    " `save_original_format=False` one for all",
+}
 
 
 class Plan(Bounded):
@@ -86,7 +93,7 @@ def parse_plan(text: str, *, source: str = "plan", overrides: Sequence[str] = ()
     if not {"surgeon", "operations"} & data.keys() and any(key in data for key in MERGEKIT_KEYS):
         data = of_mergekit(data, lines, source)
     given = override(data, overrides, example="operations.0.layers=all")
-    plan = check_yaml(Plan, data, lines, source, what="plan", given=given)
+    plan = check_yaml(Plan, data, lines, source, what="plan", habits=_FORMER, given=given)
     if overrides:
         options = " ".join(f"--set {setting}" for setting in overrides)
         text = f"# With {printable(options, len(options))}\n{written_yaml(data)}"
@@ -130,6 +137,7 @@ def prepare(loaded: LoadedPlan, base: OpenedBase) -> dict[int, Facts]:
             # `draw` says why it is refused.
             continue
         with placed(loaded, number):
+            _check_classes(base.folder.config)
             facts = operation.prepare(replace(base, number=number))
         if facts is not None:
             found[number] = facts
@@ -174,6 +182,7 @@ def carry_out(operation: Operation, draft: Draft, facts: Facts | None = None) ->
             f"it comes after `{draft.records[-1].op}`, which makes a model of other tensors; apply it by a plan of its"
             " own, to the output of this one"
         )
+    _check_classes(draft.config)
     _check_kind(operation, draft.anatomy)
     settings = quantisation(draft.config)
     if settings is not None and settings["quant_method"] == COMPRESSED and operation.op != "dequantise":
@@ -185,6 +194,16 @@ def carry_out(operation: Operation, draft: Draft, facts: Facts | None = None) ->
     draft.records.append(operation.edit(draft, facts))
     if before and draft.widths == before:
         raise BadInput("an earlier operation of this plan changes widths, which others do not know; apply two plans")
+
+
+def _check_classes(config: Mapping[str, Any]) -> None:
+    """Raise BadInput for a base whose model is built of its own code."""
+    mapped = config.get("auto_map")
+    if has_own_code(config) and isinstance(mapped, dict) and builds_models(mapped):
+        raise BadInput(
+            "config.json: `auto_map` names the base's own code, and operations are for models of transformers' classes;"
+            " use a release of transformers that has this model type, or convert the checkpoint to one that it has"
+        )
 
 
 def _check_kind(operation: Operation, anatomy: Anatomy) -> None:

@@ -64,7 +64,7 @@ def _promise_of(operation: Operation, anatomy: Anatomy, folder: CheckpointFolder
     found = _facts(operation, base)
     carry_out(operation, draft, found)
     blueprint = draft.finish()
-    check_shapes(blueprint, anatomy, folder.own)
+    check_shapes(blueprint, anatomy)
     plan = LoadedPlan(Plan.model_construct(surgeon=1, seed=0, operations=[operation]), "", "plan")
     facts = {} if found is None else {0: found}
     if known_proof(plan, facts, blueprint, base).how != "cached":

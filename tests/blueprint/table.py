@@ -43,7 +43,6 @@ BASE: dict[str, Tensor] = {
     "packed": pack(WHOLE, 3),
     "packed scales": drawn("packed scales", 5, 3),
     "packed zeros": pack(ZEROS.T, 3).T.contiguous(),
-    "packed order": torch.arange(48).mul(7).remainder(3).int(),
     "packed sizes": torch.tensor([5, 48]),
 }
 ELSEWHERE = {

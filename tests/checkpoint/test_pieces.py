@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from surgeon.checkpoint import piece_bytes as module
-from surgeon.checkpoint.header import DTYPE_BITS, FLOAT_DTYPES, TensorInfo
+from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.piece_bytes import Gap, OtherBytes, compared, copy_pieces, in_files, places_of, read_in_order
-from surgeon.checkpoint.pieces import Pieces, Scale, Span, indices, side_by_side, stacked, turned
+from surgeon.checkpoint.pieces import Pieces, Span, indices, side_by_side, stacked, turned
 from surgeon.errors import BadInput
 
 # What every byte of a tensor is: a name for each byte of the first base, None for one that was made otherwise.
@@ -121,47 +121,6 @@ def test_slices_are_read_in_order(
     file.write_bytes(file.read_bytes()[:-4])
     with file.open("rb") as opened, pytest.raises(BadInput, match="ends"):
         list(read_in_order(places_of({"it": info})["it"], lambda _: opened.fileno()))
-
-
-@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32", "F64"])
-def test_numbers_times_a_power_of_two_are_read_so_and_come_back(dtype: str, tmp_path: Path) -> None:
-    """Column by column and in one run; through two maps the powers add up, and turned round they are undone."""
-    value = torch.randn(7, 12).to(getattr(torch, FLOAT_DTYPES[dtype].torch))
-    info = TensorInfo("it", dtype, (7, 12), "it", BEGIN, BEGIN + value.nbytes)
-    columns = indices("it", (7, 12), DTYPE_BITS[dtype], 1, [4, 5, 6, 7, 8, 9, 10, 11, 0, 1, 2, 3])
-    once = Pieces(value.nbytes, tuple(span.times(Scale(dtype, -2)) for span in columns.spans))
-    assert len(Pieces.of(8, (Span("it", 0, 4), Span("it", 4, 4, 4, scale=Scale(dtype, 1)))).spans) == 2
-    whole = Pieces(value.nbytes, (Span("made", 0, value.nbytes, scale=Scale(dtype, 3)),))
-    twice = whole.through({"made": once})
-    files = {"it": tmp_path / "it", "made": tmp_path / "made"}
-    files["it"].write_bytes(bytes(BEGIN) + value.view(torch.uint8).numpy().tobytes())
-
-    def read(pieces: Pieces, of: TensorInfo) -> bytes:
-        with files[of.file].open("rb") as opened:
-            parts = read_in_order(in_files({"": pieces}, {of.name: of})[""], lambda _: opened.fileno())
-            return b"".join(bytes(part) for part in parts if not isinstance(part, Gap))
-
-    for pieces, factor in ((once, 0.25), (twice, 2.0)):
-        wanted = (torch.cat([value[:, 4:], value[:, :4]], 1) * factor).contiguous()
-        assert read(pieces, info) == wanted.view(torch.uint8).numpy().tobytes()
-        files["made"].write_bytes(bytes(BEGIN))
-        with files["it"].open("rb") as opened, files["made"].open("r+b") as laid:
-            places = in_files({"": pieces}, {"it": info})[""]
-            copy_pieces(places, lambda _: opened.fileno(), target=laid.fileno(), begin=BEGIN, progress=lambda _: None)
-        assert files["made"].read_bytes()[BEGIN:] == wanted.view(torch.uint8).numpy().tobytes()
-        back = turned({"made": pieces}, {"it": value.nbytes})["it"]
-        assert back.covered and not back.is_all_of(info)
-        made = TensorInfo("made", dtype, (7, 12), "made", BEGIN, BEGIN + value.nbytes)
-        assert read(back, made) == files["it"].read_bytes()[BEGIN:]
-        assert back.through({"made": pieces}) == Pieces.whole("it", value.nbytes)
-
-
-@pytest.mark.parametrize(("number", "power"), [(3e-5, -1), (6e4, 1)])
-def test_a_number_that_would_lose_a_digit_is_refused(number: float, power: int, tmp_path: Path) -> None:
-    (tmp_path / "it").write_bytes(torch.tensor([1.0, number], dtype=torch.float16).numpy().tobytes())
-    pieces = Pieces(4, (Span("/it", 0, 4, scale=Scale("F16", power)),))
-    with (tmp_path / "it").open("rb") as opened, pytest.raises(BadInput, match=r"^it: times .* lose digits"):
-        list(read_in_order(pieces, lambda _: opened.fileno()))
 
 
 Stored = tuple[dict[str, TensorInfo], bytes, dict[str, Content]]

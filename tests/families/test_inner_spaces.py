@@ -27,7 +27,6 @@ from tests.decoders import checkpoint_of, tiny_decoder
 LAYERS: dict[str, tuple[list[int], list[str]]] = {
     "lfm2": ([3, 4], ["conv.channels"]),
     "gpt_neox": ([1, 2], ["attention.heads"]),
-    "dbrx": ([1, 2], ["norm_attn_norm.attn.heads"]),
     "bamba": ([3, 4], ["mamba.heads"]),
     "jamba": ([3], ["mamba.channels"]),
     "nemotron_h": ([2], ["mixer.groups"]),

@@ -13,10 +13,9 @@ from surgeon.errors import BadInput
 from tests.checkpoints import same_bytes, weights
 from tests.decoders import tiny_decoder
 from tests.models.grown import edit
-from tests.own_code import pebble
+from tests.own_code import installed
 
 INSERT = "surgeon: 1\noperations:\n  - {op: insert_layers, where: {after: [0, 2]}, init: {kind: copy}}\n"
-TRUST: dict[str, Any] = {"trust_remote_code": True}
 
 # Lines of the model's code, that are changed.
 MADE = "        self.mix, self.wash = PebbleMix(config, number), PebbleWash(config)\n"
@@ -135,20 +134,18 @@ REFUSED: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
 }
 
 
-def applied(tmp_path: Path, changed: dict[str, str], **config: Any) -> tuple[Path, Path]:
-    # Folders of one name would be one module to transformers.
-    base = pebble(tmp_path / f"{tmp_path.name}-base", changed=changed, **config)
+def applied(tmp_path: Path, patch: pytest.MonkeyPatch, changed: dict[str, str], **config: Any) -> tuple[Path, Path]:
+    base = installed(tmp_path / "base", changed, patch, **config)
     (tmp_path / "plan.yaml").write_text(INSERT)
-    out = tmp_path / f"{tmp_path.name}-out"
-    surgeon.apply(tmp_path / "plan.yaml", base, out, **TRUST)
-    return base, out
+    surgeon.apply(tmp_path / "plan.yaml", base, tmp_path / "out")
+    return base, tmp_path / "out"
 
 
 @pytest.mark.parametrize("case", EXACT)
-def test_layers_with_buffers_are_exact(case: str, tmp_path: Path) -> None:
+def test_layers_with_buffers_are_exact(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changed, wanted = EXACT[case]
-    base, out = applied(tmp_path, changed)
-    found = surgeon.verify(base, out, windows=1, window=16, dtypes=("auto", "float32"), **TRUST)
+    base, out = applied(tmp_path, monkeypatch, changed)
+    found = surgeon.verify(base, out, windows=1, window=16, dtypes=("auto", "float32"))
     assert found.holds and found.identical and found.promise == "exact"
     before, after = weights(base), weights(out)
     for old, new, source in ((0, 1, 0), (3, 4, 2)):
@@ -157,7 +154,7 @@ def test_layers_with_buffers_are_exact(case: str, tmp_path: Path) -> None:
                 assert torch.equal(after[f"backbone.blocks.{old}.{name}"], before[own])
                 made = after[f"backbone.blocks.{new}.{name}"]
                 assert torch.equal(made, torch.full_like(made, wanted[name]) if name in wanted else before[own])
-    surgeon.revert(out, tmp_path / "back", **TRUST)
+    surgeon.revert(out, tmp_path / "back")
     assert same_bytes(before, weights(tmp_path / "back"))
 
 
@@ -189,8 +186,8 @@ def test_gemma_4_grows_beside_and_between(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_exact_is_refused(case: str, tmp_path: Path) -> None:
+def test_what_cannot_be_exact_is_refused(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changed, config, words = REFUSED[case]
     with pytest.raises(BadInput, match=words):
-        applied(tmp_path, changed, **config)
-    assert not list(tmp_path.glob("*-out"))
+        applied(tmp_path, monkeypatch, changed, **config)
+    assert not (tmp_path / "out").exists()

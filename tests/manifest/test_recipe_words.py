@@ -10,7 +10,7 @@ import pytest
 
 import surgeon
 from surgeon.checkpoint.folder import CheckpointFolder, holds_pieces
-from surgeon.checkpoint.pieces import Pieces, Scale, Span
+from surgeon.checkpoint.pieces import Pieces, Span
 from surgeon.errors import BadInput
 from surgeon.manifest.manifest import Manifest, NewTensor
 from surgeon.manifest.moves import has_other_names, left_at, made_of_base
@@ -23,8 +23,6 @@ from tests.manifest.edits import edited
 from tests.manifest.test_lineage import last
 from tests.oracle import STRUCTURES
 
-# Tied embeddings, stored times a power of two.
-FOUR_TIMES = {"four times": [{"op": "widen_hidden", "times": 4}]}
 # Numbers of two bytes.
 BASE = {"table": [6, 4], "row": [4], "experts": [3, 4, 2], "model.layers.0.adapter_in.weight": [2, 4]}
 
@@ -60,10 +58,6 @@ def test_what_the_words_say() -> None:
     zeros, again = {"constant": 0.0}, {"again": "table", "rows": [0, 6]}
     wider = read_back({"joined": [{"copy": "table"}, zeros, again], "axis": 1, "sizes": [4, 1, 4]}, 6, 9)
     assert wider.pieces == wider.kept == Pieces(108, (Span("table", 0, 8, 0, 6, 8, 18),)) and not wider.stays
-    scaled = read_back(
-        {"joined": [{"scaled": {"copy": "table"}, "power": -2}, zeros], "axis": 1, "sizes": [4, 1]}, 6, 5
-    )
-    assert scaled.pieces == scaled.kept == Pieces(60, (Span("table", 0, 8, 0, 6, 8, 10, Scale("F16", -2)),))
     between = [{"copy": "table", "rows": [0, 2]}, zeros, {"copy": "table", "rows": [2, 6]}]
     wider = read_back({"joined": between, "axis": 0, "sizes": [2, 3, 4]}, 9, 4)
     assert wider.pieces.spans == (Span("table", 0, 16), Span("table", 16, 32, 40))
@@ -108,9 +102,6 @@ IMPOSSIBLE: list[tuple[dict[str, Any], list[int]]] = [
     ({"rows": [["table", 0, 2]], "still": False}, [3, 4]),
     ({"rows": ["table"], "still": False}, [6, 4]),
     ({"rows": [], "still": True}, [0]),
-    ({"scaled": {"copy": "table"}, "power": 17}, [6, 4]),
-    ({"scaled": {"copy": "table"}, "power": 0}, [6, 4]),
-    ({"scaled": {"copy": "table"}, "power": 1}, [6, 5]),
     ({"extended": {"copy": "table"}}, [5, 4]),
     ({"extended": {"copy": "table"}}, [7, 5]),
     ({"joined": [{"copy": "table"}], "axis": 1, "sizes": [5]}, [6, 5]),
@@ -145,13 +136,13 @@ def test_sizes_that_a_manifest_claims_cost_nothing() -> None:
 @pytest.mark.parametrize(
     ("family", "structure"),
     [("llama", name) for name in ("copy", "ffn", "copied ffn", "attention", "hidden", "experts", "copied experts")]
-    + [("gemma2", "four times"), ("phi3", "experts"), ("phi3", "ffn"), ("gemma4_text", "copy")],
+    + [("phi3", "experts"), ("phi3", "ffn"), ("gemma4_text", "copy")],
 )
 def test_words_are_read_as_they_were_meant(family: str, structure: str, tmp_path: Path) -> None:
     """The reader agrees with the blueprint, which has the recipes themselves, and with the bytes of the output."""
     own = family in tiny.FAMILIES
     base = tiny.checkpoint(tmp_path / "base", family) if own else tiny_decoder(tmp_path / "base", family)
-    (tmp_path / "plan.yaml").write_text(json.dumps({"surgeon": 1, "operations": (STRUCTURES | FOUR_TIMES)[structure]}))
+    (tmp_path / "plan.yaml").write_text(json.dumps({"surgeon": 1, "operations": STRUCTURES[structure]}))
     surgeon.apply(tmp_path / "plan.yaml", str(base), tmp_path / "out", device="cpu")
     of, out = (CheckpointFolder.open(folder) for folder in (base, tmp_path / "out"))
     manifest = manifest_of(out)

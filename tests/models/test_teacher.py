@@ -49,7 +49,7 @@ NOT_WITHIN = {
     *("stack_layers", "merge_adapter", "merge_branches", "fold_adapters", "grow_vocabulary", "imported_lora"),
     *("trim_vocabulary", "dequantise", "drop_experts", "add_experts"),
     # In tests of their own.
-    *("untie_embeddings", "extract_text", "expert_layout"),
+    *("untie_embeddings", "extract_text"),
 }
 
 

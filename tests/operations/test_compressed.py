@@ -1,6 +1,6 @@
 """`dequantise` of what compressed-tensors stores: to the bit the numbers that were packed, and what transformers reads.
 
-The numbers are this test's own, in float64 (`Coded.plain`); where compressed-tensors is installed, it is asked as well.
+The numbers are this test's own, in float64 (`Coded.plain`).
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,15 +18,17 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 import surgeon
-from surgeon.blueprint.recipes import unpacked
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
 from surgeon.families.compressed import packs_of
+from surgeon.operations import dequantise
 from tests.checkpoints import edit_config, edit_tensor, weights, write_plan
 from tests.decoders import tiny_decoder
 from tests.quantised import Coded, compressed
 
-_LIBRARY = importlib.util.find_spec("compressed_tensors") is not None
+needs_library = pytest.mark.skipif(
+    importlib.util.find_spec("compressed_tensors") is None, reason="needs compressed-tensors"
+)
 
 # Of each base, how attention and the rest are stored; where both are stored alike, transformers reads it.
 CODES: dict[str, tuple[str, str, tuple[Coded, ...]]] = {
@@ -35,7 +36,6 @@ CODES: dict[str, tuple[str, str, tuple[Coded, ...]]] = {
     "zero points": ("qwen3_moe", "bfloat16", (Coded(symmetric=False), Coded(bits=3, symmetric=False, size=32))),
     "halves": ("llama", "float16", (Coded(bits=5, scales="float16", strategy="channel", symmetric=False),)),
     "experts": ("qwen3_moe", "bfloat16", (Coded(bits=4, strategy="tensor"),)),
-    "ordered": ("llama", "bfloat16", (Coded(ordered=True), Coded(ordered=True, symmetric=False, scales="float16"))),
     "int8": ("llama", "bfloat16", (Coded("int-quantized", 8, symmetric=False),)),
     "one number": (
         "llama",
@@ -50,6 +50,7 @@ def _base(folder: Path, model_type: str = "llama", *coded: Coded, dtype: str = "
     return compressed(tiny_decoder(folder, model_type, dtype=dtype, num_hidden_layers=2), *(coded or (Coded(),)))
 
 
+@needs_library
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
 @pytest.mark.parametrize("case", CODES)
 def test_it_is_what_was_packed_and_what_transformers_reads(case: str, tmp_path: Path) -> None:
@@ -66,7 +67,7 @@ def test_it_is_what_was_packed_and_what_transformers_reads(case: str, tmp_path: 
         assert value.dtype == made[name].dtype and torch.equal(value, made[name]), name
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
     assert surgeon.verify(base, tmp_path / "out", logits=False).holds
-    if _LIBRARY and len(coded) == 1:
+    if len(coded) == 1:
         opened = CompressedTensorsConfig(dequantize=True)
         theirs = AutoModelForCausalLM.from_pretrained(base, dtype="auto", quantization_config=opened).state_dict()
         ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").state_dict()
@@ -74,7 +75,7 @@ def test_it_is_what_was_packed_and_what_transformers_reads(case: str, tmp_path: 
         verified = surgeon.verify(base, tmp_path / "out", device="cpu", window=16, windows=1)
         assert verified.holds and verified.identical
     else:
-        # Without the package, or where transformers would make other numbers.
+        # Where transformers would make other numbers.
         with pytest.raises(BadInput, match=r"compare tensors alone \(`surgeon verify --static`\)"):
             surgeon.verify(base, tmp_path / "out", device="cpu", window=16, windows=1)
 
@@ -178,21 +179,25 @@ def test_no_settings_end_as_a_bug(tmp_path: Path) -> None:
     assert refused > len(keys) * 7
 
 
-def test_numbers_that_are_read_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    base = _base(tmp_path / "base", "llama", Coded(ordered=True))
-    wrong = shutil.copytree(base, tmp_path / "wrong")
+@needs_library
+def test_sizes_that_are_read_are_compared(tmp_path: Path) -> None:
+    wrong = _base(tmp_path / "wrong")
     edit_tensor(wrong, f"{_DOWN}.weight_shape", lambda value: value + 1)
     with pytest.raises(BadInput, match=rf"{_DOWN}\.weight: stored as \d+ rows of \d+, yet its weight_shape says"):
         surgeon.apply("dequantise", wrong, tmp_path / "out", device="cpu")
-    wrong = shutil.copytree(base, tmp_path / "far")
-    edit_tensor(wrong, f"{_DOWN}.weight_g_idx", lambda value: value + 1000)
-    with pytest.raises(BadInput, match=rf"{_DOWN}\.weight: a column is in group 10\d\d of \d+"):
-        surgeon.apply("dequantise", wrong, tmp_path / "out", device="cpu")
-    original = unpacked._numbers
-    monkeypatch.setattr(unpacked, "_numbers", lambda words, bits, count: original(words, bits, count).roll(1, 1))
-    with pytest.raises(BadInput, match=r"surgeon makes other numbers of this format .* than the format's definition"):
-        surgeon.apply("dequantise", base, tmp_path / "out", device="cpu")
     assert not (tmp_path / "out").exists()
+
+
+def test_without_the_library_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dequantise, "find_spec", lambda _: None)
+    with pytest.raises(BadInput, match=r"unpacked by the package compressed-tensors: `pip install compressed-tensors`"):
+        surgeon.preview("dequantise", _base(tmp_path / "base"))
+
+
+def test_columns_in_another_order_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dequantise, "find_spec", lambda name: name)
+    with pytest.raises(BadInput, match=r"weight_g_idx: groups of columns in another order, .* full-precision weights"):
+        surgeon.preview("dequantise", _base(tmp_path / "base", "llama", Coded(ordered=True)))
 
 
 def test_other_surgery_asks_for_it_first(tmp_path: Path) -> None:
@@ -204,6 +209,7 @@ def test_other_surgery_asks_for_it_first(tmp_path: Path) -> None:
         surgeon.preview(tmp_path / "plan.yaml", base)
 
 
+@needs_library
 def test_scales_of_activations_are_left_out_and_said(tmp_path: Path) -> None:
     """Nobody needs them once numbers are plain; without them the model computes what the weights alone say."""
     base = _base(tmp_path / "base")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -22,8 +21,8 @@ from surgeon.errors import BadInput
 from surgeon.models.load import load_model
 from surgeon.models.tokens import token_batches
 from tests import tiny, vocabularies
-from tests.checkpoints import weights
-from tests.decoders import checkpoint_of
+from tests.checkpoints import weights, write_plan
+from tests.decoders import tiny_decoder
 from tests.vocabularies import ENGLISH, write_text
 
 WINDOW, WINDOWS = 16, 6
@@ -47,20 +46,11 @@ KINDS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
     },
 }
-# Experts below one another in the rows of three matrices.
-DBRX = {
-    **{"architectures": ["DbrxForCausalLM"], "model_type": "dbrx", "vocab_size": 320, "n_layers": 2},
-    **{"d_model": 32, "n_heads": 4, "max_seq_len": 128, "tie_word_embeddings": False},
-    "attn_config": {"clip_qkv": 8, "kv_n_heads": 2, "rope_theta": 500000, "model_type": ""},
-    "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 8, "moe_top_k": 2, "model_type": ""},
-}
 Base = Callable[[str], Path]
 
 
 def mixture(folder: Path, kind: str, sizes: dict[str, Any]) -> Path:
     """A tiny mixture with a tokenizer."""
-    if kind == "dbrx":
-        return checkpoint_of(DBRX, folder, dtype="float32")
     sizes = {"vocab_size": 320, "num_hidden_layers": 2, "dtype": "float32"} | sizes
     return vocabularies.byte_level(tiny.checkpoint(folder, kind, **sizes))
 
@@ -113,7 +103,6 @@ GONE: dict[str, Any] = {
     "qwen3_moe": [1, 6],
     "gpt_oss": {"0": [0, 3, 7], "1": [2, 3, 4]},
     "deepseek_v3": {"1": [3, 4]},
-    "dbrx": [0, 5],
 }
 
 
@@ -128,12 +117,12 @@ def test_listed_experts_go_and_the_others_stay_as_they_are(kind: str, made: Base
     for name, value in {**dict(before.named_parameters()), **dict(before.named_buffers())}.items():
         found = after.get_parameter(name) if name in dict(after.named_parameters()) else after.get_buffer(name)
         if value.shape != found.shape:
-            layer = re.split(r"layers\.|blocks\.", name)[1].split(".")[0]
+            layer = name.split("layers.")[1].split(".")[0]
             kept = [number for number in range(8) if number not in gone[layer]]
-            value, cut = value.unflatten(0, (8, -1))[kept].flatten(0, 1), cut + 1
+            value, cut = value[kept], cut + 1
         assert torch.equal(found, value), name
     # Gate and up, down, the router; biases of gpt_oss; the buffer of deepseek.
-    assert cut == {"qwen3_moe": 6, "gpt_oss": 12, "deepseek_v3": 4, "dbrx": 8}[kind]
+    assert cut == {"qwen3_moe": 6, "gpt_oss": 12, "deepseek_v3": 4}[kind]
     assert surgeon.verify(base, done.path, device="cpu", windows=1, window=16).holds
     # What was measured before it was made is what it is.
     (facts,) = done.manifest.facts.values()
@@ -253,3 +242,24 @@ def test_what_the_class_cannot_hold_is_refused(
 def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="no layer of this model has experts"):
         applied(tiny.checkpoint(tmp_path / "base", "llama", num_hidden_layers=2), tmp_path, experts=[0])
+
+
+def test_experts_in_the_rows_of_matrices_stay_as_they_are(tmp_path: Path) -> None:
+    """dbrx: operations on its experts are refused, new layers and grafts are not."""
+    base = tiny_decoder(tmp_path / "base", "dbrx", dtype="bfloat16")
+    for operation, words in (
+        ({"op": "drop_experts", "experts": [0]}, "no layer of this model has experts that surgeon understands"),
+        ({"op": "add_experts", "times": 2}, "no layer of this model has experts that surgeon understands"),
+        ({"op": "widen_ffn", "by": 16}, "no layer has an FFN whose projections are known"),
+        (
+            {"op": "upcycle_experts", "form": "shared", "experts": 2},
+            "the base is a mixture of experts already",
+        ),
+    ):
+        with pytest.raises(BadInput, match=words) as refused:
+            surgeon.preview(write_plan(tmp_path / "plan.yaml", [operation]), base)
+        assert "\n" not in str(refused.value)
+    layers = {"op": "insert_layers", "where": {"after": [0]}, "init": {"kind": "copy"}}
+    plan = write_plan(tmp_path / "plan.yaml", [layers, {"op": "gated_adapters", "size": 4}])
+    out = surgeon.apply(plan, base, tmp_path / "out", device="cpu").path
+    assert surgeon.verify(base, out, device="cpu", windows=1, window=16).identical

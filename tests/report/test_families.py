@@ -67,7 +67,7 @@ def test_a_usual_base_with_two_types_of_layers(tmp_path: Path) -> None:
         *("merge_branches", "fold_adapters", "grow_vocabulary", "upcycle_experts", "widen_attention", "widen_hidden"),
         "merge_adapter",
         "extract_text",
-        *("trim_vocabulary", "dequantise", "drop_experts", "add_experts", "expert_layout"),
+        *("trim_vocabulary", "dequantise", "drop_experts", "add_experts"),
     }
     # One group of heads more would not divide its hidden size; two do.
     assert found.takes("widen_attention")

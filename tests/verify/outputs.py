@@ -149,12 +149,6 @@ def with_more_experts(folder: Path) -> Made:
     return Made(experts, grow(folder, "more", experts, [{"op": "add_experts", "times": 2, "top_k": "grown"}]))
 
 
-def laid_out(folder: Path) -> Made:
-    """A mixture, and an output with one tensor for all experts of a layer."""
-    experts = tiny_decoder(folder / "listed mixture", "qwen3_moe")
-    return Made(experts, grow(folder, "laid out", experts, [{"op": "expert_layout", "layout": "stacked"}]))
-
-
 @dataclass(frozen=True)
 class Made:
     """A base and an output of it, of its last surgery or of all."""
@@ -194,5 +188,4 @@ def make(folder: Path) -> dict[str, Made]:
         "dequantised": in_bfloat16(folder),
         "fewer experts": with_fewer_experts(folder),
         "more experts": with_more_experts(folder),
-        "laid out": laid_out(folder),
     }

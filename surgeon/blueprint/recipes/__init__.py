@@ -13,7 +13,6 @@ from surgeon.blueprint.recipes.copies import (
     per_layer,
     renamed,
     rows,
-    scaled,
     sliced,
     sliced_along,
     sliced_columns,
@@ -28,7 +27,6 @@ from surgeon.blueprint.recipes.joined import Joined, piled, repeated, side_by_si
 from surgeon.blueprint.recipes.layout import ExpertLayout
 from surgeon.blueprint.recipes.means import HEAD_BLOCK, Means, extended
 from surgeon.blueprint.recipes.predicted import Predicted
-from surgeon.blueprint.recipes.products import PlusProducts
 from surgeon.blueprint.recipes.recipe import Bench, Place, Predictor, Recipe, Words
 from surgeon.blueprint.recipes.unpacked import Unpacked
 
@@ -55,7 +53,6 @@ __all__ = [
     "Noised",
     "OneExpert",
     "Place",
-    "PlusProducts",
     "Predicted",
     "Predictor",
     "Product",
@@ -83,7 +80,6 @@ __all__ = [
     "renamed",
     "repeated",
     "rows",
-    "scaled",
     "side_by_side",
     "sliced",
     "sliced_along",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from surgeon.blueprint.recipes.recipe import Bench, Recipe, Words, row_batches
 from surgeon.checkpoint.header import DTYPE_BITS, TensorInfo
-from surgeon.checkpoint.pieces import Pieces, Scale, Span, indices, stacked
+from surgeon.checkpoint.pieces import Pieces, Span, indices, stacked
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Copy(Recipe):
-    """Bytes of the base, read as a tensor of `shape`: `spans` says which, in their order, and where times what.
+    """Bytes of the base, read as a tensor of `shape`: `spans` says which, in their order.
 
     `source` is the tensor of the base that it is, all of it; None where it is another. `trains` says whether it trains
     with what is new; None: a tensor of its own does, a part of a larger one does not.
@@ -109,19 +108,18 @@ def per_layer(of: Copy, axis: int, count: int, order: Sequence[int]) -> Copy:
     return Copy(spans, of.dtype, shape, trains=False, words=words)
 
 
-def rows(pieces: Sequence[tuple[Copy, int, int]], shape: tuple[int, ...], *, still: bool, axes: int = 1) -> Copy:
+def rows(pieces: Sequence[tuple[Copy, int, int]], shape: tuple[int, ...], *, still: bool) -> Copy:
     """Rows `start:stop` of tensors of the base, one piece below the other, read as a tensor of `shape`.
 
     `still`: the base computes with them, under another name, so they do not train with what is new. Rows are counted
-    along the first of its axes, or along so many as if they were one.
+    along the first of its axes.
     """
     first, start, stop = pieces[0]
     entire = len(pieces) == 1 and (start, stop) == (0, first.shape[0]) and first.shape == shape
     bits = DTYPE_BITS[first.dtype]
-    read = [(_name(of), (math.prod(of.shape[:axes]), *of.shape[axes:]), start, stop) for of, start, stop in pieces]
-    found = stacked([indices(name, size, bits, 0, range(start, stop)) for name, size, start, stop in read], before=1)
+    read = [indices(_name(of), of.shape, bits, 0, range(start, stop)) for of, start, stop in pieces]
+    found = stacked(read, before=1)
     words: Words = (("rows", tuple((of.source, start, stop) for of, start, stop in pieces)), ("still", still))
-    words += (("axes", axes),) if axes > 1 else ()
     source = first.source if entire else None
     return Copy(found.spans, first.dtype, shape, source, trains=not still, words=words)
 
@@ -151,14 +149,6 @@ def sliced_along(of: Copy, axis: int, start: int, stop: int, *, again: bool = Fa
     shape = (*of.shape[:axis], stop - start, *of.shape[axis + 1 :])
     words: Words = (("again" if again else "copy", of.source), ("axis", axis), ("slices", (start, stop)))
     return replace(of._part(axis, range(start, stop), shape), trains=True if again else None, words=words)
-
-
-def scaled(of: Copy, power: int) -> Copy:
-    """A part of a larger tensor with its numbers times two to the `power`, of which no digit may be lost."""
-    if not power:
-        return of
-    spans = tuple(span.times(Scale(of.dtype, power)) for span in of.spans)
-    return replace(of, spans=spans, source=None, words=(("scaled", of), ("power", power)))
 
 
 def renamed(of: Copy, source: str) -> Copy:

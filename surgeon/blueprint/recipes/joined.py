@@ -153,8 +153,7 @@ def repeated(of: Recipe, times: int) -> Joined:
     return Joined((of,) * times, 1, (rows * times, columns), words=(("repeated", of), ("times", times)))
 
 
-def stacked_experts(experts: Sequence[Recipe], layout: ExpertLayout, *, in_rows: bool = False) -> Joined:
-    """The matrices or biases of all experts, as used, in one tensor, as stored; `in_rows`: without their axis."""
-    single = layout.stored_shape(experts[0].shape)
-    shape = (len(experts) * single[0], *single[1:]) if in_rows else (len(experts), *single)
+def stacked_experts(experts: Sequence[Recipe], layout: ExpertLayout) -> Joined:
+    """The matrices or biases of all experts, as used, in one tensor, as stored."""
+    shape = (len(experts), *layout.stored_shape(experts[0].shape))
     return Joined(tuple(experts), 0, shape, layout, words=(("stacked", tuple(experts)),))

@@ -1,34 +1,30 @@
-"""Matrices in the formats of compressed-tensors, whole numbers of few bits in words among them, as plain numbers."""
+"""Matrices in the formats of compressed-tensors as plain numbers, as that library unpacks them."""
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from surgeon.blueprint.recipes.copies import Copy
 from surgeon.blueprint.recipes.recipe import Bench, Recipe, Words
+from surgeon.common.library import LOAD_FAILURES, first_line
 from surgeon.families.compressed import Code
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_WORD = 32
-# Numbers unpacked at a time: eight bytes each while they are.
-_AT_ONCE = 1 << 21
-
 
 @dataclass(frozen=True)
 class Unpacked(Recipe):
-    """(q − z) · s: `weight` holds q as `code` says, `zeros` z (none: 0) and `scales` s, one for each block of q.
+    """(q − z) · s: `weight` holds q as `code` says, `zeros` z (none: 0) and `scales` s; `sizes` must say the shape.
 
-    `order` (I32) is the block of each column, else columns stand block after block; `sizes` must say the shape.
-    Products are rounded to the dtype of the scales, as compressed-tensors does, and then to `dtype`.
+    Products are rounded to the dtype of the scales, and then to `dtype`.
     """
 
     weight: Copy
     scales: Copy
     zeros: Copy | None
-    order: Copy | None
     sizes: Copy | None
     code: Code
     dtype: str
@@ -37,74 +33,44 @@ class Unpacked(Recipe):
     @property
     def inputs(self) -> tuple[Recipe, ...]:
         """All of it, as it is stored."""
-        return tuple(
-            each for each in (self.weight, self.scales, self.zeros, self.order, self.sizes) if each is not None
-        )
+        return tuple(each for each in (self.weight, self.scales, self.zeros, self.sizes) if each is not None)
 
     def own_words(self) -> Words:
         """What is unpacked and multiplied."""
         return (("dequantised", self.inputs),)
 
     def compute(self, bench: Bench) -> Tensor:
-        """Unpack some rows at a time. Raises ValueError for sizes and groups of columns that are not the matrix's."""
-        import torch
-
-        rows, columns = self.shape
-        if self.sizes is not None and (told := bench.read(self.sizes).tolist()) != [rows, columns]:
+        """Have the library unpack it. Raises ValueError for sizes that are not the matrix's, and where it fails."""
+        if self.sizes is not None and (told := bench.read(self.sizes).tolist()) != [*self.shape]:
+            rows, columns = self.shape
             raise ValueError(
                 f"stored as {rows} rows of {columns}, yet its weight_shape says {told}; get the model again"
             )
-        height, width = self.code.block
-        grid = (-(-rows // height), -(-columns // width))
-        weight = bench.read(self.weight)
-        scales = bench.read(self.scales).reshape(grid)
-        zeros = self._zeros(bench, scales)
-        places = self._places(bench, grid[1])
-        made = torch.empty(self.shape, dtype=bench.dtype(self.dtype))
-        step = max(1, _AT_ONCE // columns)
-        for begin in range(0, rows, step):
-            part = weight[begin : begin + step]
-            of = torch.arange(begin, begin + len(part)).div(height, rounding_mode="floor")
-            numbers = (_numbers(part, self.code.bits, columns) if self.code.packed else part).to(scales.dtype)
-            if zeros is not None:
-                numbers = numbers - zeros[of][:, places]
-            made[begin : begin + step] = (numbers * scales[of][:, places]).to(made.dtype)
-        return made
-
-    def _zeros(self, bench: Bench, scales: Tensor) -> Tensor | None:
-        """The zero points, shaped as the scales are, which they are as exact as."""
-        if self.zeros is None:
-            return None
-        zeros = bench.read(self.zeros)
-        if self.code.zeros_packed:
-            zeros = _numbers(zeros.T.contiguous(), self.code.bits, scales.shape[0]).T
-        return zeros.reshape(scales.shape).to(scales.dtype)
-
-    def _places(self, bench: Bench, blocks: int) -> Tensor:
-        """The block of each column."""
-        import torch
-
-        columns = self.shape[1]
-        in_turn = torch.arange(columns).div(self.code.block[1], rounding_mode="floor")
-        if self.order is None:
-            return in_turn
-        order = bench.read(self.order).long()
-        # What was never set, which compressed-tensors takes for columns in turn.
-        if bool((order == -1).any()):
-            return in_turn
-        if bool(((order < 0) | (order >= blocks)).any()):
-            raise ValueError(f"a column is in group {int(order.max())} of {blocks}; get the model again")
-        return order
-
-
-def _numbers(words: Tensor, bits: int, count: int) -> Tensor:
-    """The whole numbers of `bits` bits (rows × count) in rows of words of 32 bits, each stored 2^(bits − 1) larger."""
-    import torch
-
-    long = words.long() & 0xFFFFFFFF
-    begins = torch.arange(count) * bits
-    word, shift = begins // _WORD, begins % _WORD
-    # A number may end in the next word.
-    after = (word + 1).clamp_max(words.shape[1] - 1)
-    both = (long[:, word] >> shift) | (long[:, after] << (_WORD - shift))
-    return (both & ((1 << bits) - 1)) - (1 << (bits - 1))
+        code = self.code
+        grid = code.grid(self.shape)
+        stored = {"weight_packed" if code.packed else "weight": bench.read(self.weight)}
+        stored["weight_scale"] = bench.read(self.scales).reshape(grid)
+        if self.zeros is not None:
+            zeros = bench.read(self.zeros)
+            stored["weight_zero_point"] = zeros if code.zeros_packed else zeros.reshape(grid)
+        if self.sizes is not None:
+            stored["weight_shape"] = bench.read(self.sizes)
+        try:
+            compressors = importlib.import_module("compressed_tensors.compressors")
+            quantization = importlib.import_module("compressed_tensors.quantization")
+            weights = quantization.QuantizationArgs(
+                num_bits=code.bits,
+                type="float" if code.floating else "int",
+                symmetric=code.symmetric,
+                strategy=code.strategy,
+                group_size=code.block[1] if code.strategy == "group" else None,
+                block_structure=[*code.block] if code.strategy == "block" else None,
+            )
+            scheme = quantization.QuantizationScheme(targets=["Linear"], weights=weights)
+            kind = compressors.BaseCompressor.get_value_from_registry(
+                "pack-quantized" if code.packed else "naive-quantized"
+            )
+            made: Tensor = kind.decompress(stored, scheme)["weight"]
+        except LOAD_FAILURES as error:
+            raise ValueError(f"compressed-tensors does not unpack it ({first_line(error)}); update it") from error
+        return made.to(bench.dtype(self.dtype))
