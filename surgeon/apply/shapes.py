@@ -17,7 +17,6 @@ from surgeon.families.family import OWN_CONFIG
 from surgeon.families.grafted_config import native_config
 from surgeon.families.growth import part_of
 from surgeon.families.vocabulary import VOCABULARY_KEY
-from surgeon.families.widening import flat_fields
 from surgeon.operations.growing import groups_that_fit, head_growths
 from surgeon.operations.widths import divisor_of
 
@@ -54,19 +53,6 @@ def _left_out(config: Mapping[str, Any], field: str) -> int:
     from surgeon.families.derived import derive
 
     return field_in(derive(native_config(config)).skeleton.text.to_dict(), field)
-
-
-def changed_counts(blueprint: Blueprint, anatomy: Anatomy, config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """What the base's config counts of experts that an output has otherwise, before and after."""
-    if blueprint.converted:  # What a dense config says of experts is of none.
-        return {}
-    path = anatomy.derivation.path
-    before, after = (dict(flat_fields(part_of(each, path))) for each in (native_config(config), blueprint.config))
-    return {
-        key: (value, after[key])
-        for key, value in before.items()
-        if type(value) is int and type(after.get(key)) is int and value != after[key] and _counts(key)
-    }
 
 
 def _counts(field: str) -> bool:

@@ -414,12 +414,3 @@ def _grown(kept: str, order: tuple[int, ...], trunk: int | None) -> dict[str, An
 @lru_cache(maxsize=2)
 def _skeleton(kept: str) -> Skeleton:
     return build(json.loads(kept))
-
-
-def _made_of(stored: Mapping[str, tuple[str, ...]]) -> dict[str, list[str]]:
-    """Of each tensor of a layer in memory the suffixes on disk that it is made of."""
-    made: dict[str, list[str]] = {}
-    for suffix, targets in stored.items():
-        for target in targets:
-            made.setdefault(target, []).append(suffix)
-    return made

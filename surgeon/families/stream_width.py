@@ -119,11 +119,6 @@ def _embeddings_differ(base: Skeleton, wider: Skeleton) -> bool:
     return not torch.allclose(one, other[..., : one.shape[-1]])
 
 
-def hidden_fields(skeleton: Skeleton) -> tuple[str, ...]:
-    """What configs of this type call the width of the stream."""
-    return tuple(dict.fromkeys((skeleton.text.attribute_map.get(HIDDEN, HIDDEN), HIDDEN)))
-
-
 def stream_twins(config: Mapping[str, Any], derived: Derived, fields: Mapping[str, int]) -> tuple[Skeleton, Skeleton]:
     """A twin of the base, and one of other weights that has these `fields` in the proportion in which they change.
 
