@@ -108,7 +108,7 @@ def test_operations_are_refused_with_what_to_do(base: Path, plan: Path, tmp_path
         lambda: surgeon.apply(plan, base, tmp_path / "out", **TRUST),
     ):
         with pytest.raises(
-            BadInput, match="the base's own code, .*; use a release of transformers .* or convert"
+            BadInput, match=r"the base's own code, .*; use a release of transformers .* or convert"
         ) as refused:
             command()
         assert "\n" not in str(refused.value)
