@@ -25,6 +25,7 @@ from surgeon.checkpoint.folder import CONFIG_FILE, CheckpointFolder
 from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.checkpoint.weights import QUANTISATION, SINGLE_FILE, quantisation
 from surgeon.common.devices import one_thread
+from surgeon.common.disk_space import writing
 from surgeon.common.library import LOAD_FAILURES, config_of, first_line, quiet_transformers
 from surgeon.common.listener import Quiet, Stopwatch
 from surgeon.errors import BadInput, SurgeonError, printable
@@ -66,7 +67,8 @@ def prove_small(plan: LoadedPlan, facts: Mapping[int, Facts], blueprint: Bluepri
     Raises BadInput where they differ, where the twin's output cannot be made or run, and where no step of training
     reaches what is new.
     """
-    with tempfile.TemporaryDirectory(prefix="surgeon-twin-") as work, one_thread():
+    place = Path(tempfile.gettempdir())
+    with writing(place), tempfile.TemporaryDirectory(prefix="surgeon-twin-") as work, one_thread():
         twin = save_twin(base, blueprint, Path(work, "base"))
         opened = OpenedBase(twin, dissect_folder(twin))
         scale = Scale(base.anatomy, opened.anatomy, blueprint)
@@ -79,7 +81,8 @@ def prove_small(plan: LoadedPlan, facts: Mapping[int, Facts], blueprint: Bluepri
             _compare(twin, out, made, blueprint, base.anatomy.derivation.stack)
             _check_bytes(twin, out)
         except SurgeonError as error:
-            raise BadInput(f"on a twin of this model {error}; {_way_on(plan)}") from error
+            told = str(error).replace(f"{work}/", "")
+            raise BadInput(f"on a twin of this model {told}; {_way_on(plan)}") from error
 
 
 def _way_on(plan: LoadedPlan) -> str:
