@@ -20,6 +20,7 @@ from surgeon.cli.output import listening, show
 from surgeon.cli.spellings import SPELLINGS
 from surgeon.common import devices
 from surgeon.common.places import meant
+from surgeon.errors import BadInput
 
 # The order of the help.
 GROUPS = {
@@ -45,7 +46,7 @@ EXAMPLES = {
     "inspect": "user/name@main",
     "diff": "base-model out",
     "report": "run --base base-model --html run.html",
-    "transport-report": "out --maps 12.below.query --png pictures",
+    "transport-report": "out --trained run",
     "routing-report": "run --text french=fr.txt --text english=en.txt",
     "revert": "run base-again --to 0",
     "refresh": "out",
@@ -56,6 +57,12 @@ EXAMPLES = {
     "gguf-pattern": "out out.gguf out-fixed.gguf",
     "push": "run user/name --dry-run",
     "schema": "--training > train.schema.json",
+}
+# Commands and options that are gone, and what to use instead.
+_FORMER = {
+    "report --png": "the page (`--html`) has the figures, and a browser prints it",
+    "transport-report --maps": "`surgeon report OUT --maps NAME` shows maps in its page",
+    "transport-report --png": "`surgeon report OUT --maps NAME` shows maps in its page",
 }
 AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output on stdout")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="no progress, no notes")]
@@ -139,6 +146,14 @@ class Group(TyperGroup):
                 formatter.write_dl(
                     [(name, " ".join(ENTRIES[name].help.partition("\n\n")[0].split())) for name in names]
                 )
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that is named. Raises BadInput where it, or an option, is gone."""
+        name, *rest = args
+        for asked in (name, *(f"{name} {option.partition('=')[0]}" for option in rest)):
+            if asked in _FORMER:
+                raise BadInput(f"`{asked}` is gone: {_FORMER[asked]}")
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that is named."""

@@ -121,6 +121,8 @@ def test_a_command_s_help_imports_nothing_of_what_it_runs() -> None:
         ("verify base out --window ten", "it takes a whole number"),
         ("apply plan base", "Missing argument 'OUT'"),
         ("diff a b --e\x1bxact", "--e\\x1bxact"),
+        ("report out --png figures", "`report --png` is gone: the page"),
+        ("transport-report out --maps=a --png b", "`transport-report --maps` is gone: `surgeon report"),
     ],
 )
 def test_what_a_command_does_not_take_is_refused(given: str, said: str) -> None:
