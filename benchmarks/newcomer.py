@@ -70,7 +70,7 @@ def environment(work: Path, wheel: Path, *, borrow: bool) -> Path:
         told = subprocess.check_output([python, "-c", "import site; print(site.getsitepackages()[0])"], text=True)
         lent = [path for path in sys.path if Path(path).name == "site-packages"]
         (Path(told.strip()) / "borrowed.pth").write_text("\n".join(lent) + "\n")
-    known_good = ["-c", str(ROOT / "constraints.txt"), f"{wheel}[report]"]
+    known_good = ["-c", str(ROOT / "constraints.txt"), str(wheel)]
     extra = ["--no-deps", "--force-reinstall", str(wheel)] if borrow else ["--no-compile", *known_good]
     _must([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *extra])
     return python.parent

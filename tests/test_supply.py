@@ -30,7 +30,7 @@ LOCKS = {
     "audit": ["pip-audit"],
     "build": [*PYPROJECT["build-system"]["requires"], "editables", "setuptools"],
     "docs": EXTRAS["docs"],
-    "package": [*PROJECT["dependencies"], *EXTRAS["report"]],
+    "package": PROJECT["dependencies"],
     "tests": [*PROJECT["dependencies"], *EXTRAS["dev"]],
     "torch": ["torch"],
 }

@@ -28,13 +28,12 @@ So small a model shows the steps, not what a method is worth.
 surgeon needs Python 3.11 or later.
 It is not published yet: install it from its source tree, here the folder `surgeon`, in a new environment.
 (The distribution is `model-surgeon`; `surgeon` of PyPI is another project.)
-The extra `report` writes the figures of reports as PNG files.
 
 <!-- not run: benchmarks/newcomer.py installs the wheel that this builds -->
 ```sh
 python -m venv venv
 . venv/bin/activate
-pip install "./surgeon[report]"
+pip install ./surgeon
 ```
 """
 

@@ -1,6 +1,6 @@
 """The screenshots of docs/how-to/report.md: of the report on a small base that is made, grown three times and trained.
 
-`python docs/pictures/report.py` (about two minutes; it needs Chromium and matplotlib) writes report-*.png beside this
+`python docs/pictures/report.py` (about two minutes; it needs Chromium and Pillow) writes report-*.png beside this
 file.
 """
 
@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-import matplotlib.image
+from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -83,8 +83,8 @@ def main() -> None:
                 start, at = shown.index('<main id="main">') + 16, shown.index(f'<section id="{section}"')
                 shown = shown[:start] + shown[at:]
             browser.photograph(shown, folder / "shot.png", width=width, height=height, dark=dark)
-            pixels = matplotlib.image.imread(folder / "shot.png")[:, :width]
-            matplotlib.image.imsave(Path(__file__).with_name(f"report-{name}.png"), pixels)
+            with Image.open(folder / "shot.png") as shot:
+                shot.crop((0, 0, width, height)).save(Path(__file__).with_name(f"report-{name}.png"))
 
 
 if __name__ == "__main__":

@@ -267,21 +267,19 @@ shown(
 def report(
     out: Declared,
     html: Declared = None,
-    png: Declared = None,
     as_json: AsJson = False,
     quiet: QuietOption = False,
     **given: Any,
 ) -> None:
     """Write a report on OUT as one page that needs no network; exit 3 on a broken promise."""
-    if html is None and png is None and not as_json:
+    if html is None and not as_json:
         html = Path(f"{out.resolve().name}.html")
     with listening(quiet) as listener:
-        written = surgeon.report(out, html=html, png=png, **given, listener=listener)
+        written = surgeon.report(out, html=html, **given, listener=listener)
     if as_json:
         print_json(written.to_json())
     elif not quiet:
-        for path in (*([written.html] if written.html else []), *written.pictures):
-            print(printable(str(path), 2000))
+        print(printable(str(written.html), 2000))
     if written.findings.verification is not None and not written.findings.verification.holds:
         raise typer.Exit(3)
 

@@ -46,7 +46,7 @@ EXAMPLES = {
     "inspect": "user/name@main",
     "diff": "base-model out",
     "report": "run --base base-model --html run.html",
-    "transport-report": "out --maps 12.below.query --png pictures",
+    "transport-report": "out --trained run",
     "routing-report": "run --text french=fr.txt --text english=en.txt",
     "revert": "run base-again --to 0",
     "refresh": "out",
@@ -63,6 +63,9 @@ _FORMER = {
     "evaluate --draft": "an engine that serves the model counts accepted drafts",
     "families --after": "`surgeon preview` of a plan with both operations, or on an output, says whether they combine",
     "gguf-pattern": "insert whole periods (`where: {every_period: 1}`), whose pattern llama.cpp takes as it is",
+    "report --png": "the page (`--html`) has the figures, and a browser prints it",
+    "transport-report --maps": "`surgeon report OUT --maps NAME` shows maps in its page",
+    "transport-report --png": "`surgeon report OUT --maps NAME` shows maps in its page",
 }
 AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output on stdout")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="no progress, no notes")]

@@ -18,7 +18,7 @@ from surgeon.report.history import Budget, History, WiderEnd, layer_history, par
 from surgeon.report.routing import routing_report
 from surgeon.report.routing_record import NothingChooses, RoutingReport, read_routing
 from surgeon.report.text_losses import TextLoss, text_losses
-from surgeon.report.transport import MapFact, by_blocks, map_facts, transport_report
+from surgeon.report.transport import MapFact, by_blocks, map_facts, see_maps
 from surgeon.verify.verification import Verification
 from surgeon.verify.verify import verify
 
@@ -178,7 +178,7 @@ def _heat_maps(folder: CheckpointFolder, maps: Sequence[str], device: str, liste
         found.append(_heat_map(name, matrix))
 
     if maps:
-        transport_report(folder.path, maps=maps, keep=keep, device=device, listener=listener)
+        see_maps(folder, maps, keep, device, listener)
     return tuple(found)
 
 

@@ -1,16 +1,14 @@
-"""`surgeon report`: one self-contained page about an output, and its figures as pictures."""
+"""`surgeon report`: one self-contained page about an output."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from surgeon.common import devices
 from surgeon.common.files import check_readable
-from surgeon.common.installation import lacking
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.names import check_new_name
 from surgeon.errors import BadInput, printable
@@ -20,37 +18,31 @@ from surgeon.report.findings import Findings, Sources, gather
 
 @dataclass(frozen=True)
 class Reported:
-    """The files that a report wrote, and its findings."""
+    """The page that a report wrote, and its findings."""
 
     html: Path | None
-    pictures: tuple[Path, ...]
     findings: Findings
 
     def __repr__(self) -> str:
-        return f"Reported({str(self.html) if self.html else None!r}, {len(self.pictures)} pictures)"
+        return f"Reported({str(self.html) if self.html else None!r})"
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data for `--json`: the files, and every number they show.
+        """Return plain data for `--json`: the page's file, and every number that it shows.
 
         Keys:
-            `html`, `pictures`: files that were written
+            `html`: the page that was written, or null
             `name`, `model_type`, `dtypes`, `promise`, `budget`, `layers`, `ends`, `notes`: the output
             `verification`, `routing`: as of `verify` and `routing_report`, or null
             `losses`: where nothing chooses, by `text` and `model` (base, output), scores as of `evaluate`
             `maps`, `heat_maps`, `spectra`, `probing`, `runs`, `curves`: the numbers behind the figures
         """
-        return {
-            "html": None if self.html is None else str(self.html),
-            "pictures": [str(path) for path in self.pictures],
-            **self.findings.to_json(),
-        }
+        return {"html": None if self.html is None else str(self.html), **self.findings.to_json()}
 
 
 def report(
     out: str | Path,
     *,
     html: str | Path | None = None,
-    png: str | Path | None = None,
     base: str | Path | None = None,
     logits: bool = False,
     texts: Mapping[str, Path | None] | None = None,
@@ -63,12 +55,11 @@ def report(
     trust_remote_code: bool = False,
     listener: Listener | None = None,
 ) -> Reported:
-    """Report on an output, as one page and as pictures; where it has control blocks, run Control LLM's probe sentences.
+    """Report on an output, as one page; where it has control blocks, run Control LLM's probe sentences.
 
     Args:
         out: the output's folder
         html: the page to write, which needs no network
-        png: the folder for pictures
         base: the base's folder, against which the static proof runs
         logits: compare logits with the base's too
         texts: by their domains' names, texts on which choices of routers and gates are recorded; losses, where nothing
@@ -83,50 +74,36 @@ def report(
         listener: gets progress and notes
 
     Returns:
-        the files, and what they show; a check that fails is among it
+        the page, and what it shows; a check that fails is among it
 
     Raises:
         BadInput: where an option or file is wrong
         PromiseBroken: where `verify` cannot run the output
     """
-    page, folder, record, losses = (None if path is None else Path(path) for path in (html, png, routing, log))
+    page, record, losses = (None if path is None else Path(path) for path in (html, routing, log))
     sources = Sources(base, logits, texts or {}, record, losses, maps, window, windows)
     devices.check(device)
-    _check(sources, page, folder)
+    _check(sources, page)
     findings = gather(
         Path(out), sources, device=device, trust_remote_code=trust_remote_code, listener=listener or Quiet()
     )
-    return Reported(page, _written(findings, page, folder), findings)
-
-
-def _check(sources: Sources, page: Path | None, pictures: Path | None) -> None:
-    """Raise BadInput where options exclude each other, a file cannot be read, or page or pictures not be written."""
-    if sources.logits and sources.base is None:
-        raise BadInput("--verify compares logits with the base's; give --base DIR")
-    if page is not None:
-        check_place(page)
-    if pictures is not None:
-        check_new_name(pictures)
-        if find_spec("matplotlib") is None:
-            raise BadInput(lacking("--png", "matplotlib", "report"))
-    if sources.texts and sources.routing is not None:
-        raise BadInput("--text and --routing exclude each other; record on texts, or show a record")
-    for what, file in sources.files:
-        check_readable(file, what=what)
-
-
-def _written(findings: Findings, page: Path | None, folder: Path | None) -> tuple[Path, ...]:
-    """Draw the pictures into the folder and write the page, where they are given; return the pictures' files."""
-    pictures: tuple[Path, ...] = ()
-    if folder is not None:
-        from surgeon.report.pictures import draw_pictures
-
-        pictures = draw_pictures(findings, folder)
     if page is not None:
         from surgeon.report.page.document import render
 
         write_text(render(findings), page)
-    return pictures
+    return Reported(page, findings)
+
+
+def _check(sources: Sources, page: Path | None) -> None:
+    """Raise BadInput where options exclude each other, a file cannot be read, or the page cannot be written."""
+    if sources.logits and sources.base is None:
+        raise BadInput("--verify compares logits with the base's; give --base DIR")
+    if page is not None:
+        check_place(page)
+    if sources.texts and sources.routing is not None:
+        raise BadInput("--text and --routing exclude each other; record on texts, or show a record")
+    for what, file in sources.files:
+        check_readable(file, what=what)
 
 
 def check_place(html: Path) -> None:

@@ -25,9 +25,7 @@ from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Coupling, MapRef
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common import devices
-from surgeon.common.installation import lacking
 from surgeon.common.listener import Listener, Quiet, Stopwatch
-from surgeon.common.names import check_new_name
 from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
 from surgeon.families.dissect_folder import dissect_folder
@@ -36,7 +34,6 @@ from surgeon.manifest.reading import manifest_of
 from surgeon.operations.fusion import fuse_layers
 from surgeon.operations.inits import OtFusion
 from surgeon.plan.plan import recorded_plan
-from surgeon.report.files import save_picture
 from surgeon.report.history import History, layer_history
 
 if TYPE_CHECKING:
@@ -50,8 +47,6 @@ _EXPERT = re.compile(r"experts\.\d{1,6}\.(?P<role>\w+)")
 _LABEL = re.compile(
     r"operations\[(?P<operation>\d{1,6})\]\.(?P<place>after\[(?P<gap>\d{1,6})\]\.(?P<nth>\d{1,6}))\.(?P<module>[\w.]+)"
 )
-# The longer side of a heat map, in cells; of a larger map it shows the largest value of each block.
-_CELLS = 1024
 
 
 @dataclass(frozen=True)
@@ -105,10 +100,9 @@ class MapFact:
 
 @dataclass(frozen=True)
 class TransportReport:
-    """The maps of a checkpoint, and the files of pictures."""
+    """The maps of a checkpoint."""
 
     maps: tuple[MapReport, ...]
-    pictures: tuple[Path, ...] = ()
 
     def __repr__(self) -> str:
         means = ", ".join(f"{module} {self.mean(module):.3g}" for module in self.modules)
@@ -132,13 +126,12 @@ class TransportReport:
 
         Keys:
             `entropy`, `trained`: by module, the mean over maps; the second after training
-            `maps`, `pictures`: each map's place, entropies, iterations and errors; files that were drawn
+            `maps`: each map's place, entropies, iterations and errors
         """
         return {
             "entropy": {module: self.mean(module) for module in self.modules},
             "trained": {module: self.mean(module, trained=True) for module in self.modules},
             "maps": [{"name": m.name, **asdict(m)} for m in self.maps],
-            "pictures": [str(path) for path in self.pictures],
         }
 
 
@@ -146,9 +139,6 @@ def transport_report(
     out: str | Path,
     *,
     trained: str | Path | None = None,
-    maps: Sequence[str] = (),
-    png: str | Path | None = None,
-    keep: Callable[[str, Tensor], None] | None = None,
     device: str = "auto",
     listener: Listener | None = None,
 ) -> TransportReport:
@@ -159,28 +149,19 @@ def transport_report(
     Args:
         out: the output's folder
         trained: the same model after training, to compare with
-        maps: names of maps to draw, or to pass to `keep`
-        png: the folder for their pictures (matplotlib, the extra `report`)
-        keep: called with each of these maps and its name
         device: where maps are solved
         listener: gets progress
 
     Returns:
-        the maps' entropies and marginal errors, and the pictures' files
+        the maps' entropies and marginal errors
 
     Raises:
-        BadInput: where nothing was inserted, and for checkpoints and maps that do not fit
+        BadInput: where nothing was inserted, and for checkpoints that do not fit
     """
     folder = CheckpointFolder.open(Path(out))
-    manifest = manifest_of(folder)
-    drawn = _drawn(folder, manifest)
-    _check_names(maps, [name for couplings in drawn for name in couplings])
-    if bool(maps) != (png is not None or keep is not None):
-        raise BadInput("--maps and --png need each other; give the names of maps, and a folder for their pictures")
-    drawer = _Drawer(Path(png)) if png is not None else None
-    see = keep if drawer is None else drawer.draw
+    drawn = _drawn(folder)
     device, progress = devices.resolve(device), (listener or Quiet()).say
-    before = _solve(folder, drawn, device, progress, frozenset(maps), see)
+    before = _solve(folder, drawn, device, progress)
     after: dict[str, Any] = {}
     if trained is not None:
         other = CheckpointFolder.open(Path(trained))
@@ -189,14 +170,26 @@ def transport_report(
                 f"{printable(str(trained))}: not this model trained: names or shapes of tensors differ;"
                 " give RUN of `train`"
             )
-        after = _solve(other, drawn, device, progress, frozenset(), None)
-    reports = tuple(_map_report(name, found, after.get(name)) for name, found in before.items())
-    return TransportReport(reports, tuple(drawer.drawn) if drawer else ())
+        after = _solve(other, drawn, device, progress)
+    return TransportReport(tuple(_map_report(name, found, after.get(name)) for name, found in before.items()))
 
 
-def _drawn(folder: CheckpointFolder, manifest: Manifest) -> list[dict[str, Coupling]]:
+def see_maps(
+    folder: CheckpointFolder,
+    maps: Sequence[str],
+    see: Callable[[str, Tensor], None],
+    device: str,
+    listener: Listener,
+) -> None:
+    """Solve for an output's maps and call `see` with those of these names. Raises BadInput for a name of no map."""
+    drawn = _drawn(folder)
+    _check_names(maps, [name for couplings in drawn for name in couplings])
+    _solve(folder, drawn, devices.resolve(device), listener.say, maps, see)
+
+
+def _drawn(folder: CheckpointFolder) -> list[dict[str, Coupling]]:
     """Return the maps of each inserted layer and neighbour. Raises BadInput where there are none."""
-    pairs = _pairs(layer_history(folder, manifest))
+    pairs = _pairs(layer_history(folder, manifest_of(folder)))
     if not pairs:
         raise BadInput(
             f"{printable(str(folder.path))}: no operation inserted a layer between two of the base, so it has no maps;"
@@ -281,8 +274,8 @@ def _solve(
     drawn: list[dict[str, Coupling]],
     device: str,
     progress: Callable[[str], None],
-    seen: frozenset[str],
-    see: Callable[[str, Tensor], None] | None,
+    seen: Sequence[str] = (),
+    see: Callable[[str, Tensor], None] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Reports of all maps by name; each pair's maps are freed before the next pair's are solved."""
     from surgeon.apply.compute import Evaluator
@@ -368,39 +361,6 @@ def _fact(layer: str, module: str, recorded: dict[str, Any]) -> MapFact | None:
     )
 
 
-class _Drawer:
-    """Draws heat maps as PNG files, one a map."""
-
-    def __init__(self, folder: Path) -> None:
-        try:
-            import matplotlib.figure  # noqa: F401
-        except ModuleNotFoundError:
-            raise BadInput(lacking("--png", "matplotlib", "report")) from None
-        check_new_name(folder)
-        if folder.exists() and not folder.is_dir():
-            raise BadInput(f"--png {printable(str(folder))}: not a folder; give the folder for the pictures")
-        self.folder = folder
-        self.drawn: list[Path] = []
-
-    def draw(self, name: str, matrix: Tensor) -> None:
-        """T times the number of its rows, so that a row sums to 1, on a logarithmic scale."""
-        from matplotlib.colors import LogNorm
-        from matplotlib.figure import Figure
-
-        shown, block = by_blocks(matrix.float().cpu() * matrix.shape[0], _CELLS)
-        smallest, largest = float(shown[shown > 0].min()), float(shown.max())
-        figure = Figure(figsize=(8, 7), dpi=150, layout="constrained")
-        axes = figure.add_subplot()
-        norm = LogNorm(max(smallest, largest * 1e-6), largest if largest > smallest else smallest * 1.01)
-        image = axes.imshow(shown.numpy(), norm=norm, aspect="auto", interpolation="nearest", cmap="viridis")
-        each = "" if block == 1 else f", the largest of each {block} × {block}"
-        axes.set_title(f"{name}: {matrix.shape[0]} × {matrix.shape[1]}{each}")
-        axes.set_xlabel("neuron of the upper layer")
-        axes.set_ylabel("neuron of the lower layer")
-        figure.colorbar(image, label="share of the lower neuron's mass")
-        self.drawn.append(save_picture(figure, self.folder / f"{name}.png"))
-
-
 def by_blocks(matrix: Tensor, cells: int) -> tuple[Tensor, int]:
     """The matrix with its longer side at most `cells`, each cell the largest of a square block, and its side."""
     from torch.nn import functional
@@ -435,5 +395,4 @@ def transport_view(report: TransportReport) -> RenderableType:
     ]
     if open_ones := [found.name for found in report.maps if not found.converged]:
         lines.append(Text(f"not converged: {', '.join(open_ones[:6])}", style="yellow"))
-    lines += [Text(f"drawn: {printable(str(path))}", style="dim") for path in report.pictures]
     return Group(*lines)

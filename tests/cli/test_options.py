@@ -125,6 +125,8 @@ def test_a_command_s_help_imports_nothing_of_what_it_runs() -> None:
         ("evaluate run --draft=head", "`evaluate --draft` is gone: an engine that serves"),
         ("gguf-pattern out a.gguf b.gguf", "`gguf-pattern` is gone: insert whole periods"),
         ("families --after control_llm", "`families --after` is gone: `surgeon preview` of a plan"),
+        ("report out --png figures", "`report --png` is gone: the page"),
+        ("transport-report out --maps=a --png b", "`transport-report --maps` is gone: `surgeon report"),
     ],
 )
 def test_what_a_command_does_not_take_is_refused(given: str, said: str) -> None:

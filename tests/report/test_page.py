@@ -493,14 +493,6 @@ def test_command_line(grown: list[Path], tmp_path: Path, monkeypatch: pytest.Mon
     assert data["budget"]["new"] == surgeon.report(grown[-1]).findings.budget.new
 
 
-def test_pictures_are_drawn(choosing: Path, tmp_path: Path) -> None:
-    image = pytest.importorskip("matplotlib.image")
-    told = surgeon.report(choosing, png=tmp_path / "drawn", texts={"probe": None, "$x$": None}, window=16, windows=2)
-    assert [path.stem for path in told.pictures] == ["stack", "router", "control-states-0", "control-states-1", "gates"]
-    for path in told.pictures:
-        assert image.imread(path).std() > 0.01
-
-
 @pytest.mark.parametrize("family", ["gemma3_text", "phi3", "roberta"])
 def test_other_families(family: str, tmp_path: Path) -> None:
     base = tiny.checkpoint(tmp_path / "base", family)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import surgeon
@@ -85,9 +86,9 @@ def test_nothing_scrolls_sideways_or_overlaps(page: str, width: int, dark: bool,
 
 @pytest.mark.parametrize(("width", "dark"), [(1400, False), (390, True)])
 def test_screenshots_show_something(page: str, width: int, dark: bool, tmp_path: Path) -> None:
-    image = pytest.importorskip("matplotlib.image")
+    image = pytest.importorskip("PIL.Image")
     browser.photograph(page, tmp_path / "shot.png", width=width, height=1200, dark=dark)
-    pixels = image.imread(tmp_path / "shot.png")[:, :width, :3]
+    pixels = np.asarray(image.open(tmp_path / "shot.png").convert("RGB"))[:, :width] / 255
     assert pixels.shape[:2] == (1200, width)
     assert pixels.std() > 0.03
     paper = pixels[2, 2]

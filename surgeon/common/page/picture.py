@@ -1,12 +1,10 @@
 """Pictures as SVG, for pages and as files of their own: one style for both, light and dark.
 
-Pages and files are drawn without matplotlib: every install can write them, a page follows the reader's colour scheme,
-and its words stay text that scales and can be searched. PNG files (`--png`) take their colours from the same style.
+A page follows the reader's colour scheme, and its words stay text that scales and can be searched.
 """
 
 from __future__ import annotations
 
-import re
 from importlib.resources import files
 
 from surgeon.common.page.markup import Markup, el, raw
@@ -18,12 +16,6 @@ _MARGIN = 10
 def picture_style() -> str:
     """Return the style sheet of all pictures: colours by name, then what is drawn with them."""
     return _STYLE.read_text(encoding="utf-8")
-
-
-def light_colours() -> dict[str, str]:
-    """Return the colours on light paper, `#rrggbb` by name."""
-    light = picture_style().partition("@media")[0]
-    return dict(re.findall(r"--([a-z0-9]+): (#[0-9a-f]{6})", light))
 
 
 def drawing(
