@@ -12,6 +12,7 @@ from surgeon.apply.job import places_in, twins_in, unchanged_among
 from surgeon.apply.memory import peak_memory
 from surgeon.apply.proofs import NOTHING_TO_PROVE, Proof, known_proof, promised, prove
 from surgeon.apply.shapes import check_shapes, check_taken, lost_divisors
+from surgeon.apply.surgery import Drawing, texts_of
 from surgeon.blueprint.blueprint import Blueprint, Output
 from surgeon.blueprint.shards import MAX_NEW_SHARD_BYTES, Shard, lay_out
 from surgeon.checkpoint.card_metadata import metadata_of
@@ -21,8 +22,7 @@ from surgeon.checkpoint.hub import open_headers
 from surgeon.checkpoint.tokenizer_ids import disagreement
 from surgeon.common.formatting import listed
 from surgeon.common.listener import Listener, Quiet
-from surgeon.common.places import meant
-from surgeon.errors import BadInput, printable
+from surgeon.errors import printable
 from surgeon.families.anatomy import without_a_place
 from surgeon.families.anatomy_cache import keep, recalled
 from surgeon.families.dissect import dissect
@@ -68,6 +68,11 @@ class Preview:
     facts: Mapping[int, Facts] = field(default_factory=dict)
     link: bool = False
     proof: Proof = NOTHING_TO_PROVE
+
+    @property
+    def drawing(self) -> Drawing:
+        """What `apply` carries out."""
+        return Drawing(self.plan, self.facts, self.blueprint, self.shards, self.proof.libraries)
 
     @property
     def notes_on_it(self) -> tuple[str, ...]:
@@ -219,17 +224,14 @@ def preview_of(
     max_shard_bytes: int = MAX_NEW_SHARD_BYTES,
     recall: bool = False,
     link: bool = False,
-    facts: Mapping[int, Facts] | None = None,
 ) -> Preview:
     """The preview of a plan on an opened base. Raises BadInput.
-
-    With `facts` operations find nothing out of the base themselves.
 
     With `recall`, what an earlier preview proved of this base and plan is not proven again: for what writes nothing.
     Without it nothing is proven: that is left to `proved`, after all that costs less.
     """
     folder, anatomy = base.folder, base.anatomy
-    facts = prepare(loaded, base) if facts is None else facts
+    facts = prepare(loaded, base)
     blueprint = draw(loaded, anatomy, folder.config, facts)
     check_taken(blueprint, folder, base.models)
     texts = texts_of(blueprint, base.plan_folder)
@@ -272,10 +274,9 @@ def preview_of(
 
 def _proof(shown: Preview, base: OpenedBase) -> Proof:
     """How the promise of exactness is known: by an earlier preview, or by this one."""
-    of = (shown.plan, shown.facts, shown.blueprint, base)
-    proof = known_proof(*of)
+    proof = known_proof(shown.drawing, base)
     if proof.how != "cached":
-        proof = prove(*of)
+        proof = prove(shown.drawing, base)
     keep(base.anatomy, base.folder.config, base.folder.tensors, base.folder.own)
     return proof
 
@@ -328,7 +329,7 @@ def _notes(blueprint: Blueprint, base: OpenedBase, texts: Mapping[str, Path]) ->
 def proved(shown: Preview, base: OpenedBase) -> Preview:
     """A preview whose promise is proven on a twin. Raises BadInput where it does not hold."""
     with placed(shown.plan):
-        return replace(shown, proof=prove(shown.plan, shown.facts, shown.blueprint, base))
+        return replace(shown, proof=prove(shown.drawing, base))
 
 
 def _new_numbers(output: Output, folder: CheckpointFolder) -> int:
@@ -336,17 +337,3 @@ def _new_numbers(output: Output, folder: CheckpointFolder) -> int:
     kept = output.kept
     numbers = sum(span.nbytes for span in kept.spans) * 8 // DTYPE_BITS[output.recipe.dtype]
     return output.numel - min(numbers, sum(folder.tensors[name].numel for name in kept.tensors))
-
-
-def texts_of(blueprint: Blueprint, plan_folder: Path) -> dict[str, Path]:
-    """The texts that couplings have the base run on, by their names in the plan; BadInput where one is missing."""
-    found: dict[str, Path] = {}
-    for coupling in blueprint.couplings.values():
-        if coupling.support is not None:
-            path = plan_folder / meant(coupling.support.text)
-            if not path.is_file():
-                raise BadInput(
-                    f"{printable(str(path))}: no such text, which `support: activations` of the plan asks for"
-                )
-            found[coupling.support.text] = path
-    return found

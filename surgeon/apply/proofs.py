@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, ValidationError
 
+from surgeon.apply.surgery import Drawing
 from surgeon.blueprint.blueprint import Blueprint
 from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.checkpoint.weights import quantisation
@@ -24,12 +25,8 @@ from surgeon.common.promises import CONDITION
 from surgeon.common.schema import Bounded
 from surgeon.errors import BadInput
 from surgeon.families.anatomy_cache import digest_of, found_with, versions
-from surgeon.operations.prepare import Facts, OpenedBase
-from surgeon.plan.plan import LoadedPlan
+from surgeon.operations.prepare import OpenedBase
 from surgeon.runtime.bundle import bundle
-
-# What operations found out of the base, by their numbers.
-AllFacts = Mapping[int, Facts]
 
 # Raised whenever entries mean something else.
 _FORMAT = 2
@@ -91,12 +88,12 @@ def promised(blueprint: Blueprint) -> Proof:
     return Proof("promised", libraries=_run_by()) if blueprint.promise == "exact" else NOTHING_TO_PROVE
 
 
-def known_proof(plan: LoadedPlan, facts: AllFacts, blueprint: Blueprint, base: OpenedBase) -> Proof:
+def known_proof(drawn: Drawing, base: OpenedBase) -> Proof:
     """What the cache knows of the promise of a plan on this base."""
-    if (unproven := promised(blueprint)).how == "none":
+    if (unproven := promised(drawn.blueprint)).how == "none":
         return unproven
     folder = cache_folder(_KIND)
-    key = _key(plan, facts, blueprint, base) if folder is not None else ""
+    key = _key(drawn, base) if folder is not None else ""
     content = read_entry(folder, f"{key}.json") if folder is not None else None
     if content is None:
         return unproven
@@ -107,12 +104,13 @@ def known_proof(plan: LoadedPlan, facts: AllFacts, blueprint: Blueprint, base: O
     return Proof("cached" if entry.key == key else "promised", day=entry.day, libraries=_run_by())
 
 
-def prove(plan: LoadedPlan, facts: AllFacts, blueprint: Blueprint, base: OpenedBase) -> Proof:
+def prove(drawn: Drawing, base: OpenedBase) -> Proof:
     """Prove on a twin that a plan keeps what it promises, and keep that in the cache where it promises exactness.
 
     A plan that promises nothing, and takes no layer out, waits for no proof. Raises BadInput, which says where the twin
     of the output differs from that of the base.
     """
+    blueprint = drawn.blueprint
     asks = any(record.claim.in_float32 for record in blueprint.operations) or any(blueprint.dropped.values())
     if blueprint.promise == "none" and not asks:
         return NOTHING_TO_PROVE
@@ -125,11 +123,11 @@ def prove(plan: LoadedPlan, facts: AllFacts, blueprint: Blueprint, base: OpenedB
 
         prove_numbers(blueprint, base.folder.config)
     else:
-        prove_small(plan, facts, blueprint, base)
+        prove_small(drawn, base)
     if blueprint.promise != "exact":
         return NOTHING_TO_PROVE
     if (folder := cache_folder(_KIND)) is not None:
-        entry = _Entry(key=_key(plan, facts, blueprint, base), day=datetime.date.today())
+        entry = _Entry(key=_key(drawn, base), day=datetime.date.today())
         write_entry(folder, f"{entry.key}.json", entry.model_dump_json().encode(), most=_MOST)
     return Proof("proven", time.perf_counter() - began, libraries=_run_by())
 
@@ -139,11 +137,11 @@ def _run_by() -> dict[str, str]:
     return {name: found[name] for name in _LIBRARIES}
 
 
-def _key(plan: LoadedPlan, facts: AllFacts, blueprint: Blueprint, base: OpenedBase) -> str:
+def _key(drawn: Drawing, base: OpenedBase) -> str:
     """What a proof follows from: config, plan and what was found for it, names and dtypes of tensors, libraries."""
-    folder = base.folder
+    folder, blueprint = base.folder, drawn.blueprint
     tensors = sorted((info.name, info.dtype) for info in folder.tensors.values())
     code = hashlib.sha256(bundle(blueprint.config)).hexdigest() if not blueprint.native else ""
-    known = {str(number): found.model_dump(mode="json") for number, found in facts.items()}
-    told = [dict(folder.config), code, tensors, plan.data(), known]
+    known = {str(number): found.model_dump(mode="json") for number, found in drawn.facts.items()}
+    told = [dict(folder.config), code, tensors, drawn.plan.data(), known]
     return digest_of([_FORMAT, found_with(), *told])

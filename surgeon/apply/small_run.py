@@ -20,7 +20,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from surgeon.apply.surgery import Drawing, surgery_job
+from surgeon.apply.write import execute
 from surgeon.blueprint.blueprint import Blueprint
+from surgeon.blueprint.shards import MAX_NEW_SHARD_BYTES, lay_out
 from surgeon.checkpoint.folder import CONFIG_FILE, CheckpointFolder
 from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.checkpoint.weights import QUANTISATION, SINGLE_FILE, quantisation
@@ -40,7 +43,7 @@ from surgeon.families.twin import fill, fill_buffers, shrunk, twin_of_small
 from surgeon.manifest.compose import BaseId
 from surgeon.operations.operation import NEURONS, Scale
 from surgeon.operations.prepare import Facts, OpenedBase
-from surgeon.plan.plan import LoadedPlan
+from surgeon.plan.plan import LoadedPlan, draw
 from surgeon.runtime.bundle import CODE_FILE, bundle, import_bundle
 from surgeon.runtime.composition import composition_of
 from surgeon.runtime.gate_rules import GATE
@@ -61,18 +64,18 @@ _WORDS, _STEPS = 100, 4
 _EXPERT = re.compile(r"\.experts\.[0-9]+\.")
 
 
-def prove_small(plan: LoadedPlan, facts: Mapping[int, Facts], blueprint: Blueprint, base: OpenedBase) -> None:
+def prove_small(drawn: Drawing, base: OpenedBase) -> None:
     """Carry the plan out on a twin of the base and compare what both compute, as far as the plan promises something.
 
     Raises BadInput where they differ, where the twin's output cannot be made or run, and where no step of training
     reaches what is new.
     """
-    place = Path(tempfile.gettempdir())
+    blueprint, place = drawn.blueprint, Path(tempfile.gettempdir())
     with writing(place), tempfile.TemporaryDirectory(prefix="surgeon-twin-") as work, one_thread():
         twin = save_twin(base, blueprint, Path(work, "base"))
         opened = OpenedBase(twin, dissect_folder(twin))
         scale = Scale(base.anatomy, opened.anatomy, blueprint)
-        plan, facts = smaller(plan, facts, scale)
+        plan, facts = smaller(drawn.plan, drawn.facts, scale)
         try:
             made = _carry_out(plan, facts, opened, Path(work, "out"))
             if quantisation(base.folder.config) is None:
@@ -95,14 +98,12 @@ def _way_on(plan: LoadedPlan) -> str:
 
 def _carry_out(plan: LoadedPlan, facts: Mapping[int, Facts], base: OpenedBase, out: Path) -> Blueprint:
     """Carry a plan out on the twin; what is known of the base is not looked for again."""
-    from surgeon.apply.apply import surgery_job
-    from surgeon.apply.preview import preview_of
-    from surgeon.apply.write import execute
-
-    shown = preview_of(plan, base, facts=facts)
-    job = surgery_job(shown, base, BaseId("twin", None), device=lambda: "cpu", read_back=True)
+    blueprint = draw(plan, base.anatomy, base.folder.config, facts)
+    shards = lay_out(blueprint.outputs, base.folder.tensors, max_new_shard_bytes=MAX_NEW_SHARD_BYTES)
+    drawn = Drawing(plan, facts, blueprint, shards)
+    job = surgery_job(drawn, base, BaseId("twin", None), device=lambda: "cpu", read_back=True)
     execute(replace(job, look=None), out, Quiet(), Stopwatch())
-    return shown.blueprint
+    return blueprint
 
 
 def smaller(plan: LoadedPlan, facts: Mapping[int, Facts], scale: Scale) -> tuple[LoadedPlan, dict[int, Facts]]:

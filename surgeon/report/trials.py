@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from surgeon.apply.proofs import known_proof, prove
 from surgeon.apply.shapes import check_shapes
+from surgeon.apply.surgery import Drawing
 from surgeon.blueprint.blueprint import Promise
 from surgeon.blueprint.draft import Draft
 from surgeon.checkpoint.folder import CheckpointFolder
@@ -66,9 +67,9 @@ def _promise_of(operation: Operation, anatomy: Anatomy, folder: CheckpointFolder
     blueprint = draft.finish()
     check_shapes(blueprint, anatomy)
     plan = LoadedPlan(Plan.model_construct(surgeon=1, seed=0, operations=[operation]), "", "plan")
-    facts = {} if found is None else {0: found}
-    if known_proof(plan, facts, blueprint, base).how != "cached":
-        prove(plan, facts, blueprint, base)
+    drawn = Drawing(plan, {} if found is None else {0: found}, blueprint, ())
+    if known_proof(drawn, base).how != "cached":
+        prove(drawn, base)
     if not blueprint.native:
         check_skeleton(blueprint.config, blueprint.outputs)
     return blueprint.promise
