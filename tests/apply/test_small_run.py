@@ -16,7 +16,7 @@ import yaml
 from rich.console import Console
 
 import surgeon
-from surgeon.apply import job, small_run
+from surgeon.apply import job, small_run, surgery
 from surgeon.apply.apply import Applied, applied_view
 from surgeon.blueprint.blueprint import Blueprint
 from surgeon.blueprint.draft import Draft
@@ -34,7 +34,6 @@ from tests.decoders import tiny_decoder
 
 # What plants a mistake in the program.
 Fault = Callable[[pytest.MonkeyPatch], None]
-apply_module: Any = sys.modules["surgeon.apply.apply"]
 
 INSERT = {"op": "insert_layers", "where": {"after": [1, 3]}, "init": {"kind": "copy"}}
 WITHOUT_LISTS = {"no_rope_layers": None, "layer_types": None, "no_rope_layer_interval": 4}
@@ -160,7 +159,7 @@ def bytes_of_another_place(patch: pytest.MonkeyPatch) -> None:
         places[one], places[other] = places[other], places[one]
         return places
 
-    patch.setattr(apply_module, "places_in", moved)
+    patch.setattr(surgery, "places_in", moved)
 
 
 def code(old: bytes, new: bytes) -> Fault:
