@@ -16,9 +16,14 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from surgeon.apply.surgery import Drawing, surgery_job
 from surgeon.apply.write import execute
@@ -28,7 +33,7 @@ from surgeon.checkpoint.folder import CONFIG_FILE, CheckpointFolder
 from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.checkpoint.weights import QUANTISATION, SINGLE_FILE, quantisation
 from surgeon.common.devices import one_thread
-from surgeon.common.disk_space import writing
+from surgeon.common.disk_space import no_room, writing
 from surgeon.common.library import LOAD_FAILURES, config_of, first_line, quiet_transformers
 from surgeon.common.listener import Quiet, Stopwatch
 from surgeon.errors import BadInput, SurgeonError, printable
@@ -41,15 +46,17 @@ from surgeon.families.silence import some_tokens
 from surgeon.families.skeleton import Skeleton, encoder_auto, wordless_auto
 from surgeon.families.twin import fill, fill_buffers, shrunk, twin_of_small
 from surgeon.manifest.compose import BaseId
-from surgeon.operations.operation import NEURONS, Scale
-from surgeon.operations.prepare import Facts, OpenedBase
+from surgeon.models.compare import compare_models, decoded, load_pair, trim_logits
+from surgeon.models.load import NOT_RUN, load_model, running, stored_dtype
+from surgeon.models.outputs import auto_class, compare_outputs
+from surgeon.operations.operation import NEURONS
+from surgeon.operations.prepare import Facts, OpenedBase, Scale
 from surgeon.plan.plan import LoadedPlan, draw
 from surgeon.runtime.bundle import CODE_FILE, bundle, import_bundle
 from surgeon.runtime.composition import composition_of
 from surgeon.runtime.gate_rules import GATE
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from surgeon.verify.decoding import check_decoding
+from surgeon.verify.verify import static_proof
 
 # As few heads as a model's code can run with.
 _HEADS = (2, 4, 8, 3, 1)
@@ -79,12 +86,14 @@ def prove_small(drawn: Drawing, base: OpenedBase) -> None:
         try:
             made = _carry_out(plan, facts, opened, Path(work, "out"))
             if quantisation(base.folder.config) is None:
-                _check_same_tensors(blueprint, made)
+                _check_same_tensors(blueprint, made, base.folder.tensors.keys() - twin.tensors.keys())
             out = CheckpointFolder.open(Path(work, "out"))
             _compare(twin, out, made, blueprint, base.anatomy.derivation.stack)
             _check_bytes(twin, out)
         except SurgeonError as error:
-            told = str(error).replace(f"{work}/", "")
+            if (full := no_room(error)) is not None:
+                raise BadInput(f"{printable(str(place))}: {full}; name a folder with room in TMPDIR") from error
+            told = str(error).replace(f"{work}/", "").removesuffix(NOT_RUN)
             raise BadInput(f"on a twin of this model {told}; {_way_on(plan)}") from error
 
 
@@ -121,7 +130,6 @@ def save_twin(base: OpenedBase, blueprint: Blueprint, folder: Path) -> Checkpoin
 
     Raises BadInput where transformers cannot build or run one.
     """
-    from safetensors.torch import save_file
 
     config = _with_small_grafts(base.folder.config)
     small, twin = _running_twin(config, blueprint, base.anatomy)
@@ -147,7 +155,6 @@ def save_twin(base: OpenedBase, blueprint: Blueprint, folder: Path) -> Checkpoin
 
 def _running_twin(config: Mapping[str, Any], blueprint: Blueprint, anatomy: Anatomy) -> tuple[dict[str, Any], Skeleton]:
     """A twin that runs, and its config. Raises BadInput where none of the sizes will do."""
-    import torch
 
     failed: Exception | None = None
     for small in _small_configs(config, blueprint, anatomy):
@@ -178,7 +185,6 @@ def _with_small_grafts(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _grafted_twin(config: Mapping[str, Any]) -> Skeleton:
     """A twin of a base that has grafts, by the code that ships with it, their gates open."""
-    import torch
 
     trunk = twin_of_small(native_config(config), seed=_SEED)
     composition = composition_of(config)
@@ -223,20 +229,22 @@ def _small_configs(config: Mapping[str, Any], blueprint: Blueprint, anatomy: Ana
 
 def _by_name(twin: Skeleton, base: OpenedBase) -> dict[str, Tensor]:
     """A twin's tensors as transformers saves them, by the base's names for them, in the base's dtypes."""
-    from safetensors.torch import load_file
-
-    from surgeon.models.load import stored_dtype
-
     with tempfile.TemporaryDirectory(prefix="surgeon-twin-") as folder, quiet_transformers():
         twin.model.save_pretrained(folder)
         saved = dict(load_file(Path(folder, SINGLE_FILE)))
+    # A checkpoint may hold what is tied twice.
+    tied = twin.model.all_tied_weights_keys.items()
+    saved |= {name: saved[of].clone() for name, of in tied if of in saved and name not in saved}
     found: dict[str, Tensor] = {}
+    left = set(saved) - twin.model.all_tied_weights_keys.keys()
     for name, info in base.folder.tensors.items():
         place = _place_in(name, saved, twin)
         if place is not None:
             dtype = stored_dtype(info.dtype) if info.dtype in FLOAT_DTYPES else saved[place].dtype
             found[name] = saved[place].to(dtype)
-    return found
+            left.discard(place)
+    # Quantised tensors may have other names than those that they stand for, which a twin has.
+    return found | {name: saved[name] for name in left if quantisation(base.folder.config) is not None}
 
 
 def _place_in(name: str, held: Mapping[str, Tensor], twin: Skeleton) -> str | None:
@@ -248,8 +256,11 @@ def _place_in(name: str, held: Mapping[str, Tensor], twin: Skeleton) -> str | No
     return next((each for each in tried if each in held), None)
 
 
-def _check_same_tensors(blueprint: Blueprint, small: Blueprint) -> None:
-    """Raise BadInput where the twin's output has other layers or new tensors than the output will have."""
+def _check_same_tensors(blueprint: Blueprint, small: Blueprint, unread: AbstractSet[str]) -> None:
+    """Raise BadInput where the twin's output has other layers or new tensors than the output will have.
+
+    But for those that no class reads (`unread`), as of layers that predict further tokens.
+    """
     orders = [[(layer.like, layer.base, layer.opened) for layer in each.layers] for each in (blueprint, small)]
     if orders[0] != orders[1]:
         raise BadInput("the plan makes other layers")
@@ -258,13 +269,12 @@ def _check_same_tensors(blueprint: Blueprint, small: Blueprint) -> None:
         {output.name for output in each.outputs if output.new and not _EXPERT.search(output.name)}
         for each in (blueprint, small)
     ]
-    if odd := sorted(names[0] ^ names[1]):
+    if odd := sorted((names[0] ^ names[1]) - unread):
         raise BadInput(f"the plan makes other tensors ({printable(odd[0])})")
 
 
 def _check_bytes(base: CheckpointFolder, out: CheckpointFolder) -> None:
     """Raise BadInput where `verify` finds other bytes in the twin's output than its manifest promises."""
-    from surgeon.verify.verify import static_proof
 
     wrong = next((check for check in static_proof(base, out, Quiet()).checks if not check.holds), None)
     if wrong is not None:
@@ -276,12 +286,6 @@ def _compare(base: CheckpointFolder, out: CheckpointFolder, made: Blueprint, blu
 
     `stack` is the path of the base's layers.
     """
-
-    from surgeon.models.compare import compare_models, load_pair, trim_logits
-    from surgeon.models.load import load_model
-    from surgeon.models.outputs import auto_class, compare_outputs
-    from surgeon.verify.decoding import check_decoding
-
     native = native_config(base.config)
     if encoder_auto(native) is not None or wordless_auto(native) is not None:
         for dtype in ("float32", "bfloat16"):
@@ -310,15 +314,11 @@ def _compare(base: CheckpointFolder, out: CheckpointFolder, made: Blueprint, blu
 
 
 def _tokens(words: int) -> Tensor:
-    import torch
 
     return torch.randint(3, words, (2, 32), generator=torch.Generator().manual_seed(_SEED))
 
 
 def _decodes(model: Any, ids: Tensor) -> bool:
-    import torch
-
-    from surgeon.models.compare import decoded
 
     try:
         with torch.inference_mode():
@@ -341,7 +341,6 @@ def _check_promise(found: Sequence[Any], blueprint: Blueprint) -> None:
 
 def _check_images(base: Any, out: Any, ids: Tensor, stack: str) -> None:
     """Raise BadInput where what an image adds to several layers (DeepStack) reaches others than in the base."""
-    import torch
 
     one, other = (_with_image(model, ids, stack) for model in (base, out))
     if one is not None and other is not None and not torch.equal(one, other):
@@ -355,7 +354,6 @@ def _with_image(model: Any, ids: Tensor, stack: str) -> Tensor | None:
 
     None where the decoder takes no such features. They are random: what counts is which layer gets which.
     """
-    import torch
 
     decoder = model.get_submodule(stack.rpartition(".")[0])
     taken = inspect.signature(decoder.forward).parameters
@@ -378,7 +376,6 @@ def _with_image(model: Any, ids: Tensor, stack: str) -> Tensor | None:
         return None
     masks = {"visual_pos_masks": where, "vision_mask": where[..., None]}
     given |= {name: mask for name, mask in masks.items() if name in taken}
-    from surgeon.models.load import running
 
     with torch.inference_mode(), running(model):
         embedded = model.get_input_embeddings()(ids)
@@ -399,10 +396,6 @@ def check_learns(model: Any, ids: Tensor, *, encoder: bool = False) -> None:
 
     Of controls of an encoder every one must get one.
     """
-    import torch
-
-    from surgeon.models.load import running
-
     model = model.float().train()
     names = set(model.freeze_base())
     new = {name: value for name, value in model.named_parameters() if name in names}
@@ -430,7 +423,6 @@ def check_learns(model: Any, ids: Tensor, *, encoder: bool = False) -> None:
 
 def _backward(model: Any, ids: Tensor) -> None:
     """Take gradients of what an encoder puts out, weighed at random."""
-    import torch
 
     # A flow of one's own: without it the model says that its losses have no part.
     flow = sys.modules[type(model).__module__].Flow()

@@ -17,7 +17,8 @@ from surgeon.blueprint.grafts import Graft, recipes_of
 from surgeon.blueprint.recipes import Recipe
 from surgeon.common.formatting import show_layers
 from surgeon.errors import BadInput
-from surgeon.operations.operation import NEURONS, Legend, OneOf, Operation, Paper, Scale, Spec, TrainingDefaults
+from surgeon.operations.operation import NEURONS, Legend, OneOf, Operation, Paper, Spec, TrainingDefaults
+from surgeon.operations.prepare import Scale
 from surgeon.operations.selectors import LayerSelector
 from surgeon.operations.sites import default_activation, select_sites
 from surgeon.runtime.adapters_rules import ADAPTER, GATES, LOCAL_LOSSES, VARIANCES, AdapterSpec

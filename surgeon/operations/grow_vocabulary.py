@@ -30,8 +30,8 @@ from surgeon.common.schema import Many
 from surgeon.errors import BadInput, printable
 from surgeon.families.family import LARGEST_SIZE
 from surgeon.families.vocabulary import VOCABULARY_KEY
-from surgeon.operations.operation import Operation, Paper, Scale, Spec, TrainingDefaults
-from surgeon.operations.prepare import Facts, OpenedBase
+from surgeon.operations.operation import Operation, Paper, Spec, TrainingDefaults
+from surgeon.operations.prepare import Facts, OpenedBase, Scale
 
 if TYPE_CHECKING:
     from surgeon.models.vocabulary.grow import Grown
@@ -86,6 +86,15 @@ class VocabularyFacts(Facts):
     def pieces(self) -> tuple[tuple[int, ...], ...]:
         """For each new token the old ids that the old tokenizer made of it."""
         return tuple(tuple(map(int, line.split())) for line in self.made_of)
+
+    def small(self, scale: Scale) -> VocabularyFacts:
+        """A few tokens, made of tokens that a twin has, behind as many rows without a token as the base has."""
+        free = min(scale.base.sizes.vocabulary - self.rows, _FEW)
+        rows = scale.twin.sizes.vocabulary - free
+        pieces = [sorted({token % rows for token in named}) for named in self.pieces[: free or _FEW]]
+        made_of = [" ".join(map(str, named)) for named in pieces]
+        few = {"rows": rows, "made_of": made_of, "inserted": {}, "measured": []}
+        return type(self)(**self.model_dump() | few)
 
     def check(self, file: str) -> None:
         """Raise BadInput where a new token is made of ids that the base does not have."""
@@ -218,15 +227,8 @@ class GrowVocabulary(Operation):
         return VocabularyFacts.of(grown)
 
     def small(self, facts: VocabularyFacts | None, scale: Scale) -> tuple[Operation, VocabularyFacts | None]:
-        """A few tokens, made of tokens that a twin has, behind as many rows without a token as the base has."""
-        if facts is None:
-            return self, None
-        free = min(scale.base.sizes.vocabulary - facts.rows, _FEW)
-        rows = scale.twin.sizes.vocabulary - free
-        pieces = [sorted({token % rows for token in named}) for named in facts.pieces[: free or _FEW]]
-        made_of = [" ".join(map(str, named)) for named in pieces]
-        few = {"rows": rows, "made_of": made_of, "inserted": {}, "measured": []}
-        return self.model_copy(update={"pad_to_multiple_of": 1}), type(facts)(**facts.model_dump() | few)
+        """Without rows of padding, which are as any others."""
+        return self.model_copy(update={"pad_to_multiple_of": 1}), None if facts is None else facts.small(scale)
 
     def edit(self, draft: Draft, facts: VocabularyFacts | None) -> OperationRecord:
         """Extend embeddings and output head."""

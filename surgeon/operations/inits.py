@@ -203,9 +203,9 @@ class TransportInit(Init):
         return self
 
     def small(self) -> Self:
-        """Fused by weights: no promise rests on the map."""
-        of_texts = {"support", "text", "samples", "window"}
-        return type(self).model_validate(self.model_dump(exclude=of_texts, exclude_unset=True))
+        """Fused by single rows of weights: no promise rests on the map, and a twin has few heads to align."""
+        left = {"support", "text", "samples", "window", "heads"}
+        return type(self).model_validate(self.model_dump(exclude=left, exclude_unset=True))
 
     def fused(self, gap: Gap) -> dict[str, Recipe]:
         """The recipes of the layer below and the layer above, every module aligned along its map and averaged."""

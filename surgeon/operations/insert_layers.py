@@ -19,8 +19,8 @@ from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import LayerKind
 from surgeon.operations.expert_fusion import of_experts
 from surgeon.operations.inits import INITS, AnyInit, Gap
-from surgeon.operations.operation import Operation, Origin, Paper, Scale, TrainingDefaults, word_of
-from surgeon.operations.prepare import Facts, OpenedBase, digest_of_file
+from surgeon.operations.operation import Operation, Origin, Paper, TrainingDefaults, word_of
+from surgeon.operations.prepare import Facts, OpenedBase, Scale, digest_of_file
 from surgeon.operations.selectors import After, EveryPeriod, Least, WrittenGaps, select_gaps, select_periods, spread
 
 ADEPT = Paper(

@@ -15,11 +15,10 @@ from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from surgeon.blueprint.blueprint import Blueprint, OperationRecord
+from surgeon.blueprint.blueprint import OperationRecord
 from surgeon.blueprint.draft import Draft
 from surgeon.common.schema import Bounded
-from surgeon.families.anatomy import Anatomy
-from surgeon.operations.prepare import Facts, OpenedBase
+from surgeon.operations.prepare import Facts, OpenedBase, Scale
 
 Schedule = Literal["cosine", "linear", "constant"]
 
@@ -118,15 +117,6 @@ class Spec(Bounded):
 NEURONS = 64
 
 
-@dataclass(frozen=True)
-class Scale:
-    """From a base to its twin: the anatomies of both, and what the plan makes of the base."""
-
-    base: Anatomy
-    twin: Anatomy
-    blueprint: Blueprint
-
-
 class Operation(Spec):
     """One entry of a plan's `operations`. A subclass gives `op` its one value, describes every field, and edits."""
 
@@ -174,7 +164,7 @@ class Operation(Spec):
         """The same operation and its facts for a small twin of the base, on which the plan is tried before it is
         carried out: where they name sizes, tokens or texts that only the base has, such as the twin has.
         """
-        return self, facts
+        return self, None if facts is None else facts.small(scale)
 
     def facts_key(self, number: int) -> str | None:
         """The key under which surgery.json keeps the facts of the plan's operation `number`, in their section.

@@ -23,7 +23,8 @@ from surgeon.families.family import LARGEST_SIZE, Role
 from surgeon.families.vocabulary import VOCABULARY_KEY
 from surgeon.operations.grow_vocabulary import bound_of_rows, claim_of_rows
 from surgeon.operations.growing import inner_widths, lengthen, norms_of_all_heads, shown_growth, wider_ffns, wider_heads
-from surgeon.operations.operation import NEURONS, Operation, Paper, Scale, TrainingDefaults
+from surgeon.operations.operation import NEURONS, Operation, Paper, TrainingDefaults
+from surgeon.operations.prepare import Scale
 from surgeon.operations.widen_attention import check_norms
 from surgeon.operations.widen_ffn import COMPOSABLE
 from surgeon.operations.widths import (

@@ -10,10 +10,11 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from pydantic import ConfigDict
 
+from surgeon.blueprint.blueprint import Blueprint
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.hub import locate, locate_adapter, remote_folder
 from surgeon.checkpoint.peft_folder import AdapterFolder
@@ -22,6 +23,15 @@ from surgeon.common.places import meant
 from surgeon.common.schema import Bounded
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
+
+
+@dataclass(frozen=True)
+class Scale:
+    """From a base to its twin: the anatomies of both, and what the plan makes of the base."""
+
+    base: Anatomy
+    twin: Anatomy
+    blueprint: Blueprint
 
 
 class Facts(Bounded):
@@ -36,6 +46,10 @@ class Facts(Bounded):
 
     # The field of surgery.json that keeps them, by the operation's number (`Operation.facts_key`).
     section: ClassVar[str] = "facts"
+
+    def small(self, scale: Scale) -> Self:
+        """The same of a small twin of the base: where they name tokens that only the base has, such as the twin has."""
+        return self
 
     def check(self, file: str) -> None:
         """Raise BadInput where facts that were read from `file` contradict themselves."""

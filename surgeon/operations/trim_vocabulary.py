@@ -24,8 +24,8 @@ from surgeon.errors import BadInput, printable
 from surgeon.families.skeleton import wordless_auto
 from surgeon.families.vocabulary import VOCABULARY_KEY, further_rows
 from surgeon.operations.grow_vocabulary import Paths, TextCounts, lines_of, paths_of
-from surgeon.operations.operation import Operation, Paper, Scale, TrainingDefaults
-from surgeon.operations.prepare import Facts, OpenedBase
+from surgeon.operations.operation import Operation, Paper, TrainingDefaults
+from surgeon.operations.prepare import Facts, OpenedBase, Scale
 
 # Up to which power of two, that divides the base's rows, the rows that stay are filled up.
 _USUAL_MULTIPLE = 128
@@ -54,6 +54,14 @@ class TrimFacts(Facts):
     def tokens(self) -> tuple[int, ...]:
         """The ids that stay, in their order."""
         return from_bits(self.kept)
+
+    def small(self, scale: Scale) -> TrimFacts:
+        """Two tokens of three stay of a twin's, in as many as leave no logit alone at the end (`HEAD_BLOCK`)."""
+        rows = scale.twin.sizes.vocabulary
+        kept = [token for token in range(rows) if token % 3]
+        kept = kept[: len(kept) - len(kept) % HEAD_BLOCK]
+        few = {"rows": rows, "kept": to_bits(kept, rows), "changed": [], "left": [], "measured": []}
+        return type(self)(**self.model_dump() | few)
 
     def check(self, file: str) -> None:
         """Raise BadInput where an id stays that the base does not have, or none does."""
@@ -145,16 +153,6 @@ class TrimVocabulary(Operation):
             left=left,
             measured=[TextCounts(**plain_fields(text)) for text in made.measured],
         )
-
-    def small(self, facts: TrimFacts | None, scale: Scale) -> tuple[Operation, TrimFacts | None]:
-        """Two tokens of three stay of a twin's, in as many as leave no logit alone at the end (`HEAD_BLOCK`)."""
-        if facts is None:
-            return self, None
-        rows = scale.twin.sizes.vocabulary
-        kept = [token for token in range(rows) if token % 3]
-        kept = kept[: len(kept) - len(kept) % HEAD_BLOCK]
-        few = {"rows": rows, "kept": to_bits(kept, rows), "changed": [], "left": [], "measured": []}
-        return self, type(facts)(**facts.model_dump() | few)
 
     def edit(self, draft: Draft, facts: TrimFacts | None) -> OperationRecord:
         """Take rows out of embeddings and output head."""

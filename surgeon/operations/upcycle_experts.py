@@ -43,8 +43,8 @@ from surgeon.families.sparse.target import Made, Target
 from surgeon.families.sparse.targets import TARGETS
 from surgeon.operations.fine_tunes import check_fine_tune
 from surgeon.operations.growing import IN_SHARED
-from surgeon.operations.operation import Legend, OneOf, Operation, Paper, Scale, Spec, TrainingDefaults
-from surgeon.operations.prepare import OpenedBase
+from surgeon.operations.operation import Legend, OneOf, Operation, Paper, Spec, TrainingDefaults
+from surgeon.operations.prepare import OpenedBase, Scale
 from surgeon.operations.routed_experts import dense_sites, routed_tensors
 from surgeon.operations.selectors import LayerSelector, select_layers
 from surgeon.operations.sites import default_activation

@@ -169,6 +169,7 @@ def test_a_cut_off_run_leaves_the_base_as_it_is(
 
 
 @pytest.mark.parametrize("able", [4, 2], ids=["all", "some"])
+@pytest.mark.usefixtures("unproven")
 def test_blocks_are_shared_where_the_file_system_can(
     able: int, base: Path, tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:

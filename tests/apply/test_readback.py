@@ -27,6 +27,7 @@ PLAN = "surgeon: 1\noperations:\n  - {op: upcycle_experts, experts: 4}\n"
 
 
 @pytest.mark.parametrize("read_back", [True, False])
+@pytest.mark.usefixtures("unproven")
 def test_copies_of_one_tensor_are_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_back: bool) -> None:
     """Digests of the manifest are those of the bytes that lie in the output, those of copies too."""
     base = tiny.checkpoint(tmp_path / "base", "llama", num_hidden_layers=1)
@@ -65,6 +66,7 @@ def test_tensors_of_one_name_in_two_files_are_two(tmp_path: Path) -> None:
     assert len({places_of({info.name: info}, source)["weight"] for info in infos for source in ("", "other")}) == 4
 
 
+@pytest.mark.usefixtures("unproven")
 def test_a_later_copy_with_another_bit_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = tiny.checkpoint(tmp_path / "base", "llama", num_hidden_layers=1)
     (tmp_path / "plan.yaml").write_text(PLAN, encoding="utf-8")

@@ -22,8 +22,8 @@ from safetensors.torch import load_file, save_file
 from transformers.utils import is_torchvision_available
 
 import surgeon
+from surgeon.apply import small_run
 from surgeon.errors import BadInput
-from surgeon.families import proof
 from surgeon.families.skeleton import CAUSAL, IMAGE_TEXT
 from surgeon.models.compare import CACHED_DECODE, CACHED_DECODE_IMAGE, PREFILL, PREFILL_IMAGE, compare_with_image
 from surgeon.models.load import load_model
@@ -562,7 +562,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "hyper-connections": ("minimax", {}, "cannot be added without changing the model: even with all its weights zero"),
     "post-norm blocks": ("bart", {}, "cannot be added without changing the model"),
     "a layer's number in its weights' scale": ("diffllama", {}, "layer 1, .* another kind .*lambda_init"),
-    "features of images by a layer's number": ("qwen3_vl", {}, "features of images .* choose places above"),
+    "features of images by a layer's number": ("qwen3_vl", {}, "features of images .* choose other places"),
     "a period in numbers alone": (
         "jamba",
         {"attn_layer_period": 2, "expert_layer_period": 2, "expert_layer_offset": 1},
@@ -589,7 +589,7 @@ def test_above_the_layers_that_take_an_images_features_it_is_exact(
     path = tmp_path / "plan.yaml"
     for after, exact in ([2, 3], True), ([0], False):
         if not exact:
-            monkeypatch.setattr(proof, "_hidden_with_image", lambda *_: None)
+            monkeypatch.setattr(small_run, "_with_image", lambda *_: None)
         path.write_text(
             f"surgeon: 1\noperations:\n  - {{op: insert_layers, where: {{after: {after}}}, init: {{kind: copy}}}}\n"
         )

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 import surgeon
+from surgeon.apply import small_run
 from surgeon.common import cache
 from surgeon.errors import BadInput
-from surgeon.families import anatomy_cache, checkpoint_anatomy, derivation
+from surgeon.families import anatomy_cache, checkpoint_anatomy
 from tests.decoders import tiny_decoder
 
 PLAN = "surgeon: 1\noperations:\n  - {op: insert_layers, where: {every: 2}, init: {kind: copy}}\n"
@@ -44,13 +45,20 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A line for each time that a base was derived."""
+    """A line for each time that a base was derived, not a twin of it."""
     lines: list[str] = []
-    original = checkpoint_anatomy.anatomy_of
+    original, prove, proving = checkpoint_anatomy.anatomy_of, small_run.prove_small, [False]
 
     def counting(*args: Any, **options: Any) -> Any:
-        lines.append("derived")
+        lines.extend([] if proving[0] else ["derived"])
         return original(*args, **options)
+
+    def proved(*args: Any) -> None:
+        proving[0] = True
+        prove(*args)
+        proving[0] = False
+
+    monkeypatch.setattr(small_run, "prove_small", proved)
 
     monkeypatch.setattr(checkpoint_anatomy, "anatomy_of", counting)
     return lines
@@ -101,17 +109,15 @@ def test_a_refusal_is_made_anew(base: Path, plan: Path, kept: Path, monkeypatch:
     def refuse(*_args: Any, **_options: Any) -> None:
         raise BadInput("the logits differ")
 
-    derivation._prove.cache_clear()
     with monkeypatch.context() as patched:
-        patched.setattr(derivation, "prove", refuse)
+        patched.setattr(small_run, "prove_small", refuse)
         for _ in range(2):
             with pytest.raises(BadInput, match="the logits differ"):
                 surgeon.preview(plan, base)
     assert not kept.exists()
     surgeon.preview(plan, base)
-    derivation._prove.cache_clear()
     plan.write_text(PLAN.replace("every: 2", "every: 1"))
-    monkeypatch.setattr(derivation, "prove", refuse)
+    monkeypatch.setattr(small_run, "prove_small", refuse)
     with pytest.raises(BadInput, match="the logits differ"):
         surgeon.preview(plan, base)
 

@@ -103,7 +103,7 @@ REFUSED: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
             "self.backbone.gains = nn.Buffer(torch.ones(config.depth))", "stream = stream * self.backbone.gains[n]"
         ),
         {},
-        "the logits are not the base's",
+        "the logits .* are not the base's",
     ),
     "a tensor outside for each layer": (
         each_layer(
@@ -129,7 +129,7 @@ REFUSED: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
     "a list of the config that ends early": (
         each_layer("self.gains = config.gains", "stream = stream * dict(enumerate(self.gains)).get(n, 1.0)"),
         {"gains": [0.9, 1.1, 0.8]},
-        "the logits are not the base's",
+        "the logits .* are not the base's",
     ),
 }
 

@@ -119,6 +119,7 @@ def assert_same(base: Path, back: Path) -> None:
             assert content == (there.read_bytes() if file.name != "config.json" else json.loads(there.read_text()))
 
 
+@pytest.mark.usefixtures("unproven")
 def test_old_rows_are_read_back_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One bit of an old row that is written otherwise is found; digests of base and output are those of their bytes."""
     base, out = base_of(tmp_path), tmp_path / "out"

@@ -202,9 +202,9 @@ def test_another_head_is_found_on_the_twin(tmp_path: Path, monkeypatch: pytest.M
         made(draft, name, Constant(0.0, recipe.dtype, recipe.shape))
 
     monkeypatch.setattr(Draft, "set_outer", empty)
-    with pytest.raises(BadInput, match="logits are not the base's"):
+    with pytest.raises(BadInput, match=r"logits .* are not the base's"):
         apply(tmp_path, tied(tmp_path), "out", UNTIE)
     image = tiny_decoder(tmp_path / "qwen3_5", "qwen3_5", IMAGE_TEXT, dtype="bfloat16", tie_word_embeddings=True)
     edit_config(image, tie_word_embeddings=True)
-    with pytest.raises(BadInput, match="logits are not the base's"):
+    with pytest.raises(BadInput, match=r"logits .* are not the base's"):
         apply(tmp_path, image, "image", UNTIE)

@@ -23,7 +23,7 @@ from surgeon.manifest.manifest import Manifest
 from surgeon.manifest.reading import parse
 from surgeon.operations import OPERATIONS
 from surgeon.verify import earlier, static
-from surgeon.verify.verify import _static
+from surgeon.verify.verify import static_proof
 from tests.manifest.edits import resealed
 from tests.verify.outputs import Made
 
@@ -75,7 +75,7 @@ class Opened:
         """Whether static verification refuses the output with this manifest, or says that a promise does not hold."""
         out = dataclasses.replace(self.out, manifest=manifest)
         try:
-            return not all(check.holds for check in _static(self.base, out, Quiet()).checks)
+            return not all(check.holds for check in static_proof(self.base, out, Quiet()).checks)
         except BadInput:
             return True
 
