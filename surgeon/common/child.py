@@ -54,8 +54,9 @@ class Child:
         ours, theirs = socket.socketpair()
         with _quiet_fork():
             pid = os.fork()
-        if pid == 0:
-            _serve(opens, theirs)
+            if pid == 0:
+                # Within: tokenizers that make threads in a child of a process with threads wait for ever.
+                _serve(opens, theirs)
         theirs.close()
         self._stream = ours.makefile("rwb", buffering=_BUFFER)
         ours.close()
