@@ -312,7 +312,7 @@ _STARTS = re.compile(
 _STARTERS = ("subprocess", "multiprocessing", "torch.multiprocessing", "runpy", "pty", "asyncio")
 # Those that do, and what of it: one starts Python, without the working directory on its path; one forks, so that the
 # child imports what the parent does.
-_MAY_START = {"common/processes.py": {"subprocess.Popen"}, "models/tokenizer.py": {"os.fork"}}
+_MAY_START = {"common/processes.py": {"subprocess.Popen"}, "common/child.py": {"os.fork"}}
 
 
 def test_every_process_is_started_where_its_path_is_safe() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import codecs
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Never, Protocol
@@ -22,7 +22,7 @@ from surgeon.checkpoint.text_lines import parsed, text_lines
 from surgeon.data.gzipped import MAGIC, unpacked
 from surgeon.data.json_list import entries_of
 from surgeon.data.layouts import Document, columns_of, document_of
-from surgeon.data.parquet import MAX_GROUP_BYTES, ParquetTexts
+from surgeon.data.parquet import ParquetFiles
 from surgeon.data.rows import Row, Rows
 from surgeon.data.specs import RowsSpec
 from surgeon.errors import BadInput, printable
@@ -68,7 +68,7 @@ class Corpus(Protocol):
 
 
 class Documents:
-    """The documents of files, by number. Of parquet files at most `MAX_GROUP_BYTES` stay in memory."""
+    """The documents of files, by number."""
 
     def __init__(self, path: Path, rows: Rows, *, most: int | None = None) -> None:
         """Index `path`, a file or a folder of files.
@@ -84,10 +84,12 @@ class Documents:
             raise BadInput(
                 f"{printable(str(plain))}: plain text, which holds no labels; write JSON lines of text and label"
             )
+        parquet = {number: file for number, file in enumerate(self.files) if format_of(file) == ".parquet"}
+        self._parquet = ParquetFiles(parquet, self._open) if parquet else None
+        # Those of each parquet file that hold documents.
+        self._columns: dict[int, list[str]] = {}
         pieces = [self._index(number, file, most) for number, file in enumerate(self.files)]
         self._places: NDArray[np.int64] = np.concatenate(pieces)
-        # Row groups as tables, by the numbers of file and group, and the bytes of each.
-        self._groups: dict[tuple[int, int], tuple[Any, int]] = {}
         if not len(self._places):
             raise BadInput(f"{printable(str(path))}: no document with text; a source needs some text")
 
@@ -109,8 +111,9 @@ class Documents:
         """Read one document: its text, or the messages of a chat. Raises BadInput where a file has changed."""
         file, begin, end = (int(value) for value in self._places[number])
         path = self.files[file]
-        if format_of(path) == ".parquet":
-            return self._document(self._row(file, begin, end), f"{path}, row {end}")
+        if self._parquet is not None and file in self._columns:
+            (entry,) = self._parquet.rows(file, begin, self._columns[file], end, 1)
+            return self._document(entry, f"{path}, row {end}")
         try:
             with self._open(path) as handle:
                 handle.seek(begin)
@@ -132,7 +135,10 @@ class Documents:
             return unpacked(opened, str(file))
 
     def _index(self, number: int, file: Path, most: int | None) -> NDArray[np.int64]:
-        readers = {".txt": self._pieces, ".parquet": self._rows}
+        readers: dict[str, Callable[[BinaryIO, Path], Iterator[Row]]] = {
+            ".txt": self._pieces,
+            ".parquet": partial(self._rows, number),
+        }
         try:
             with self._open(file) as handle:
                 # Whatever the name says of the two: lists are kept as .jsonl, lines as .json.
@@ -186,27 +192,18 @@ class Documents:
             else:
                 piece += line
 
-    def _rows(self, handle: BinaryIO, file: Path) -> Iterator[Row]:
+    def _rows(self, number: int, handle: BinaryIO, file: Path) -> Iterator[Row]:
         """Yield the rows of a parquet file by row group and row within it."""
-        opened = ParquetTexts(handle, file)
-        columns = columns_of(opened.names, self.rows.spec, str(file))
-        for group in range(opened.groups):
-            for row, entry in enumerate(opened.rows(group, columns)):
-                where = f"{file}, row {row} of group {group}"
-                yield (group, row), where, partial(self._document, entry, where)
-
-    def _row(self, file: int, group: int, row: int) -> Any:
-        if (file, group) not in self._groups:
-            path = self.files[file]
-            with self._open(path) as handle:
-                opened = ParquetTexts(handle, path)
-                columns = columns_of(opened.names, self.rows.spec, str(path))
-                nbytes = opened.check_group(group, columns)
-                while sum(size for _, size in self._groups.values()) + nbytes > MAX_GROUP_BYTES and self._groups:
-                    self._groups.pop(next(iter(self._groups)))
-                self._groups[file, group] = opened.table(group, columns), nbytes
-        table, _ = self._groups[file, group]
-        return {name: table.column(number)[row].as_py() for number, name in enumerate(table.column_names)}
+        assert self._parquet is not None
+        names, groups = self._parquet.head(number)
+        columns = self._columns[number] = columns_of(names, self.rows.spec, str(file))
+        for group in range(groups):
+            first = 0
+            while entries := self._parquet.rows(number, group, columns, first):
+                for row, entry in enumerate(entries, first):
+                    where = f"{file}, row {row} of group {group}"
+                    yield (group, row), where, partial(self._document, entry, where)
+                first += len(entries)
 
     def identity(self) -> list[Any]:
         """Name, size and mtime of every file, which must be the same when a run is continued."""

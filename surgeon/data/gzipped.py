@@ -20,6 +20,8 @@ _PIECE = 1024 * 1024
 
 # Descriptors of what was unpacked in this process, by device, inode, size and time of the compressed file.
 _HELD: dict[tuple[int, ...], int] = {}
+# A child lets go of them (`surgeon.common.child`) and unpacks for itself.
+os.register_at_fork(after_in_child=_HELD.clear)
 
 
 def unpacked(packed: BinaryIO, shown: str) -> BinaryIO:

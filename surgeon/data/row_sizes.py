@@ -23,24 +23,19 @@ _DEEPEST = 32
 _PIECE = 4 * 1024 * 1024
 
 
-def rows_of(batch: Any, where: str, first: int = 0) -> Iterator[Any]:
-    """Yield the rows of a `pyarrow.RecordBatch` as dicts, few at a time; the first one has the number `first`.
-
-    Raises BadInput, which begins with `where`, for a row that takes more than a document may and for a column of a type
-    that holds no texts, and pyarrow's errors or ValueError for damaged ones, as far as a reader of files left any.
-    """
-    for begin, end in pieces_of(batch, where, first):
-        yield from batch.slice(begin, end - begin).to_pylist()
-
-
 def pieces_of(batch: Any, where: str, first: int = 0) -> Iterator[tuple[int, int]]:
-    """Yield begin and end of so many rows that they take little memory; arguments and errors as of `rows_of`."""
+    """Yield begin and end of so many rows of a `pyarrow.RecordBatch` that they take little memory as Python values.
+
+    The first row has the number `first`. Raises BadInput, which begins with `where`, for a row that takes more than a
+    document may and for a column of a type that holds no texts, and pyarrow's errors or ValueError for damaged ones, as
+    far as a reader of files left any.
+    """
     pieces = np.cumsum(check_sizes(batch, where, first)) // _PIECE
     return pairwise([0, *(np.flatnonzero(np.diff(pieces)) + 1).tolist(), batch.num_rows])
 
 
 def check_sizes(batch: Any, where: str, first: int = 0) -> NDArray[np.int64]:
-    """Return the bytes that each row takes in Python (rows,), int64; arguments and errors as of `rows_of`."""
+    """Return the bytes that each row takes in Python (rows,), int64; arguments and errors as of `pieces_of`."""
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         _check_type(column.type, f"{where}: the column `{name}`")
     sizes = _sum((row_sizes(column) for column in batch.columns), np.zeros(batch.num_rows, dtype=np.int64))

@@ -18,7 +18,7 @@ from surgeon.report.history import Budget, History, WiderEnd, layer_history, par
 from surgeon.report.routing import routing_report
 from surgeon.report.routing_record import NothingChooses, RoutingReport, read_routing
 from surgeon.report.text_losses import TextLoss, text_losses
-from surgeon.report.transport import MapFact, by_blocks, map_facts, see_maps
+from surgeon.report.transport import MapFact, map_facts, see_maps
 from surgeon.verify.verification import Verification
 from surgeon.verify.verify import verify
 
@@ -184,5 +184,15 @@ def _heat_maps(folder: CheckpointFolder, maps: Sequence[str], device: str, liste
 
 def _heat_map(name: str, matrix: Tensor) -> HeatMap:
     rows, columns = matrix.shape
-    cells, block = by_blocks(matrix.float().cpu() * rows, _CELLS)
+    cells, block = _by_blocks(matrix.float().cpu() * rows, _CELLS)
     return HeatMap(name, rows, columns, block, tuple(tuple(row) for row in cells.tolist()))
+
+
+def _by_blocks(matrix: Tensor, cells: int) -> tuple[Tensor, int]:
+    """The matrix with its longer side at most `cells`, each cell the largest of a square block, and its side."""
+    from torch.nn import functional
+
+    block = -(-max(matrix.shape) // cells)
+    if block == 1:
+        return matrix, 1
+    return functional.max_pool2d(matrix[None, None], block, ceil_mode=True)[0, 0], block

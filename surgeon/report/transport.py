@@ -361,16 +361,6 @@ def _fact(layer: str, module: str, recorded: dict[str, Any]) -> MapFact | None:
     )
 
 
-def by_blocks(matrix: Tensor, cells: int) -> tuple[Tensor, int]:
-    """The matrix with its longer side at most `cells`, each cell the largest of a square block, and its side."""
-    from torch.nn import functional
-
-    block = -(-max(matrix.shape) // cells)
-    if block == 1:
-        return matrix, 1
-    return functional.max_pool2d(matrix[None, None], block, ceil_mode=True)[0, 0], block
-
-
 def transport_view(report: TransportReport) -> RenderableType:
     """A row for each module: entropies, the largest possible, and the worst marginal error of its maps."""
     table = FittedTable("module")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
+import itertools
 import json
 import os
+import signal
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +19,8 @@ import pytest
 
 from surgeon.data.chats import Chat, Message
 from surgeon.data.documents import Documents, text_files
-from surgeon.data.row_sizes import row_sizes, rows_of
+from surgeon.data.parquet import ParquetFiles
+from surgeon.data.row_sizes import check_sizes, pieces_of, row_sizes
 from surgeon.data.rows import Rows
 from surgeon.data.saved_tables import check_saved
 from surgeon.data.sources import saved_table
@@ -153,20 +157,18 @@ def repeated(text: str, times: int) -> Any:
     return pyarrow.DictionaryArray.from_arrays(np.zeros(times, dtype=np.int32), pyarrow.array([text]))
 
 
-def test_a_text_that_a_file_says_many_times_is_made_few_times(tmp_path: Path) -> None:
-    """500 bytes that are 300 MB: no more than a few of the texts are in memory at a time."""
+def test_a_text_that_a_file_says_many_times_is_made_few_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """500 bytes that are 300 MB: no more than a few of the texts are in memory at a time, here and in the child."""
     path = written(tmp_path / "a.parquet", {"text": repeated("x" * 1_000_000, 300)}, compression="zstd")
     assert path.stat().st_size < 1000
-    pool = pyarrow.default_memory_pool()
-    before = pool.bytes_allocated()
+    monkeypatch.setattr("surgeon.common.child.MEMORY", 100_000_000)
     tracemalloc.start()
     documents = opened(path)
     assert len(documents) == 300
     assert documents.read(299) == "x" * 1_000_000
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 20_000_000
-    assert pool.bytes_allocated() - before < 20_000_000
+    assert peak < 30_000_000
 
 
 def test_rows_that_unpack_to_too_much_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,17 +180,35 @@ def test_rows_that_unpack_to_too_much_are_refused(tmp_path: Path, monkeypatch: p
     )
     assert nested.stat().st_size < 10_000
     assert "row group 0, row 0: this row has more than 33,554,432 bytes" in refusal(lambda: opened(nested, chat=True))
-    page = written(tmp_path / "page.parquet", {"text": ["z" * 5_000_000]}, compression="zstd", use_dictionary=False)
-    assert page.stat().st_size < 10_000
-    nulls = written(tmp_path / "nulls.parquet", {"text": pyarrow.array([None] * 1_000_000, pyarrow.string())})
-    for most, path in (("PAGE", page), ("GROUP", page), ("GROUP", nulls)):
-        with monkeypatch.context() as smaller:
-            smaller.setattr(f"surgeon.data.parquet.MAX_{most}_BYTES", 4_000_000)
-            assert "smaller row groups (`row_group_size=10_000`)" in refusal(lambda p=path: opened(p))
+    texts = [f"{number} {'z' * 1_000_000}" for number in range(200)]
+    large = written(tmp_path / "large.parquet", {"text": texts}, compression="zstd")
+    assert large.stat().st_size < 100_000
+    monkeypatch.setattr("surgeon.common.child.MEMORY", 100_000_000)
+    said = refusal(lambda: opened(large))
+    assert (said.startswith(f"{large}: row group 0 ") and "more memory" in said) or "short of memory" in said
+    assert "smaller row groups (`row_group_size=10_000`)" in said
+    # Texts of no known size are read as any others.
     delta = written(
         tmp_path / "delta.parquet", {"text": TEXTS}, use_dictionary=False, column_encoding={"text": "DELTA_BYTE_ARRAY"}
     )
-    assert "`text` is in the encoding DELTA_BYTE_ARRAY" in refusal(lambda: opened(delta))
+    assert read(delta) == TEXTS
+
+
+def test_a_library_that_crashes_or_hangs_on_a_file_ends_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(tmp_path / "a.parquet", {"text": TEXTS})
+    documents = opened(path)
+    assert documents.read(4) == TEXTS[4]
+    monkeypatch.setattr("surgeon.common.child.SECONDS", 0.1)
+    for fails, said in (
+        (lambda *_: os.kill(os.getpid(), signal.SIGSEGV), "ended its process (SIGSEGV)"),
+        (lambda *_: [0 for _ in itertools.count()], "stopped after 0.1 seconds of computing"),
+    ):
+        monkeypatch.setattr("surgeon.data.parquet._Reader._read", fails)
+        assert f"{path}: row group 0" in (found := refusal(lambda: opened(path))) and said in found
+    # The child that was begun before is none of those.
+    assert documents.read(3) == TEXTS[3]
 
 
 @pytest.mark.parametrize("version", ["1.0", "2.0"])
@@ -207,17 +227,33 @@ def test_what_parquet_holds_is_what_is_read(version: str, dictionary: bool, tmp_
     assert documents.read(64) == Chat((Message("user", "65"), Message("assistant", "a" * 65)))
 
 
+def test_parquet_that_is_compressed_again_is_read_twice(tmp_path: Path) -> None:
+    """A child does not read what its parent has unpacked."""
+    path = written(tmp_path / "a.parquet", {"text": TEXTS}, row_group_size=2)
+    (tmp_path / "a.parquet.gz").write_bytes(gzip.compress(path.read_bytes()))
+    assert read(tmp_path / "a.parquet.gz") == read(tmp_path / "a.parquet.gz") == TEXTS
+
+
 def test_pages_that_lie_about_themselves_are_refused(tmp_path: Path) -> None:
     """Any byte before the footer replaced: the texts, or one line; nothing else, and no crash."""
     content = written(tmp_path / "a.parquet", {"text": TEXTS * 3}, compression="none").read_bytes()
     footer = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+    files: dict[int, Path] = {}
     for at in range(4, footer):
         for value in (0, content[at] ^ 0x80):
-            (tmp_path / "a.parquet").write_bytes(content[:at] + bytes([value]) + content[at + 1 :])
-            try:
-                read(tmp_path / "a.parquet")
-            except BadInput as error:
-                assert "\n" not in str(error)
+            files[len(files)] = tmp_path / f"{len(files)}.parquet"
+            files[len(files) - 1].write_bytes(content[:at] + bytes([value]) + content[at + 1 :])
+    # One process for all: a crash would end it.
+    reader = ParquetFiles(files, lambda path: path.open("rb"))
+    refused = 0
+    for number in files:
+        try:
+            assert reader.head(number) == (["text"], 1)
+            assert len(reader.rows(number, 0, ["text"], 0)) == len(TEXTS) * 3
+        except BadInput as error:
+            refused += 1
+            assert "row group 0 cannot be read" in str(error) and "\n" not in str(error)
+    assert refused > len(files) // 10
 
 
 def test_sizes_are_those_of_python_s_values() -> None:
@@ -241,10 +277,10 @@ def test_sizes_are_those_of_python_s_values() -> None:
             found = row_sizes(part) - expected[begin:]
             assert (found >= 64).all() and (found <= 64 * 12).all(), array.type
             batch = pyarrow.RecordBatch.from_arrays([part], ["a"])
-            assert list(rows_of(batch, "here")) == batch.to_pylist()
+            assert [n for begin, end in pieces_of(batch, "here") for n in range(begin, end)] == [*range(len(part))]
     ends = pyarrow.RunEndEncodedArray.from_arrays([2**30], ["a"])
     batch = pyarrow.RecordBatch.from_arrays([ends], ["text"])
-    assert "here: the column `text` is of the type run_end_encoded" in refusal(lambda: list(rows_of(batch, "here")))
+    assert "here: the column `text` is of the type run_end_encoded" in refusal(lambda: check_sizes(batch, "here"))
     wrong = pyarrow.DictionaryArray.from_arrays(pyarrow.array([7]), pyarrow.array(["a"]), safe=False)
     with pytest.raises(ValueError, match="by a number that no text has"):
         row_sizes(wrong)

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from surgeon.common import child
 from surgeon.data.chats import Chat, Message
 from surgeon.data.encoding import Encoder
 from surgeon.errors import BadInput
-from surgeon.models import tokenizer
 from surgeon.models.tokenizer import open_tokenizer
 from tests.train.texts import CHAT_TEMPLATE, add_tokenizer
 
@@ -23,8 +23,8 @@ CHAT = Chat((Message("user", "w1 w2"), Message("assistant", "w3")))
 
 @pytest.fixture(autouse=True)
 def _limits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(tokenizer, "SECONDS", 0.3)
-    monkeypatch.setattr(tokenizer, "MEMORY", 1 << 30)
+    monkeypatch.setattr(child, "SECONDS", 0.3)
+    monkeypatch.setattr(child, "MEMORY", 1 << 30)
     before = children()
     yield
     # No child outlives its tokenizer.
@@ -52,7 +52,7 @@ def refused(folder: Path, document: Any = CHAT) -> str:
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 TEMPLATES: dict[str, tuple[str, str | tuple[str, ...]]] = {
-    "loops": (LOOP, "its chat template was stopped after 0.3 seconds of computing on one text"),
+    "loops": (LOOP, "its chat template was stopped after 0.3 seconds of computing"),
     "marked loops": ("{% generation %}" + LOOP + "{% endgeneration %}", "was stopped after 0.3 seconds"),
     "multiplies": ("{{ 'a' * 10 ** 10 }}", "its chat template needs more memory than it may have"),
     "formats": ("{{ '%10000000000d' % 1 }}", "needs more memory than it may have"),
