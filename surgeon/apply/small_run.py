@@ -47,7 +47,7 @@ from surgeon.families.skeleton import Skeleton, encoder_auto, wordless_auto
 from surgeon.families.twin import fill, fill_buffers, shrunk, twin_of_small
 from surgeon.manifest.compose import BaseId
 from surgeon.models.compare import compare_models, decoded, load_pair, trim_logits
-from surgeon.models.load import NOT_RUN, load_model, running, stored_dtype
+from surgeon.models.load import load_model, running, stored_dtype
 from surgeon.models.outputs import auto_class, compare_outputs
 from surgeon.operations.operation import NEURONS
 from surgeon.operations.prepare import Facts, OpenedBase, Scale
@@ -68,6 +68,8 @@ HIDDEN, HEADS, KEYS, HEAD = "hidden_size", "num_attention_heads", "num_key_value
 _LARGE = 8.0
 # Of words a twin has no fewer unless the base has; tokens of a text that are decoded one by one.
 _WORDS, _STEPS = 100, 4
+# What is asked where a user's own model cannot be run.
+_OF_USERS = "; is config.json its own, is memory short?"
 _EXPERT = re.compile(r"\.experts\.[0-9]+\.")
 
 
@@ -93,7 +95,7 @@ def prove_small(drawn: Drawing, base: OpenedBase) -> None:
         except SurgeonError as error:
             if (full := no_room(error)) is not None:
                 raise BadInput(f"{printable(str(place))}: {full}; name a folder with room in TMPDIR") from error
-            told = str(error).replace(f"{work}/", "").removesuffix(NOT_RUN)
+            told = str(error).replace(f"{work}/", "").removesuffix(_OF_USERS)
             raise BadInput(f"on a twin of this model {told}; {_way_on(plan)}") from error
 
 
@@ -122,7 +124,9 @@ def smaller(plan: LoadedPlan, facts: Mapping[int, Facts], scale: Scale) -> tuple
     known = {number: found for number, (_, found) in enumerate(small) if found is not None}
     entries = [each.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude_none=True) for each, _ in small]
     text = json.dumps({"surgeon": 1, "seed": made.seed, "operations": entries})
-    return LoadedPlan(made, text, "the plan"), known
+    # The plan of a head that training makes is written otherwise.
+    same = made.operations == plan.plan.operations
+    return LoadedPlan(made, plan.text if same else text, "the plan"), known
 
 
 def save_twin(base: OpenedBase, blueprint: Blueprint, folder: Path) -> CheckpointFolder:
@@ -149,6 +153,9 @@ def save_twin(base: OpenedBase, blueprint: Blueprint, folder: Path) -> Checkpoin
         (folder / CODE_FILE).write_bytes(bundle(small))
     save_file({name: value.contiguous() for name, value in stored.items()}, folder / SINGLE_FILE, {"format": "pt"})
     small = {key: value for key, value in small.items() if key != QUANTISATION}
+    if not is_grafted(small):
+        # A tokenizer's own code is no part of the model.
+        small.pop("auto_map", None)
     (folder / CONFIG_FILE).write_text(json.dumps(small), encoding="utf-8")
     return CheckpointFolder.open(folder)
 
@@ -243,8 +250,8 @@ def _by_name(twin: Skeleton, base: OpenedBase) -> dict[str, Tensor]:
             dtype = stored_dtype(info.dtype) if info.dtype in FLOAT_DTYPES else saved[place].dtype
             found[name] = saved[place].to(dtype)
             left.discard(place)
-    # Quantised tensors may have other names than those that they stand for, which a twin has.
-    return found | {name: saved[name] for name in left if quantisation(base.folder.config) is not None}
+    # What a checkpoint may lack, as a head, or has by other names, as quantised tensors.
+    return found | {name: saved[name] for name in left}
 
 
 def _place_in(name: str, held: Mapping[str, Tensor], twin: Skeleton) -> str | None:
@@ -286,13 +293,13 @@ def _compare(base: CheckpointFolder, out: CheckpointFolder, made: Blueprint, blu
 
     `stack` is the path of the base's layers.
     """
-    native = native_config(base.config)
-    if encoder_auto(native) is not None or wordless_auto(native) is not None:
+    native, auto = native_config(base.config), auto_class(base.config)
+    if (encoder := encoder_auto(native) is not None) or wordless_auto(native) is not None:
         for dtype in ("float32", "bfloat16"):
-            found = compare_outputs(base, out, _tokens(_WORDS), auto=auto_class(base.config), dtype=dtype, device="cpu")
+            found = compare_outputs(base, out, _tokens(_WORDS), auto=auto, dtype=dtype, device="cpu")
             _check_promise([found], blueprint)
-        if is_grafted(out.config):
-            check_learns(load_model(out), _tokens(_WORDS), encoder=True)
+        if is_grafted(out.config) and encoder:
+            check_learns(load_model(out, auto=auto), _tokens(_WORDS), encoder=True)
         return
     words = vocabulary_of(native) or _WORDS
     if made.kept_tokens is not None:

@@ -34,8 +34,6 @@ ALIGNMENT = 64
 # Of a whole model, or of each of its parts.
 Attention = str | dict[str, str]
 DECODERS = (CAUSAL, IMAGE_TEXT)
-# What may be wrong where a user's model cannot be run.
-NOT_RUN = "; is config.json its own, is memory short?"
 CLASSIFIER = "AutoModelForSequenceClassification"
 
 
@@ -48,7 +46,9 @@ def running(model: Any) -> Iterator[None]:
         raise
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
         shown = printable(str(getattr(model, "name_or_path", "") or type(model).__name__))
-        raise BadInput(f"{shown}: the model cannot be run ({first_line(error)}){NOT_RUN}") from error
+        raise BadInput(
+            f"{shown}: the model cannot be run ({first_line(error)}); is config.json its own, is memory short?"
+        ) from error
 
 
 def torch_dtype(name: str) -> torch.dtype:
