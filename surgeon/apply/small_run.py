@@ -49,6 +49,7 @@ from surgeon.manifest.compose import BaseId
 from surgeon.models.compare import compare_models, decoded, load_pair, trim_logits
 from surgeon.models.load import load_model, running, stored_dtype
 from surgeon.models.outputs import auto_class, compare_outputs
+from surgeon.operations import OPERATIONS
 from surgeon.operations.operation import NEURONS
 from surgeon.operations.prepare import Facts, OpenedBase, Scale
 from surgeon.plan.plan import LoadedPlan, draw
@@ -124,9 +125,9 @@ def smaller(plan: LoadedPlan, facts: Mapping[int, Facts], scale: Scale) -> tuple
     known = {number: found for number, (_, found) in enumerate(small) if found is not None}
     entries = [each.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude_none=True) for each, _ in small]
     text = json.dumps({"surgeon": 1, "seed": made.seed, "operations": entries})
-    # The plan of a head that training makes is written otherwise.
-    same = made.operations == plan.plan.operations
-    return LoadedPlan(made, plan.text if same else text, "the plan"), known
+    # The plan of a head that training makes is written otherwise, and nobody can ask for it.
+    asked = all(operation.op in OPERATIONS for operation in made.operations)
+    return LoadedPlan(made, text if asked else plan.text, "the plan"), known
 
 
 def save_twin(base: OpenedBase, blueprint: Blueprint, folder: Path) -> CheckpointFolder:
