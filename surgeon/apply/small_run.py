@@ -135,7 +135,6 @@ def save_twin(base: OpenedBase, blueprint: Blueprint, folder: Path) -> Checkpoin
 
     Raises BadInput where transformers cannot build or run one.
     """
-
     config = _with_small_grafts(base.folder.config)
     small, twin = _running_twin(config, blueprint, base.anatomy)
     stored = _by_name(twin, base)
@@ -163,7 +162,6 @@ def save_twin(base: OpenedBase, blueprint: Blueprint, folder: Path) -> Checkpoin
 
 def _running_twin(config: Mapping[str, Any], blueprint: Blueprint, anatomy: Anatomy) -> tuple[dict[str, Any], Skeleton]:
     """A twin that runs, and its config. Raises BadInput where none of the sizes will do."""
-
     failed: Exception | None = None
     for small in _small_configs(config, blueprint, anatomy):
         try:
@@ -193,7 +191,6 @@ def _with_small_grafts(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _grafted_twin(config: Mapping[str, Any]) -> Skeleton:
     """A twin of a base that has grafts, by the code that ships with it, their gates open."""
-
     trunk = twin_of_small(native_config(config), seed=_SEED)
     composition = composition_of(config)
     assert composition is not None
@@ -283,7 +280,6 @@ def _check_same_tensors(blueprint: Blueprint, small: Blueprint, unread: Abstract
 
 def _check_bytes(base: CheckpointFolder, out: CheckpointFolder) -> None:
     """Raise BadInput where `verify` finds other bytes in the twin's output than its manifest promises."""
-
     wrong = next((check for check in static_proof(base, out, Quiet()).checks if not check.holds), None)
     if wrong is not None:
         raise BadInput(f"{wrong.name}: {wrong.detail}")
@@ -349,7 +345,6 @@ def _check_promise(found: Sequence[Any], blueprint: Blueprint) -> None:
 
 def _check_images(base: Any, out: Any, ids: Tensor, stack: str) -> None:
     """Raise BadInput where what an image adds to several layers (DeepStack) reaches others than in the base."""
-
     one, other = (_with_image(model, ids, stack) for model in (base, out))
     if one is not None and other is not None and not torch.equal(one, other):
         raise BadInput(
@@ -362,7 +357,6 @@ def _with_image(model: Any, ids: Tensor, stack: str) -> Tensor | None:
 
     None where the decoder takes no such features. They are random: what counts is which layer gets which.
     """
-
     decoder = model.get_submodule(stack.rpartition(".")[0])
     taken = inspect.signature(decoder.forward).parameters
     draws = torch.Generator().manual_seed(2)
