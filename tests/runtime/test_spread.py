@@ -90,6 +90,7 @@ def plan_of(operation: str) -> str:
     return f"surgeon: 1\noperations:\n  - {{op: {operation}}}\n"
 
 
+@pytest.mark.usefixtures("unproven")
 def test_an_output_with_an_entry_for_each_layer_verifies_and_reverts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
