@@ -526,7 +526,7 @@ NO_PLACE = {
     "a stream of another dtype": (
         "falcon_mamba",
         "{op: pmoe_experts}",
-        "with its grafts the model cannot be run in bfloat16",
+        "the model cannot be run",
     ),
 }
 

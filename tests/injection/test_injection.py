@@ -191,6 +191,7 @@ def test_a_full_device_for_what_is_shown(monkeypatch: pytest.MonkeyPatch) -> Non
 # What else happens to a place while it is written to.
 
 
+@pytest.mark.usefixtures("unproven")
 def test_the_parent_becomes_a_link_meanwhile(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "here").mkdir()
     (tmp_path / "elsewhere").mkdir()
