@@ -133,6 +133,8 @@ def _collected() -> Iterator[None]:
 @pytest.fixture
 def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is tried on a twin first: what a test breaks or counts in the writer is the output's own."""
-    from surgeon.apply import small_run
+    from surgeon.apply import proofs, small_run
 
     monkeypatch.setattr(small_run, "prove_small", lambda *_: None)
+    # Nor is it kept as if it were.
+    monkeypatch.setattr(proofs, "write_entry", lambda *_, **__: None)

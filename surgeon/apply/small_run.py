@@ -25,6 +25,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from surgeon.apply.shapes import HEAD, HEADS, HIDDEN, KEYS
 from surgeon.apply.surgery import Drawing, surgery_job
 from surgeon.apply.write import execute
 from surgeon.blueprint.blueprint import Blueprint
@@ -63,7 +64,6 @@ from surgeon.verify.verify import static_proof
 _HEADS = (2, 4, 8, 3, 1)
 _SEED = 3
 _HEAD = 8
-HIDDEN, HEADS, KEYS, HEAD = "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"
 # Of every second expert's row of a router: scores lie far apart for some tokens, as a trained model's may, and near to
 # one another for others.
 _LARGE = 8.0
@@ -324,12 +324,12 @@ def _compare(base: CheckpointFolder, out: CheckpointFolder, made: Blueprint, blu
 
 
 def _tokens(words: int) -> Tensor:
-
+    """Two texts of random tokens."""
     return torch.randint(3, words, (2, 32), generator=torch.Generator().manual_seed(_SEED))
 
 
 def _decodes(model: Any, ids: Tensor) -> bool:
-
+    """Whether a model can be run over a cache."""
     try:
         with torch.inference_mode():
             return all(True for _ in decoded(model, ids, 1))
@@ -384,7 +384,6 @@ def _with_image(model: Any, ids: Tensor, stack: str) -> Tensor | None:
         return None
     masks = {"visual_pos_masks": where, "vision_mask": where[..., None]}
     given |= {name: mask for name, mask in masks.items() if name in taken}
-
     with torch.inference_mode(), running(model):
         embedded = model.get_input_embeddings()(ids)
         hidden: Tensor = decoder(inputs_embeds=embedded, use_cache=False, **given).last_hidden_state
@@ -431,7 +430,6 @@ def check_learns(model: Any, ids: Tensor, *, encoder: bool = False) -> None:
 
 def _backward(model: Any, ids: Tensor) -> None:
     """Take gradients of what an encoder puts out, weighed at random."""
-
     # A flow of one's own: without it the model says that its losses have no part.
     flow = sys.modules[type(model).__module__].Flow()
     output = model(input_ids=ids, attention_mask=torch.ones_like(ids), return_dict=True, surgery_flow=flow)[0]
