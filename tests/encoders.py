@@ -7,7 +7,7 @@ from typing import Any
 
 from surgeon.families.skeleton import BASE, CAUSAL, IMAGE_TEXT, classes_of
 from surgeon.families.twin import shrunk, twin_of
-from surgeon.runtime.composition import ENCODER_AUTOS
+from surgeon.grafts.composition import ENCODER_AUTOS
 
 # What some default configs lack, or have too large.
 CHANGES: dict[str, dict[str, Any]] = {

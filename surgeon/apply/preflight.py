@@ -14,9 +14,9 @@ from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import layer_of, of_graft
 from surgeon.families.names import made_of
 from surgeon.families.quantised import is_scale, quantizer_of
+from surgeon.grafts.bundle import import_bundle
+from surgeon.grafts.composition import composition_of
 from surgeon.models.load import shipped_config
-from surgeon.runtime.bundle import import_bundle
-from surgeon.runtime.composition import composition_of
 from surgeon.runtime.states_rules import BANK
 
 _OWN = "get the base's own config.json"

@@ -15,11 +15,11 @@ from torch import Tensor
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput, printable
 from surgeon.families.dissect_folder import dissect_folder
+from surgeon.grafts.composition import FFN
 from surgeon.models.load import running
 from surgeon.models.stream import StreamedModel
 from surgeon.models.tokenizer import open_tokenizer
 from surgeon.models.tokens import check_ids
-from surgeon.runtime.composition import FFN
 
 # Of the longer of two means, what a difference of them is at least, else it is no direction.
 _LEAST = 1e-4

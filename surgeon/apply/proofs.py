@@ -25,8 +25,8 @@ from surgeon.common.promises import CONDITION
 from surgeon.common.schema import Bounded
 from surgeon.errors import BadInput
 from surgeon.families.anatomy_cache import digest_of, found_with, versions
+from surgeon.grafts.bundle import bundle
 from surgeon.operations.prepare import OpenedBase
-from surgeon.runtime.bundle import bundle
 
 # Raised whenever entries mean something else.
 _FORMAT = 2

@@ -46,6 +46,8 @@ from surgeon.families.names import under_base
 from surgeon.families.silence import some_tokens
 from surgeon.families.skeleton import Skeleton, encoder_auto, wordless_auto
 from surgeon.families.twin import fill, fill_buffers, shrunk, twin_of_small
+from surgeon.grafts.bundle import CODE_FILE, bundle, import_bundle
+from surgeon.grafts.composition import composition_of
 from surgeon.manifest.compose import BaseId
 from surgeon.models.compare import compare_models, decoded, load_pair, trim_logits
 from surgeon.models.load import load_model, running, stored_dtype
@@ -54,8 +56,6 @@ from surgeon.operations import OPERATIONS
 from surgeon.operations.operation import NEURONS
 from surgeon.operations.prepare import Facts, OpenedBase, Scale
 from surgeon.plan.plan import LoadedPlan, draw
-from surgeon.runtime.bundle import CODE_FILE, bundle, import_bundle
-from surgeon.runtime.composition import composition_of
 from surgeon.runtime.gate_rules import GATE
 from surgeon.verify.decoding import check_decoding
 from surgeon.verify.verify import static_proof

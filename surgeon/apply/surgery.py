@@ -18,6 +18,7 @@ from surgeon.checkpoint.tokenizer_files import without
 from surgeon.checkpoint.trimmed_vocabulary import trimmed_files
 from surgeon.common.places import meant
 from surgeon.errors import BadInput, printable
+from surgeon.grafts.bundle import bundle
 from surgeon.manifest.compose import BaseId, Written, base_entry, compose, surgeries_of
 from surgeon.manifest.manifest import ModelEntry
 from surgeon.operations.grow_vocabulary import VocabularyFacts
@@ -25,7 +26,6 @@ from surgeon.operations.merge_adapter import MergeFacts
 from surgeon.operations.prepare import Facts, OpenedBase, digest_of_file
 from surgeon.operations.trim_vocabulary import TrimFacts
 from surgeon.plan.plan import LoadedPlan
-from surgeon.runtime.bundle import bundle
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ from surgeon.families.anatomy import (
 from surgeon.families.family import MOST_LAYERS
 from surgeon.families.grafted_config import native_config
 from surgeon.families.vocabulary import VOCABULARY_KEY, vocabulary_tensors, with_vocabulary
-from surgeon.runtime.bundle import CODE_FILE
+from surgeon.grafts.bundle import CODE_FILE
 from surgeon.runtime.rules import BRANCH
 from surgeon.runtime.states_rules import BANK
 

@@ -14,10 +14,12 @@ from typing import Any
 from surgeon.blueprint.recipes import Constant, Random, Recipe
 from surgeon.families.anatomy import in_branch, owner_of
 from surgeon.families.grafted_config import is_grafted
+from surgeon.grafts.kinds import Kind
+from surgeon.grafts.ranges import by_ranges
+from surgeon.grafts.registry import GRAFTS, kinds
 from surgeon.runtime.births import Birth, Values
-from surgeon.runtime.registry import GRAFTS, kinds
-from surgeon.runtime.rules import BRANCH, Kind
-from surgeon.runtime.spread import by_ranges, for_each_layer
+from surgeon.runtime.rules import BRANCH
+from surgeon.runtime.spread import for_each_layer
 
 
 def recipe_of(birth: Birth, key: str, dtype: str) -> Recipe:

@@ -35,7 +35,7 @@ from surgeon.checkpoint.trust import (
 from surgeon.checkpoint.weights import INDEX_FILE, SINGLE_FILE, check_weights, choose_weights
 from surgeon.common.plugins import missing_plugins
 from surgeon.errors import BadInput, printable
-from surgeon.runtime.bundle import CODE_FILE
+from surgeon.grafts.bundle import CODE_FILE
 
 CONFIG_FILE = "config.json"
 MANIFEST_FILE = "surgery.json"

@@ -41,7 +41,7 @@ from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, LocalSource, is_side_
 from surgeon.checkpoint.weights import INDEX_FILE, choose_weights
 from surgeon.common.places import meant
 from surgeon.errors import BadInput, printable
-from surgeon.runtime.bundle import CODE_FILE
+from surgeon.grafts.bundle import CODE_FILE
 
 _SMALL = (CONFIG_FILE, INDEX_FILE, MANIFEST_FILE)
 # A list of ten thousand files.

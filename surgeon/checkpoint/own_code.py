@@ -16,8 +16,8 @@ from typing import Any
 from surgeon.checkpoint.source import Source
 from surgeon.checkpoint.trust import MAX_CODE_BYTES
 from surgeon.errors import BadInput, printable
-from surgeon.runtime.bundle import CODE_FILE
-from surgeon.runtime.composition import PREFIX
+from surgeon.grafts.bundle import CODE_FILE
+from surgeon.grafts.composition import PREFIX
 
 # As transformers reads `auto_map`: a module beside the weights, and a class in it.
 _REFERENCE = re.compile(r"[A-Za-z_]\w*\.[A-Za-z_]\w*")

@@ -22,8 +22,8 @@ from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, Source, is_side_file
 from surgeon.checkpoint.weights import INDEX_FILE, QUANTISATION, SINGLE_FILE, in_full, quantisation
 from surgeon.common.library import has_class, has_own, has_type
 from surgeon.errors import BadInput, printable
-from surgeon.runtime.bundle import CODE_FILE, bundles
-from surgeon.runtime.composition import PREFIX, composition_of
+from surgeon.grafts.bundle import CODE_FILE, bundle
+from surgeon.grafts.composition import PREFIX, composition_of
 
 MAX_CODE_BYTES = 1_000_000
 
@@ -111,7 +111,7 @@ def _is_shipped(config: Mapping[str, Any], listing: Mapping[str, int], source: S
     native = composition_of(config)
     if native is None or config.get("auto_map") != native.auto_map or CODE_FILE not in listing:
         return False
-    return source.small(CODE_FILE, max_bytes=MAX_CODE_BYTES) in bundles(config)
+    return source.small(CODE_FILE, max_bytes=MAX_CODE_BYTES) == bundle(config)
 
 
 def _not_ours(

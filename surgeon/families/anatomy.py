@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 from surgeon.checkpoint.header import QUANTISED_DTYPES, TensorInfo
 from surgeon.errors import printable
 from surgeon.families.family import Family, Part, Sizes, Space
-from surgeon.runtime.registry import kinds
-from surgeon.runtime.rules import BRANCH, Kind
+from surgeon.grafts.kinds import Kind
+from surgeon.grafts.registry import kinds
+from surgeon.runtime.rules import BRANCH
 
 # Only a number right after a family's stem (`layers.`) at the known place is a layer index: renaming changes it
 # alone, never a substring. Text decoders stand under these words: never under those of a tower for images or sound.

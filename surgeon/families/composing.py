@@ -20,7 +20,7 @@ from surgeon.families.encoder_blocks import heads_of
 from surgeon.families.silence import some_tokens
 from surgeon.families.skeleton import CAUSAL, IMAGE_TEXT, Skeleton, auto_of
 from surgeon.families.stream_blocks import Block, blocks_in, mixes, norms_sum, told_class, watched
-from surgeon.runtime.composition import ATTENTION, FFN, OTHER_AUTOS, Composition, SiteClass, SpanClass
+from surgeon.grafts.composition import ATTENTION, FFN, OTHER_AUTOS, Composition, SiteClass, SpanClass
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

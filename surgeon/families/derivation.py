@@ -39,7 +39,7 @@ from surgeon.families.twin import twin_of
 from surgeon.families.vocabulary import rows_of_ids
 from surgeon.families.whole_heads import heads_move
 from surgeon.families.widening import Growth, growths, inner_fields
-from surgeon.runtime.composition import FFN, Composition
+from surgeon.grafts.composition import FFN, Composition
 
 _TIED = "tie_word_embeddings"
 

@@ -12,7 +12,7 @@ from surgeon.errors import BadInput, printable
 from surgeon.families.silence import some_tokens
 from surgeon.families.skeleton import BASE, Skeleton, classes_of
 from surgeon.families.stream_blocks import Block, blocks_in, mixes, told_class, watched
-from surgeon.runtime.composition import (
+from surgeon.grafts.composition import (
     ATTENTION,
     ENCODER_AUTOS,
     FFN,

@@ -20,9 +20,9 @@ from typing import Any
 from surgeon.checkpoint.weights import QUANTISATION
 from surgeon.errors import BadInput, printable
 from surgeon.families.family import MOST_LAYERS
-from surgeon.runtime.composition import PREFIX, Composition, composition_of, short_name, upcycled
-from surgeon.runtime.registry import GRAFTS, kinds
-from surgeon.runtime.rules import check_surgery
+from surgeon.grafts.checks import check_surgery
+from surgeon.grafts.composition import PREFIX, Composition, composition_of, short_name, upcycled
+from surgeon.grafts.registry import GRAFTS, kinds
 from surgeon.runtime.spread import for_each_layer
 
 TEXT = "text_config"

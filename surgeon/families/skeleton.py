@@ -17,7 +17,7 @@ from surgeon.common.library import LOAD_FAILURES, config_of, first_line, quiet_t
 from surgeon.errors import BadInput, printable
 from surgeon.families.family import LARGEST_SIZE, OWN_CONFIG
 from surgeon.families.own_classes import code_of, own_class
-from surgeon.runtime.composition import ENCODER_AUTOS, OTHER_AUTOS, PREFIX
+from surgeon.grafts.composition import ENCODER_AUTOS, OTHER_AUTOS, PREFIX
 
 if TYPE_CHECKING:
     from torch import nn

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from surgeon.runtime.composition import TORCH_CLASSES, SpanClass
+from surgeon.grafts.composition import TORCH_CLASSES, SpanClass
 
 if TYPE_CHECKING:
     from torch import Size, Tensor, nn

@@ -17,7 +17,7 @@ from surgeon.common.library import LOAD_FAILURES, config_of
 from surgeon.errors import BadInput, printable
 from surgeon.families.own_classes import code_of
 from surgeon.families.skeleton import Skeleton, build
-from surgeon.runtime.composition import PREFIX
+from surgeon.grafts.composition import PREFIX
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor, nn

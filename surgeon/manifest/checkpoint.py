@@ -21,11 +21,11 @@ from surgeon.families.dissect_folder import dissect_folder
 from surgeon.families.grafted_config import is_encoder
 from surgeon.families.limits import context_of, vocabulary_of
 from surgeon.families.skeleton import wordless_auto
+from surgeon.grafts.composition import ATTENTION, FFN
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, StoredTensor
 from surgeon.manifest.moves import recorded_tensors
 from surgeon.manifest.reading import manifest_of
 from surgeon.models.templates import template_of
-from surgeon.runtime.composition import ATTENTION, FFN
 
 if TYPE_CHECKING:
     from surgeon.models.load import Attention

@@ -13,6 +13,8 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.families.anatomy import Anatomy
 from surgeon.families.decoders import HINTS
 from surgeon.families.grafted_config import is_grafted, native_config
+from surgeon.grafts.bundle import CODE_FILE
+from surgeon.grafts.registry import plugins_in
 from surgeon.manifest.facts import sections_of
 from surgeon.manifest.manifest import (
     Base,
@@ -33,8 +35,6 @@ from surgeon.manifest.reading import manifest_of
 from surgeon.operations import OPERATIONS
 from surgeon.operations.prepare import Facts
 from surgeon.plan.plan import NO_OPERATIONS, LoadedPlan, draw, recorded_plan
-from surgeon.runtime.bundle import CODE_FILE
-from surgeon.runtime.registry import plugins_in
 
 TOOL = Tool(name="surgeon", version=__version__)
 

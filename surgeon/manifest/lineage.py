@@ -21,11 +21,11 @@ from surgeon.checkpoint.trust import MAX_CODE_BYTES
 from surgeon.common.formatting import at_revision
 from surgeon.errors import BadInput, printable
 from surgeon.families.dissect import dissect
+from surgeon.grafts.bundle import CODE_FILE, bundle
+from surgeon.grafts.composition import composition_of
 from surgeon.manifest.manifest import Base, Manifest
 from surgeon.manifest.moves import homes_of, layers_of, left_at
 from surgeon.manifest.recipe_words import base_bytes_of
-from surgeon.runtime.bundle import CODE_FILE, bundle
-from surgeon.runtime.composition import composition_of
 
 CODE_NAME = re.compile(r"[A-Za-z0-9_]{1,100}\.py")
 

@@ -25,9 +25,9 @@ from surgeon.families.anatomy import layer_of, places_of, without_a_place
 from surgeon.families.compressed import cannot_be_loaded
 from surgeon.families.names import made_of, stored_twice
 from surgeon.families.skeleton import CAUSAL, IMAGE_TEXT, auto_of
+from surgeon.grafts.bundle import import_bundle
+from surgeon.grafts.composition import composition_of
 from surgeon.models.view import PROCESSOR_FILES, TOKENIZER_FILES, view_of_model, view_of_tokenizer
-from surgeon.runtime.bundle import import_bundle
-from surgeon.runtime.composition import composition_of
 
 # Above the widest vector registers (64 bytes) and what torch's own CPU allocator gives.
 ALIGNMENT = 64

@@ -18,11 +18,12 @@ from surgeon.blueprint.grafts import Graft, recipes_of
 from surgeon.blueprint.recipes import Recipe
 from surgeon.common.formatting import show_layers
 from surgeon.errors import BadInput
+from surgeon.grafts.control import DIVERGENCES, NO_ATTENTION
+from surgeon.grafts.registry import INTERPOLATORS
 from surgeon.operations.operation import Legend, OneOf, Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.selectors import LayerSelector, select_layers
-from surgeon.runtime.control_rules import DIVERGENCES, INTERPOLATOR, NO_ATTENTION
+from surgeon.runtime.control_rules import INTERPOLATOR
 from surgeon.runtime.interpolators import Interpolation, InterpolatorSpec
-from surgeon.runtime.registry import INTERPOLATORS
 from surgeon.runtime.rules import BRANCH
 
 CONTROL_LLM = Paper(

@@ -17,9 +17,10 @@ from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.grafts import Graft, recipes_of
 from surgeon.common.formatting import show_layers
 from surgeon.errors import BadInput, printable
+from surgeon.grafts.gate import FORMS, READS, gate_births
+from surgeon.grafts.registry import GRAFTS
 from surgeon.operations.operation import Legend, OneOf, Operation, Paper, TrainingDefaults
-from surgeon.runtime.gate_rules import FORMS, GATE, OPENS, READS, GateSpec
-from surgeon.runtime.registry import GRAFTS
+from surgeon.runtime.gate_rules import GATE, OPENS, GateSpec
 
 # Evidence of original text, in nats, that closes a gate where nothing is said.
 _CLOSES = 6.0
@@ -119,7 +120,7 @@ class DomainGate(Operation):
         for layer, (entry, _) in added.items():
             draft.layers[layer].grafts.append(Graft("gated", entry, {}, number))
         home = draft.layers[self.layer]
-        births = GateSpec(**{**self._entry(), "layer": self.layer}).births(draft.anatomy.sizes.hidden)
+        births = gate_births(GateSpec(**{**self._entry(), "layer": self.layer}), draft.anatomy.sizes.hidden)
         tensors = recipes_of(births, GATE, f"operations[{number}].", draft.dtype_of(self.layer))
         home.grafts.append(Graft("domain_gate", self._entry(), tensors, number))
         what = ", ".join(dict.fromkeys(words for _, words in added.values()))

@@ -17,13 +17,14 @@ from surgeon.blueprint.grafts import Graft, recipes_of
 from surgeon.blueprint.recipes import Recipe
 from surgeon.common.formatting import show_layers
 from surgeon.errors import BadInput
+from surgeon.grafts.adapters import GATES, LOCAL_LOSSES, VARIANCES, adapter_births
+from surgeon.grafts.checks import ACTIVATIONS
+from surgeon.grafts.composition import FFN
 from surgeon.operations.operation import NEURONS, Legend, OneOf, Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.prepare import Scale
 from surgeon.operations.selectors import LayerSelector
 from surgeon.operations.sites import default_activation, select_sites
-from surgeon.runtime.adapters_rules import ADAPTER, GATES, LOCAL_LOSSES, VARIANCES, AdapterSpec
-from surgeon.runtime.composition import FFN
-from surgeon.runtime.rules import ACTIVATIONS
+from surgeon.runtime.adapters_rules import ADAPTER, AdapterSpec
 
 # Sizes are multiples of this where they are computed: matrix units of GPUs work in such steps.
 _STEP = 8
@@ -179,7 +180,7 @@ class GatedAdapters(Operation):
 
     def _tensors(self, draft: Draft, number: int, layer: int, size: int) -> dict[str, Recipe]:
         width = draft.anatomy.sizes.hidden
-        births = AdapterSpec(layer, size, self.gate, self.init).births(width, len(draft.layers))
+        births = adapter_births(AdapterSpec(layer, size, self.gate, self.init), width, len(draft.layers))
         return recipes_of(births, ADAPTER, f"operations[{number}].layer[{layer}].", draft.dtype_of(layer))
 
     def _set_losses(self, draft: Draft) -> None:

@@ -16,10 +16,10 @@ from surgeon.blueprint.grafts import Graft
 from surgeon.blueprint.recipes import Interpolated, Recipe
 from surgeon.common.formatting import show
 from surgeon.errors import BadInput
+from surgeon.grafts.registry import INTERPOLATORS
 from surgeon.operations.control_llm import CONTROL_LLM
 from surgeon.operations.operation import Operation, Paper, TrainingDefaults
 from surgeon.runtime.control_rules import INTERPOLATOR
-from surgeon.runtime.registry import INTERPOLATORS
 from surgeon.runtime.rules import BRANCH
 
 

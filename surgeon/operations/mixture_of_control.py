@@ -16,19 +16,19 @@ from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.grafts import Graft, recipes_of
 from surgeon.common.formatting import show
 from surgeon.errors import BadInput
-from surgeon.operations.operation import Legend, OneOf, Operation, Paper, Spec, TrainingDefaults
-from surgeon.operations.selectors import LayerSelector
-from surgeon.operations.sites import select_sites
-from surgeon.runtime.composition import ATTENTION, FFN
-from surgeon.runtime.states_rules import (
-    BANK,
+from surgeon.grafts.composition import ATTENTION, FFN
+from surgeon.grafts.states import (
     GATE_SHARING,
     INFERENCE_ROUTINGS,
     MIXTURE_GATES,
-    SITES,
     TRAIN_ROUTINGS,
-    MixtureSpec,
+    bank_births,
+    fewest_to_choose,
 )
+from surgeon.operations.operation import Legend, OneOf, Operation, Paper, Spec, TrainingDefaults
+from surgeon.operations.selectors import LayerSelector
+from surgeon.operations.sites import select_sites
+from surgeon.runtime.states_rules import BANK, SITES, MixtureSpec
 
 Site = Annotated[str, OneOf(lambda: SITES)]
 _ROLES = {"attention": ATTENTION, "ffn": FFN}
@@ -160,7 +160,7 @@ class MixtureOfControl(Operation):
             draft.layers[layer].grafts.append(Graft("control_states", {"sites": sites[layer]}, {}, number))
         mixture = self._entry(draft)
         dtype = draft.dtype_of(0)
-        births = MixtureSpec(**mixture).births(kinds, draft.anatomy.sizes.hidden)
+        births = bank_births(MixtureSpec(**mixture), kinds, draft.anatomy.sizes.hidden)
         draft.bank = Graft("mixture", mixture, recipes_of(births, BANK, f"operations[{number}].", dtype), number)
         share = (draft.parameters() - before) / before
         chosen = "Parallel Control" if self.top_k == 0 else f"top {self.top_k} of {self._candidates(kinds)}"
@@ -179,7 +179,7 @@ class MixtureOfControl(Operation):
 
     def _candidates(self, kinds: list[Site]) -> int:
         """How many control states a gate chooses among."""
-        return MixtureSpec(self.rank, shared=self.gate.shared).fewest(kinds)
+        return fewest_to_choose(MixtureSpec(self.rank, shared=self.gate.shared), kinds)
 
     def _check_choice(self, kinds: list[Site]) -> None:
         if self.top_k > self._candidates(kinds):

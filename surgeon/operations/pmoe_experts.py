@@ -22,6 +22,8 @@ from surgeon.blueprint.recipes import Recipe
 from surgeon.common.formatting import show
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import within
+from surgeon.grafts.composition import ATTENTION
+from surgeon.grafts.experts import column_births, slot_births
 from surgeon.operations.imported_lora import (
     AdapterFacts,
     ImportedModule,
@@ -34,7 +36,6 @@ from surgeon.operations.imported_lora import (
 from surgeon.operations.operation import Legend, Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.prepare import Facts, OpenedBase
 from surgeon.operations.sites import check_adapted
-from surgeon.runtime.composition import ATTENTION
 from surgeon.runtime.experts_rules import ROUTER, RouterSlotSpec, RouterSpec, SlotSpec
 
 # Where queries and values are made in attention that is not four matrices, or in what is in its place.
@@ -314,7 +315,7 @@ class PMoEExperts(Operation):
         dtype = draft.dtype_of(layer)
         tensors: dict[str, Recipe] = {}
         for slot in slots:
-            births = SlotSpec(**slot | {"targets": tuple(slot["targets"])}).births(shapes)
+            births = slot_births(SlotSpec(**slot | {"targets": tuple(slot["targets"])}), shapes)
             tensors |= recipes_of(births, "", f"operations[{number}].layer[{layer}].", dtype)
         return Graft("experts", {"routed": routed, "slots": slots}, tensors, number)
 
@@ -325,7 +326,7 @@ class PMoEExperts(Operation):
         router = RouterSpec(place.layer, (*earlier, *columns))
         tensors: dict[str, Recipe] = {}
         for column in columns:
-            births = router.column_births(column, width)
+            births = column_births(router, column, width)
             tensors |= recipes_of(births, f"{ROUTER}slots.{column.slot}.", f"operations[{place.number}].", dtype)
         entries = [{"slot": column.slot, "group": place.group} for column in columns]
         draft.layers[place.layer].grafts.append(Graft("expert_router", {"slots": entries}, tensors, place.number))

@@ -12,10 +12,10 @@ from surgeon.errors import BadInput, printable
 from surgeon.families.family import Part, Role
 from surgeon.families.sparse.dense import Mixture, Take
 from surgeon.families.sparse.target import Made
+from surgeon.grafts.composition import FFN
 from surgeon.operations.growing import IN_SHARED
 from surgeon.operations.selectors import LayerSelector
 from surgeon.operations.sites import select_sites
-from surgeon.runtime.composition import FFN
 from surgeon.runtime.routed_rules import ROUTED
 
 _READING: tuple[Role, ...] = ("gate", "up")

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from surgeon.blueprint.draft import Draft
 from surgeon.common.formatting import show
 from surgeon.errors import BadInput, printable
+from surgeon.grafts.composition import ATTENTION
 from surgeon.operations.selectors import LayerSelector, select_layers
-from surgeon.runtime.composition import ATTENTION
 
 _WORDS = {ATTENTION: "token mixer (attention or what stands in its place)"}
 

@@ -19,11 +19,11 @@ from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Recipe
 from surgeon.errors import BadInput
+from surgeon.grafts.adapters import VARIANCES
 from surgeon.operations.growing import New, lengthen, norms_of_all_heads, wider_heads
 from surgeon.operations.operation import OneOf, Operation, Paper, TrainingDefaults
 from surgeon.operations.widen_ffn import COMPOSABLE, drawn
 from surgeon.operations.widths import ROUNDING, check_alone, check_free, which_layers
-from surgeon.runtime.adapters_rules import VARIANCES
 
 
 class WidenAttention(Operation):

@@ -18,11 +18,11 @@ from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Random, Recipe
 from surgeon.errors import BadInput
 from surgeon.families.family import LARGEST_SIZE
+from surgeon.grafts.adapters import VARIANCES
 from surgeon.operations.growing import New, inner_widths, lengthen, shown_growth, wider_ffns
 from surgeon.operations.operation import NEURONS, OneOf, Operation, Paper, TrainingDefaults
 from surgeon.operations.prepare import Scale
 from surgeon.operations.widths import ROUNDING, check_alone, check_free, which_layers
-from surgeon.runtime.adapters_rules import VARIANCES
 
 NET2NET = Paper(
     "chen2016net2net",

@@ -14,10 +14,10 @@ from surgeon.common.listener import Listener, Quiet
 from surgeon.common.work_folders import write_durably
 from surgeon.errors import BadInput, PromiseBroken, printable
 from surgeon.families.dissect_folder import dissect_folder
+from surgeon.grafts.bundle import CODE_FILE, bundle
+from surgeon.grafts.composition import composition_of
 from surgeon.manifest.manifest import MANIFEST_FILE
 from surgeon.manifest.reading import manifest_of
-from surgeon.runtime.bundle import CODE_FILE, bundle
-from surgeon.runtime.composition import composition_of
 from surgeon.verify.own_manifest import check_own_manifest
 
 

@@ -1,5 +1,4 @@
-"""The code that ships inside checkpoints, as readable modules, and how it is joined into one file.
+"""The code that ships inside checkpoints, as readable modules; `surgeon.grafts.bundle` joins them into one file.
 
-What ships imports torch, transformers and the standard library only; `bundle`, `known` and `composition` do
-not ship and import neither.
+It imports torch, transformers and the standard library only.
 """

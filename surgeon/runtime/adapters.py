@@ -20,7 +20,6 @@ from .adapters_rules import AdapterRules, AdapterSpec
 from .graft import Flow, Graft
 from .losses import masked_mean
 from .newborn import Leaf
-from .present import CLASSIFIES, DOMAINS, GATES, LOSSES
 from .rules import Surgery
 
 
@@ -70,8 +69,7 @@ class GatedAdapter(nn.Module):
 class AdapterGraft(Graft, AdapterRules):
     """Gated adapters."""
 
-    if GATES:
-        remembers_nothing = True
+    remembers_nothing = True
 
     def blocks(self, surgery: Surgery, index: int) -> tuple[str, ...]:
         """The MLP."""
@@ -83,14 +81,13 @@ class AdapterGraft(Graft, AdapterRules):
         if spec is not None:
             activation = spec.activation or getattr(config, layer.activation_field)
             layer.mlp.adapter = GatedAdapter(spec, config.hidden_size, activation)
-            if LOSSES:
-                layer.loss_weights |= {"local_l1_loss": spec.l1, "local_cross_entropy_loss": spec.cross_entropy}
+            layer.loss_weights |= {"local_l1_loss": spec.l1, "local_cross_entropy_loss": spec.cross_entropy}
         return spec is not None
 
     def beside(self, block: Any, x: Tensor, output: Tensor, frame: Flow | None) -> Tensor:
         """FFN(x) + adapter(x)."""
         made: tuple[Tensor, Tensor | None] = block.adapter(x)
-        if DOMAINS and frame is not None and frame.valid is not None and frame.domains is not None:
+        if frame is not None and frame.valid is not None and frame.domains is not None:
             measure(block.adapter.spec, made[0], made[1], frame, frame.valid, frame.domains)
         return output + made[0]
 
@@ -99,18 +96,16 @@ class AdapterGraft(Graft, AdapterRules):
         return {"adapters": (GatedAdapter, len(surgery.of[self.name]))}
 
 
-if DOMAINS:
-
-    def measure(spec: AdapterSpec, adapted: Tensor, score: Any, frame: Flow, valid: Tensor, domains: Tensor) -> None:
-        """The local losses of an adapter, of its output (B T D) and the gate before its sigmoid (B T 1)."""
-        valid, domains = valid.to(adapted.device), domains.to(adapted.device)
-        precise = torch.promote_types(adapted.dtype, torch.float32)
-        if spec.l1 > 0:
-            # ‖output‖₁ / D on tokens of the original domain.
-            l1 = adapted.abs().sum(dim=-1, dtype=precise) / adapted.shape[-1]
-            frame.measure("local_l1_loss", masked_mean(l1, valid & (domains == 0)))
-        if CLASSIFIES and spec.cross_entropy > 0 and score is not None:
-            # The gate classifies domains, on all tokens.
-            new = (domains > 0).to(precise)
-            crossed = F.binary_cross_entropy_with_logits(score.squeeze(-1).to(precise), new, reduction="none")
-            frame.measure("local_cross_entropy_loss", masked_mean(crossed, valid))
+def measure(spec: AdapterSpec, adapted: Tensor, score: Any, frame: Flow, valid: Tensor, domains: Tensor) -> None:
+    """The local losses of an adapter, of its output (B T D) and the gate before its sigmoid (B T 1)."""
+    valid, domains = valid.to(adapted.device), domains.to(adapted.device)
+    precise = torch.promote_types(adapted.dtype, torch.float32)
+    if spec.l1 > 0:
+        # ‖output‖₁ / D on tokens of the original domain.
+        l1 = adapted.abs().sum(dim=-1, dtype=precise) / adapted.shape[-1]
+        frame.measure("local_l1_loss", masked_mean(l1, valid & (domains == 0)))
+    if spec.cross_entropy > 0 and score is not None:
+        # The gate classifies domains, on all tokens.
+        new = (domains > 0).to(precise)
+        crossed = F.binary_cross_entropy_with_logits(score.squeeze(-1).to(precise), new, reduction="none")
+        frame.measure("local_cross_entropy_loss", masked_mean(crossed, valid))

@@ -27,7 +27,6 @@ from transformers.utils import output_capturing
 
 from .graft import Flow, Graft, here
 from .layers import LAYER_NUMBERS, UpcycledLayer, in_flow
-from .present import ROUTES, SPANS, TWINS
 from .rules import Surgery
 
 _OFF = Flow(off=True)
@@ -55,7 +54,7 @@ class GatedLayer(UpcycledLayer):
         super().compose(config, index, surgery)
         twin = self._modules.get("expanded")
         owing: dict[int, nn.Module | None] = {index: None} if self.layer_gated else {}
-        if TWINS and twin is not None:
+        if twin is not None:
             owing |= {branch: twin for branch, home in surgery.homes.items() if home == index}
         self.owing = owing
         # A router is needed only where slots run.
@@ -100,11 +99,7 @@ class GatedLayer(UpcycledLayer):
 
     def _as_the_bases(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """What the native layer returns; without calling all that would only find out that it does nothing."""
-        frame = _OFF
-        if SPANS:
-            frame = Flow(off=True)
-            vars(frame)["shape"] = hidden_states.shape
-        previous, here.frame = here.frame, frame
+        previous, here.frame = here.frame, Flow(off=True, shape=hidden_states.shape)
         try:
             return super(UpcycledLayer, self).forward(hidden_states, *args, **kwargs)
         finally:
@@ -138,10 +133,9 @@ class GatedLayer(UpcycledLayer):
 
 def spare_routers(layers: Sequence[GatedLayer]) -> None:
     """Let routers run while the gate is closed where slots do."""
-    if ROUTES:
-        slots = all(layer.spared for layer in layers if "slotted" in vars(layer))
-        for layer in layers:
-            layer.spared = layer.spared and (slots or not layer.routes)
+    slots = all(layer.spared for layer in layers if "slotted" in vars(layer))
+    for layer in layers:
+        layer.spared = layer.spared and (slots or not layer.routes)
 
 
 def _keeps_nothing(graft: Graft, surgery: Surgery) -> bool:

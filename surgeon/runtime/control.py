@@ -20,7 +20,6 @@ from .interpolators import Interpolation, InterpolatorSpec
 from .losses import masked_mean
 from .newborn import Newborn
 from .precision import at_least_fp32
-from .present import LOSSES
 from .rules import Surgery
 from .twins import BranchLayer
 
@@ -66,9 +65,8 @@ class ControlGraft(Graft, ControlRules):
         layer.expanded = layer.twin
         rule = self.interpolators[block.interpolator.kind]
         layer.interpolator = Interpolator(rule, block.interpolator, config.hidden_size)
-        if LOSSES:
-            # What the twin's grafts measure leaves with the layer too.
-            layer.loss_weights |= {"divergence_loss": block.divergence.weight} | layer.expanded.loss_weights
+        # What the twin's grafts measure leaves with the layer too.
+        layer.loss_weights |= {"divergence_loss": block.divergence.weight} | layer.expanded.loss_weights
         return True
 
     def after(self, layer: Any, hidden_states: Tensor, output: Tensor, frame: Flow, run: Any) -> Tensor:

@@ -27,7 +27,6 @@ from .graft import Flow, Graft, here
 from .losses import masked_mean
 from .newborn import Leaf, LowRank, as_linear
 from .precision import at_least_fp32
-from .present import GATES, LOSSES
 from .rules import Surgery, engine_of, engine_ranks
 
 
@@ -65,7 +64,7 @@ class WithSlots(nn.Module):
         for group in self.groups:
             for slots in _grouped(group, _dropout) if self.training else (group,):
                 grown = grown + self._product(x, slots, routing)
-        if GATES and frame is not None:
+        if frame is not None:
             return frame.where_open(EXPERTS, grown, output)
         return grown
 
@@ -217,8 +216,7 @@ class ExpertGraft(Graft, ExpertRules):
             return index in found.by_layer
         layer.expert_router = ExpertRouter(found.router, config.hidden_size)
         layer.routes = True
-        if LOSSES:
-            layer.loss_weights["router_loss"] = found.router_loss.task_id
+        layer.loss_weights["router_loss"] = found.router_loss.task_id
         return True
 
     def complete(self, model: Any, surgery: Surgery) -> None:
@@ -237,10 +235,9 @@ class ExpertGraft(Graft, ExpertRules):
         if layer.routes:
             routed = layer.expert_router(hidden_states)
             frame.routing = routed[0]
-            if LOSSES:
-                valid, domains = frame.valid, frame.domains
-                if valid is not None and domains is not None and layer.loss_weights["router_loss"] > 0:
-                    frame.measure("router_loss", task_loss(routed[1], valid, domains))
+            valid, domains = frame.valid, frame.domains
+            if valid is not None and domains is not None and layer.loss_weights["router_loss"] > 0:
+                frame.measure("router_loss", task_loss(routed[1], valid, domains))
 
     def counted(self, surgery: Surgery) -> Mapping[str, tuple[type[nn.Module], int]]:
         """Slots and columns."""

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from .present import AFTER, BEFORE, COMPLETES, CROSSES, GATES, MIXES, REPLACES, ROUTES
 from .rules import Surgery
 
 
@@ -28,54 +27,46 @@ class Flow:
     off: bool = False
     # What was measured, by the output's field: numbers in a frame, else vectors of them, each after its weight.
     losses: dict[str, list[Any]] = field(default_factory=dict)
-    if ROUTES:
-        # From a router's layer on: the weights of slots, B T slots.
-        routing: Tensor | None = None
-    if MIXES:
-        # Control states at work.
-        mixing: Any = None
-    if GATES:
-        # The gate at work, and from its layer on where it is open: B T, bool. Grafts named in `gated` go by it.
-        gating: Any = None
-        on: Tensor | None = None
-        gated: frozenset[str] = frozenset()
-    if CROSSES:
-        # The position ids that were given; whether a row holds several sequences, as in continuous batching.
-        positions: Tensor | None = None
-        packed: bool = False
-        # Whether what is chosen is recorded.
-        records_choices: bool = False
+    # From a router's layer on: the weights of slots, B T slots.
+    routing: Tensor | None = None
+    # Control states at work.
+    mixing: Any = None
+    # The gate at work, and from its layer on where it is open: B T, bool. Grafts named in `gated` go by it.
+    gating: Any = None
+    on: Tensor | None = None
+    gated: frozenset[str] = frozenset()
+    # The position ids that were given; whether a row holds several sequences, as in continuous batching.
+    positions: Tensor | None = None
+    packed: bool = False
+    # Whether what is chosen is recorded.
+    records_choices: bool = False
+    # Of a layer's frame the shape of what goes in: B T D.
+    shape: Any = None
 
     def measure(self, name: str, loss: Tensor) -> None:
         """Keep a loss, one number, of a layer for the output's field `name`."""
         self.losses.setdefault(name, []).append(loss.reshape(1))
 
-    if GATES:
+    def where_open(self, graft: str, grown: Tensor, native: Tensor) -> Tensor:
+        """`grown`, what a graft made of `native` (B T · or one row a token, both); gated off, `native`."""
+        return only_where(self.on, grown, native) if graft in self.gated else grown
 
-        def where_open(self, graft: str, grown: Tensor, native: Tensor) -> Tensor:
-            """`grown`, what a graft made of `native` (B T · or one row a token, both); gated off, `native`."""
-            return only_where(self.on, grown, native) if graft in self.gated else grown
-
-        def skips(self, graft: Graft) -> bool:
-            """Whether nothing of what `graft` makes beside a block would be seen: it is gated off for every token."""
-            switched = graft.remembers_nothing and graft.name in self.gated
-            return switched and self.gating is not None and self.gating.shut
+    def skips(self, graft: Graft) -> bool:
+        """Whether nothing of what `graft` makes beside a block would be seen: it is gated off for every token."""
+        switched = graft.remembers_nothing and graft.name in self.gated
+        return switched and self.gating is not None and self.gating.shut
 
 
 Frame = Flow
 
 
-if GATES:
-
-    def gated_beside(graft: Graft, block: Any, x: Tensor, output: Tensor, frame: Flow | None) -> Tensor:
-        """What a block puts out together with a graft that may be gated."""
-        if frame is None:
-            return graft.beside(block, x, output, frame)
-        return (
-            output
-            if frame.skips(graft)
-            else frame.where_open(graft.name, graft.beside(block, x, output, frame), output)
-        )
+def gated_beside(graft: Graft, block: Any, x: Tensor, output: Tensor, frame: Flow | None) -> Tensor:
+    """What a block puts out together with a graft that may be gated."""
+    if frame is None:
+        return graft.beside(block, x, output, frame)
+    if frame.skips(graft):
+        return output
+    return frame.where_open(graft.name, graft.beside(block, x, output, frame), output)
 
 
 def only_where(on: Tensor | None, grown: Tensor, native: Tensor) -> Tensor:
@@ -116,12 +107,10 @@ class Graft:
     """What a graft does in a model. `name` is its rules'."""
 
     name: ClassVar[str]
-    if REPLACES:
-        # Classes of modules that it puts in the places of native ones, which quantisers must leave.
-        replaces: ClassVar[tuple[type[nn.Module], ...]] = ()
-    if GATES:
-        # Whether what it makes beside a block is made of the block's input alone, and leaves nothing for later tokens.
-        remembers_nothing: ClassVar[bool] = False
+    # Classes of modules that it puts in the places of native ones, which quantisers must leave.
+    replaces: ClassVar[tuple[type[nn.Module], ...]] = ()
+    # Whether what it makes beside a block is made of the block's input alone, and leaves nothing for later tokens.
+    remembers_nothing: ClassVar[bool] = False
 
     def blocks(self, surgery: Surgery, index: int) -> tuple[str, ...]:
         """Which blocks of layer `index`, `self_attn` and `mlp`, it stands beside."""
@@ -134,33 +123,25 @@ class Graft:
         """
         return False
 
-    if BEFORE:
-
-        def before(self, layer: Any, hidden_states: Tensor, frame: Flow) -> None:
-            """The layer is about to run on `hidden_states`, B T D."""
+    def before(self, layer: Any, hidden_states: Tensor, frame: Flow) -> None:
+        """The layer is about to run on `hidden_states`, B T D."""
 
     def beside(self, block: Any, x: Tensor, output: Tensor, frame: Flow | None) -> Tensor:
         """What a block puts out together with the graft, B T D; `x` is what the block read, `output` what it made."""
         return output
 
-    if AFTER:
+    def after(self, layer: Any, hidden_states: Tensor, output: Tensor, frame: Flow, run: Any) -> Tensor:
+        """What the layer puts out together with the graft; `run(module)` runs another layer as this one was run."""
+        return output
 
-        def after(self, layer: Any, hidden_states: Tensor, output: Tensor, frame: Flow, run: Any) -> Tensor:
-            """What the layer puts out together with the graft; `run(module)` runs another layer as this one was run."""
-            return output
+    def complete(self, model: Any, surgery: Surgery) -> None:
+        """Put what all layers share into the base model."""
 
-    if COMPLETES:
+    def open(self, model: Any, flow: Flow, inputs: Tensor, attention_mask: Any, cache: Any) -> None:
+        """A forward of the base model begins; `flow` goes to all its layers."""
 
-        def complete(self, model: Any, surgery: Surgery) -> None:
-            """Put what all layers share into the base model."""
-
-    if CROSSES:
-
-        def open(self, model: Any, flow: Flow, inputs: Tensor, attention_mask: Any, cache: Any) -> None:
-            """A forward of the base model begins; `flow` goes to all its layers."""
-
-        def close(self, model: Any, flow: Flow, cache: Any) -> None:
-            """A forward of the base model is over; `cache` is the one that it returns."""
+    def close(self, model: Any, flow: Flow, cache: Any) -> None:
+        """A forward of the base model is over; `cache` is the one that it returns."""
 
     def counted(self, surgery: Surgery) -> Mapping[str, tuple[type[nn.Module], int]]:
         """Its modules whose tensors a checkpoint must hold: what they are, their class, how many there must be."""

@@ -16,7 +16,6 @@ from .graft import Flow
 from .layers import in_flow
 from .losses import EVALUATING, LOST, given_tokens, open_flow, tell, with_losses
 from .models import UpcycledModel, UpcycledPreTrained, grafted_forward
-from .present import GATES, LOSSES, PARTS
 
 
 class UpcycledOuter(UpcycledPreTrained):
@@ -33,18 +32,16 @@ class UpcycledOuter(UpcycledPreTrained):
 
     def __init__(self, config: Any) -> None:
         native, whole = self.decoder_class.__bases__[-1], type(config)
-        if PARTS:
-            upcycled = self.decoder_class.config_class
-            config.get_text_config(decoder=True).__class__ = upcycled.__bases__[-1]
+        upcycled = self.decoder_class.config_class
         # Native code asks by a config's class which model to build.
+        config.get_text_config(decoder=True).__class__ = upcycled.__bases__[-1]
         config.__class__ = whole.__bases__[-1]
         try:
             super().__init__(config)
         finally:
             config.__class__ = whole
         decoder: Any = next(module for module in self.modules() if type(module) is native)
-        if PARTS:
-            decoder.config.__class__ = upcycled
+        decoder.config.__class__ = upcycled
         decoder.__class__ = self.decoder_class
         decoder.graft()
         self.surgery = decoder.surgery
@@ -54,29 +51,25 @@ class UpcycledOuter(UpcycledPreTrained):
 
     def run_grafted(self, run: Callable[..., Any], given: dict[str, Any], flow: Flow | None) -> Any:
         """`run`, the native forward; `domain_ids` (B or B T; 0: the original domain) switch the local losses on."""
-        if not LOSSES and not GATES:
-            given.pop("domain_ids", None)
-        if LOSSES or GATES:
-            domain_ids = given.pop("domain_ids", None)
-            labels = next((given[name] for name in ("labels", "start_positions") if given.get(name) is not None), None)
-            trained = open_flow(given, domain_ids) if self.training and labels is not None else None
-            flow = trained or flow
-        if GATES and self.training and domain_ids is not None and flow is None:
-            if LOSSES:
+        domain_ids, surgery = given.pop("domain_ids", None), self.surgery
+        labels = next((given[name] for name in ("labels", "start_positions") if given.get(name) is not None), None)
+        trained = open_flow(surgery, given, domain_ids) if self.training and labels is not None else None
+        flow, losses = trained or flow, surgery.measures() or surgery.needs_domains()
+        if self.training and domain_ids is not None and flow is None:
+            if losses:
                 tell(LOST)
+            # A domain gate goes by them.
             flow = Flow(domains=given_tokens(given, domain_ids)[2])
-        if not LOSSES:
-            with in_flow(flow):
-                output: Any = run(**given)
-        if LOSSES:
-            asked = given.pop("return_dict", None)
-            with in_flow(flow):
-                output = run(return_dict=True, **given)
-        if LOSSES or GATES:
-            loss = getattr(output, "loss", None)
-            if not self.training and isinstance(loss, Tensor) and loss.requires_grad:
-                tell(EVALUATING)
-        if not LOSSES:
+        asked = given.get("return_dict")
+        if losses:
+            given["return_dict"] = True
+        with in_flow(flow):
+            output: Any = run(**given)
+        loss = getattr(output, "loss", None)
+        differs = losses or "gate" in surgery.of
+        if differs and not self.training and isinstance(loss, Tensor) and loss.requires_grad:
+            tell(EVALUATING)
+        if not losses:
             return output
         made = output if trained is None else with_losses(output, trained, labels, given, by_token=self.by_token)
         output = self.output_class(**made)
@@ -87,9 +80,9 @@ def head_over(
     config: type[Any], decoder: type[UpcycledModel], native: type[Any], output: type[Any], auto: str, **stated: Any
 ) -> Any:
     """The native head over an upcycled decoder, as a class of this file: what `AutoModelFor…` finds and saves."""
-    if LOSSES:
-        # In training the auxiliary losses, before their weights (None where they are off); pickles find it here.
-        extra: Any = [(name, torch.FloatTensor | None, None) for graft in config.grafts for name in graft.losses]
+    # In training the auxiliary losses, before their weights (None where they are off); pickles find it here.
+    extra: Any = [(name, torch.FloatTensor | None, None) for graft in config.grafts for name in graft.losses]
+    if extra:
         name, here = f"Upcycled{output.__name__}", {"__module__": __name__}
         output = globals().setdefault(name, make_dataclass(name, extra, bases=(output,), namespace=here))
     stated |= {"config_class": config, "decoder_class": decoder, "stack": decoder.stack, "output_class": output}
@@ -102,15 +95,13 @@ def head_over(
     return made
 
 
-if PARTS:
-
-    def without_surgery(fields: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-        """A config's fields, its part at `path` without `surgery`, which stands above it."""
-        part = fields
-        for key in path:
-            part = part.get(key) or {}
-        part.pop("surgery", None)
-        return fields
+def without_surgery(fields: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    """A config's fields, its part at `path` without `surgery`, which stands above it."""
+    part = fields
+    for key in path:
+        part = part.get(key) or {}
+    part.pop("surgery", None)
+    return fields
 
 
 class BesideGrafts(WeightTransform):

@@ -11,13 +11,12 @@ Written as p + α (e − p) (`lerp`), the result is bit-exactly p where e equals
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from .births import Birth, Fill, Normal, Values
 from .precision import at_least_fp32
-from .rules import fraction
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,12 +33,6 @@ class InterpolatorSpec:
     alpha: float = 0.5
     inference_alpha: float | None = None
     learnable: bool = False
-
-    def check(self) -> None:
-        """ValueError where α is no share."""
-        fraction("alpha", self.alpha)
-        if self.inference_alpha is not None:
-            fraction("inference_alpha", self.inference_alpha)
 
 
 class Interpolation:
@@ -96,22 +89,6 @@ class Interpolation:
     def births(self, spec: InterpolatorSpec, width: int) -> dict[str, Birth]:
         """All its tensors at birth, by name."""
         return self.matrices(width) | (self.learned(spec.alpha) if spec.learnable else {})
-
-    def check(self, spec: InterpolatorSpec, known: Iterable[Interpolation]) -> None:
-        """ValueError where the spec asks for what this interpolator has not; `known` are those to choose from."""
-        spec.check()
-        if spec.inference_alpha is not None and not self.scalar_alpha:
-            others = ", ".join(rule.key for rule in known if rule.scalar_alpha)
-            raise ValueError(
-                f"config.surgery: inference_alpha needs an interpolator with one α for all tokens "
-                f"({others}), not `{self.key}`"
-            )
-        # A logit holds α where it is learned or added to a gate's output; 0 and 1 have none.
-        if (spec.learnable or not self.scalar_alpha) and not 0.0 < spec.alpha < 1.0:
-            raise ValueError(
-                f"config.surgery: alpha is {spec.alpha}; where `{self.key}` learns it must lie "
-                "between 0 and 1, exclusive"
-            )
 
 
 def log_odds(alpha: float) -> float:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from .graft import Flow, gated_beside, here, only_where
-from .present import AFTER, BEFORE, GATES, INSERTED, LOSSES, MIXES, ROUTES, SEATS, SITES, SPANS
 from .rules import Surgery
 
 # Attributes by which modules know their layer's number.
@@ -39,19 +38,20 @@ def with_rest(output: Tensor, rest: Any) -> Any:
     return output if rest is None else type(rest)([output, *rest])
 
 
-if SEATS:
-
-    class Seat(nn.Module):
-        """Where grafts of a block stand that the model calls by another name."""
+class Seat(nn.Module):
+    """Where grafts of a block stand that the model calls by another name."""
 
 
 # A site adds what stands beside its block in `__call__` and leaves `forward` native: vLLM reads the source of a class's
 # `forward` to find where attention is computed and which projections it may fuse.
 class Site(nn.Module):
-    """Mixed in before a native block: what it `reads` comes first, what it writes first in what it returns."""
+    """Mixed in before a native block: what it `reads` comes first, what it writes first in what it returns.
+
+    Grafts stand in the block itself, or at its `seat` where it has another name than they know it by.
+    """
 
     grafts: tuple[Any, ...]
-    seat: nn.Module
+    seat: Any = None
     reads: str
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -60,15 +60,10 @@ class Site(nn.Module):
             return super().__call__(*args, **kwargs)
         output, rest = one_tensor(super().__call__(*args, **kwargs))
         x = args[0] if args else kwargs[self.reads]
-        block: Any = self
         grown = output.reshape(x.shape)
-        if SEATS:
-            block = self.seat
+        block = self if self.seat is None else self.seat
         for graft in self.grafts:
-            if GATES:
-                grown = gated_beside(graft, block, x, grown, here.frame)
-            else:
-                grown = graft.beside(block, x, grown, here.frame)
+            grown = gated_beside(graft, block, x, grown, here.frame)
         return with_rest(grown.reshape(output.shape), rest)
 
 
@@ -82,113 +77,93 @@ class UpcycledLayer(nn.Module):
 
     # None where transformers builds another layer of this class: for MTP it takes the class of the model's last one.
     grafts: tuple[Any, ...] = ()
-    sites: ClassVar[tuple[tuple[str, Any, str, Any], ...]]
+    sites: ClassVar[tuple[tuple[str, Any, str, Any], ...]] = ()
     activation_field: ClassVar[str]
-    if ROUTES:
-        # Whether the layer makes the routing that it and those above it read.
-        routes = False
-    if GATES:
-        # Whether it makes the gate's decision; the grafts here that take part only where that is open, by their names;
-        # whether the whole layer does so.
-        decides = False
-        gated: frozenset[str] = frozenset()
-        layer_gated = False
+    # Whether the layer makes the routing that it and those above it read.
+    routes = False
+    # Whether it makes the gate's decision; the grafts here that take part only where that is open, by their names;
+    # whether the whole layer does so.
+    decides = False
+    gated: frozenset[str] = frozenset()
+    layer_gated = False
+    # Whether the base does not have it.
+    inserted = False
 
     def compose(self, config: Any, index: int, surgery: Surgery) -> None:
         """Let grafts in; `index` is the layer's, of trunk or tail."""
-        if SITES:
-            # Blocks beside which grafts stand become able to carry them.
-            for name, native, role, kind in self.sites:
-                found: Any = dict(self.named_modules()).get(name)
-                beside = tuple(graft for graft in surgery.rules if role in graft.blocks(surgery, index))
-                if type(found) is native and beside:
-                    found.__class__ = kind
-                    found.grafts = beside
-                    found.reads = next(iter(inspect.signature(found.forward).parameters))
-                    if SEATS:
-                        seat: Any = found if name == role else Seat()
-                        setattr(self, role, seat)
-                        # Past nn.Module, which would take the seat for a part of the block.
-                        vars(found)["seat"] = seat
-        if LOSSES:
-            self.loss_weights: dict[str, float] = {}
+        # Blocks beside which grafts stand become able to carry them.
+        for name, native, role, kind in self.sites:
+            found: Any = dict(self.named_modules()).get(name)
+            beside = tuple(graft for graft in surgery.rules if role in graft.blocks(surgery, index))
+            if type(found) is native and beside:
+                found.__class__ = kind
+                found.grafts = beside
+                found.reads = next(iter(inspect.signature(found.forward).parameters))
+                if name != role:
+                    setattr(self, role, Seat())
+                    # Past nn.Module, which would take the seat for a part of the block.
+                    vars(found)["seat"] = getattr(self, role)
+        self.loss_weights: dict[str, float] = {}
         self.grafts = tuple(graft for graft in surgery.rules if graft.attach(self, config, index, surgery))
-        if INSERTED:
-            self.inserted = index in surgery.inserted
+        self.inserted = index in surgery.inserted
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the layer in this thread's flow, which takes what it leaves; what it returns is of the native form."""
         flow = here.flow if here.flow is not None and (self.grafts or here.flow.off) else None
-        if ROUTES:
-            # What carries gradient goes in by position, for reentrant checkpointing.
-            args = (None if flow is None else flow.routing, *args)
-        if GATES and flow is not None:
-            kwargs["on"] = flow.on
-        output = super().__call__(hidden_states, *args, flow=flow, **kwargs)
-        if (ROUTES or GATES or LOSSES) and flow is not None and isinstance(output, tuple):
+        # What carries gradient goes in by position, for reentrant checkpointing.
+        routing, on = (None, None) if flow is None else (flow.routing, flow.on)
+        output = super().__call__(hidden_states, routing, *args, flow=flow, on=on, **kwargs)
+        if flow is not None and isinstance(output, tuple):
             output, *made = output
-            if ROUTES and self.routes:
+            if self.routes:
                 flow.routing = made.pop(0)
-            if GATES and self.decides:
+            if self.decides:
                 flow.on = made.pop(0)
-            if LOSSES:
-                for (name, weight), loss in zip(self.loss_weights.items(), made, strict=False):
-                    if loss is not None:
-                        flow.losses.setdefault(name, []).append((weight, loss))
+            for (name, weight), loss in zip(self.loss_weights.items(), made, strict=False):
+                if loss is not None:
+                    flow.losses.setdefault(name, []).append((weight, loss))
         rest, here.rest = here.rest, None
         return with_rest(output, rest)
 
-    def forward(self, hidden_states: Tensor, *args: Any, flow: Flow | None = None, **kwargs: Any) -> Any:
+    def forward(
+        self, hidden_states: Tensor, routing: Any, *args: Any, flow: Flow | None, on: Any, **kwargs: Any
+    ) -> Any:
         """The layer's output, B T D, then what it leaves in the flow: losses as vectors, one for each weight.
 
         It is flat: what is nested gets no gradient from reentrant checkpointing. With grafts `off` it is the base's.
         """
-        frame = Flow() if flow is None else Flow(flow.valid, flow.domains, flow.off)
-        if ROUTES:
-            frame.routing, args = args[0], args[1:]
-        if MIXES and flow is not None:
-            frame.mixing = flow.mixing
-        if GATES:
-            frame.gated = self.gated
-            frame.gating, frame.on = (None, None) if flow is None else (flow.gating, kwargs.pop("on"))
-        if SPANS:
-            vars(frame)["shape"] = hidden_states.shape
-        if BEFORE and not frame.off:
-            for graft in self.grafts:
-                graft.before(self, hidden_states, frame)
+        frame = Flow(routing=routing, on=on, gated=self.gated, shape=hidden_states.shape)
+        if flow is not None:
+            frame.valid, frame.domains, frame.off = flow.valid, flow.domains, flow.off
+            frame.mixing, frame.gating = flow.mixing, flow.gating
+        grafts = () if frame.off else self.grafts
+        for graft in grafts:
+            graft.before(self, hidden_states, frame)
         previous, here.frame = here.frame, frame
         try:
             output, here.rest = one_tensor(super().forward(hidden_states, *args, **kwargs))
-            if AFTER and not frame.off:
-                run = partial(_run, hidden_states, args, kwargs)
-                for graft in self.grafts:
-                    grown = graft.after(self, hidden_states, output, frame, run)
-                    if GATES:
-                        grown = frame.where_open(graft.name, grown, output)
-                    output = grown
+            run = partial(_run, hidden_states, args, kwargs)
+            for graft in grafts:
+                output = frame.where_open(graft.name, graft.after(self, hidden_states, output, frame, run), output)
         finally:
             here.frame = previous
-        if INSERTED and frame.off and self.inserted:
+        if frame.off and self.inserted:
             # An inserted layer was run all the same: its keys and values fill its place in a cache.
             return hidden_states
-        if GATES and self.layer_gated and not frame.off:
+        if self.layer_gated and not frame.off:
             output = only_where(frame.on, output, hidden_states)
-        if not ROUTES and not GATES and not LOSSES:
-            return output
-        if (ROUTES or GATES) and (flow is None or frame.off):
+        if flow is None or frame.off:
             return output
         made: list[Any] = [output]
-        if ROUTES and self.routes:
+        if self.routes:
             made.append(frame.routing)
-        if GATES and self.decides:
+        if self.decides:
             made.append(frame.on)
-        if LOSSES and frame.valid is not None:
+        if frame.valid is not None:
             made += [torch.cat(frame.losses[name]) if name in frame.losses else None for name in self.loss_weights]
         return tuple(made) if len(made) > 1 else output
 
 
-if AFTER:
-
-    def _run(hidden_states: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], layer: nn.Module) -> Tensor:
-        output: Tensor = layer(hidden_states, *args, **kwargs)
-        return output
+def _run(hidden_states: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], layer: nn.Module) -> Tensor:
+    output: Tensor = layer(hidden_states, *args, **kwargs)
+    return output

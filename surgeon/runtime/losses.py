@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from .graft import Flow
-from .present import CROSSES, DOMAINS, MEASURES
+from .rules import Surgery
 
 logger = logging.get_logger(__name__)
 NO_DOMAINS = (
@@ -33,15 +33,13 @@ def tell(message: str) -> None:
         logger.warning_once(message)
 
 
-def open_flow(given: Mapping[str, Any], domain_ids: Tensor | None) -> Flow:
+def open_flow(surgery: Surgery, given: Mapping[str, Any], domain_ids: Tensor | None) -> Flow:
     """The flow of a training step, for a forward's arguments; without `valid` where no auxiliary loss applies."""
     inputs, mask, domains = given_tokens(given, domain_ids)
-    flow = Flow(domains=domains)
-    if DOMAINS and domain_ids is None:
+    flow, by_domain = Flow(domains=domains), surgery.needs_domains()
+    if by_domain and domain_ids is None:
         tell(NO_DOMAINS)
-    if MEASURES:
-        flow.valid = valid_tokens(mask, inputs.shape[:2], inputs.device)
-    if not MEASURES and domain_ids is not None:
+    if surgery.measures() or (by_domain and domain_ids is not None):
         flow.valid = valid_tokens(mask, inputs.shape[:2], inputs.device)
     return flow
 
@@ -56,8 +54,11 @@ def given_tokens(given: Mapping[str, Any], domain_ids: Tensor | None) -> tuple[T
     return inputs, mask, None if domain_ids is None else domain_ids.reshape(len(inputs), -1).expand(inputs.shape[:2])
 
 
-def valid_tokens(mask: Any, shape: torch.Size, device: torch.device, seen: int | Tensor = 0) -> Tensor:
-    """Which of the tokens that go in are no padding: B T, bool. `seen` tokens are in the cache before them."""
+def valid_tokens(mask: Any, shape: torch.Size, device: torch.device, seen: int | Tensor | None = None) -> Tensor:
+    """Which of the tokens that go in are no padding: B T, bool.
+
+    `seen` tokens are in the cache before them; None: a mask has no columns behind theirs.
+    """
     if mask is None:
         return torch.ones(shape, dtype=torch.bool, device=device)
     if not isinstance(mask, Tensor) or mask.dim() not in (2, 4):
@@ -67,7 +68,7 @@ def valid_tokens(mask: Any, shape: torch.Size, device: torch.device, seen: int |
         return mask[:, -shape[1] :].bool()
     # At each token's own column; where a window has cut that off, a token that sees anything counts.
     shown = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] >= 0
-    if not CROSSES:
+    if seen is None:
         return shown.diagonal(shown.shape[-1] - shape[1], 1, 2).expand(shape)
     length = shown.shape[-1]
     own = torch.arange(shape[1], device=shown.device) + (seen if shape[1] != length else 0)

@@ -17,7 +17,6 @@ from .graft import Flow, here
 from .layers import UpcycledLayer, in_flow
 from .losses import LOST, tell
 from .newborn import Leaf
-from .present import COMPLETES, LOSSES, REPLACES, TWINS
 from .rules import Surgery, read_surgery
 
 
@@ -38,27 +37,25 @@ class UpcycledPreTrained(PreTrainedModel):
     def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, Any]:
         # What a native model keeps in float32 goes by names such as `gate`, which parts of grafts have too.
         plan: dict[str, Any] = super()._get_dtype_plan(dtype)
-        if REPLACES:
-            plan = {name: held for name, held in plan.items() if name not in self._left_by_quantisers()}
+        left = self._left_by_quantisers()
+        plan = {name: held for name, held in plan.items() if name not in left}
         own = (pattern for graft in self.surgery.rules for pattern in graft.tensors)
         return dict.fromkeys(own, dtype) | plan if plan else plan
 
-    if REPLACES:
+    @property
+    def _keep_in_fp32_modules(self) -> Any:
+        # Every quantiser of transformers leaves what stands here, and asks a model that is marked as its own.
+        kept = self.__dict__.get("kept_in_fp32", self.native_class()._keep_in_fp32_modules)
+        return {*(kept or ()), *self._left_by_quantisers()} if getattr(self, "is_quantized", False) else kept
 
-        @property
-        def _keep_in_fp32_modules(self) -> Any:
-            # Every quantiser of transformers leaves what stands here, and asks a model that is marked as its own.
-            kept = self.__dict__.get("kept_in_fp32", self.native_class()._keep_in_fp32_modules)
-            return {*(kept or ()), *self._left_by_quantisers()} if getattr(self, "is_quantized", False) else kept
+    @_keep_in_fp32_modules.setter
+    def _keep_in_fp32_modules(self, kept: Any) -> None:
+        self.__dict__["kept_in_fp32"] = kept
 
-        @_keep_in_fp32_modules.setter
-        def _keep_in_fp32_modules(self, kept: Any) -> None:
-            self.__dict__["kept_in_fp32"] = kept
-
-        def _left_by_quantisers(self) -> set[str]:
-            replaces = tuple(kind for graft in self.surgery.rules for kind in graft.replaces)
-            held = self.named_modules()
-            return {name for name, module in held if isinstance(module, replaces) or hasattr(module, "spanning")}
+    def _left_by_quantisers(self) -> set[str]:
+        replaces = tuple(kind for graft in self.surgery.rules for kind in graft.replaces)
+        held = self.named_modules()
+        return {name for name, module in held if isinstance(module, replaces) or hasattr(module, "spanning")}
 
     def grafted_models(self) -> dict[str, UpcycledModel]:
         """The models in this one, or this one, whose layers hold grafts, by what names of their tensors begin with."""
@@ -146,15 +143,14 @@ class UpcycledModel(UpcycledPreTrained):
         """Make the native layers upcycled ones; the tail goes, its twins stand beside the trunk."""
         surgery = self.surgery = read_surgery(self.config)
         layers: Any = self.get_submodule(self.stack)
-        if TWINS:
+        if surgery.homes:
             layers = layers[: surgery.trunk_layers]
             self.set_submodule(self.stack, layers)
         for index, layer in enumerate(layers):
             layer.__class__ = self.layer_classes[type(layer)]
             layer.compose(self.config, index, surgery)
-        if COMPLETES:
-            for graft in surgery.rules:
-                graft.complete(self, surgery)
+        for graft in surgery.rules:
+            graft.complete(self, surgery)
         # Kept by class when a model is made, and this one was made as another; before 5.23 by the class's name.
         registry: Any = output_capturing._CAN_RECORD_REGISTRY
         registry[str(type(self)) if type(registry) is dict else self] = self._can_record_outputs
@@ -165,7 +161,7 @@ class UpcycledModel(UpcycledPreTrained):
     def run_grafted(self, run: Callable[..., Any], given: dict[str, Any], flow: Flow | None) -> Any:
         """`run`, the native forward, in a flow; `given` are its arguments by name."""
         given.pop("domain_ids", None)
-        if LOSSES and flow is None and self.training:
+        if flow is None and self.training and (self.surgery.measures() or self.surgery.needs_domains()):
             tell(LOST)
         with in_flow(Flow(off=True) if self in here.off else flow):
             return run(**given)

@@ -24,7 +24,6 @@ from .graft import Flow, Graft
 from .losses import balance_loss
 from .newborn import Newborn
 from .precision import at_least_fp32
-from .present import GATES, LOSSES
 from .routed_rules import Routed, RoutedRules, RoutedSpec
 from .rules import Surgery
 
@@ -102,8 +101,7 @@ class RoutedExperts(Newborn):
 class RoutedGraft(Graft, RoutedRules):
     """Routed experts."""
 
-    if GATES:
-        remembers_nothing = True
+    remembers_nothing = True
 
     def blocks(self, surgery: Surgery, index: int) -> tuple[str, ...]:
         """The MLP."""
@@ -117,7 +115,7 @@ class RoutedGraft(Graft, RoutedRules):
             activation = spec.activation or getattr(config, layer.activation_field)
             layer.mlp.routed = RoutedExperts(spec, config.hidden_size, activation)
             layer.mlp.balanced = found.balanced(index)
-            if LOSSES and layer.mlp.balanced:
+            if layer.mlp.balanced:
                 layer.loss_weights["routed_balance_loss"] = found.loss.balance
         return index in found.by_layer
 
@@ -127,7 +125,7 @@ class RoutedGraft(Graft, RoutedRules):
         added, scores, *_ = block.routed(x)
         if block.balanced and frame is not None and frame.valid is not None:
             valid = frame.valid
-            if GATES and self.name in frame.gated and frame.on is not None:
+            if self.name in frame.gated and frame.on is not None:
                 valid = valid & frame.on.to(valid.device)
             shares = scores / (scores.sum(dim=-1, keepdim=True) + _LEAST)
             frame.measure("routed_balance_loss", balance_loss(shares, valid, block.routed.top_k))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from .births import Birth, Fill, Normal
-from .rules import ACTIVATIONS, BRANCH, GraftRules, Kind, Surgery, built, by_layer, check_layers, loss_weight, one_of
+from .rules import GraftRules, Surgery, built, by_layer
 
 ROUTED = "mlp.routed."
 # What a model begins with that is made without a checkpoint.
@@ -37,16 +37,6 @@ class RoutedSpec:
     biased: bool = False
     activation: str = ""
 
-    def check(self) -> None:
-        """ValueError for experts that cannot be."""
-        if self.activation:
-            one_of("routed_experts activation", self.activation, ACTIVATIONS)
-        if self.size < 1 or not 1 <= self.top_k <= self.experts:
-            raise ValueError(
-                f"config.surgery: routed_experts of layer {self.layer} take {self.top_k} of {self.experts} experts of"
-                f" {self.size} neurons; at least one neuron is needed, and no more experts than there are"
-            )
-
     def births(self, width: int) -> dict[str, Birth]:
         """Its tensors for a stream of `width`, all experts' in one; what writes is zero."""
         inner = Normal((self.experts, self.size, width), _STD)
@@ -66,10 +56,6 @@ class RoutedLossSpec:
 
     balance: float = 0.0
 
-    def check(self) -> None:
-        """ValueError for what is no weight."""
-        loss_weight("routed_loss balance", self.balance)
-
 
 @dataclass(frozen=True)
 class Routed:
@@ -84,46 +70,18 @@ class Routed:
         return self.loss.balance > 0 and spec is not None and not spec.frozen
 
 
-class RoutedKind(Kind):
-    """Routed experts beside a layer's FFN."""
-
-    key = "routed_experts"
-    mark = "E"
-    in_twin = "copied"
-
-    def text(self, entry: Mapping[str, Any], where: str = "") -> str:
-        """`8 experts of 2048, top 2`."""
-        return f"{entry['experts']} experts of {entry['size']}{where}, top {entry['top_k']}"
-
-    def claims(self, suffix: str) -> bool:
-        """What stands at `mlp.routed`."""
-        return suffix.removeprefix(BRANCH).startswith(ROUTED)
-
-
 class RoutedRules(GraftRules):
     """Routed experts."""
 
     name = "routed"
     keys = ("routed_experts", "routed_loss")
-    kinds = (RoutedKind(),)
     losses: ClassVar[Mapping[str, str]] = {"routed_balance_loss": "mean over layers with routed experts"}
-    part = "surgeon.runtime.routed"
-    module = "RoutedGraft"
-    roles = ("mlp",)
 
     def read(self, raw: Mapping[str, Any]) -> Routed:
         """Experts by layer, and their loss."""
         specs = [built(RoutedSpec, entry, "routed_experts") for entry in raw.get("routed_experts", ())]
         loss = built(RoutedLossSpec, raw.get("routed_loss") or {}, "routed_loss")
         return Routed(by_layer(specs, "routed_experts"), loss)
-
-    def check(self, surgery: Surgery, config: Any) -> None:
-        """Entries hold together, and layers exist."""
-        found: Routed = surgery.of[self.name]
-        found.loss.check()
-        for spec in found.by_layer.values():
-            spec.check()
-        check_layers(found.by_layer, surgery.layers, "routed_experts")
 
     def trains(self, surgery: Surgery) -> list[str]:
         """All that are not frozen."""

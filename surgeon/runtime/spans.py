@@ -16,7 +16,6 @@ from torch.nn import functional as F
 
 from .graft import Graft, gated_beside, here
 from .layers import Seat, UpcycledLayer, one_tensor, with_rest
-from .present import GATES, MIXES
 from .rules import Surgery
 
 
@@ -66,31 +65,25 @@ class SpanEnd(nn.Module):
         x: Tensor = vars(frame)[self.role]
         if x.ndim == 2:
             # One row a token (OPT).
-            x = x.view(vars(frame)["shape"])
-        if MIXES and frame.mixing is not None:
+            x = x.view(frame.shape)
+        if frame.mixing is not None:
             _cover(frame.mixing, x)
         output = output.reshape(x.shape)
         for graft in () if frame.off else self.grafts:
-            if GATES:
-                output = gated_beside(graft, self.seat, x, output, frame)
-            else:
-                output = graft.beside(self.seat, x, output, frame)
+            output = gated_beside(graft, self.seat, x, output, frame)
         return with_rest(output.reshape(shape), rest)
 
 
-if MIXES:
-
-    def _cover(mixing: Any, x: Tensor) -> None:
-        """Count as padding the positions that a model adds behind its inputs, up to a whole window or block."""
-        missing = x.shape[1] - mixing.valid.shape[1]
-        if missing > 0:
-            mixing.valid = F.pad(mixing.valid, (0, missing))
+def _cover(mixing: Any, x: Tensor) -> None:
+    """Count as padding the positions that a model adds behind its inputs, up to a whole window or block."""
+    missing = x.shape[1] - mixing.valid.shape[1]
+    if missing > 0:
+        mixing.valid = F.pad(mixing.valid, (0, missing))
 
 
 class SpannedLayer(UpcycledLayer):
     """Mixed in before a native layer some of whose blocks are no modules: grafts may stand at their ends."""
 
-    sites = ()
     # Of each block: its beginning and its end, each as path, native class and class with grafts, and its usual name.
     spans: ClassVar[
         tuple[tuple[str, type[nn.Module], type[nn.Module], str, type[nn.Module], type[nn.Module], str], ...]

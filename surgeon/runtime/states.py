@@ -30,7 +30,6 @@ from .losses import balance_loss, selected, valid_tokens
 from .newborn import Leaf, LowRank, as_linear, product
 from .precision import at_least_fp32
 from .prefix import Kept, Reading, check_one_document, keep, kept_in, read_rows, several_in_a_row
-from .present import LOSSES
 from .rules import Surgery
 from .states_rules import MixtureSpec, States, StatesRules
 
@@ -193,7 +192,7 @@ class StatesGraft(Graft, StatesRules):
         for kind, block in (("attention", "self_attn"), ("ffn", "mlp")):
             if kind in sites:
                 getattr(layer, block).site = sites[kind]
-        if LOSSES and sites:
+        if sites:
             layer.loss_weights["balance_loss"] = surgery.of[self.name].mixture.balance_weight
         return bool(sites)
 

@@ -1,4 +1,4 @@
-"""Control states (Mixture-of-Control): what `config.surgery` says of them, and what they are born with.
+"""Control states (Mixture-of-Control): what `config.surgery` says of them.
 
     "control_states": [{"layer": 0, "sites": ["attention", "ffn"]}],
     "mixture": {"rank": 256, "top_k": 1, "alpha": 0.95, …}
@@ -12,30 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from .births import Birth, linear_birth, low_rank_births
-from .rules import (
-    GraftRules,
-    Kind,
-    Surgery,
-    built,
-    by_layer,
-    check_layers,
-    fraction,
-    loss_weight,
-    one_of,
-    refuse_engine,
-    without_numbers,
-)
+from .rules import GraftRules, Surgery, built, by_layer, refuse_engine
 
 # Stands beside `layers.` in names.
 BANK = "control_bank."
 # Blocks that can carry a control state, in a layer's order.
 SITES = ("attention", "ffn")
-MIXTURE_GATES = ("linear", "cosine")
-GATE_SHARING = ("all", "by_kind", "none")
-TRAIN_ROUTINGS = ("batch_mean", "batch_mode", "token")
-# A mean over a prefix is for decoders, over the whole sequence for encoders.
-INFERENCE_ROUTINGS = ("prefix_mean", "sequence_mean", "token")
 
 
 @dataclass(frozen=True)
@@ -44,13 +26,6 @@ class StatesSpec:
 
     layer: int
     sites: tuple[str, ...]
-
-    def check(self) -> None:
-        """ValueError for blocks that carry none."""
-        for site in self.sites:
-            one_of("control state's site", site, SITES)
-        if not self.sites or len(set(self.sites)) != len(self.sites):
-            raise ValueError(f"config.surgery: control states of layer {self.layer} name the sites {self.sites}")
 
 
 @dataclass(frozen=True)
@@ -70,22 +45,6 @@ class MixtureSpec:
     straight_through: bool = True
     frozen: bool = False
 
-    def check(self) -> None:
-        """ValueError for what no mixture is."""
-        if self.rank < 1 or self.top_k < 0 or self.projection < 1:
-            raise ValueError(
-                f"config.surgery: mixture has rank {self.rank}, top_k {self.top_k}, projection {self.projection};"
-                " they must be at least 1, 0 and 1"
-            )
-        fraction("mixture alpha", self.alpha)
-        one_of("mixture gate", self.gate, MIXTURE_GATES)
-        one_of("mixture shared", self.shared, GATE_SHARING)
-        one_of("mixture train_routing", self.train_routing, TRAIN_ROUTINGS)
-        one_of("mixture inference_routing", self.inference_routing, INFERENCE_ROUTINGS)
-        loss_weight("mixture balance_weight", self.balance_weight)
-        if not 0.0 < self.temperature < float("inf"):
-            raise ValueError(f"config.surgery: mixture temperature is {self.temperature}; it must be positive")
-
     @property
     def by_sequence(self) -> bool:
         """Whether at inference a choice depends on other tokens of a sequence."""
@@ -104,12 +63,6 @@ class MixtureSpec:
         if self.by_sequence:
             refuse_engine(config, self.what, "or serve this output with transformers' own attention")
 
-    def gate_births(self, count: int, width: int) -> dict[str, Birth]:
-        """The tensors at birth of a gate that chooses among `count` control states."""
-        if self.gate == "linear":
-            return {"weight": linear_birth(count, width)}
-        return {"projection": linear_birth(self.projection, width), "weight": linear_birth(count, self.projection)}
-
     def gates(self, kinds: Sequence[str]) -> dict[str, list[int]]:
         """The gates by name, and the sites that each chooses among; `kinds` are the blocks of all sites in order."""
         every = list(range(len(kinds)))
@@ -124,21 +77,6 @@ class MixtureSpec:
     def choice_of(self, site: int, kinds: Sequence[str]) -> list[int]:
         """The sites that a site's gate chooses among."""
         return [n for n, kind in enumerate(kinds) if self.shared != "by_kind" or kind == kinds[site]]
-
-    def fewest(self, kinds: Sequence[str]) -> int:
-        """Among how many control states the gate with the smallest choice chooses."""
-        return min((len(self.choice_of(site, kinds)) for site in range(len(kinds))), default=0)
-
-    def births(self, kinds: Sequence[str], width: int) -> dict[str, Birth]:
-        """The bank's tensors at birth."""
-        tensors: dict[str, Birth] = {}
-        for site in range(len(kinds)):
-            low_rank = low_rank_births(self.rank, width, width)
-            tensors |= {f"states.{site}.{name}": birth for name, birth in low_rank.items()}
-        for gate, choice in self.gates(kinds).items():
-            made = self.gate_births(len(choice), width)
-            tensors |= {f"gates.{gate}.{name}": birth for name, birth in made.items()}
-        return tensors
 
 
 @dataclass(frozen=True)
@@ -159,53 +97,12 @@ class States:
         return {kind: number for number, (home, kind) in enumerate(self.sites) if home == layer}
 
 
-class _BankKind(Kind):
-    """Tensors are the bank's, none a layer's."""
-
-    mark = "M"
-
-    def claims(self, suffix: str) -> bool:
-        """None of a layer's tensors."""
-        return False
-
-
-class StatesKind(_BankKind):
-    """Which blocks of a layer carry a control state."""
-
-    key = "control_states"
-    in_twin = "refused"
-
-    def text(self, entry: Mapping[str, Any], where: str = "") -> str:
-        """`control states at attention and ffn`."""
-        return "control states at " + " and ".join(entry["sites"])
-
-    def kept(self, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """Whether they train is said of the bank."""
-        return without_numbers(entry)
-
-
-class MixtureKind(_BankKind):
-    """The bank of all control states: one entry for the model."""
-
-    key = "mixture"
-    whole = True
-
-    def text(self, entry: Mapping[str, Any], where: str = "") -> str:
-        """`bank of control states of rank 64`."""
-        return f"bank of control states of rank {entry['rank']}"
-
-
 class StatesRules(GraftRules):
     """Control states and their bank."""
 
     name = "states"
     keys = ("control_states", "mixture")
-    kinds = (StatesKind(), MixtureKind())
     losses: ClassVar[Mapping[str, str]] = {"balance_loss": "mean over control states"}
-    part = "surgeon.runtime.states"
-    module = "StatesGraft"
-    brings = ("MIXES",)
-    on_encoders = True
 
     def read(self, raw: Mapping[str, Any]) -> States:
         """The sites in the model's order, and how they mix."""
@@ -218,28 +115,6 @@ class StatesRules(GraftRules):
         layers = by_layer(specs, "control_states")
         sites = tuple((layer, kind) for layer in sorted(layers) for kind in SITES if kind in layers[layer].sites)
         return States(sites, built(MixtureSpec, raw["mixture"], "mixture"), tuple(specs))
-
-    def check(self, surgery: Surgery, config: Any) -> None:
-        """Entries hold together, a gate has enough to choose among, and this kind of model can have the routing."""
-        found: States = surgery.of[self.name]
-        mixture = found.mixture
-        mixture.check()
-        for spec in found.specs:
-            spec.check()
-        check_layers([layer for layer, _ in found.sites], surgery.trunk_layers, "control_states")
-        least = mixture.fewest(found.blocks)
-        if mixture.top_k > least:
-            raise ValueError(f"config.surgery: mixture top_k is {mixture.top_k}; a gate chooses among {least}")
-        if config.encoder is False and mixture.inference_routing == "sequence_mean":
-            raise ValueError(
-                "config.surgery: mixture inference_routing is `sequence_mean`, by which a decoder's token would see "
-                "later ones; it must be `prefix_mean` or `token`"
-            )
-        if config.encoder and mixture.inference_routing == "prefix_mean":
-            raise ValueError(
-                "config.surgery: mixture inference_routing is `prefix_mean`, but an encoder reads whole sequences; "
-                "it must be `sequence_mean` or `token`"
-            )
 
     def trains(self, surgery: Surgery) -> list[str]:
         """The bank, where it is not frozen."""

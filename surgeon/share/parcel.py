@@ -11,7 +11,7 @@ from surgeon.checkpoint.folder import CARD_FILE, DELTA_FILE, CheckpointFolder
 from surgeon.checkpoint.open_files import HeldFolder
 from surgeon.checkpoint.uploading import Repository
 from surgeon.checkpoint.weights import INDEX_FILE
-from surgeon.runtime.bundle import CODE_FILE
+from surgeon.grafts.bundle import CODE_FILE
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, TokenizerJson, wi
 from surgeon.checkpoint.trimmed_vocabulary import trimmed_files
 from surgeon.checkpoint.weights import INDEX_FILE, MAX_INDEX_BYTES, SINGLE_FILE
 from surgeon.common.json_results import same_json
+from surgeon.grafts.bundle import CODE_FILE
 from surgeon.manifest.card import card
 from surgeon.manifest.compose import Written, compose, plugins_of
 from surgeon.manifest.manifest import Base, ChangeEntry, Manifest, ModelEntry
@@ -40,7 +41,6 @@ from surgeon.manifest.run_files import ADAPTER_FOLDER, KEPT_FOLDER
 from surgeon.models.templates import TEMPLATE_FILE
 from surgeon.operations.prepare import Facts
 from surgeon.plan.plan import LoadedPlan
-from surgeon.runtime.bundle import CODE_FILE
 from surgeon.verify.check import Check, some
 from surgeon.verify.side_files import check_beside
 

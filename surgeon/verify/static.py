@@ -27,6 +27,8 @@ from surgeon.errors import printable
 from surgeon.families.anatomy import Anatomy
 from surgeon.families.dissect import dissect
 from surgeon.families.grafted_config import is_grafted
+from surgeon.grafts.bundle import grafts_in
+from surgeon.grafts.ranges import by_ranges
 from surgeon.manifest.compose import BaseId, base_entry, surgeries_of
 from surgeon.manifest.facts import facts_of
 from surgeon.manifest.manifest import (
@@ -35,8 +37,6 @@ from surgeon.manifest.manifest import (
 )
 from surgeon.operations.prepare import Facts
 from surgeon.plan.plan import LoadedPlan, draw, recorded_plan
-from surgeon.runtime.bundle import grafts_in
-from surgeon.runtime.spread import by_ranges
 from surgeon.verify.base_bytes import Original, check_base_bytes
 from surgeon.verify.check import Check, some
 from surgeon.verify.claims import (

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 import surgeon
 from surgeon.cli import app
 from surgeon.errors import BadInput
+from surgeon.grafts.bundle import CODE_FILE
 from surgeon.plan import shipped
-from surgeon.runtime.bundle import CODE_FILE
 from tests import tiny
 from tests.checkpoints import weights
 from tests.elsewhere import WITHOUT_SURGEON, run_elsewhere

@@ -18,10 +18,11 @@ from typer.testing import CliRunner
 import surgeon
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.cli import app
+from surgeon.grafts.adapters import GATES, VARIANCES
+from surgeon.grafts.bundle import CODE_FILE, bundle
 from surgeon.models.compare_streamed import compare_streamed
 from surgeon.runtime.adapters import GatedAdapter
-from surgeon.runtime.adapters_rules import GATES, VARIANCES, AdapterSpec
-from surgeon.runtime.bundle import CODE_FILE, bundle
+from surgeon.runtime.adapters_rules import AdapterSpec
 from surgeon.runtime.interpolators import InterpolatorSpec
 from surgeon.runtime.spread import for_each_layer
 from tests import tiny

@@ -24,9 +24,9 @@ from surgeon.checkpoint.trust import check_written, leads_to_code
 from surgeon.common.library import config_of, described
 from surgeon.common.listener import Quiet
 from surgeon.errors import BadInput
+from surgeon.grafts.bundle import CODE_FILE
 from surgeon.models.load import find_processor, find_tokenizer, load_model
 from surgeon.models.view import view_of_model
-from surgeon.runtime.bundle import CODE_FILE
 from tests import tiny
 from tests.models.test_tokens import byte_tokenizer
 from tests.train.texts import add_tokenizer, corpus

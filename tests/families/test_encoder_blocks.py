@@ -11,8 +11,8 @@ from surgeon.errors import BadInput
 from surgeon.families.derived import derive
 from surgeon.families.encoder_blocks import encoder_composition
 from surgeon.families.twin import twin_of
-from surgeon.runtime.bundle import import_bundle
-from surgeon.runtime.composition import ATTENTION, FFN, PREFIX
+from surgeon.grafts.bundle import import_bundle
+from surgeon.grafts.composition import ATTENTION, FFN, PREFIX
 from tests import tiny
 from tests.encoders import tiny_encoder_config
 from tests.runtime.grafting import grafted_encoder, perturbed, states, tokens

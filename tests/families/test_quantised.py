@@ -20,8 +20,8 @@ from transformers.integrations import finegrained_fp8, mxfp4
 import surgeon
 from surgeon.errors import BadInput
 from surgeon.families.grafted_config import native_config
+from surgeon.grafts.bundle import import_bundle
 from surgeon.models.load import load_model
-from surgeon.runtime.bundle import import_bundle
 from tests.checkpoints import add_letters, as_bytes, same_bytes, weights
 from tests.end_to_end.test_any_decoder import TRAINING
 from tests.quantised import quantised, tiny_quantised

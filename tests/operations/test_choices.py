@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from surgeon.families.decoders import USUAL_DECODERS, USUAL_ENCODERS
+from surgeon.grafts.registry import INTERPOLATORS
 from surgeon.operations.inits import INITS
 from surgeon.plan.plan import json_schema
 from surgeon.runtime import adapters_rules, control_rules, gate_rules, states_rules
-from surgeon.runtime.registry import INTERPOLATORS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "reference"
 

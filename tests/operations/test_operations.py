@@ -15,11 +15,11 @@ import pytest
 import surgeon
 from surgeon.blueprint.grafts import grafts_of
 from surgeon.checkpoint.card_metadata import NOTHING_KNOWN
+from surgeon.grafts.registry import kinds
 from surgeon.manifest.card import card
 from surgeon.operations import OPERATIONS, legends, origin_of, papers_of
 from surgeon.operations.operation import Operation
 from surgeon.plan.plan import parse_plan
-from surgeon.runtime.registry import kinds
 from tests import tiny
 from tests.house import PACKAGE
 from tests.manifest.edits import edited

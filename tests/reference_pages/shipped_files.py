@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 
 from surgeon._version import __version__
+from surgeon.grafts.bundle import bundle
+from surgeon.grafts.registry import GRAFTS
 from surgeon.operations import OPERATIONS
-from surgeon.runtime.bundle import bundle
-from surgeon.runtime.registry import GRAFTS
 from tests import tiny
 from tests.runtime.grafting import adapters, alone, control, everything, joining, states
 
@@ -27,7 +27,7 @@ To make the one that belongs to an output, for any type and any set of grafts:
 ```text
 python - OUT/config.json <<'END' | sha256sum
 import json, sys
-from surgeon.runtime.bundle import bundle
+from surgeon.grafts.bundle import bundle
 sys.stdout.buffer.write(bundle(json.load(open(sys.argv[1]))))
 END
 ```

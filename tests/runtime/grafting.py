@@ -11,11 +11,11 @@ import torch
 
 from surgeon.families.derivation import composition_for
 from surgeon.families.grafted_config import native_config
-from surgeon.runtime.adapters_rules import GATES
-from surgeon.runtime.bundle import import_bundle
-from surgeon.runtime.composition import PREFIX, Composition, upcycled
+from surgeon.grafts.adapters import GATES
+from surgeon.grafts.bundle import import_bundle
+from surgeon.grafts.composition import PREFIX, Composition, upcycled
+from surgeon.grafts.registry import GRAFTS
 from surgeon.runtime.interpolators import INTERPOLATORS
-from surgeon.runtime.registry import GRAFTS
 from tests import tiny
 
 TRUNK = 6

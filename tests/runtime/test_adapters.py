@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
+from surgeon.grafts.adapters import GATES, VARIANCES, adapter_births
 from surgeon.runtime.adapters import GatedAdapter
-from surgeon.runtime.adapters_rules import GATES, VARIANCES, AdapterSpec
+from surgeon.runtime.adapters_rules import AdapterSpec
 from tests import tiny
 from tests.runtime.grafting import HIDDEN, adapters, grafted, perturbed, tokens
 
@@ -68,7 +69,7 @@ def test_how_far_a_score_opens_a_gate(gate: str) -> None:
 
 @pytest.mark.parametrize("kind", VARIANCES)
 def test_births_are_the_papers(kind: str) -> None:
-    births = AdapterSpec(layer=0, size=300, init=kind).births(256, 6)
+    births = adapter_births(AdapterSpec(layer=0, size=300, init=kind), 256, 6)
     read = [births[name] for name in ("gate_proj.weight", "up_proj.weight", "gate.weight")]
     assert [birth.std for birth in read] == [pytest.approx(math.sqrt(VARIANCE[kind]))] * 3
     assert births["down_proj.weight"].value == 0

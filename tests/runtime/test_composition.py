@@ -12,8 +12,8 @@ import pytest
 import surgeon
 from surgeon.errors import BadInput
 from surgeon.families.grafted_config import changed_fields, native_config
-from surgeon.runtime.bundle import CODE_FILE, bundle
-from surgeon.runtime.composition import composition_of, read_composition
+from surgeon.grafts.bundle import CODE_FILE, bundle
+from surgeon.grafts.composition import composition_of, read_composition
 from tests.decoders import tiny_decoder
 
 QWEN = "models.qwen3_moe.modeling_qwen3_moe.Qwen3Moe"

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, conversion_mapping
 
-from surgeon.runtime.bundle import CODE_FILE, bundle
+from surgeon.grafts.bundle import CODE_FILE, bundle
 from surgeon.runtime.heads import carry_conversions
 from surgeon.runtime.rules import GraftRules
 from tests import tiny

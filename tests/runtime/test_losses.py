@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import warning_once
 
+from surgeon.grafts.control import DIVERGENCES
 from surgeon.runtime.control import DISTANCES, divergence
-from surgeon.runtime.control_rules import DIVERGENCES
 from surgeon.runtime.interpolators import INTERPOLATORS
 from surgeon.runtime.losses import given_tokens, valid_tokens
 from tests import tiny

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from surgeon.families.derivation import composition_for
 from surgeon.families.twin import twin_of_small
-from surgeon.runtime.bundle import import_bundle
-from surgeon.runtime.composition import ATTENTION, FFN, PREFIX
+from surgeon.grafts.bundle import import_bundle
+from surgeon.grafts.composition import ATTENTION, FFN, PREFIX
 from tests.decoders import tiny_config
 from tests.runtime.grafting import perturbed
 from tests.runtime.test_born import left_padded, prefill_and_decode

@@ -12,9 +12,11 @@ import pytest
 import surgeon
 from surgeon.blueprint import grafts
 from surgeon.errors import BadInput
-from surgeon.runtime.registry import GRAFTS
-from surgeon.runtime.rules import Surgery, check_surgery
-from surgeon.runtime.spread import by_ranges, for_each_layer
+from surgeon.grafts.checks import check_surgery
+from surgeon.grafts.ranges import by_ranges
+from surgeon.grafts.registry import GRAFTS
+from surgeon.runtime.rules import Surgery
+from surgeon.runtime.spread import for_each_layer
 from tests import tiny
 from tests.runtime.grafting import adapters, control, every_graft, experts, gated, read_from, routed, states
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import surgeon
+from surgeon.grafts.registry import GRAFTS
 from surgeon.models.load import load_model
-from surgeon.runtime.registry import GRAFTS
 from tests import tiny
 from tests.train.texts import add_tokenizer, corpus, text
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import surgeon
-from surgeon.runtime.registry import GRAFTS
+from surgeon.grafts.registry import GRAFTS
 from surgeon.verify.check import Check
 from surgeon.verify.decoding import check_decoding
 from tests.caches import CACHE

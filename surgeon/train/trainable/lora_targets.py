@@ -9,9 +9,9 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common.installation import lacking
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy, within
+from surgeon.grafts.composition import ATTENTION, FFN
 from surgeon.manifest.manifest import Manifest
 from surgeon.manifest.trainable import TrainableSet, trainable_set
-from surgeon.runtime.composition import ATTENTION, FFN
 from surgeon.train.config.loading import LoadedConfig
 
 _WEIGHT = ".weight"

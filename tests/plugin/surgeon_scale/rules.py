@@ -1,4 +1,4 @@
-"""What planner and model agree on, without torch.
+"""What planner and model agree on, without torch; it ships.
 
 "scales": [{"layer": 3, "frozen": false}]
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from surgeon.runtime.births import Birth, Fill
-from surgeon.runtime.rules import BRANCH, GraftRules, Kind, Surgery, built, by_layer, check_layers
+from surgeon.runtime.rules import GraftRules, Surgery, built, by_layer
 
 SCALE = "mlp.scale."
 
@@ -27,42 +27,16 @@ class ScaleSpec:
         return {"weight": Fill((width,))}
 
 
-class ScaleKind(Kind):
-    """A learned scale of what a layer's FFN puts out."""
-
-    key = "scales"
-    in_twin = "copied"
-
-    def text(self, entry: Mapping[str, Any], where: str = "") -> str:
-        """`scale of the FFN`."""
-        return f"scale of the FFN{where}"
-
-    def sign(self, entry: Mapping[str, Any]) -> str:
-        """F."""
-        return "F"
-
-    def claims(self, suffix: str) -> bool:
-        """What stands at `mlp.scale`."""
-        return suffix.removeprefix(BRANCH).startswith(SCALE)
-
-
 class ScaleRules(GraftRules):
     """Learned scales."""
 
     name = "scales"
     keys = ("scales",)
-    kinds = (ScaleKind(),)
     losses: ClassVar[Mapping[str, str]] = {"scale_loss": "mean square of the scales' differences from 1, over layers"}
-    part = "surgeon_scale.modules"
-    module = "ScaleGraft"
 
     def read(self, raw: Mapping[str, Any]) -> dict[int, ScaleSpec]:
         """Scales by layer."""
         return by_layer([built(ScaleSpec, entry, "scale") for entry in raw.get("scales", ())], "scale")
-
-    def check(self, surgery: Surgery, config: Any) -> None:
-        """Layers exist."""
-        check_layers(surgery.of[self.name], surgery.layers, "scale")
 
     def trains(self, surgery: Surgery) -> list[str]:
         """Those that are not frozen."""
@@ -71,6 +45,3 @@ class ScaleRules(GraftRules):
     def measures(self, surgery: Surgery) -> bool:
         """The scales' loss needs nothing of the batch."""
         return True
-
-
-SCALE_RULES = ScaleRules()

@@ -1,4 +1,4 @@
-"""The grafts and interpolators that can be named: the built-in ones and those of plugins. Not shipped."""
+"""The grafts and interpolators that can be named: the built-in ones and those of plugins."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from typing import Any
 
 from surgeon.common.plugins import Plugin, Registry, wrong_kind
 from surgeon.errors import BadInput, printable
-
-from .adapters_rules import AdapterRules
-from .control_rules import ControlRules
-from .experts_rules import ExpertRules
-from .gate_rules import GateRules
-from .interpolators import INTERPOLATORS as BUILT_IN
-from .interpolators import Interpolation
-from .routed_rules import RoutedRules
-from .rules import GraftRules, Kind
-from .states_rules import StatesRules
+from surgeon.grafts.adapters import KnownAdapters
+from surgeon.grafts.control import KnownControl
+from surgeon.grafts.experts import KnownExperts
+from surgeon.grafts.gate import KnownGate
+from surgeon.grafts.kinds import Kind, KnownGraft
+from surgeon.grafts.routed import KnownRouted
+from surgeon.grafts.states import KnownStates
+from surgeon.runtime.interpolators import INTERPOLATORS as BUILT_IN
+from surgeon.runtime.interpolators import Interpolation
 
 GROUP = "surgeon.runtime"
 
@@ -26,8 +25,8 @@ def _of(kind: type[Any], key: str) -> Any:
     """Admits the plugins that name a `kind`, by the name that their attribute `key` states."""
 
     def admit(plugin: Plugin) -> Any:
-        if not isinstance(plugin.value, GraftRules | Interpolation):
-            raise wrong_kind(plugin, GROUP, "GraftRules or an Interpolation")
+        if not isinstance(plugin.value, KnownGraft | Interpolation):
+            raise wrong_kind(plugin, GROUP, "a KnownGraft or an Interpolation")
         if not isinstance(plugin.value, kind):
             return None
         if getattr(plugin.value, key) != plugin.name:
@@ -41,20 +40,20 @@ def _of(kind: type[Any], key: str) -> Any:
 INTERPOLATORS: Registry[Interpolation] = Registry(
     GROUP, {rule.key: rule for rule in BUILT_IN}, _of(Interpolation, "key")
 )
-GRAFTS: Registry[GraftRules] = Registry(
+GRAFTS: Registry[KnownGraft] = Registry(
     GROUP,
     {
         rules.name: rules
         for rules in (
-            ControlRules(INTERPOLATORS),
-            AdapterRules(),
-            RoutedRules(),
-            ExpertRules(),
-            StatesRules(),
-            GateRules(),
+            KnownControl(INTERPOLATORS),
+            KnownAdapters(),
+            KnownRouted(),
+            KnownExperts(),
+            KnownStates(),
+            KnownGate(),
         )
     },
-    _of(GraftRules, "name"),
+    _of(KnownGraft, "name"),
 )
 
 

@@ -11,9 +11,19 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
-from .composition import PREFIX, TORCH_CLASSES, Composition, HeadClass, SiteClass, SpanClass, short_name, upcycled
-from .registry import GRAFTS
-from .rules import GraftRules
+from surgeon.grafts.composition import (
+    PREFIX,
+    TORCH_CLASSES,
+    Composition,
+    HeadClass,
+    SiteClass,
+    SpanClass,
+    short_name,
+    upcycled,
+)
+from surgeon.grafts.kinds import KnownGraft
+from surgeon.grafts.registry import GRAFTS
+from surgeon.runtime.rules import GraftRules
 
 # How long a line of the joined file may be.
 WIDTH = 120
@@ -95,7 +105,7 @@ class {model}(UpcycledOuter, {native}):
 class Use:
     """A graft in a joined file: its rules, and what it gets from other parts (key, module, class)."""
 
-    rules: GraftRules
+    rules: KnownGraft
     taken: tuple[tuple[str, str, str], ...] | None
 
     @property

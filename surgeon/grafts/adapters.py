@@ -1,0 +1,82 @@
+"""Gated adapters, as planners know them: what is checked of them, and what they are born with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from surgeon.grafts.checks import ACTIVATIONS, check_layers, loss_weight, one_of
+from surgeon.grafts.kinds import Kind, KnownGraft
+from surgeon.runtime.adapters_rules import ADAPTER, AdapterRules, AdapterSpec
+from surgeon.runtime.births import Birth
+from surgeon.runtime.rules import BRANCH, Surgery
+
+GATES = ("relu", "sigmoid", "none")
+# Variance of the matrices that read, by the hidden size d and the number of the trunk's layers L.
+VARIANCES: dict[str, Callable[[int, int], float]] = {
+    "low_variance": lambda width, layers: 1 / (width * layers),
+    "he": lambda width, layers: 2 / width,
+}
+LOCAL_LOSSES = ("l1", "cross_entropy")
+
+
+class AdapterKind(Kind):
+    """A gated adapter beside the layer's FFN."""
+
+    key = "adapters"
+    mark = "A"
+    in_twin = "copied"
+    fields = ("layer", "size", "gate", "init", "frozen", "activation")
+
+    def text(self, entry: Mapping[str, Any], where: str = "") -> str:
+        """`adapter of 512, relu gate`."""
+        gate = entry.get("gate", "relu")
+        return f"adapter of {entry['size']}{where}, " + ("no gate" if gate == "none" else f"{gate} gate")
+
+    def claims(self, suffix: str) -> bool:
+        """What stands at `mlp.adapter`."""
+        return suffix.removeprefix(BRANCH).startswith(ADAPTER)
+
+
+class KnownAdapters(KnownGraft, AdapterRules):
+    """Gated adapters."""
+
+    kinds = (AdapterKind(),)
+    part = "surgeon.runtime.adapters"
+    module = "AdapterGraft"
+    roles = ("mlp",)
+
+    def check(self, surgery: Surgery, config: Any) -> None:
+        """Entries hold together, layers exist, and the domain cross-entropy has gates to classify by."""
+        found: dict[int, AdapterSpec] = surgery.of[self.name]
+        for spec in found.values():
+            _check(spec)
+        check_layers(found, surgery.layers, "adapter")
+        ungated = [spec.layer for spec in found.values() if spec.cross_entropy > 0 and spec.gate != "sigmoid"]
+        if ungated:
+            raise ValueError(
+                "config.surgery: local_loss cross_entropy classifies domains by a sigmoid gate; adapters of "
+                f"layers {ungated} have none"
+            )
+
+
+def _check(spec: AdapterSpec) -> None:
+    """ValueError for what no adapter has."""
+    one_of("adapter gate", spec.gate, GATES)
+    if spec.activation:
+        one_of("adapter activation", spec.activation, ACTIVATIONS)
+    one_of("adapter init", spec.init, VARIANCES)
+    loss_weight("local_loss l1", spec.l1)
+    loss_weight("local_loss cross_entropy", spec.cross_entropy)
+    if spec.size < 1:
+        raise ValueError(f"config.surgery: adapter of layer {spec.layer} has size {spec.size}; at least 1 is needed")
+
+
+def adapter_births(spec: AdapterSpec, width: int, trunk_layers: int) -> dict[str, Birth]:
+    """Its tensors at birth: W_g, W_i and the gate read, W_o writes and is zero."""
+    std = math.sqrt(VARIANCES[spec.init](width, trunk_layers))
+    tensors = {f"{name}_proj.weight": Birth((spec.size, width), std) for name in ("gate", "up")}
+    if spec.gate != "none":
+        tensors["gate.weight"] = Birth((1, width), std)
+    return tensors | {"down_proj.weight": Birth((width, spec.size))}

@@ -1,0 +1,135 @@
+"""Control states, as planners know them: what is checked of them, and what their bank is born with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from surgeon.grafts.births import linear_birth, low_rank_births
+from surgeon.grafts.checks import check_layers, fraction, loss_weight, one_of
+from surgeon.grafts.kinds import Kind, KnownGraft, without_numbers
+from surgeon.runtime.births import Birth
+from surgeon.runtime.rules import Surgery
+from surgeon.runtime.states_rules import SITES, MixtureSpec, States, StatesRules, StatesSpec
+
+MIXTURE_GATES = ("linear", "cosine")
+GATE_SHARING = ("all", "by_kind", "none")
+TRAIN_ROUTINGS = ("batch_mean", "batch_mode", "token")
+# A mean over a prefix is for decoders, over the whole sequence for encoders.
+INFERENCE_ROUTINGS = ("prefix_mean", "sequence_mean", "token")
+
+
+class _BankKind(Kind):
+    """Tensors are the bank's, none a layer's."""
+
+    mark = "M"
+
+    def claims(self, suffix: str) -> bool:
+        """None of a layer's tensors."""
+        return False
+
+
+class StatesKind(_BankKind):
+    """Which blocks of a layer carry a control state."""
+
+    key = "control_states"
+    in_twin = "refused"
+
+    def text(self, entry: Mapping[str, Any], where: str = "") -> str:
+        """`control states at attention and ffn`."""
+        return "control states at " + " and ".join(entry["sites"])
+
+    def kept(self, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """Whether they train is said of the bank."""
+        return without_numbers(entry)
+
+
+class MixtureKind(_BankKind):
+    """The bank of all control states: one entry for the model."""
+
+    key = "mixture"
+    whole = True
+
+    def text(self, entry: Mapping[str, Any], where: str = "") -> str:
+        """`bank of control states of rank 64`."""
+        return f"bank of control states of rank {entry['rank']}"
+
+
+class KnownStates(KnownGraft, StatesRules):
+    """Control states and their bank."""
+
+    kinds = (StatesKind(), MixtureKind())
+    part = "surgeon.runtime.states"
+    module = "StatesGraft"
+    on_encoders = True
+
+    def check(self, surgery: Surgery, config: Any) -> None:
+        """Entries hold together, a gate has enough to choose among, and this kind of model can have the routing."""
+        found: States = surgery.of[self.name]
+        mixture = found.mixture
+        _check_mixture(mixture)
+        for spec in found.specs:
+            _check_sites(spec)
+        check_layers([layer for layer, _ in found.sites], surgery.trunk_layers, "control_states")
+        least = fewest_to_choose(mixture, found.blocks)
+        if mixture.top_k > least:
+            raise ValueError(f"config.surgery: mixture top_k is {mixture.top_k}; a gate chooses among {least}")
+        if config.encoder is False and mixture.inference_routing == "sequence_mean":
+            raise ValueError(
+                "config.surgery: mixture inference_routing is `sequence_mean`, by which a decoder's token would see "
+                "later ones; it must be `prefix_mean` or `token`"
+            )
+        if config.encoder and mixture.inference_routing == "prefix_mean":
+            raise ValueError(
+                "config.surgery: mixture inference_routing is `prefix_mean`, but an encoder reads whole sequences; "
+                "it must be `sequence_mean` or `token`"
+            )
+
+
+def _check_sites(spec: StatesSpec) -> None:
+    """ValueError for blocks that carry none."""
+    for site in spec.sites:
+        one_of("control state's site", site, SITES)
+    if not spec.sites or len(set(spec.sites)) != len(spec.sites):
+        raise ValueError(f"config.surgery: control states of layer {spec.layer} name the sites {spec.sites}")
+
+
+def _check_mixture(spec: MixtureSpec) -> None:
+    """ValueError for what no mixture is."""
+    if spec.rank < 1 or spec.top_k < 0 or spec.projection < 1:
+        raise ValueError(
+            f"config.surgery: mixture has rank {spec.rank}, top_k {spec.top_k}, projection {spec.projection};"
+            " they must be at least 1, 0 and 1"
+        )
+    fraction("mixture alpha", spec.alpha)
+    one_of("mixture gate", spec.gate, MIXTURE_GATES)
+    one_of("mixture shared", spec.shared, GATE_SHARING)
+    one_of("mixture train_routing", spec.train_routing, TRAIN_ROUTINGS)
+    one_of("mixture inference_routing", spec.inference_routing, INFERENCE_ROUTINGS)
+    loss_weight("mixture balance_weight", spec.balance_weight)
+    if not 0.0 < spec.temperature < float("inf"):
+        raise ValueError(f"config.surgery: mixture temperature is {spec.temperature}; it must be positive")
+
+
+def fewest_to_choose(spec: MixtureSpec, kinds: Sequence[str]) -> int:
+    """Among how many control states the gate with the smallest choice chooses."""
+    return min((len(spec.choice_of(site, kinds)) for site in range(len(kinds))), default=0)
+
+
+def bank_births(spec: MixtureSpec, kinds: Sequence[str], width: int) -> dict[str, Birth]:
+    """The bank's tensors at birth."""
+    tensors: dict[str, Birth] = {}
+    for site in range(len(kinds)):
+        low_rank = low_rank_births(spec.rank, width, width)
+        tensors |= {f"states.{site}.{name}": birth for name, birth in low_rank.items()}
+    for gate, choice in spec.gates(kinds).items():
+        made = _gate_births(spec, len(choice), width)
+        tensors |= {f"gates.{gate}.{name}": birth for name, birth in made.items()}
+    return tensors
+
+
+def _gate_births(spec: MixtureSpec, count: int, width: int) -> dict[str, Birth]:
+    """The tensors at birth of a gate that chooses among `count` control states."""
+    if spec.gate == "linear":
+        return {"weight": linear_birth(count, width)}
+    return {"projection": linear_birth(spec.projection, width), "weight": linear_birth(count, spec.projection)}
