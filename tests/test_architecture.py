@@ -47,8 +47,9 @@ ORDER = (
     "families",
     "transport",
     "checkpoint",
-    "runtime",
+    "grafts",
     "common",
+    "runtime",
     "errors",
     "_version",
 )
@@ -81,6 +82,8 @@ WITHOUT = {
     },
     "checkpoint": ("torch", "numpy", "transformers"),
     "transport": ("surgeon.checkpoint", "surgeon.runtime", "transformers"),
+    "runtime": ("surgeon.common", "surgeon.errors"),
+    "grafts": ("torch", "numpy", "transformers"),
     "rework": ("torch", "numpy", "transformers"),
     "share": ("torch", "numpy", "transformers"),
     **{f"{room}/config": ("torch", "numpy", "transformers") for room in ("train", "continual", "compare")},
@@ -135,7 +138,7 @@ def test_no_module_and_no_room_imports_in_a_circle() -> None:
 def test_the_house_stays_small() -> None:
     """What the rebuilding aimed at: whoever needs more rooms or loose modules says so here."""
     rooms = [name for name in ORDER if (PACKAGE / name).is_dir()]
-    assert len(rooms) <= 22
+    assert len(rooms) <= 23
     assert set(ORDER) - set(rooms) == {"__main__", "__init__", "errors", "_version"}
 
 
