@@ -134,10 +134,6 @@ def apply(
             shown = proved(shown, opened)
             for note in shown.notes_on_it:
                 listener.say(note)
-            if not shown.blueprint.native:
-                from surgeon.apply.preflight import check_skeleton
-
-                check_skeleton(shown.blueprint.config, shown.blueprint.outputs)
             moved = execute(job, target, listener, stopwatch, ranks)
     else:
         assist(job, listener, stopwatch, ranks)

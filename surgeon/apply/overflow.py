@@ -9,24 +9,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from safetensors import safe_open
-from torch import Tensor
+import numpy as np
 
 from surgeon.blueprint.blueprint import Blueprint
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.checkpoint.header import FLOAT_DTYPES
+from surgeon.checkpoint.header import TensorInfo
 from surgeon.errors import BadInput
 from surgeon.families.anatomy import places_of
-from surgeon.models.load import running, stored_dtype
-from surgeon.models.stream import StreamedModel
-from surgeon.models.tokens import token_batches
 from surgeon.operations.prepare import OpenedBase
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _TOKENS = 24
 # How large numbers may be that a block reads, beside those that its norm makes.
 _STREAM = 1e2
+# The largest finite number of each dtype.
+_LARGEST = {"F16": 65504.0, "BF16": 3.389e38, "F32": 3.402e38, "F64": 1.797e308}
+# Numbers of a tensor that are looked at together.
+_AT_ONCE = 2**22
 
 
 def check_finite(
@@ -45,6 +48,9 @@ def check_finite(
     out = CheckpointFolder.open(staged, trust_remote_code=base.own is not None)
     if not _may_overflow(out, grown):
         return
+    # Imports torch, which nearly no base gets to.
+    from surgeon.models.tokens import token_batches
+
     try:
         rows, kept = opened.anatomy.sizes.vocabulary, blueprint.kept_tokens
         tokens = token_batches(base.path, text=None, window=_TOKENS, windows=1, vocabulary=rows, kept=kept)
@@ -69,19 +75,33 @@ def _may_overflow(out: CheckpointFolder, layers: Collection[int]) -> bool:
     w D times as large; two projections are multiplied, summed and projected again: w⁵ D⁴.
     """
     held = [out.tensors[name] for name, (_, layer, _) in places_of(out.tensors).items() if layer in layers]
-    largest, width, most = 1.0, 1, float("inf")
-    for info in held:
-        width = max(width, *info.shape, 1)
-        if info.dtype in FLOAT_DTYPES and info.numel:
-            most = min(most, torch.finfo(stored_dtype(info.dtype)).max)
-            with safe_open(out.path / info.file, framework="pt") as shard:
-                # Mapped: nothing of it is kept.
-                largest = max(largest, *(abs(float(end)) for end in torch.aminmax(shard.get_tensor(info.name))))
-    return math.prod([_STREAM**2 * width**4, *[largest] * 5]) > most
+    floats = [info for info in held if info.dtype in _LARGEST and info.numel]
+    width = max((max(info.shape, default=1) for info in held), default=1)
+    largest = max((_largest(out, info) for info in floats), default=1.0)
+    most = min((_LARGEST[info.dtype] for info in floats), default=math.inf)
+    return math.prod([_STREAM**2 * width**4, *[max(largest, 1.0)] * 5]) > most
+
+
+def _largest(out: CheckpointFolder, info: TensorInfo) -> float:
+    """The largest of a tensor's numbers without their signs; infinity for what is none."""
+    width = info.nbytes // info.numel
+    stored = np.memmap(out.path / info.file, f"<u{width}", "r", info.begin, (info.numel,))
+    # Without the sign, numbers are ordered as their bits are.
+    mask = (1 << 8 * width - 1) - 1
+    bits = max(int((stored[at : at + _AT_ONCE] & mask).max()) for at in range(0, info.numel, _AT_ONCE))
+    if info.dtype == "BF16":
+        bits, width = bits << 16, 4
+    found = float(np.array(bits, f"<u{width}").view(f"<f{width}"))
+    return found if math.isfinite(found) else math.inf
 
 
 def _first_odd(folder: CheckpointFolder, ids: Tensor, device: str) -> int | None:
     """The first layer of a model that puts out what is no number; None where none does."""
+    import torch
+
+    from surgeon.models.load import running
+    from surgeon.models.stream import StreamedModel
+
     model = StreamedModel(folder, device=device).module
     with torch.inference_mode(), running(model):
         made = model(input_ids=ids, use_cache=False, output_hidden_states=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from surgeon.apply.job import places_in, twins_in, unchanged_among
 from surgeon.apply.memory import peak_memory
-from surgeon.apply.proofs import NOTHING_TO_PROVE, Proof, known_proof, promised, prove
+from surgeon.apply.proofs import NOTHING_TO_PROVE, Proof, promised, prove
 from surgeon.apply.shapes import check_shapes, check_taken, lost_divisors
 from surgeon.apply.surgery import Drawing, texts_of
 from surgeon.blueprint.blueprint import Blueprint, Output
@@ -25,7 +25,6 @@ from surgeon.common.listener import Listener, Quiet
 from surgeon.errors import printable
 from surgeon.families.anatomy import without_a_place
 from surgeon.families.anatomy_cache import keep, recalled
-from surgeon.families.dissect import dissect
 from surgeon.families.dissect_folder import dissect_folder
 from surgeon.families.format_depth import other_scale
 from surgeon.families.moved_mtp import moved_mtp
@@ -186,8 +185,8 @@ def preview(
     """
     loaded = loaded_plan(plan, overrides)
     folder = open_headers(base, revision=revision, trust_remote_code=trust_remote_code)
-    opened = opened_for(loaded, folder, weights=False, recall=True)
-    return preview_of(loaded, opened, recall=True, link=link)
+    opened = opened_for(loaded, folder, weights=False)
+    return proved(preview_of(loaded, opened, link=link), opened)
 
 
 def loaded_plan(plan: str | Path | LoadedPlan, overrides: Sequence[str] = ()) -> LoadedPlan:
@@ -202,18 +201,16 @@ def opened_for(
     folder: CheckpointFolder,
     *,
     weights: bool = True,
-    recall: bool = False,
     listener: Listener | None = None,
 ) -> OpenedBase:
     """A base as the operations of a plan may look at it. Raises BadInput where its manifest or layers are not known.
 
-    Without `weights` other models on the Hub are known by headers alone. With `recall` what an earlier preview derived
-    of this base is taken as known: for what writes nothing.
+    Without `weights` other models on the Hub are known by headers alone.
     """
     if folder.manifest is not None:
         # The output's lineage will hold the base's surgeries: what cannot be read is refused before any work.
         Lineage.of(manifest_of(folder), file=str(folder.path / MANIFEST_FILE))
-    anatomy = dissect_folder(folder, recalled if recall else dissect)
+    anatomy = dissect_folder(folder, recalled)
     return OpenedBase(folder, anatomy, Path(loaded.source).parent, listener or Quiet(), weights)
 
 
@@ -222,13 +219,11 @@ def preview_of(
     base: OpenedBase,
     *,
     max_shard_bytes: int = MAX_NEW_SHARD_BYTES,
-    recall: bool = False,
     link: bool = False,
 ) -> Preview:
-    """The preview of a plan on an opened base. Raises BadInput.
+    """The preview of a plan on an opened base; proving it is left to `proved`, after all that costs less.
 
-    With `recall`, what an earlier preview proved of this base and plan is not proven again: for what writes nothing.
-    Without it nothing is proven: that is left to `proved`, after all that costs less.
+    Raises BadInput.
     """
     folder, anatomy = base.folder, base.anatomy
     facts = prepare(loaded, base)
@@ -245,9 +240,8 @@ def preview_of(
     after = sum(output.numel for output in outputs)
     trains_all = any(record.trains == "all" for record in blueprint.operations)
     unproven = promised(blueprint)
-    # `apply` proves again what a preview knows from the cache.
     runs_twin = unproven.how != "none"
-    shown = Preview(
+    return Preview(
         plan=loaded,
         blueprint=blueprint,
         shards=shards,
@@ -266,19 +260,6 @@ def preview_of(
         link=link,
         proof=unproven,
     )
-    if not recall:
-        return shown
-    with placed(loaded):
-        return replace(shown, proof=_proof(shown, base))
-
-
-def _proof(shown: Preview, base: OpenedBase) -> Proof:
-    """How the promise of exactness is known: by an earlier preview, or by this one."""
-    proof = known_proof(shown.drawing, base)
-    if proof.how != "cached":
-        proof = prove(shown.drawing, base)
-    keep(base.anatomy, base.folder.config, base.folder.tensors, base.folder.own)
-    return proof
 
 
 def _bytes_to_read(blueprint: Blueprint, base: OpenedBase) -> int:
@@ -327,9 +308,11 @@ def _notes(blueprint: Blueprint, base: OpenedBase, texts: Mapping[str, Path]) ->
 
 
 def proved(shown: Preview, base: OpenedBase) -> Preview:
-    """A preview whose promise is proven on a twin. Raises BadInput where it does not hold."""
+    """A preview whose promise is proven on a twin, now or before. Raises BadInput where it does not hold."""
     with placed(shown.plan):
-        return replace(shown, proof=prove(shown.drawing, base))
+        proof = prove(shown.drawing, base)
+    keep(base.anatomy, base.folder.config, base.folder.tensors, base.folder.own)
+    return replace(shown, proof=proof)
 
 
 def _new_numbers(output: Output, folder: CheckpointFolder) -> int:

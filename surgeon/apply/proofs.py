@@ -1,8 +1,8 @@
 """What is known of a plan's promise: proven on a twin now, proven before, or still to be proven by `apply`.
 
-A proof counts again for the same config, the same plan as far as a twin shows it, the same versions and code of
-surgeon and plugins. It is kept in the user's folder for caches, so that only the first `apply` of a plan to models of a
-config takes the seconds that torch and transformers need to start.
+A proof counts again for the same config and tensors, the same plan and facts, the same versions and code of surgeon and
+plugins. It is kept in the user's folder for caches, so that only the first `apply` of a plan to models of a config
+takes the seconds that torch and transformers need to start.
 """
 
 from __future__ import annotations
@@ -14,37 +14,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pydantic import ConfigDict, ValidationError
-
 from surgeon.apply.surgery import Drawing
 from surgeon.blueprint.blueprint import Blueprint
-from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.checkpoint.weights import quantisation
-from surgeon.common.cache import MAX_ENTRY_BYTES, cache_folder, read_entry, write_entry
+from surgeon.common.cache import cache_folder, read_entry, write_entry
 from surgeon.common.promises import CONDITION
-from surgeon.common.schema import Bounded
-from surgeon.errors import BadInput
 from surgeon.families.anatomy_cache import digest_of, found_with, versions
 from surgeon.grafts.bundle import bundle
 from surgeon.operations.prepare import OpenedBase
 
-# Raised whenever entries mean something else.
-_FORMAT = 2
+# Raised whenever a proof means something else.
+_FORMAT = 3
 _KIND = "proofs"
 _MOST = 1024
 # What a twin is made and run by.
 _LIBRARIES = ("transformers", "torch")
 
 How = Literal["proven", "cached", "promised", "none"]
-
-
-class _Entry(Bounded):
-    """One proof that held."""
-
-    model_config = ConfigDict(strict=False)
-
-    key: str
-    day: datetime.date
 
 
 @dataclass(frozen=True)
@@ -88,48 +74,47 @@ def promised(blueprint: Blueprint) -> Proof:
     return Proof("promised", libraries=_run_by()) if blueprint.promise == "exact" else NOTHING_TO_PROVE
 
 
-def known_proof(drawn: Drawing, base: OpenedBase) -> Proof:
-    """What the cache knows of the promise of a plan on this base."""
-    if (unproven := promised(drawn.blueprint)).how == "none":
-        return unproven
-    folder = cache_folder(_KIND)
-    key = _key(drawn, base) if folder is not None else ""
-    content = read_entry(folder, f"{key}.json") if folder is not None else None
-    if content is None:
-        return unproven
-    try:
-        entry = _Entry.model_validate(parse_json_strict(content, file=key, max_bytes=MAX_ENTRY_BYTES))
-    except (BadInput, ValidationError):
-        return unproven
-    return Proof("cached" if entry.key == key else "promised", day=entry.day, libraries=_run_by())
-
-
 def prove(drawn: Drawing, base: OpenedBase) -> Proof:
-    """Prove on a twin that a plan keeps what it promises, and keep that in the cache where it promises exactness.
+    """Prove on a twin that a plan keeps what it promises, and that what ships has a place for all its tensors.
 
-    A plan that promises nothing, and takes no layer out, waits for no proof. Raises BadInput, which says where the twin
-    of the output differs from that of the base.
+    What held before for the same config, plan and versions holds. A plan that promises nothing, takes no layer out and
+    adds no graft waits for no proof. Raises BadInput, which says where the twin of the output differs from that of the
+    base.
     """
     blueprint = drawn.blueprint
-    asks = any(record.claim.in_float32 for record in blueprint.operations) or any(blueprint.dropped.values())
-    if blueprint.promise == "none" and not asks:
+    promises = blueprint.promise != "none" or any(blueprint.dropped.values())
+    promises = promises or any(record.claim.in_float32 for record in blueprint.operations)
+    if not promises and blueprint.native:
         return NOTHING_TO_PROVE
-    # Imports torch and transformers, which take longer than the proof.
+    folder, key = cache_folder(_KIND), _key(drawn, base)
+    known = None if folder is None else read_entry(folder, key)
+    seconds = _prove(drawn, base, promises=promises) if known is None else 0.0
+    if known is None and folder is not None:
+        write_entry(folder, key, datetime.date.today().isoformat().encode(), most=_MOST)
+    if blueprint.promise != "exact":
+        return NOTHING_TO_PROVE
+    if known is None:
+        return Proof("proven", seconds, libraries=_run_by())
+    return Proof("cached", day=datetime.date.fromisoformat(known.decode()), libraries=_run_by())
+
+
+def _prove(drawn: Drawing, base: OpenedBase, *, promises: bool) -> float:
+    """Prove a plan now; how many seconds that took."""
+    # Import torch and transformers, which takes longer than the proof.
+    from surgeon.apply.preflight import check_skeleton
     from surgeon.apply.small_run import prove_small
 
-    began = time.perf_counter()
-    if quantisation(base.folder.config) is not None and quantisation(blueprint.config) is None:
+    blueprint, began = drawn.blueprint, time.perf_counter()
+    if promises and quantisation(base.folder.config) is not None and quantisation(blueprint.config) is None:
         from surgeon.apply.number_proof import prove_numbers
 
         prove_numbers(blueprint, base.folder.config)
-    else:
+    elif promises:
         prove_small(drawn, base)
-    if blueprint.promise != "exact":
-        return NOTHING_TO_PROVE
-    if (folder := cache_folder(_KIND)) is not None:
-        entry = _Entry(key=_key(drawn, base), day=datetime.date.today())
-        write_entry(folder, f"{entry.key}.json", entry.model_dump_json().encode(), most=_MOST)
-    return Proof("proven", time.perf_counter() - began, libraries=_run_by())
+    seconds = time.perf_counter() - began
+    if not blueprint.native:
+        check_skeleton(blueprint.config, blueprint.outputs)
+    return seconds
 
 
 def _run_by() -> dict[str, str]:
@@ -138,9 +123,9 @@ def _run_by() -> dict[str, str]:
 
 
 def _key(drawn: Drawing, base: OpenedBase) -> str:
-    """What a proof follows from: config, plan and what was found for it, names and dtypes of tensors, libraries."""
+    """What a proof follows from: config, plan and what was found for it, the tensors' headers, libraries."""
     folder, blueprint = base.folder, drawn.blueprint
-    tensors = sorted((info.name, info.dtype) for info in folder.tensors.values())
+    tensors = sorted((info.name, info.dtype, info.shape) for info in folder.tensors.values())
     code = hashlib.sha256(bundle(blueprint.config)).hexdigest() if not blueprint.native else ""
     known = {str(number): found.model_dump(mode="json") for number, found in drawn.facts.items()}
     told = [dict(folder.config), code, tensors, drawn.plan.data(), known]

@@ -1,16 +1,19 @@
 """Small files of the user's own that save work: `$SURGEON_CACHE`, or `surgeon` in the user's folder for caches.
 
-What lies there is never needed, and never trusted more than any file: who reads it checks it, and makes anew what is
-missing or damaged. Nothing here raises for a cache that cannot be used.
+What lies there is never needed. An entry carries a code (HMAC-SHA256) by the user's own key: this user's surgeon alone
+can have written it. What is missing or damaged is made anew. Nothing here raises for a cache that cannot be used.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import os
 import stat
 import tempfile
 from pathlib import Path
+
+from surgeon.common.own_key import own_key
 
 # `SURGEON_CACHE=off` goes without a cache.
 VARIABLE = "SURGEON_CACHE"
@@ -45,7 +48,7 @@ def cache_folder(kind: str) -> Path | None:
 
 
 def read_entry(folder: Path, name: str) -> bytes | None:
-    """The content of an entry; None where there is none, it is too large, no regular file or another user's."""
+    """The content of an entry; None where there is none, or it is not as this user's surgeon wrote it."""
     try:
         handle = os.open(folder / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0))
     except OSError:
@@ -55,14 +58,21 @@ def read_entry(folder: Path, name: str) -> bytes | None:
         if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_ENTRY_BYTES or not _is_ours(found):
             return None
         try:
-            content = file.read(MAX_ENTRY_BYTES + 1)
+            code, _, content = file.read(MAX_ENTRY_BYTES + 1).partition(b"\n")
         except OSError:
             return None
-    return content if len(content) <= MAX_ENTRY_BYTES else None
+    return content if hmac.compare_digest(code, _code(folder, name, content)) else None
+
+
+def _code(folder: Path, name: str, content: bytes) -> bytes:
+    """The code by which an entry is known to be this user's."""
+    told = f"{folder.name}/{name}\n".encode() + content
+    return hmac.new(own_key().secret, told, "sha256").hexdigest().encode()
 
 
 def write_entry(folder: Path, name: str, content: bytes, *, most: int = _MAX_ENTRIES) -> None:
     """Put an entry in place by one rename; the oldest go where there are more than about `most`, or too many bytes."""
+    content = _code(folder, name, content) + b"\n" + content
     if len(content) > MAX_ENTRY_BYTES:
         return
     with contextlib.suppress(OSError):

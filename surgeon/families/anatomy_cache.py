@@ -1,13 +1,12 @@
-"""What is known of a base without deriving it: what earlier previews derived.
+"""What is known of a base without deriving it: what was derived of it before.
 
-A derived anatomy is kept from one preview to the next, so that the second needs neither torch nor a twin: that saves
+A derived anatomy is kept from one command to the next, so that the second needs neither torch nor a twin: that saves
 4 to 10 processor seconds, nearly all of them the import of torch and transformers.
 
 An entry holds what `dissect` found out of a config and headers, and the answers that its derivation gave since, as
 grown configs; proofs of plans are kept beside them (apply/proofs.py). It counts for the same config, tensors, versions
-and code of surgeon alone. Only answers are kept, never refusals: those are made anew each time. An entry is a file that
-anybody may have changed, so it is checked as one. What writes a checkpoint or verifies one (`apply`, `verify`) reads
-no entry.
+and code of surgeon alone, and where this user's surgeon wrote it. Only answers are kept, never refusals: those are made
+anew each time.
 """
 
 from __future__ import annotations
@@ -23,14 +22,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, JsonValue, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, JsonValue, TypeAdapter
 
 from surgeon._version import __version__
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.own_code import OwnCode
-from surgeon.checkpoint.strict_json import parse_json_strict
-from surgeon.common.cache import MAX_ENTRY_BYTES, cache_folder, is_off, read_entry, write_entry
-from surgeon.errors import BadInput
+from surgeon.common.cache import cache_folder, is_off, read_entry, write_entry
 from surgeon.families.anatomy import Anatomy, Derivation, LayerKind, Stream
 from surgeon.families.dissect import dissect
 from surgeon.families.family import Family, Sizes, Space
@@ -49,7 +46,6 @@ class _Entry(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    key: str
     day: datetime.date
     evidence: str
     stack: str
@@ -98,7 +94,7 @@ class Remembered(Derivation):
         """As `Derivation` says, and whether that was proven earlier."""
         if self._entry is None or self.is_new:
             return self.own.evidence
-        return f"{self._entry.evidence} (on {self._entry.day}, kept in the cache; `apply` proves it again)"
+        return f"{self._entry.evidence} (on {self._entry.day}, kept in the cache)"
 
     @property
     def stack(self) -> str:  # type: ignore[override]
@@ -191,13 +187,10 @@ class Remembered(Derivation):
         return self._asked(dict[str, tuple[str, str]], lambda own: own.parameters(), "parameters")
 
     def _asked(self, kind: Any, ask: Callable[[Derivation], _Answer], *question: Any) -> _Answer:
-        """The answer kept for this question, if it is one of this kind; else the base's own, which may refuse."""
+        """The answer kept for this question, which is of this kind; else the base's own, which may refuse."""
         key = digest_of(question)
         if key in self.answers:
-            try:
-                return cast(_Answer, TypeAdapter(kind).validate_python(self.answers[key]))
-            except ValidationError:
-                pass  # Kept by another version, or changed: asked again.
+            return cast(_Answer, TypeAdapter(kind).validate_python(self.answers[key]))
         answer = ask(self.own)
         self.answers[key] = json.loads(json.dumps(answer))
         return answer
@@ -212,9 +205,8 @@ def recalled(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], own: 
     if is_off() or is_grafted(config):
         return dissect(config, tensors, own)
     entry = None if folder is None else _read(folder, _key(config, tensors, own))
-    found = None if entry is None else _anatomy_of(entry, config, tensors, own)
-    if found is not None:
-        return found
+    if entry is not None:
+        return _anatomy_of(entry, config, tensors, own)
     anatomy = dissect(config, tensors, own)
     if folder is None:
         return anatomy
@@ -231,7 +223,6 @@ def keep(
         return
     lists = list(dict.fromkeys(tuple(layer) for layer in anatomy.layers))
     entry = _Entry(
-        key=_key(config, tensors, own),
         day=datetime.date.today(),
         evidence=derivation.evidence,
         stack=derivation.stack,
@@ -251,43 +242,28 @@ def keep(
         idle=anatomy.idle,
         answers=derivation.answers,
     )
-    write_entry(folder, f"{entry.key}.json", entry.model_dump_json().encode())
+    write_entry(folder, f"{_key(config, tensors, own)}.json", entry.model_dump_json().encode())
 
 
 def _read(folder: Path, key: str) -> _Entry | None:
-    """The entry of this key; None where there is none, or it is damaged."""
+    """The entry of this key; None where there is none."""
     content = read_entry(folder, f"{key}.json")
-    if content is None:
-        return None
-    try:
-        found = _Entry.model_validate(parse_json_strict(content, file=key, max_bytes=MAX_ENTRY_BYTES))
-    except (BadInput, ValidationError):
-        return None
-    return found if found.key == key else None
+    return None if content is None else _Entry.model_validate_json(content)
 
 
 def _anatomy_of(
     entry: _Entry, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], own: OwnCode | None
-) -> Anatomy | None:
-    """The anatomy that an entry tells of, with this base's tensors; None where it does not fit them."""
-    try:
-        layers = tuple(
-            {suffix: tensors[f"{entry.stem}{index}.{suffix}"] for suffix in entry.suffixes[number]}
-            for index, number in enumerate(entry.suffixes_of)
-        )
-        beyond = tuple(
-            {suffix: tensors[f"{entry.stem}{index}.{suffix}"] for suffix in suffixes}
-            for index, suffixes in enumerate(entry.beyond, len(layers))
-        )
-        outer = {name: tensors[name] for name in entry.outer}
-    except (KeyError, IndexError):
-        return None
-    counted = len(outer) + sum(map(len, (*layers, *beyond)))
-    numbers = {*entry.kind_of, *entry.suffixes_of}
+) -> Anatomy:
+    """The anatomy that an entry tells of, with this base's tensors, which are those that it was found out of."""
+    layers = tuple(
+        {suffix: tensors[f"{entry.stem}{index}.{suffix}"] for suffix in entry.suffixes[number]}
+        for index, number in enumerate(entry.suffixes_of)
+    )
+    beyond = tuple(
+        {suffix: tensors[f"{entry.stem}{index}.{suffix}"] for suffix in suffixes}
+        for index, suffixes in enumerate(entry.beyond, len(layers))
+    )
     types = entry.layer_types
-    fits = counted == len(tensors) and len(layers) == len(entry.kind_of) == entry.sizes.layers and min(numbers) >= 0
-    if not fits or max(entry.kind_of) >= len(entry.kinds) or (types is not None and len(types) != len(layers)):
-        return None
 
     def made() -> Derivation:
         return dissect(config, tensors, own).derivation
@@ -299,7 +275,7 @@ def _anatomy_of(
         kind_of=entry.kind_of,
         prefix=entry.prefix,
         layers=layers,
-        outer=outer,
+        outer={name: tensors[name] for name in entry.outer},
         layer_types=None if types is None else list(types),
         tied=entry.tied,
         grafted=tuple({} for _ in layers),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pydantic import ValidationError
 
-from surgeon.apply.proofs import known_proof, prove
+from surgeon.apply.proofs import prove
 from surgeon.apply.shapes import check_shapes
 from surgeon.apply.surgery import Drawing
 from surgeon.blueprint.blueprint import Promise
@@ -57,9 +57,6 @@ def _entry(name: str, operation: type[Operation], options: Mapping[str, object])
 
 def _promise_of(operation: Operation, anatomy: Anatomy, folder: CheckpointFolder) -> Promise:
     """Draw an operation on a base, as a plan of it alone would. Raises BadInput for what it would refuse."""
-    # Imports torch, which a base without grafts that nobody has to derive does without.
-    from surgeon.apply.preflight import check_skeleton
-
     base = OpenedBase(folder, anatomy, weights=False)
     draft = Draft(anatomy, folder.config, seed=0)
     found = _facts(operation, base)
@@ -68,10 +65,7 @@ def _promise_of(operation: Operation, anatomy: Anatomy, folder: CheckpointFolder
     check_shapes(blueprint, anatomy)
     plan = LoadedPlan(Plan.model_construct(surgeon=1, seed=0, operations=[operation]), "", "plan")
     drawn = Drawing(plan, {} if found is None else {0: found}, blueprint, ())
-    if known_proof(drawn, base).how != "cached":
-        prove(drawn, base)
-    if not blueprint.native:
-        check_skeleton(blueprint.config, blueprint.outputs)
+    prove(drawn, base)
     return blueprint.promise
 
 

@@ -25,7 +25,7 @@ from surgeon.checkpoint.own_code import OwnCode
 from surgeon.common.json_results import same_json
 from surgeon.errors import printable
 from surgeon.families.anatomy import Anatomy
-from surgeon.families.dissect import dissect
+from surgeon.families.anatomy_cache import recalled
 from surgeon.families.grafted_config import is_grafted
 from surgeon.grafts.bundle import grafts_in
 from surgeon.grafts.ranges import by_ranges
@@ -76,7 +76,7 @@ class Drawn:
     ) -> Drawn:
         """Draw the plan of a manifest, which was read from `file`. Raises BadInput where that cannot be done."""
         loaded = recorded_plan(manifest.plan, source=f"{file} (plan)")
-        anatomy = dissect(config, tensors, own)
+        anatomy = recalled(config, tensors, own)
         facts = facts_of(manifest, loaded.plan, file=file)
         return cls(loaded, draw(loaded, anatomy, config, facts), anatomy, facts)
 

@@ -14,6 +14,7 @@ from surgeon.common.files import check_readable
 from surgeon.common.listener import Listener, Quiet
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy, without_a_place
+from surgeon.families.anatomy_cache import recalled
 from surgeon.families.dissect_folder import dissect_folder
 from surgeon.families.grafted_config import is_grafted, native_config
 from surgeon.families.limits import vocabulary_of
@@ -142,7 +143,7 @@ class _Pair:
             raise BadInput(
                 f"{printable(str(out))}: BASE and OUT are the same folder; give the base that OUT was made from"
             )
-        return cls(base_folder, out_folder, dissect_folder(base_folder))
+        return cls(base_folder, out_folder, dissect_folder(base_folder, recalled))
 
     @property
     def wordless(self) -> bool:

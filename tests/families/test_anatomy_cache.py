@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ import pytest
 
 import surgeon
 from surgeon.apply import small_run
-from surgeon.common import cache
+from surgeon.common import cache, own_key
 from surgeon.errors import BadInput
 from surgeon.families import anatomy_cache, checkpoint_anatomy
 from tests.decoders import tiny_decoder
@@ -137,47 +136,44 @@ def test_another_config_header_version_or_code_has_another_key(base: Path, monke
     assert len(keys) == 5
 
 
-def _set(key: str, value: Any) -> Callable[[dict[str, Any]], Any]:
-    return lambda content: content | {key: value}
-
-
-DAMAGE: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "no object": lambda content: [],
-    "another base's": _set("key", "0" * 64),
-    "an unknown field": _set("more", 1),
-    "a field of another type": _set("kind_of", "x"),
-    "a kind that is not there": lambda content: content | {"kind_of": [9] * len(content["kind_of"])},
-    "a tensor too few": lambda content: content | {"outer": content["outer"][1:]},
-    "a tensor that is not there": lambda content: content | {"outer": [*content["outer"][1:], "model.x"]},
-    "a list that is not there": lambda content: content | {"suffixes_of": [99] * len(content["suffixes_of"])},
-    "answers of another kind": lambda content: content | {"answers": dict.fromkeys(content["answers"], "x")},
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_entry_is_made_anew(base: Path, plan: Path, kept: Path, asked: list[str], damage: str) -> None:
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: content[:-1] + b" ",
+        lambda content: content.partition(b"\n")[2],
+        lambda content: content[:-9],
+        lambda content: b"",
+        lambda content: b"0" * 64 + b"\n" + b"[" * 100_000,
+    ],
+    ids=["changed", "without its code", "cut off", "empty", "no entry"],
+)
+@pytest.mark.parametrize("what", ["anatomies", "proofs"])
+def test_a_damaged_entry_is_made_anew(
+    base: Path, plan: Path, kept: Path, asked: list[str], what: str, damage: Callable[[bytes], bytes]
+) -> None:
     first = surgeon.preview(plan, base)
-    entry = entry_of(kept)
+    entry = entry_of(kept.parent / what)
     whole = entry.read_bytes()
-    entry.write_text(json.dumps(DAMAGE[damage](json.loads(whole))))
-    # So that the same is asked again.
-    shutil.rmtree(kept.parent / "proofs")
-    assert without_notes(surgeon.preview(plan, base)) == without_notes(first)
-    assert len(asked) == 2
-    again = json.loads(entry.read_bytes())
-    assert again["answers"].keys() == json.loads(whole)["answers"].keys()
-    assert "x" not in again["answers"].values()
+    entry.write_bytes(damage(whole))
+    again = surgeon.preview(plan, base)
+    assert without_notes(again) == without_notes(first)
+    assert again.proof.how == ("proven" if what == "proofs" else "cached")
+    assert entry.read_bytes() == whole
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b'{"key": NaN}'])
-def test_a_file_that_is_no_entry_is_made_anew(
-    base: Path, plan: Path, kept: Path, asked: list[str], content: bytes
+def test_an_entry_of_another_user_or_under_another_name_does_not_count(
+    base: Path, plan: Path, kept: Path, tmp_path: Path, asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     surgeon.preview(plan, base)
-    entry = entry_of(kept)
-    entry.write_bytes(content)
+    entry = entry_of(kept.parent / "proofs")
+    plan.write_text(PLAN.replace("every: 2", "every: 1"))
     surgeon.preview(plan, base)
-    assert len(asked) == 2 and entry.read_bytes().startswith(b'{"key"')
+    (other,) = set((kept.parent / "proofs").iterdir()) - {entry}
+    other.write_bytes(entry.read_bytes())
+    assert surgeon.preview(plan, base).proof.how == "proven"
+    assert surgeon.preview(plan, base).proof.how == "cached"
+    monkeypatch.setenv(own_key.VARIABLE, str(tmp_path / "another user's"))
+    assert surgeon.preview(plan, base).proof.how == "proven"
 
 
 def test_what_others_can_write_is_not_read(base: Path, plan: Path, kept: Path, asked: list[str]) -> None:
@@ -197,19 +193,21 @@ def test_what_others_can_write_is_not_read(base: Path, plan: Path, kept: Path, a
     assert len(asked) == 4
 
 
-def test_apply_and_verify_prove_for_themselves(
-    base: Path, plan: Path, kept: Path, tmp_path: Path, asked: list[str], monkeypatch: pytest.MonkeyPatch
+def test_a_second_apply_and_a_static_verification_go_without_torch(
+    base: Path, plan: Path, kept: Path, tmp_path: Path
 ) -> None:
-    surgeon.preview(plan, base)
-
-    def refuse(*_args: Any) -> bytes:
-        raise AssertionError("the cache was read")
-
-    monkeypatch.setattr(anatomy_cache, "read_entry", refuse)
-    monkeypatch.setattr(anatomy_cache, "write_entry", refuse)
-    applied = surgeon.apply(plan, base, tmp_path / "out")
-    assert KEPT_WORDS not in applied.preview.notes[0]
-    assert surgeon.verify(base, tmp_path / "out", logits=False).holds
+    first = surgeon.apply(plan, base, tmp_path / "first")
+    assert first.preview.proof.how == "proven"
+    code = (
+        "import sys, surgeon; plan, base, out = sys.argv[1:]; applied = surgeon.apply(plan, base, out);"
+        " found = surgeon.verify(base, out, logits=False);"
+        " print(applied.preview.proof.how, found.holds, 'torch' in sys.modules)"
+    )
+    asked = [sys.executable, "-c", code, plan, base, tmp_path / "second"]
+    ran = subprocess.run(asked, capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["cached", "True", "False"], ran.stdout
+    shards = [{f.name: f.read_bytes() for f in (tmp_path / n).glob("*.safetensors")} for n in ("first", "second")]
+    assert shards[0] == shards[1]
 
 
 def test_off_keeps_nothing(base: Path, plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,10 +233,11 @@ def test_the_oldest_entries_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         cache.write_entry(tmp_path / "a", str(number), b"x", most=3)
         os.utime(tmp_path / "a" / str(number), (number, number))
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["2", "3", "4"]
-    monkeypatch.setattr(cache, "_MAX_BYTES", 10)
+    # With the 65 bytes of its code.
+    monkeypatch.setattr(cache, "_MAX_BYTES", 65 * 2 + 10)
     cache.write_entry(tmp_path / "a", "5", b"x" * 9)
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["4", "5"]
-    monkeypatch.setattr(cache, "MAX_ENTRY_BYTES", 5)
+    monkeypatch.setattr(cache, "MAX_ENTRY_BYTES", 70)
     assert cache.read_entry(tmp_path / "a", "5") is None
     cache.write_entry(tmp_path / "a", "6", b"x" * 9)
     assert not (tmp_path / "a" / "6").exists()

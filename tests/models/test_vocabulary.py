@@ -6,7 +6,6 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from transformers import AutoTokenizer
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, TokenizerJson, without
-from surgeon.common.listener import Quiet
 from surgeon.errors import BadInput
 from surgeon.models.vocabulary.grow import Grown, grow
 from surgeon.models.vocabulary.learned import How, LearnedTokens
@@ -338,30 +336,3 @@ def test_files_beside_tokenizer_json_grow_with_it(tmp_path: Path) -> None:
     assert grown.files["merges.txt"].decode().splitlines()[1:] == [" ".join(merge) for merge in after["merges"]]
     for name, content in grown.files.items():
         assert without(content, grown.inserted[name]) == (base / name).read_bytes()
-
-
-def test_what_was_learned_once_is_not_learned_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the same texts and settings, where this user's surgeon wrote it: not of others, nor of an edited entry."""
-    monkeypatch.setenv("SURGEON_CACHE", str(tmp_path / "cache"))
-    base = CheckpointFolder.open(base_with(tmp_path / "base", vocabularies.sentencepiece_like, rows=330))
-    wanted = learned(tmp_path)
-
-    def learns(wanted: LearnedTokens) -> tuple[Grown, list[str]]:
-        heard = Quiet()
-        return grow(base, wanted, rows=330, listener=heard), heard.said
-
-    first, said = learns(wanted)
-    assert [line.split()[0] for line in said] == ["counting", "counting", "learning"]
-    again, said = learns(wanted)
-    assert again == first
-    assert said == [f"{len(first.tokens)} tokens were learned from fr.jsonl before, and kept in the cache"]
-
-    (entry,) = (tmp_path / "cache" / "learned_tokens").iterdir()
-    entry.write_bytes(entry.read_bytes().replace(b'[["', b'[["x', 1))
-    again, said = learns(wanted)
-    assert again == first and len(said) == 3
-    assert len(learns(replace(wanted, count=11))[1]) == 3
-    wanted.keep[0].write_text(wanted.keep[0].read_text() + '{"text": "more"}\n')
-    assert len(learns(wanted)[1]) == 3
-    monkeypatch.setenv("SURGEON_CACHE", "off")
-    assert len(learns(wanted)[1]) == 3

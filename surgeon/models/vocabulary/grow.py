@@ -22,9 +22,8 @@ from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, MeasuredText, Pla
 from surgeon.common.listener import Listener, Quiet
 from surgeon.errors import BadInput
 from surgeon.models.tokenizer import Tokenizer, open_tokenizer
-from surgeon.models.vocabulary.growing import New, Old, check_ids
+from surgeon.models.vocabulary.growing import Old, check_ids
 from surgeon.models.vocabulary.learned import LearnedTokens, learned
-from surgeon.models.vocabulary.learned_before import learned_once
 from surgeon.models.vocabulary.requested_words import Listed, check_new, check_words, marked_once, requested_tokens
 from surgeon.models.vocabulary.texts import measured_text, named
 
@@ -93,7 +92,7 @@ def grow(
             old.rows = rows + len(added)
             old.taken |= {mark: number for number, mark in enumerate(added, rows)}
         if isinstance(wanted, LearnedTokens):
-            new = _learned(old, tokenizer, wanted, files, listener or Quiet())
+            new = learned(old, tokenizer, wanted, listener or Quiet())
             texts = [("learned from", wanted.learn), ("kept", wanted.keep), ("measured", tuple(measure))]
             how = {
                 "unseen": f"pairs that never occur in {named(wanted.keep)}",
@@ -123,18 +122,6 @@ def grow(
         files=grown,
         tokens=tuple(token.content for token in new.tokens),
     )
-
-
-def _learned(
-    old: Old, tokenizer: Tokenizer, wanted: LearnedTokens, files: Mapping[str, bytes], listener: Listener
-) -> New:
-    """The pieces to add: those of an earlier call where tokenizer, texts and settings are the same."""
-    new, before = learned_once(files, old.rows, wanted, lambda: learned(old, tokenizer, wanted, listener))
-    if before:
-        listener.say(
-            f"{len(new.tokens):,} tokens were learned from {named(wanted.learn)} before, and kept in the cache"
-        )
-    return new
 
 
 def tokenizer_json(base: CheckpointFolder) -> tuple[dict[str, bytes], TokenizerJson]:
