@@ -206,7 +206,7 @@ BROKEN = {
     ),
     "its part is none": (
         "[surgeon.runtime]\nspoilt = json:dumps\n",
-        ["surgeon-spoilt 0.1", "must be GraftRules or an Interpolation"],
+        ["surgeon-spoilt 0.1", "must be a KnownGraft or an Interpolation"],
     ),
 }
 

@@ -64,6 +64,7 @@ def test_the_code_follows_from_the_config_and_imports_torch_and_transformers_alo
         "contextlib",
         "dataclasses",
         "functools",
+        "itertools",
         "torch",
         "transformers",
         "typing",
