@@ -7,16 +7,55 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from surgeon.data.held_out import HeldOut
+from surgeon.data.rows import Rows
 from surgeon.data.scores import Judged, Scores, Windows
 
 if TYPE_CHECKING:
     from surgeon.data.encoding import Encoder
     from surgeon.manifest.checkpoint import Checkpoint
+
+
+def written(
+    texts: Sequence[HeldOut], checkpoints: Sequence[Checkpoint], *, say: Callable[[str], None] = lambda _line: None
+) -> list[HeldOut]:
+    """Return the texts without the rows that a checkpoint's tokenizer or chat template refuses, the same for all.
+
+    Args:
+        texts: Texts; each says whether bad rows are left out.
+        checkpoints: The checkpoints whose tokenizers and chat templates are used.
+        say: Receives what is left out, and the control tokens that were found.
+
+    Returns:
+        The texts, in their order.
+
+    Raises:
+        BadInput: There is no tokenizer, or a text has such rows and does not leave them out; all are named by line.
+    """
+    for checkpoint in checkpoints:
+        texts = _written(texts, _encoder(checkpoint), say)
+    return list(texts)
+
+
+def _written(
+    texts: Sequence[HeldOut], encoder: Encoder, say: Callable[[str], None] = lambda _line: None
+) -> list[HeldOut]:
+    found = []
+    for text in texts:
+        documents, spec = text.documents, text.documents.rows.spec
+        rows = Rows(spec, encoder.tokenizer, encoder.of(spec, text.template).write)
+        each = ((number, documents.where(number), partial(documents.read, number)) for number in text.numbers.tolist())
+        numbers = list(rows.kept(each, documents.shown))
+        for note in rows.notes():
+            say(f"source {text.name}: {note}")
+        found.append(replace(text, numbers=np.array(numbers, dtype=np.int64)))
+    return found
 
 
 def cut(texts: Sequence[HeldOut], checkpoint: Checkpoint, *, length: int) -> dict[str, Windows]:
@@ -28,7 +67,10 @@ def cut(texts: Sequence[HeldOut], checkpoint: Checkpoint, *, length: int) -> dic
     from surgeon.data.scoring import windows_of
 
     encoder = _encoder(checkpoint)
-    return {text.name: windows_of(text, encoder.of(text.documents.rows.spec, text.template), length) for text in texts}
+    return {
+        text.name: windows_of(text, encoder.of(text.documents.rows.spec, text.template), length)
+        for text in _written(texts, encoder)
+    }
 
 
 def pack(
@@ -57,7 +99,7 @@ def pack(
     from surgeon.data.packing import Packer, held_out
 
     encoder, found = _encoder(checkpoint), {}
-    for text in texts:
+    for text in _written(texts, encoder):
         writer, packer = encoder.of(text.documents.rows.spec, text.template), Packer(length, packing, 0)
         sequences = held_out(text.documents, list(text.numbers), writer, packer, most=most)
         units = [np.full(len(each.ids), number) for number, each in enumerate(sequences)]
