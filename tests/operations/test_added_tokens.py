@@ -187,7 +187,9 @@ def test_a_row_that_a_token_uses_is_not_a_free_one(tmp_path: Path) -> None:
     for file in ("generation_config.json", "config.json"):
         said = json.loads((base / file).read_text())
         (base / file).write_text(json.dumps(said | {"eos_token_id": [2, 301]}))
-        with pytest.raises(BadInput, match=rf" {file}: uses the id 301, which the tokenizer gives .* it out of {file}$"):
+        with pytest.raises(
+            BadInput, match=rf" {file}: uses the id 301, which the tokenizer gives .* it out of {file}$"
+        ):
             surgeon.preview(plan_of(tmp_path, MARKS), base)
         (base / file).write_text(json.dumps(said))
 
