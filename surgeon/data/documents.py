@@ -185,21 +185,18 @@ class Documents:
 
     def _pieces(self, handle: BinaryIO, file: Path) -> Iterator[Row]:
         """Yield pieces of a plain text; a line that is not UTF-8 is one by itself."""
-        begin, piece, first = 0, b"", 1
+        begin, piece, first, before = 0, b"", 1, False
         for number, line in enumerate(itertools.chain(text_lines(handle, str(file)), [b""]), 1):
             broken = False
             try:
                 line.decode(_UTF8)
             except UnicodeDecodeError:
                 broken = True
-            if piece and (broken or not line or len(piece) >= PIECE):
-                yield _piece(piece, begin, file, first)
+            if piece and (before or broken or not line or len(piece) >= PIECE):
+                where = f"{file}:{first}"
+                yield (begin, begin + len(piece), first), where, partial(_plain, piece, where)
                 begin, piece, first = begin + len(piece), b"", number
-            if broken:
-                yield _piece(line, begin, file, number)
-                begin += len(line)
-            else:
-                piece += line
+            piece, before = piece + line, broken
 
     def _rows(self, number: int, handle: BinaryIO, file: Path) -> Iterator[Row]:
         """Yield the rows of a parquet file by row group and row within it."""
@@ -256,11 +253,6 @@ class Repeated:
     def identity(self) -> list[Any]:
         """No run is continued on documents that are only some of a text's."""
         raise NotImplementedError
-
-
-def _piece(content: bytes, begin: int, file: Path, line: int) -> Row:
-    where = f"{file}:{line}"
-    return (begin, begin + len(content), line), where, partial(_plain, content, where)
 
 
 def _plain(content: bytes, where: str) -> str:

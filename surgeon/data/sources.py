@@ -114,18 +114,14 @@ def open_source(
         aside = source.validation_split
         if isinstance(source.validation, str) and aside is None:
             held_out = Documents(named_by.resolve(source.validation), rows_aside)
+    path, commit = named_by.resolve(source.path), None
+    table: Callable[[str | None, Rows], Table] | None = partial(saved_table, path) if is_saved(path) else None
     if source.repo_id is not None:
         dataset = HubDataset(source.repo_id, config=source.config, revision=source.revision)
-        text: Corpus = dataset.table(source.split, rows)
-        if aside is not None:
-            held_out = dataset.table(aside, rows_aside)
-        return OpenedSource(text, held_out, dataset.commit)
-    path = named_by.resolve(source.path)
-    if is_saved(path):
-        text = saved_table(path, source.split, rows)
-        if aside is not None:
-            held_out = saved_table(path, aside, rows_aside)
-        return OpenedSource(text, held_out)
+        table, commit = dataset.table, dataset.commit
+    if table is not None:
+        text = table(source.split, rows)
+        return OpenedSource(text, held_out if aside is None else table(aside, rows_aside), commit)
     if source.split is not None or aside is not None:
         named = "split" if source.split is not None else "validation: split:…"
         raise BadInput(

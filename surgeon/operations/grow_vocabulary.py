@@ -214,11 +214,9 @@ class GrowVocabulary(Operation):
             listener=base.listener,
         )
         new = {*range(grown.rows, grown.rows + len(grown.made_of))}
-        folder = base.folder
-        others = (name for name in folder.side_files if name.endswith("_config.json"))
-        said = {"config.json": folder.config} | {name: json_object(folder.read_side_file(name)) for name in others}
-        for name, settings in said.items():
-            if used := ids_named(settings) & new:
+        source = base.folder.source
+        for name in (name for name in source.listing() if name.endswith("config.json")):
+            if used := ids_named(json_object(source.small(name, max_bytes=MAX_SIDE_FILE_BYTES))) & new:
                 raise BadInput(
                     f"{printable(name)}: uses the id {min(used)}, which the tokenizer gives no token and would give a"
                     f" new one; give that id its token first, or take it out of {printable(name)}"
