@@ -91,7 +91,7 @@ class Command(TyperCommand):
         An empty one would be the current folder to `Path`. Raises BadInput.
         """
         for number, given in enumerate(args, 1):
-            if not given.strip() or (given.startswith("--") and given.endswith("=")):
+            if not given or (given.startswith("--") and given.endswith("=")):
                 raise BadInput(
                     f"argument {number} of `{ctx.info_name}` is empty; is it a variable of the shell that is not set?"
                 )

@@ -143,7 +143,7 @@ def test_a_device_that_is_not_there_is_refused_before_anything_else(name: str, m
 
 
 @pytest.mark.parametrize(
-    "given", [("evaluate", "base", "--data", ""), ("apply", "plan", "base", " "), ("report", "--html=")]
+    "given", [("evaluate", "base", "--data", ""), ("apply", "plan", "base", ""), ("report", "--html=")]
 )
 def test_an_empty_argument_is_no_path_to_the_current_folder(given: tuple[str, ...]) -> None:
     """As a variable of the shell leaves it that is not set."""
