@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from surgeon.data.scored import judge as judge
     from surgeon.data.scored import pack as pack
     from surgeon.data.scored import score as score
+    from surgeon.data.scored import written as written
     from surgeon.data.scores import Judged as Judged
     from surgeon.data.scores import Ratio as Ratio
     from surgeon.data.scores import Scores as Scores
@@ -214,6 +215,7 @@ _HOMES = {
     "transport_report": "report.transport",
     "verification_view": "verify.verification",
     "verify": "verify.verify",
+    "written": "data.scored",
 }
 
 __all__ = sorted([*_HOMES, "__version__"])

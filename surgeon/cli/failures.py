@@ -86,7 +86,15 @@ class Command(TyperCommand):
     """A command that asks, where its arguments are refused, whether two of them changed places."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the arguments; what a value must be is said in the words of this house."""
+        """Read the arguments; what a value must be is said in the words of this house.
+
+        An empty one would be the current folder to `Path`. Raises BadInput.
+        """
+        for number, given in enumerate(args, 1):
+            if not given or (given.startswith("--") and given.endswith("=")):
+                raise BadInput(
+                    f"argument {number} of `{ctx.info_name}` is empty; is it a variable of the shell that is not set?"
+                )
         try:
             return super().parse_args(ctx, args)
         except typer.BadParameter as error:

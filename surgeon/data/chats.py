@@ -45,6 +45,11 @@ class Message:
         """Whether the loss is on it."""
         return self.role == ASSISTANT and self.counts
 
+    @property
+    def says(self) -> bool:
+        """Whether it has words, or an assistant's calls or thoughts."""
+        return bool(self.content.strip()) or any(key in self.more for key in _INSTEAD_OF_WORDS)
+
     def turn(self) -> dict[str, Any]:
         """The message as a chat template is given it."""
         return {"role": self.role, "content": self.content, **self.more}

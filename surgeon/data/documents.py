@@ -1,6 +1,6 @@
 """Files of training text: JSON, JSON lines, plain text, parquet; indexed once, then read document by document.
 
-The index pass reads every file to its end, so that a broken line is reported before the first step. It keeps two
+The index pass reads every file to its end, so that a broken line is reported before the first step. It keeps four
 numbers a document; texts stay on disk. A document has at most `MAX_DOCUMENT_BYTES`.
 """
 
@@ -63,6 +63,9 @@ class Corpus(Protocol):
     def read(self, number: int) -> Document:
         """Read one document: its text, with its label, or the messages of a chat. Raises BadInput if unreadable."""
 
+    def where(self, number: int) -> str:
+        """The place of a document, for errors."""
+
     def identity(self) -> list[Any]:
         """JSON data that must be the same when a run is continued."""
 
@@ -109,19 +112,26 @@ class Documents:
 
     def read(self, number: int) -> Document:
         """Read one document: its text, or the messages of a chat. Raises BadInput where a file has changed."""
-        file, begin, end = (int(value) for value in self._places[number])
-        path = self.files[file]
+        file, begin, end, _ = (int(value) for value in self._places[number])
+        path, where = self.files[file], self.where(number)
         if self._parquet is not None and file in self._columns:
             (entry,) = self._parquet.rows(file, begin, self._columns[file], end, 1)
-            return self._document(entry, f"{path}, row {end}")
+            return self._document(entry, where)
         try:
             with self._open(path) as handle:
                 handle.seek(begin)
                 content = handle.read(end - begin)
         except OSError as error:
             raise BadInput(f"{printable(str(path))}: cannot be read ({error.strerror}); check the path") from None
-        where = f"{path} (byte {begin}; changed since the run began?)"
+        where += " (changed since the run began?)"
         return _plain(content, where) if format_of(path) == ".txt" else self._parsed(content, where)
+
+    def where(self, number: int) -> str:
+        """The place of a document, for errors."""
+        file, group, row, line = (int(value) for value in self._places[number])
+        return (
+            f"{self.files[file]}, row {row} of group {group}" if file in self._columns else f"{self.files[file]}:{line}"
+        )
 
     def _open(self, file: Path) -> BinaryIO:
         """Open a file, which must lie in its folder; only the links of a file that was named itself are followed."""
@@ -152,7 +162,7 @@ class Documents:
                 spans = list(self.rows.kept(read(handle, file), str(file), most))
         except OSError as error:
             raise BadInput(f"{printable(str(file))}: cannot be read ({error.strerror}); check the path") from None
-        places = np.array(spans, dtype=np.int64).reshape(-1, 2)
+        places = np.array(spans, dtype=np.int64).reshape(-1, 3)
         return np.column_stack([np.full(len(places), number, dtype=np.int64), places])
 
     def _lines(self, handle: BinaryIO, file: Path) -> Iterator[Row]:
@@ -161,7 +171,7 @@ class Documents:
             end = begin + len(line)
             if line.strip():
                 where = f"{file}:{number}"
-                yield (begin, end), where, partial(self._parsed, line, where)
+                yield (begin, end, number), where, partial(self._parsed, line, where)
             begin = end
 
     def _parsed(self, line: bytes, where: str) -> Document:
@@ -171,26 +181,22 @@ class Documents:
         """Yield the objects of a JSON file that holds a list of them."""
         for begin, end, line, entry in entries_of(handle, str(file)):
             where = f"{file}:{line}"
-            yield (begin, end), where, partial(self._document, entry, where)
+            yield (begin, end, line), where, partial(self._document, entry, where)
 
     def _pieces(self, handle: BinaryIO, file: Path) -> Iterator[Row]:
         """Yield pieces of a plain text; a line that is not UTF-8 is one by itself."""
-        begin, piece, first = 0, b"", f"{file}:1"
+        begin, piece, first, before = 0, b"", 1, False
         for number, line in enumerate(itertools.chain(text_lines(handle, str(file)), [b""]), 1):
-            where = f"{file}:{number}"
             broken = False
             try:
                 line.decode(_UTF8)
             except UnicodeDecodeError:
                 broken = True
-            if piece and (broken or not line or len(piece) >= PIECE):
-                yield (begin, begin + len(piece)), first, partial(_plain, piece, first)
-                begin, piece, first = begin + len(piece), b"", where
-            if broken:
-                yield (begin, begin + len(line)), where, partial(_plain, line, where)
-                begin += len(line)
-            else:
-                piece += line
+            if piece and (before or broken or not line or len(piece) >= PIECE):
+                where = f"{file}:{first}"
+                yield (begin, begin + len(piece), first), where, partial(_plain, piece, where)
+                begin, piece, first = begin + len(piece), b"", number
+            piece, before = piece + line, broken
 
     def _rows(self, number: int, handle: BinaryIO, file: Path) -> Iterator[Row]:
         """Yield the rows of a parquet file by row group and row within it."""
@@ -202,7 +208,7 @@ class Documents:
             while entries := self._parquet.rows(number, group, columns, first):
                 for row, entry in enumerate(entries, first):
                     where = f"{file}, row {row} of group {group}"
-                    yield (group, row), where, partial(self._document, entry, where)
+                    yield (group, row, 0), where, partial(self._document, entry, where)
                 first += len(entries)
 
     def identity(self) -> list[Any]:
@@ -239,6 +245,10 @@ class Repeated:
     def read(self, number: int) -> Document:
         """Read one document."""
         return self._documents[number % len(self._documents)]
+
+    def where(self, _number: int) -> str:
+        """The place of a document: the text that the model writes."""
+        return self._shown
 
     def identity(self) -> list[Any]:
         """No run is continued on documents that are only some of a text's."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 
 from surgeon.data.chats import Chat
@@ -41,6 +42,11 @@ class Encoder:
         other = copy.copy(self)
         other.template, other.as_text = self.template or template, spec.as_text
         return other
+
+    @property
+    def write(self) -> Callable[[Chat], Encoded] | None:
+        """What writes chats, and raises BadInput for one that the template refuses; None without a template."""
+        return self._chat if self.template else None
 
     def check_chat(self) -> None:
         """Raise BadInput where there is no chat template."""

@@ -123,9 +123,7 @@ class ExampleStream(Stream[Example]):
 
 def example_at(documents: Corpus, number: int, encoder: ExampleEncoder, name: str) -> Example:
     """Make an example of one document of the source `name`. Raises BadInput as `ExampleEncoder.encode` does."""
-    document = documents.read(number)
-    assert isinstance(document, Labelled), "opened with labels"
-    return encoder.encode(document, name)
+    return encoder.encode(_labelled(documents, number), name)
 
 
 def labels_of(
@@ -135,12 +133,13 @@ def labels_of(
 
     Raises BadInput for an unknown label or a pair it cannot read.
     """
-    found: list[int] = []
-    for number in numbers:
-        document = documents.read(int(number))
-        assert isinstance(document, Labelled), "opened with labels"
-        found.append(encoder.number_of(document, name))
-    return found
+    return [encoder.number_of(_labelled(documents, int(number)), name) for number in numbers]
+
+
+def _labelled(documents: Corpus, number: int) -> Labelled:
+    document = documents.read(number)
+    assert isinstance(document, Labelled), "opened with labels"
+    return document
 
 
 def batch_of_examples(examples: Sequence[Example], *, pad: int) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ may sample, search or go on for long, are left out, but for the tokens that end 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.strict_json import json_object
 from surgeon.errors import BadInput, printable
+from surgeon.families.limits import vocabulary_of
 from surgeon.models.load import running
 from surgeon.models.tokenizer import open_tokenizer
 
@@ -36,7 +38,7 @@ class Turn:
 class Prompter:
     """The tokenizer and chat template of a checkpoint, as generation needs them.
 
-    `ends` are the tokens that end a text, by tokenizer, config.json and generation_config.json.
+    `ends` are the model's tokens that end a text, by tokenizer, config.json and generation_config.json.
     """
 
     def __init__(self, folder: CheckpointFolder) -> None:
@@ -92,7 +94,9 @@ class Prompter:
         for config in configs:
             given = config.get("eos_token_id")
             found += given if isinstance(given, list) else [given]
-        return {token for token in found if isinstance(token, int) and not isinstance(token, bool)}
+        # No other id can be generated, or stand for padding: -1 means none.
+        rows = vocabulary_of(self.folder.config) or sys.maxsize
+        return {token for token in found if type(token) is int and 0 <= token < rows}
 
 
 def continued(model: Any, prompts: Sequence[Sequence[int]], ends: set[int], most: int, **how: Any) -> list[Turn]:

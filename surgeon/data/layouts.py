@@ -126,15 +126,14 @@ def _chat(entry: Mapping[str, Any], turns: Sequence[Message], where: str) -> Cha
         *(Message("system", _text(entry[key], key, where)) for key in _SYSTEM if entry.get(key)),
         *turns,
     ]
-    if not any(message.role == ASSISTANT for message in messages):
-        raise BadInput(
-            f"{printable(where)}: no message of the role `assistant`, so there is nothing to train on; remove this chat"
-        )
-    if not any(message.answers for message in messages):
-        raise BadInput(
-            f"{printable(where)}: every message of the role `assistant` is left out of the loss (`weight`, `train`), so"
-            " there is nothing to train on; remove this chat"
-        )
+    answers = [message for message in messages if message.answers]
+    if not any(message.says for message in answers):
+        why = "no message of the role `assistant`"
+        if answers:
+            why = "every answer of the assistant that counts is empty"
+        elif any(message.role == ASSISTANT for message in messages):
+            why = "every message of the role `assistant` is left out of the loss (`weight`, `train`)"
+        raise BadInput(f"{printable(where)}: {why}, so there is nothing to train on; remove this chat")
     return Chat(tuple(messages), tools_of(entry.get(_TOOLS), where))
 
 

@@ -26,12 +26,14 @@ Row = tuple[Any, str, Callable[[], Document]]
 class Rows:
     """Counts the rows of one source that are no documents, and the control tokens in those that are."""
 
-    def __init__(self, spec: RowsSpec, tokenizer: Tokenizer | None = None, template: str | None = None) -> None:
-        """`tokenizer` is the one whose control tokens are counted, `template` the one that chats are written with."""
+    def __init__(
+        self, spec: RowsSpec, tokenizer: Tokenizer | None = None, write: Callable[[Chat], object] | None = None
+    ) -> None:
+        """`tokenizer` is the one whose control tokens are counted; `write` raises BadInput for chats to refuse."""
         self.spec = spec
         self.blank = self.left_out = 0
         self._tokenizer = tokenizer
-        self._template = template
+        self._write = write
         self._written: set[int] = set()
         self._found: Counter[str] = Counter()
         self._with_tokens = 0
@@ -76,7 +78,7 @@ class Rows:
                 counts[kind] += 1
                 _, places = bad.setdefault(kind, (error, []))
                 if len(places) < _PLACES:
-                    places.append(where.removeprefix(shown).replace(":", "line ").strip(", "))
+                    places.append(where.removeprefix(shown).replace(":", " line ").strip(", /"))
                 continue
             self.blank += not has_words
             if has_words:
@@ -107,15 +109,13 @@ class Rows:
                 )
             self._found += found
             self._with_tokens += bool(found)
-            if isinstance(document, Chat) and self._template:
+            if isinstance(document, Chat) and self._write:
                 # Templates refuse an order of roles, or calls, whatever the words are: one chat of each is written.
-                shape = hash((bool(document.tools), *((message.role, *message.more) for message in document.messages)))
+                turns = ((each.role, each.counts, bool(each.content.strip()), *each.more) for each in document.messages)
+                shape = hash((bool(document.tools), *turns))
                 if shape not in self._written:
-                    # With it comes torch, which the first look at rows does without.
-                    from surgeon.data.masking import Written
-
                     try:
-                        Written(self._tokenizer, self._template, document)
+                        self._write(document)
                     except BadInput as error:
                         raise BadInput(f"{printable(where)}: {error}; remove this chat") from None
                     self._written.add(shape)

@@ -6,17 +6,56 @@ Torch is imported where work begins, so that what a command refuses it refuses a
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from surgeon.data.held_out import HeldOut
+from surgeon.data.rows import Rows
 from surgeon.data.scores import Judged, Scores, Windows
 
 if TYPE_CHECKING:
     from surgeon.data.encoding import Encoder
     from surgeon.manifest.checkpoint import Checkpoint
+
+
+def written(
+    texts: Sequence[HeldOut], checkpoints: Sequence[Checkpoint], *, say: Callable[[str], None] = lambda _line: None
+) -> list[HeldOut]:
+    """Return the texts without the rows that a checkpoint's tokenizer or chat template refuses, the same for all.
+
+    Args:
+        texts: Texts; each says whether bad rows are left out.
+        checkpoints: The checkpoints whose tokenizers and chat templates are used.
+        say: Receives what is left out, and the control tokens that were found.
+
+    Returns:
+        The texts, in their order.
+
+    Raises:
+        BadInput: There is no tokenizer, or a text has such rows and does not leave them out; all are named by line.
+    """
+    for checkpoint in checkpoints:
+        texts = [text for text, _ in _written(texts, checkpoint, say)]
+    return list(texts)
+
+
+def _written(
+    texts: Sequence[HeldOut], checkpoint: Checkpoint, say: Callable[[str], None] = lambda _line: None
+) -> Iterator[tuple[HeldOut, Encoder]]:
+    """Yield each text as `written` returns it, and what encodes its documents."""
+    encoder = _encoder(checkpoint)
+    for text in texts:
+        documents, own = text.documents, encoder.of(text.documents.rows.spec, text.template)
+        rows = Rows(documents.rows.spec, own.tokenizer, own.write)
+        each = ((number, documents.where(number), partial(documents.read, number)) for number in text.numbers.tolist())
+        kept = np.array([*rows.kept(each, documents.shown)], dtype=np.int64)
+        for note in rows.notes():
+            say(f"source {text.name}: {note}")
+        yield replace(text, numbers=kept), own
 
 
 def cut(texts: Sequence[HeldOut], checkpoint: Checkpoint, *, length: int) -> dict[str, Windows]:
@@ -27,8 +66,7 @@ def cut(texts: Sequence[HeldOut], checkpoint: Checkpoint, *, length: int) -> dic
     """
     from surgeon.data.scoring import windows_of
 
-    encoder = _encoder(checkpoint)
-    return {text.name: windows_of(text, encoder.of(text.documents.rows.spec, text.template), length) for text in texts}
+    return {text.name: windows_of(text, own, length) for text, own in _written(texts, checkpoint)}
 
 
 def pack(
@@ -56,10 +94,9 @@ def pack(
     """
     from surgeon.data.packing import Packer, held_out
 
-    encoder, found = _encoder(checkpoint), {}
-    for text in texts:
-        writer, packer = encoder.of(text.documents.rows.spec, text.template), Packer(length, packing, 0)
-        sequences = held_out(text.documents, list(text.numbers), writer, packer, most=most)
+    found = {}
+    for text, own in _written(texts, checkpoint):
+        sequences = held_out(text.documents, list(text.numbers), own, Packer(length, packing, 0), most=most)
         units = [np.full(len(each.ids), number) for number, each in enumerate(sequences)]
         found[text.name] = Windows(sequences, units, np.zeros(len(sequences), dtype=np.int64), 0)
     return found

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -96,33 +96,32 @@ def is_chat(source: TextSpec, named_by: Naming) -> bool:
 
 
 def open_source(
-    source: TextSpec, named_by: Naming, tokenizer: Tokenizer | None = None, template: str | None = None
+    source: TextSpec,
+    named_by: Naming,
+    tokenizer: Tokenizer | None = None,
+    write: Callable[[Chat], object] | None = None,
 ) -> OpenedSource:
     """Open a source of `named_by` and read it through; control tokens of the `tokenizer` are counted in it.
 
-    With a `template` chats that it does not write are bad rows.
+    Chats for which `write` raises BadInput are bad rows.
 
     Raises BadInput where it cannot be read or is empty.
     """
     aside: str | None = None
     held_out: Corpus | None = None
-    rows, rows_aside = (Rows(source, tokenizer, template) for _ in range(2))
+    rows, rows_aside = (Rows(source, tokenizer, write) for _ in range(2))
     if isinstance(source, SourceSpec):
         aside = source.validation_split
         if isinstance(source.validation, str) and aside is None:
             held_out = Documents(named_by.resolve(source.validation), rows_aside)
+    path, commit = named_by.resolve(source.path), None
+    table: Callable[[str | None, Rows], Table] | None = partial(saved_table, path) if is_saved(path) else None
     if source.repo_id is not None:
         dataset = HubDataset(source.repo_id, config=source.config, revision=source.revision)
-        text: Corpus = dataset.table(source.split, rows)
-        if aside is not None:
-            held_out = dataset.table(aside, rows_aside)
-        return OpenedSource(text, held_out, dataset.commit)
-    path = named_by.resolve(source.path)
-    if is_saved(path):
-        text = saved_table(path, source.split, rows)
-        if aside is not None:
-            held_out = saved_table(path, aside, rows_aside)
-        return OpenedSource(text, held_out)
+        table, commit = dataset.table, dataset.commit
+    if table is not None:
+        text = table(source.split, rows)
+        return OpenedSource(text, held_out if aside is None else table(aside, rows_aside), commit)
     if source.split is not None or aside is not None:
         named = "split" if source.split is not None else "validation: split:…"
         raise BadInput(
@@ -163,7 +162,11 @@ class Table:
     def read(self, number: int) -> Document:
         """Read one document. Raises BadInput where the row is not one."""
         row = int(self._numbers[number])
-        return document_of(self._table[row], self.rows.spec, self._where(row))
+        return document_of(self._table[row], self.rows.spec, self.where(number))
+
+    def where(self, number: int) -> str:
+        """The place of a document, for errors."""
+        return self._row(int(self._numbers[number]))
 
     def identity(self) -> list[Any]:
         """JSON data that must be the same when a run is continued."""
@@ -181,7 +184,7 @@ class Table:
                     for first, last in pieces_of(batch, self._shown, begin):
                         columns = self._table[begin + first : begin + last]
                         for row, values in enumerate(zip(*columns.values(), strict=True), begin + first):
-                            where, entry = self._where(row), dict(zip(columns, values, strict=True))
+                            where, entry = self._row(row), dict(zip(columns, values, strict=True))
                             yield row, where, partial(document_of, entry, self.rows.spec, where)
                     begin += batch.num_rows
         except (pyarrow.ArrowException, OSError, ValueError, IndexError) as error:
@@ -189,7 +192,7 @@ class Table:
                 f"{printable(self._shown)}: rows from {begin} on cannot be read ({first_line(error)}); get it again"
             ) from None
 
-    def _where(self, row: int) -> str:
+    def _row(self, row: int) -> str:
         return f"{self._shown}, row {row}"
 
 

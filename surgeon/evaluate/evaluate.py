@@ -126,7 +126,10 @@ def evaluate(
     from surgeon.evaluate.texts import evaluate_texts
 
     device = devices.resolve(device)
-    opened = [_opened(model, trust_remote_code=trust_remote_code) for model in rows]
+    opened = [
+        model if isinstance(model, Checkpoint) else open_checkpoint(model, trust_remote_code=trust_remote_code)
+        for model in rows
+    ]
     how: dict[str, Any] = {"length": length, "batch": batch, "dtype": dtype, "device": device, "listener": listener}
     if labels:
         return evaluate_labels(opened, texts, **how)
@@ -162,11 +165,6 @@ def _rows(models: Model | Sequence[Model], base: Model | None) -> list[Model]:
     if not given:
         raise BadInput("no model to evaluate: give a folder or a Hub id")
     return given if base is None else [base, *given]
-
-
-def _opened(model: Model, *, trust_remote_code: bool) -> Checkpoint:
-    """Return the model opened, unless it is."""
-    return model if isinstance(model, Checkpoint) else open_checkpoint(model, trust_remote_code=trust_remote_code)
 
 
 def evaluation_view(evaluation: Evaluation[Any]) -> RenderableType:

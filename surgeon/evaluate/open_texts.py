@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -112,17 +112,13 @@ def _openers(data: Texts, say: Callable[[str], None], labels: bool) -> Iterator[
         data = [data]
     if not isinstance(data, str | Path | Mapping) and (opened := [each for each in data if isinstance(each, HeldOut)]):
         for text in opened:
-            yield text.name, partial(_as_it_is, text), text.name
+            yield text.name, partial(replace, text), text.name
         data = [each for each in data if not isinstance(each, HeldOut)]
         if not data:
             return
     for name, path in _entries(data):
         for source, opener in _sources(name, path, say, labels):
             yield source, opener, str(path)
-
-
-def _as_it_is(text: HeldOut) -> HeldOut:
-    return text
 
 
 def _entries(

@@ -106,15 +106,8 @@ class SourceScores:
             return Text()
         if shown.value == 0 and shown.interval in (None, (0, 0)):
             return Text(f"0, exactly{unit}", style="dim")
-        style = ""
-        if shown.interval is not None and shown.interval[1] < 0:
-            style = "green"
-        elif shown.interval is not None and shown.interval[0] > 0:
-            style = "yellow"
-        text = Text(f"{shown.value:+.4f}", style=style)
-        if shown.interval is not None:
-            text.append(f" [{shown.interval[0]:+.4f}, {shown.interval[1]:+.4f}]", style="dim")
-        return text.append(unit)
+        low, high = shown.interval or (0, 0)
+        return _ratio_cell(shown, "+.4f", "green" if high < 0 else "yellow" if low > 0 else "").append(unit)
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain data."""
@@ -281,9 +274,9 @@ class Evaluation(Generic[CellT]):
         }
 
 
-def _ratio_cell(found: Ratio, form: str) -> Text:
+def _ratio_cell(found: Ratio, form: str, style: str = "") -> Text:
     """`3.1416 [3.1, 3.2]`, each number by the format `form`; the interval, where there is one, dim."""
-    text = Text(f"{found.value:{form}}")
+    text = Text(f"{found.value:{form}}", style=style)
     if found.interval is not None:
         text.append(f" [{found.interval[0]:{form}}, {found.interval[1]:{form}}]", style="dim")
     return text

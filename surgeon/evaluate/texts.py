@@ -20,6 +20,7 @@ from surgeon import (
     divergence,
     encode_prompts,
     score,
+    written,
 )
 from surgeon.common.listener import Listener
 from surgeon.errors import BadInput, printable
@@ -71,6 +72,7 @@ def evaluate_texts(
         for line in model.notes:
             note(f"{model.name}: {line}")
         _ask_for_base(model, models, note)
+    texts = written(texts, models, say=note) if texts else []
     asked = [_encoded(prompts, model, answer_tokens, note) if prompts else None for model in models]
     windows = [{} for _ in models] if window is None else _cut(texts, models, window, note)
     rows: list[ModelScores[SourceScores]] = []

@@ -346,7 +346,11 @@ class Sorted:
     def _place(self, name: str, tensor: str) -> Place:
         found = self.model.find(name)
         if found is None:
-            why = "the adapter is for another base" if tensor.startswith(_PEFT) else "and no adapter of PEFT's"
+            why = "the adapter is for another base"
+            if not tensor.startswith(_PEFT) or ".lora_" in name:
+                why = "no adapter of PEFT's has such a name"
+            if inner := next((each for each in self.model.places if name.endswith(f".{each}")), ""):
+                why = f"take `{printable(name.removesuffix(inner))}` out of the names, in a copy of the adapter"
             if name.startswith(_HEADS):
                 why = "merge with PEFT, into the model with the head that it was trained with"
             raise self._refused(tensor, f"the base has no {printable(name)}: {why}")

@@ -23,6 +23,7 @@ from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import HEAD_BLOCK, extended
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
+from surgeon.checkpoint.strict_json import json_object
 from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE
 from surgeon.checkpoint.trimmed_vocabulary import OTHER_VOCABULARIES, ids_named
 from surgeon.common.json_results import plain_fields
@@ -212,12 +213,14 @@ class GrowVocabulary(Operation):
             listed=listed,
             listener=base.listener,
         )
-        first = grown.rows
-        if used := ids_named(base.folder.config) & {*range(first, first + len(grown.made_of))}:
-            raise BadInput(
-                f"config.json: uses the id {min(used)}, which the tokenizer gives no token and would give a new one;"
-                " give that id its token first, or take it out of config.json"
-            )
+        new = {*range(grown.rows, grown.rows + len(grown.made_of))}
+        source = base.folder.source
+        for name in (name for name in source.listing() if name.endswith("config.json")):
+            if used := ids_named(json_object(source.small(name, max_bytes=MAX_SIDE_FILE_BYTES))) & new:
+                raise BadInput(
+                    f"{printable(name)}: uses the id {min(used)}, which the tokenizer gives no token and would give a"
+                    f" new one; give that id its token first, or take it out of {printable(name)}"
+                )
         base.side_files.update(grown.files)
         base.notes.extend(
             f"{printable(name)} is carried along as it is: what reads it in place of tokenizer.json knows no new token"

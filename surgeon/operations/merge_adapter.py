@@ -18,7 +18,7 @@ from pydantic import ConfigDict, Field
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Adapted, Product, Recipe, Rounding, Step, Trained, one_expert, stacked_experts
-from surgeon.checkpoint.peft_folder import AdapterFolder, is_of_tokenizer
+from surgeon.checkpoint.peft_folder import ADAPTER_CONFIG, AdapterFolder, is_of_tokenizer
 from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, TokenizerJson
 from surgeon.checkpoint.trust import leads_to_code
@@ -343,10 +343,10 @@ def read_adapter(folder: AdapterFolder, called: str, model: Model) -> tuple[Merg
     known.sort()
     norms = {} if settings.dora else {path: _norm(folder, product) for path, product in known.pairs.items()}
     if len(folder.facts.tensors) == 2 * len(norms) and not any(norms.values()):
-        raise BadInput(
-            f"{printable(called)}: this adapter does nothing: B A is zero in all {len(norms)} matrices, as before"
-            " training; give one that was saved after it"
-        )
+        why = f"B A is zero in all {len(norms)} matrices, as before training; give one that was saved after it"
+        if not any(product.scale for product in known.pairs.values()):
+            why = f"`lora_alpha` is {folder.facts.alpha:g}; give the adapter's own {ADAPTER_CONFIG}"
+        raise BadInput(f"{printable(called)}: this adapter does nothing: {why}")
     adapter = MergedAdapter(facts=AdapterFacts.of(folder.facts), settings=settings, norms=norms)
     return adapter, known.rows
 

@@ -48,7 +48,8 @@ def _read(
 ) -> OpenedSource:
     if source.repo_id is not None:
         say(f"source {source.name}: fetching {printable(source.path)}, or finding it in the cache")
-    return open_source(source, loaded, encoder.tokenizer, getattr(encoder, "template", None))
+    write = encoder.of(source).write if isinstance(encoder, Encoder) else None
+    return open_source(source, loaded, encoder.tokenizer, write)
 
 
 def _held(

@@ -210,3 +210,32 @@ def test_what_is_no_adapter_of_peft_is_named(base: Path, tmp_path: Path) -> None
     save_file({name: torch.empty(0) for name in load_file(file)}, file, metadata={"format": "pt"})
     with pytest.raises(BadInput, match=r"lora_A\.weight .*ZeRO-3"):
         AdapterFolder.open(tmp_path / "zero", id="zero")
+
+
+UNFIT: dict[str, tuple[Rename, str]] = {
+    "a wrapper that is not known": (
+        lambda name: f"base_model.model.{name}",
+        r"take `base_model\.model\.` out of the names, in a copy of the adapter",
+    ),
+    "names without an end": (lambda name: name.removesuffix(".weight"), "no adapter of PEFT's has such a name"),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_an_adapter_s_names_that_fit_nothing_are_told_from_another_base_s(
+    case: str, base: Path, tmp_path: Path
+) -> None:
+    file = lora(tmp_path / "adapter", layers=2) / "adapter_model.safetensors"
+    change, said = UNFIT[case]
+    save_file({change(name): value for name, value in load_file(file).items()}, file, metadata={"format": "pt"})
+    plan = write_plan(tmp_path / "plan.yaml", [{"op": "merge_adapter", "from": str(tmp_path / "adapter")}])
+    with pytest.raises(BadInput, match=said) as caught:
+        surgeon.preview(plan, base)
+    assert "another base" not in str(caught.value)
+
+
+def test_an_adapter_of_no_effect_is_told_why(base: Path, tmp_path: Path) -> None:
+    lora(tmp_path / "adapter", layers=2, lora_alpha=0)
+    plan = write_plan(tmp_path / "plan.yaml", [{"op": "merge_adapter", "from": str(tmp_path / "adapter")}])
+    with pytest.raises(BadInput, match="this adapter does nothing: `lora_alpha` is 0; give"):
+        surgeon.preview(plan, base)

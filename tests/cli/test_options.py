@@ -140,3 +140,14 @@ def test_a_device_that_is_not_there_is_refused_before_anything_else(name: str, m
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(BadInput, match="--device cuda: no CUDA device is visible here; use cpu"):
         replace(CALLING[name], run=lambda **_: pytest.fail("it ran")).command().callback(device="cuda")
+
+
+@pytest.mark.parametrize(
+    "given", [("evaluate", "base", "--data", ""), ("apply", "plan", "base", ""), ("report", "--html=")]
+)
+def test_an_empty_argument_is_no_path_to_the_current_folder(given: tuple[str, ...]) -> None:
+    """As a variable of the shell leaves it that is not set."""
+    shown = CliRunner().invoke(app, [*given])
+    number = len(given) - 1
+    assert (shown.exit_code, shown.stdout) == (2, "")
+    assert shown.stderr.startswith(f"surgeon: argument {number} of `{given[0]}` is empty; is it a variable")

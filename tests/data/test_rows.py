@@ -229,12 +229,27 @@ def test_chats_that_the_template_does_not_write_are_bad_rows(
     good = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     chats = [good, good, [*good, *bad], good, [*good, *bad]]
     path = lines(tmp_path / "a.jsonl", [json.dumps({"messages": chat}) for chat in chats])
-    tokenizer = Encoder(base, vocabulary=300).tokenizer
+    encoder = Encoder(base, vocabulary=300, template=template)
     with pytest.raises(
         BadInput, match=r"a.jsonl:3: .* chat template .*remove this chat \(2 of 5 rows: line 3, line 5;"
     ):
-        Documents(path, Rows(RowsSpec(), tokenizer, template))
-    assert len(Documents(path, Rows(RowsSpec(bad_rows="leave_out"), tokenizer, template))) == 3
+        Documents(path, Rows(RowsSpec(), encoder.tokenizer, encoder.write))
+    assert len(Documents(path, Rows(RowsSpec(bad_rows="leave_out"), encoder.tokenizer, encoder.write))) == 3
+
+
+def test_chats_whose_answers_are_all_empty_are_bad_rows(tmp_path: Path) -> None:
+    """They would teach to end a turn at once; one with words beside empty ones stays."""
+    asked, said = {"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}
+    empty, called = said | {"content": " \n"}, [{"function": {"name": "find", "arguments": {}}}]
+    good = [[asked, said], [asked, empty, asked, said], [asked, empty | {"tool_calls": called}]]
+    bad = [[asked, empty], [asked, said | {"weight": 0}, asked, empty]]
+    rows = [json.dumps({"messages": chat}) for chat in (*good, *bad)]
+    path = lines(tmp_path / "a.jsonl", [*rows, json.dumps({"instruction": "w1", "output": ""})])
+    (told,) = refusal(path)
+    assert told.startswith(f"{path}:4: every answer of the assistant that counts is empty, so there is nothing to")
+    assert "(3 of 6 rows: line 4, line 5, line 6; `bad_rows: leave_out`" in told
+    found = opened_texts(path, bad_rows="leave_out")
+    assert len(found) == 3 and [*found.rows.notes()] == ["3 rows that cannot be used are left out (`bad_rows`)"]
 
 
 def test_log_and_card_say_what_was_left_out(tmp_path: Path) -> None:

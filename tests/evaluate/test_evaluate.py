@@ -202,6 +202,32 @@ def test_a_training_config_s_chat_template_is_for_models_without_one(tmp_path: P
         surgeon.evaluate(bare, config(tmp_path, sources=[source]), device="cpu")
 
 
+def test_chats_that_a_template_refuses_are_named_by_line_before_a_model_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As training does, whichever model it is; left out, they are left out for every model."""
+    strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHAT_TEMPLATE
+    models = [tmp_path / name for name in ("base", "other")]
+    for model, template in zip(models, (CHAT_TEMPLATE, strict), strict=True):
+        add_tokenizer(tiny.checkpoint(model, "llama"), template=template)
+    turns = [{"role": "user", "content": "w1 w2 w3"}, {"role": "assistant", "content": "w4 w5"}]
+    chats = [turns, turns, [{"role": "system", "content": "w6"}, *turns], turns]
+    (tmp_path / "folder").mkdir()
+    data = json_lines(tmp_path / "folder" / "chat.jsonl", chats, key="messages")  # type: ignore[arg-type]
+    with monkeypatch.context() as without, pytest.raises(BadInput) as caught:
+        without.setattr("surgeon.manifest.checkpoint.Checkpoint.load", lambda *_a, **_k: pytest.fail("a model is run"))
+        surgeon.evaluate(models, data, device="cpu")
+    assert str(caught.value).startswith(f"{data}:3: {tmp_path}/other/chat_template.jinja: its chat template fails on")
+    assert "(no system); remove this chat (1 of 4 rows: line 3; `bad_rows: leave_out`" in str(caught.value)
+    with pytest.raises(BadInput, match=r"\(1 of 4 rows: chat.jsonl line 3; "):
+        surgeon.evaluate(models[1], data.parent, device="cpu")
+    entry = {"name": "chat", "path": str(data), "bad_rows": "leave_out"}
+    (tmp_path / "data.yaml").write_text(yaml.safe_dump({"surgeon_data": 1, "sources": [entry]}))
+    found = surgeon.evaluate(models, tmp_path / "data.yaml", device="cpu")
+    assert [row.sources[0].documents for row in found.models] == [3, 3]
+    assert "source chat: 1 rows that cannot be used are left out (`bad_rows`)" in found.notes
+
+
 def test_a_training_config_gives_what_training_held_out(folder: Path, tmp_path: Path) -> None:
     for name in ("fr.jsonl", "en.jsonl"):
         shutil.copy(folder / name, tmp_path)

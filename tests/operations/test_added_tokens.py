@@ -176,7 +176,7 @@ def test_trained_and_operated_on_again(tmp_path: Path) -> None:
 
 
 def test_a_row_that_a_token_uses_is_not_a_free_one(tmp_path: Path) -> None:
-    """Neither by a manifest that was edited, nor by a config that has an id of its own."""
+    """Neither by a manifest that was edited, nor by a config or generation settings that have an id of their own."""
     base, out = base_of(tmp_path / "base", rows=320), tmp_path / "out"
     surgeon.apply(plan_of(tmp_path, MARKS), base, out, device="cpu")
     manifest = json.loads((out / "surgery.json").read_text())
@@ -184,10 +184,14 @@ def test_a_row_that_a_token_uses_is_not_a_free_one(tmp_path: Path) -> None:
     (out / "surgery.json").write_text(json.dumps(resealed(manifest)))
     wrong = {check.name for check in surgeon.verify(base, out, logits=False).checks if not check.holds}
     assert "tokenizer" in wrong
-    config = json.loads((base / "config.json").read_text()) | {"pad_token_id": 301}
-    (base / "config.json").write_text(json.dumps(config))
-    with pytest.raises(BadInput, match=r"config.json: uses the id 301, which the tokenizer gives no token"):
-        surgeon.preview(plan_of(tmp_path, MARKS), base)
+    for file in ("generation_config.json", "config.json"):
+        said = json.loads((base / file).read_text())
+        (base / file).write_text(json.dumps(said | {"eos_token_id": [2, 301]}))
+        with pytest.raises(
+            BadInput, match=rf" {file}: uses the id 301, which the tokenizer gives .* it out of {file}$"
+        ):
+            surgeon.preview(plan_of(tmp_path, MARKS), base)
+        (base / file).write_text(json.dumps(said))
 
 
 def test_the_bound_of_rows_that_the_base_has() -> None:

@@ -83,8 +83,8 @@ _GROUPS = {
         " TeacherSpec RunSettings settle check_training discard_run"
     ),
     "Texts and scores": (
-        "open_texts HeldOut held_out_text TextSpec UnlabelledSpec open_source check_source is_chat text_files cut"
-        " pack Windows score Scores Ratio divergence judge Judged encode_prompts EncodedPrompts answer Answer"
+        "open_texts HeldOut held_out_text TextSpec UnlabelledSpec open_source check_source is_chat text_files written"
+        " cut pack Windows score Scores Ratio divergence judge Judged encode_prompts EncodedPrompts answer Answer"
     ),
     "Results and what the terminal shows": (
         "Applied Blend preview_view Verification verification_view Trained Evaluation SourceScores LabelScores"
