@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from surgeon.blueprint.recipes.copies import Copy
 from surgeon.blueprint.recipes.elsewhere import Imported
-from surgeon.blueprint.recipes.recipe import Bench, Recipe, Words
+from surgeon.blueprint.recipes.recipe import Bench, Recipe
+from surgeon.common.formatting import listed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,12 +59,6 @@ class Product:
     def inputs(self) -> tuple[Imported, ...]:
         """The adapter's tensors."""
         return (self.down, self.up) if self.magnitude is None else (self.down, self.up, self.magnitude)
-
-    @property
-    def words(self) -> dict[str, Any]:
-        """As surgery.json has it."""
-        more = {"expert": self.expert, "turned": self.turned} if self.expert is not None else {}
-        return {"of": self.inputs, "scale": self.scale, "weight": self.weight} | more
 
     def given(self, bench: Bench) -> tuple[Tensor, ...]:
         """Both matrices, whose product is B A as the tensor has it, without the scale; and the magnitude."""
@@ -115,12 +110,6 @@ class Trained:
     def inputs(self) -> tuple[Imported, ...]:
         """The adapter's tensor."""
         return (self.values,)
-
-    @property
-    def words(self) -> dict[str, Any]:
-        """As surgery.json has it."""
-        more = {} if self.rows is None else {"rows": self.rows}
-        return {"added" if self.added else "trained": self.values, "weight": self.weight} | more
 
     def given(self, bench: Bench) -> tuple[Tensor, ...]:
         """The adapter's values, those of a vector as one row."""
@@ -175,6 +164,11 @@ class Adapted(Recipe):
         return () if self._streams else self.of.reads
 
     @property
+    def how(self) -> str:
+        """The tensor, and what of adapters is merged into it."""
+        return f"{self.of.how} with {listed(each.how for each in self.inputs[1:])}, rounded as {self.rounding}"
+
+    @property
     def own_change(self) -> str:
         """Under which name its rounding is recorded."""
         return self.name
@@ -188,10 +182,6 @@ class Adapted(Recipe):
         whole = 0 if self._streams else 2 * self.numel
         at_once = 7 * min(self.numel, max(_NUMBERS_AT_ONCE, self.shape[-1]))
         return 4 * (whole + at_once + sum(each.numel for each in self.inputs[1:]))
-
-    def own_words(self) -> Words:
-        """The tensor, and each step."""
-        return (("merged", self.of), ("with", tuple(step.words for step in self.steps)), ("rounding", self.rounding))
 
     def compute(self, bench: Bench) -> Tensor:
         """All rows, as they are stored."""
