@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from surgeon.blueprint.recipes.copies import Copy
 from surgeon.blueprint.recipes.elsewhere import Imported
 from surgeon.blueprint.recipes.recipe import Bench, Recipe
-from surgeon.common.formatting import listed
+from surgeon.common.formatting import listed, show
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,6 +59,12 @@ class Product:
     def inputs(self) -> tuple[Imported, ...]:
         """The adapter's tensors."""
         return (self.down, self.up) if self.magnitude is None else (self.down, self.up, self.magnitude)
+
+    @property
+    def how(self) -> str:
+        """What is taken how much of."""
+        of = "" if self.expert is None else f"expert {self.expert[0]} of "
+        return f"{self.weight} of {self.scale} times {of}{listed(each.how for each in self.inputs)}"
 
     def given(self, bench: Bench) -> tuple[Tensor, ...]:
         """Both matrices, whose product is B A as the tensor has it, without the scale; and the magnitude."""
@@ -110,6 +116,12 @@ class Trained:
     def inputs(self) -> tuple[Imported, ...]:
         """The adapter's tensor."""
         return (self.values,)
+
+    @property
+    def how(self) -> str:
+        """What is taken how much of, and in which rows."""
+        where = "" if self.rows is None else f" in rows {show([*self.rows])}"
+        return f"{self.weight} of {self.values.how}{' added' if self.added else where}"
 
     def given(self, bench: Bench) -> tuple[Tensor, ...]:
         """The adapter's values, those of a vector as one row."""
@@ -166,7 +178,7 @@ class Adapted(Recipe):
     @property
     def how(self) -> str:
         """The tensor, and what of adapters is merged into it."""
-        return f"{self.of.how} with {listed(each.how for each in self.inputs[1:])}, rounded as {self.rounding}"
+        return f"{self.of.how} with {'; '.join(step.how for step in self.steps)}; rounded as {self.rounding}"
 
     @property
     def own_change(self) -> str:
