@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,13 @@ def _check_spans(made: NewTensor, base: Mapping[str, StoredTensor]) -> None:
         read, lies = (begin + span.length for begin in (span.offset + more * span.step, span.at + more * span.every))
         if of is None or of.dtype != made.dtype or read > of.nbytes or lies > made.nbytes:
             raise ValueError(f"bytes of the base's {printable(span.tensor)}")
-    if sum(span.nbytes for span in pieces.spans) > made.nbytes or bool(pieces.spans) != (made.holds is not None):
-        raise ValueError("bytes of the base's tensors")
+    over = any(one.at + one.length > other.at for one, other in pairwise(pieces.spans))
+    if (
+        over
+        or sum(span.nbytes for span in pieces.spans) > made.nbytes
+        or bool(pieces.spans) != (made.holds is not None)
+    ):
+        raise ValueError("these bytes of the base's tensors")
     if made.is_copy:
         name = pieces.tensors[0]
         if pieces != Pieces.whole(name, made.nbytes) or base[name].shape != made.shape:
@@ -63,7 +69,7 @@ def _check_spans(made: NewTensor, base: Mapping[str, StoredTensor]) -> None:
 
 
 def checked(model: type[EntryT], data: object, what: str, reads: int, *, file: str) -> EntryT:
-    """The JSON data of a file that surgeon writes as `model` has it; surgeon_WHAT in it must be `reads`.
+    """The JSON data of a file that surgeon writes, as `model` has it; its format's number must be `reads`.
 
     Raises BadInput for another version of the format, and names the first thing that is not as it must be.
     """
