@@ -54,11 +54,8 @@ def _check_spans(made: NewTensor, base: Mapping[str, StoredTensor]) -> None:
         if of is None or of.dtype != made.dtype or read > of.nbytes or lies > made.nbytes:
             raise ValueError(f"bytes of the base's {printable(span.tensor)}")
     over = any(one.at + one.length > other.at for one, other in pairwise(pieces.spans))
-    if (
-        over
-        or sum(span.nbytes for span in pieces.spans) > made.nbytes
-        or bool(pieces.spans) != (made.holds is not None)
-    ):
+    over = over or sum(span.nbytes for span in pieces.spans) > made.nbytes
+    if over or bool(pieces.spans) != (made.holds is not None):
         raise ValueError("these bytes of the base's tensors")
     if made.is_copy:
         name = pieces.tensors[0]
