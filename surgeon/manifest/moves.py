@@ -18,7 +18,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 def boxes_of(pieces: Pieces, shape: Sequence[int], bits: int) -> tuple[Box, ...]:
-    """What a tensor of `shape` holds of others, as parts of it. Raises ValueError where something is no such part."""
+    """What a tensor of `shape` holds of others, as parts of it. Raises BadInput where something is no such part."""
     return tuple(sorted(_box(span, shape, bits) for span in pieces.spans))
 
 
@@ -32,7 +32,10 @@ def _box(span: Span, shape: Sequence[int], bits: int) -> Box:
             above = _rows(row, span.count, shape[:axis])
             if above is not None:
                 return (*above, (first, first + count), *((0, size) for size in shape[axis + 1 :]))
-    raise ValueError("a part of the base's tensors that is no part of an axis")
+    raise BadInput(
+        f"{MANIFEST_FILE}: a tensor of shape {[*shape]} is said to keep bytes that are no slices of it; was it edited"
+        " by hand?"
+    )
 
 
 def _rows(first: int, count: int, shape: Sequence[int]) -> Box | None:

@@ -11,11 +11,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.checkpoint.header import DTYPE_BITS
 from surgeon.checkpoint.pieces import Pieces
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.manifest import FORMAT, MANIFEST_FILE, EntryT, Manifest, NewTensor, StoredTensor, seal_of
-from surgeon.manifest.moves import boxes_of
 
 
 def parse(data: object, *, file: str) -> Manifest:
@@ -61,8 +59,6 @@ def _check_spans(made: NewTensor, base: Mapping[str, StoredTensor]) -> None:
         name = pieces.tensors[0]
         if pieces != Pieces.whole(name, made.nbytes) or base[name].shape != made.shape:
             raise ValueError(f"a copy of the base's {printable(name)}")
-    if not made.stays:
-        boxes_of(made.kept, made.shape, DTYPE_BITS[made.dtype])
 
 
 def checked(model: type[EntryT], data: object, what: str, reads: int, *, file: str) -> EntryT:

@@ -16,7 +16,7 @@ from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.pieces import Pieces, Span
 from surgeon.errors import BadInput
 from surgeon.manifest.manifest import Manifest, NewTensor
-from surgeon.manifest.moves import has_other_names, left_at, made_of_base
+from surgeon.manifest.moves import boxes_of, has_other_names, left_at, made_of_base
 from surgeon.manifest.reading import manifest_of, parse
 from surgeon.verify.static import Drawn
 from tests import tiny
@@ -112,7 +112,6 @@ IMPOSSIBLE: dict[str, tuple[dict[str, Any], str]] = {
     "nothing is kept": ({"holds": "kept"}, "these bytes of the base"),
     "a copy of a part": ({"holds": "copied", "spans": {"table": "0 8 0"}}, "a copy of the base's table"),
     "a copy of another shape": ({"holds": "copied", "spans": {"experts": "0 48 0"}}, "a copy of the base's experts"),
-    "a row and a half": ({"holds": "kept", "spans": {"table": "0 12 4"}}, "a part of the base's tensors that is no"),
     "runs over each other": ({"holds": "kept", "spans": {"table": "0 8 0 6 4 8"}}, r"runs over each other"),
     "runs of nothing": ({"holds": "kept", "spans": {"table": "0 0 0 6 0 0"}}, "runs over each other"),
     "no runs": ({"holds": "kept", "spans": {"table": "0 8 0 0 8 8"}}, "spans.table"),
@@ -128,6 +127,12 @@ def test_spans_that_cannot_be(case: str) -> None:
     with pytest.raises(BadInput, match=why) as refused:
         read({"new": {"shape": [6, 4]} | made})
     assert "\n" not in str(refused.value) and str(refused.value).startswith("surgery.json: ")
+
+
+def test_bytes_that_are_no_slices_cannot_stay_while_others_train() -> None:
+    made = read({"new": {"shape": [6, 4], "holds": "kept", "spans": {"table": "0 12 4"}}}).new_tensors["new"]
+    with pytest.raises(BadInput, match=r"surgery\.json: a tensor of shape \[6, 4\] .* no slices of it; was it edited"):
+        boxes_of(made.kept, made.shape, 16)
 
 
 def test_sizes_that_a_manifest_claims_cost_nothing() -> None:
