@@ -21,7 +21,7 @@ def parse(data: object, *, file: str) -> Manifest:
 
     Every surgery in it must have the seal that its content asks for.
     """
-    manifest = checked(Manifest, data, "manifest", FORMAT, file=file)
+    manifest = checked(Manifest, data, "manifest", file=file, reads=FORMAT)
     assert isinstance(data, dict)
     lineage: list[dict[str, Any]] = data["lineage"]
     for number, entry in enumerate([*lineage, data], 1):
@@ -61,7 +61,7 @@ def _check_spans(made: NewTensor, base: Mapping[str, StoredTensor]) -> None:
             raise ValueError(f"a copy of the base's {printable(name)}")
 
 
-def checked(model: type[EntryT], data: object, what: str, reads: int, *, file: str) -> EntryT:
+def checked(model: type[EntryT], data: object, what: str, *, file: str, reads: int = 1) -> EntryT:
     """The JSON data of a file that surgeon writes, as `model` has it; its format's number must be `reads`.
 
     Raises BadInput for another version of the format, and names the first thing that is not as it must be.

@@ -138,7 +138,7 @@ class Delta:
         shown = printable(str(path / DELTA_FILE))
         content = source.small(DELTA_FILE, max_bytes=MAX_DELTA_BYTES)
         data = parse_json_strict(content, file=DELTA_FILE, max_bytes=MAX_DELTA_BYTES)
-        index = checked(DeltaIndex, data, "delta", 1, file=str(path / DELTA_FILE))
+        index = checked(DeltaIndex, data, "delta", file=str(path / DELTA_FILE))
         if seal_of(index.model_dump()) != index.sha256:
             raise BadInput(f"{shown}: not what its sha256 says, so it was edited or damaged; get the delta again")
         files: dict[str, bytes] = {}
