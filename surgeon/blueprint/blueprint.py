@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Literal, get_args
 
 from surgeon.blueprint.recipes import (
@@ -137,11 +136,6 @@ class Blueprint:
     extracted: bool = False
     # Whether config.json is another one than the base's with more or fewer layers: of another class, or other parts.
     converted: bool = False
-
-    @cached_property
-    def words(self) -> Mapping[str, dict[str, Any]]:
-        """What surgery.json says of every output's recipe, by the output's name."""
-        return {output.name: output.recipe.describe() for output in self.outputs}
 
     def recipes(self) -> Iterator[Recipe]:
         """Every recipe, and all that these are made of."""

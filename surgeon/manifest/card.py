@@ -16,12 +16,10 @@ from surgeon.checkpoint.card_metadata import Metadata, block_of
 from surgeon.checkpoint.header import DTYPE_BITS
 from surgeon.common.promises import CONDITION, PROMISE_STYLES
 from surgeon.errors import printable
-from surgeon.families.anatomy import layer_of
 from surgeon.families.format_depth import other_scale
 from surgeon.families.periods import broken_pattern
 from surgeon.manifest.manifest import MANIFEST_FILE, LayerEntry, Manifest, NewTensor
 from surgeon.manifest.moves import has_other_names
-from surgeon.manifest.recipe_words import base_bytes_of
 from surgeon.operations import papers_of
 from surgeon.operations.grow_vocabulary import TextCounts
 
@@ -142,7 +140,7 @@ def _sizes(manifest: Manifest, sizes: Mapping[str, int]) -> str:
 
 def _kept_numbers(manifest: Manifest, made: NewTensor) -> int:
     """How many numbers of a new tensor are the base's."""
-    kept = base_bytes_of(made, manifest).kept
+    kept = made.kept
     numbers = sum(span.nbytes for span in kept.spans) * 8 // DTYPE_BITS[made.dtype]
     # A part of a new layer is a copy of an old one's.
     return min(numbers, sum(math.prod(manifest.base.tensors[name].shape) for name in kept.tensors))
@@ -357,10 +355,8 @@ def _training(manifest: Manifest, repo_id: str | None) -> str:
         return head + "As the base: every parameter, some layers, or a LoRA (`surgeon train`).\n"
     if any(entry.trains == "all" for entry in manifest.operations):
         return head + "Every parameter: the surgery is meant to be healed by training the whole model.\n"
-    starts = {name: base_bytes_of(made, manifest) for name, made in manifest.new_tensors.items()}
-    rows = {name: each.grown_from for name, each in starts.items() if each.grown_from is not None}
-    for grown in manifest.vocabularies.values():
-        rows |= {name: grown.rows for name, each in starts.items() if each.kept.spans and layer_of(name) is None}
+    made = manifest.new_tensors
+    rows = {name: each.grown_from for name, each in made.items() if each.grown_from is not None}
     if _is_converted(manifest):
         code = (
             "for name, parameter in model.named_parameters():\n"
@@ -381,8 +377,8 @@ def _training(manifest: Manifest, repo_id: str | None) -> str:
         imports += "from huggingface_hub import hf_hub_download\n"
         fetched = f'hf_hub_download("{repo_id}", "{MANIFEST_FILE}", revision=revision)'
     # What holds a part for each layer holds those of the base's too.
-    stays = any(each.stays for each in starts.values())
-    frozen = 'new = {name for name, made in new.items() if "per_layer" not in made["recipe"]}\n' if stays else ""
+    stays = any(each.stays for each in made.values())
+    frozen = 'new = {name for name, made in new.items() if made.get("holds") != "kept"}\n' if stays else ""
     code = (
         f"{imports}\nwith open({fetched}) as manifest:\n    new = json.load(manifest)"
         f'["new_tensors"]\n{frozen}for name, parameter in model.named_parameters():\n'

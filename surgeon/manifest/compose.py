@@ -17,6 +17,7 @@ from surgeon.grafts.bundle import CODE_FILE
 from surgeon.grafts.registry import plugins_in
 from surgeon.manifest.facts import sections_of
 from surgeon.manifest.manifest import (
+    FORMAT,
     Base,
     ChangeEntry,
     FitEntry,
@@ -119,7 +120,7 @@ def compose(
     more |= sections_of(facts, loaded.plan, blueprint)
     return sealed(
         {
-            "surgeon_manifest": 1,
+            "surgeon_manifest": FORMAT,
             "tool": TOOL,
             "base": base,
             "plan": loaded.text,
@@ -171,13 +172,7 @@ def _layers_of(blueprint: Blueprint) -> list[LayerEntry]:
 def _new_tensors_of(blueprint: Blueprint, digests: Mapping[str, str]) -> dict[str, NewTensor]:
     """Return, by name, what a manifest says of each tensor that the plan makes, with its digest of `digests`."""
     return {
-        output.name: NewTensor(
-            dtype=output.recipe.dtype,
-            shape=list(output.recipe.shape),
-            sha256=digests[output.name],
-            operation=output.operation or 0,
-            recipe=blueprint.words[output.name],
-        )
+        output.name: NewTensor.made(output.recipe, digests[output.name], output.operation or 0)
         for output in blueprint.outputs
         if output.new
     }

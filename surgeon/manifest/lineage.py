@@ -25,7 +25,6 @@ from surgeon.grafts.bundle import CODE_FILE, bundle
 from surgeon.grafts.composition import composition_of
 from surgeon.manifest.manifest import Base, Manifest
 from surgeon.manifest.moves import homes_of, layers_of, left_at
-from surgeon.manifest.recipe_words import base_bytes_of
 
 CODE_NAME = re.compile(r"[A-Za-z0-9_]{1,100}\.py")
 
@@ -132,10 +131,7 @@ class Lineage:
         """Return which rows tensors got since, by name: those of a vocabulary that grew."""
         since = self.since(number)
         grown = {
-            name
-            for manifest in since
-            for name, made in manifest.new_tensors.items()
-            if base_bytes_of(made, manifest).grown_from is not None
+            name for manifest in since for name, made in manifest.new_tensors.items() if made.grown_from is not None
         }
         then = since[0].base.tensors
         lying = {name: each.tensors[0] for name, each in found.items() if len(each.tensors) == 1}

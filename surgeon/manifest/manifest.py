@@ -13,13 +13,17 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field
 
 from surgeon.blueprint.blueprint import Promise, Trains
+from surgeon.blueprint.recipes import Means
+from surgeon.blueprint.recipes.recipe import Holds, Recipe, that_stay
 from surgeon.checkpoint.folder import MANIFEST_FILE as MANIFEST_FILE
 from surgeon.checkpoint.header import DTYPE_BITS, TensorInfo
+from surgeon.checkpoint.pieces import Pieces, Span
 from surgeon.checkpoint.source import is_side_file
 from surgeon.common.schema import Bounded, Many
 from surgeon.errors import printable
@@ -28,7 +32,7 @@ from surgeon.operations.grow_vocabulary import TextCounts, VocabularyFacts
 from surgeon.operations.imported_lora import AdapterFacts
 from surgeon.operations.trim_vocabulary import TrimFacts
 
-FORMAT = 1
+FORMAT = 2
 # The share of variance below which a network's fit is called poor.
 LITTLE_EXPLAINED = 0.1
 # An operation's place in its plan.
@@ -122,11 +126,73 @@ class LayerEntry(Entry):
     grafts: list[GraftEntry] = []
 
 
+def _possible_spans(text: str) -> str:
+    for span in text.split("; "):
+        _, length, _, count, step, every = (*map(int, span.split()), 1, 0, 0)[:6]
+        if count != 1 and not 0 < length <= min(step, every):
+            raise ValueError(f"runs over each other: {span}")
+    return text
+
+
+_SPAN = "[0-9]{1,16}( [0-9]{1,16}){2}( [1-9][0-9]{0,15}( [0-9]{1,16}){2})?"
+# Spans of one tensor (`Span`): the first byte there, the length, the first byte here; of several runs, count and steps.
+_Spans = Annotated[str, Field(pattern=f"^{_SPAN}(; {_SPAN})*$"), AfterValidator(_possible_spans)]
+
+
 class NewTensor(StoredTensor):
-    """A tensor the base does not have, or has otherwise: which operation made it, how, and its value at birth."""
+    """A tensor the base does not have, or has otherwise: which operation made it, how, and its value at birth.
+
+    `spans` are the bytes that the base has there, by the base's tensors, without those that are repeated from a tensor
+    which lies whole in it or elsewhere; `holds` says what becomes of them. `copied`: it begins as one tensor that keeps
+    a place of its own. `grown_from` is the first row that is not the base's, where a vocabulary grew.
+    """
 
     operation: int
-    recipe: dict[str, Any]
+    how: str
+    holds: Holds | None = None
+    spans: dict[str, _Spans] = {}
+    grown_from: Many | None = None
+
+    @classmethod
+    def made(cls, recipe: Recipe, sha256: str, operation: int) -> NewTensor:
+        """The tensor that a recipe makes, whose bytes have this digest."""
+        more: dict[str, Any] = {}
+        if recipe.own.spans:
+            more = {"holds": recipe.holds, "spans": _as_text(recipe.own)}
+            for each in recipe.walk():
+                more |= {"grown_from": each.first} if isinstance(each, Means) else {}
+        shape = list(recipe.shape)
+        return cls(dtype=recipe.dtype, shape=shape, sha256=sha256, operation=operation, how=recipe.how, **more)
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        """The bytes of the base in it, as `spans` has them."""
+        each = ((name, map(int, span.split())) for name, text in self.spans.items() for span in text.split("; "))
+        return Pieces.of(self.nbytes, (Span(name, *numbers) for name, numbers in each))
+
+    @cached_property
+    def kept(self) -> Pieces:
+        """Those that do not train with what is new."""
+        return that_stay(self.pieces, self.holds)
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether it begins as one tensor that keeps a place of its own."""
+        return self.holds == "copied"
+
+    @property
+    def stays(self) -> bool:
+        """Whether all of it stays as it is where new tensors train: the base computes with what it holds."""
+        return bool(self.kept.spans) and self.kept.covered
+
+
+def _as_text(pieces: Pieces) -> dict[str, str]:
+    """Spans by the tensors whose bytes they are."""
+    found: dict[str, list[str]] = {}
+    for span in pieces.spans:
+        runs = f" {span.count} {span.step} {span.every}" if span.count > 1 else ""
+        found.setdefault(span.tensor, []).append(f"{span.offset} {span.length} {span.at}{runs}")
+    return {name: "; ".join(spans) for name, spans in found.items()}
 
 
 class TrainedTensor(Entry):
@@ -225,7 +291,7 @@ class Surgery(Entry):
     `left_behind` are the base's tensors, by the operation's number, that are not in the output.
     """
 
-    surgeon_manifest: Literal[1]
+    surgeon_manifest: Literal[2]
     sha256: Sha256
     tool: Tool
     base: Base

@@ -12,28 +12,30 @@ from surgeon.checkpoint.pieces import Pieces, Span, turned
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import of_graft, places_of
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, StoredTensor, Surgery
-from surgeon.manifest.recipe_words import BaseBytes, base_bytes_of
 
 # Of a part of a tensor, (from, to) along every axis.
 Box = tuple[tuple[int, int], ...]
 
 
 def boxes_of(pieces: Pieces, shape: Sequence[int], bits: int) -> tuple[Box, ...]:
-    """What a tensor of `shape` holds of others, as parts of it."""
+    """What a tensor of `shape` holds of others, as parts of it. Raises BadInput where something is no such part."""
     return tuple(sorted(_box(span, shape, bits) for span in pieces.spans))
 
 
 def _box(span: Span, shape: Sequence[int], bits: int) -> Box:
     """The part of a tensor that a span covers: some of one axis in each run, whose runs are rows of those before it."""
     for axis in range(len(shape)):
-        width = math.prod(shape[axis + 1 :]) * bits // 8
+        width = max(1, math.prod(shape[axis + 1 :]) * bits // 8)
         (row, first), count = divmod(span.at // width, shape[axis]), span.length // width
         whole = not span.at % width and not span.length % width and first + count <= shape[axis]
         if whole and (span.count == 1 or span.every == width * shape[axis]):
             above = _rows(row, span.count, shape[:axis])
             if above is not None:
                 return (*above, (first, first + count), *((0, size) for size in shape[axis + 1 :]))
-    raise AssertionError(span)
+    raise BadInput(
+        f"{MANIFEST_FILE}: a tensor of shape {[*shape]} is said to keep bytes that are no slices of it; was it edited"
+        " by hand?"
+    )
 
 
 def _rows(first: int, count: int, shape: Sequence[int]) -> Box | None:
@@ -74,10 +76,9 @@ def left_at(manifest: Manifest, names: Iterable[str], *, file: str = MANIFEST_FI
     homes = homes_of(manifest, names, file=file)
     homes = {name: home for name, home in homes.items() if name in manifest.base.tensors}
     sizes = {name: manifest.base.tensors[name].nbytes for name in homes}
-    starts = {name: base_bytes_of(made, manifest) for name, made in manifest.new_tensors.items()}
-    found = {home: Pieces.whole(name, sizes[name]) for name, home in _at_home(manifest, homes, starts).items()}
+    found = {home: Pieces.whole(name, sizes[name]) for name, home in _at_home(manifest, homes).items()}
     # What the output does not train comes first. What a graft, or a new layer, begins as is in its own place too.
-    for name, each in sorted(starts.items(), key=lambda item: not item[1].stays):
+    for name, each in sorted(manifest.new_tensors.items(), key=lambda item: not item[1].stays):
         begins = of_graft(name) or each.is_copy
         if not begins or any(homes.get(source) == name for source in each.pieces.tensors):
             found[name] = each.pieces
@@ -85,10 +86,13 @@ def left_at(manifest: Manifest, names: Iterable[str], *, file: str = MANIFEST_FI
     return {name: lying[name] for name in homes}
 
 
-def _at_home(manifest: Surgery, homes: Mapping[str, str], made: Mapping[str, BaseBytes]) -> dict[str, str]:
+def _at_home(manifest: Surgery, homes: Mapping[str, str]) -> dict[str, str]:
     """Those of the base's tensors that are in the output as they are, at home: no other took one in, or its place."""
     taken_in = {
-        source for name, each in made.items() if not (each.is_copy or of_graft(name)) for source in each.pieces.tensors
+        source
+        for name, each in manifest.new_tensors.items()
+        if not (each.is_copy or of_graft(name))
+        for source in each.spans
     }
     return {name: home for name, home in homes.items() if name not in taken_in and home not in manifest.new_tensors}
 
@@ -150,15 +154,14 @@ def made_of_base(manifest: Manifest) -> dict[str, Pieces]:
 
     Without copies: they begin as a tensor that keeps its own place.
     """
-    starts = {name: base_bytes_of(made, manifest) for name, made in manifest.new_tensors.items()}
-    return {name: each.pieces for name, each in starts.items() if each.pieces.covered and not each.is_copy}
+    made = manifest.new_tensors.items()
+    return {name: each.pieces for name, each in made if each.pieces.covered and not each.is_copy}
 
 
 def recorded_tensors(manifest: Manifest, *, file: str) -> dict[str, StoredTensor]:
     """Return dtype, shape and digest of every tensor of the output as the manifest says: born, kept, trained since."""
     homes = homes_of(manifest, manifest.base.tensors, file=file)
-    made = {name: base_bytes_of(new, manifest) for name, new in manifest.new_tensors.items()}
-    recorded = {home: manifest.base.tensors[name] for name, home in _at_home(manifest, homes, made).items()}
+    recorded = {home: manifest.base.tensors[name] for name, home in _at_home(manifest, homes).items()}
     for name, new in manifest.new_tensors.items():
         recorded[name] = StoredTensor(dtype=new.dtype, shape=new.shape, sha256=new.sha256)
     for name, sha256 in manifest.trained.items():

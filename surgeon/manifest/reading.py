@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.pieces import Pieces
 from surgeon.errors import BadInput, printable
-from surgeon.manifest.manifest import FORMAT, MANIFEST_FILE, EntryT, Manifest, seal_of
-from surgeon.manifest.recipe_words import check_words
+from surgeon.manifest.manifest import FORMAT, MANIFEST_FILE, EntryT, Manifest, NewTensor, StoredTensor, seal_of
 
 
 def parse(data: object, *, file: str) -> Manifest:
@@ -19,7 +21,7 @@ def parse(data: object, *, file: str) -> Manifest:
 
     Every surgery in it must have the seal that its content asks for.
     """
-    manifest = checked(Manifest, data, "manifest", file=file)
+    manifest = checked(Manifest, data, "manifest", file=file, reads=FORMAT)
     assert isinstance(data, dict)
     lineage: list[dict[str, Any]] = data["lineage"]
     for number, entry in enumerate([*lineage, data], 1):
@@ -30,20 +32,45 @@ def parse(data: object, *, file: str) -> Manifest:
                 " file as it was"
             )
     for surgery in (*manifest.lineage, manifest):
-        check_words(surgery, file)
+        for name, made in surgery.new_tensors.items():
+            try:
+                _check_spans(made, surgery.base.tensors)
+            except ValueError as impossible:
+                raise BadInput(
+                    f"{printable(file)}: {printable(name)} is said to hold {impossible}, which it cannot; was it edited"
+                    " by hand?"
+                ) from None
     return manifest
 
 
-def checked(model: type[EntryT], data: object, what: str, *, file: str) -> EntryT:
-    """The JSON data of a file that surgeon writes (`what`: its format's key is surgeon_WHAT), as `model` has it.
+def _check_spans(made: NewTensor, base: Mapping[str, StoredTensor]) -> None:
+    """Raise ValueError, with what it is said to hold, where a new tensor cannot hold that of the base's tensors."""
+    pieces = made.pieces
+    for span in pieces.spans:
+        of, more = base.get(span.tensor), span.count - 1
+        read, lies = (begin + span.length for begin in (span.offset + more * span.step, span.at + more * span.every))
+        if of is None or of.dtype != made.dtype or read > of.nbytes or lies > made.nbytes:
+            raise ValueError(f"bytes of the base's {printable(span.tensor)}")
+    over = any(one.at + one.length > other.at for one, other in pairwise(pieces.spans))
+    over = over or sum(span.nbytes for span in pieces.spans) > made.nbytes
+    if over or bool(pieces.spans) != (made.holds is not None):
+        raise ValueError("these bytes of the base's tensors")
+    if made.is_copy:
+        name = pieces.tensors[0]
+        if pieces != Pieces.whole(name, made.nbytes) or base[name].shape != made.shape:
+            raise ValueError(f"a copy of the base's {printable(name)}")
+
+
+def checked(model: type[EntryT], data: object, what: str, *, file: str, reads: int = 1) -> EntryT:
+    """The JSON data of a file that surgeon writes, as `model` has it; its format's number must be `reads`.
 
     Raises BadInput for another version of the format, and names the first thing that is not as it must be.
     """
     version = data.get(f"surgeon_{what}") if isinstance(data, dict) else None
-    if version not in (FORMAT, None):
+    if version not in (reads, None):
         raise BadInput(
-            f"{printable(file)}: {what} format {printable(repr(version))}, this surgeon reads {FORMAT}; use the version"
-            " that wrote it, or a newer one"
+            f"{printable(file)}: {what} format {printable(repr(version))}, this surgeon reads {reads}; use the version"
+            " that wrote it, or make it again with this one, by the same plan from the same base"
         )
     try:
         return model.model_validate(data)

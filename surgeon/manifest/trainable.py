@@ -23,7 +23,6 @@ from surgeon.families.dissect_folder import dissect_folder
 from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import Manifest
 from surgeon.manifest.moves import Box, boxes_of
-from surgeon.manifest.recipe_words import base_bytes_of
 from surgeon.operations.operation import Spec
 from surgeon.operations.selectors import LayerSelector, select_layers
 
@@ -202,15 +201,14 @@ def _of(
             if tensor.operation in fits:
                 fitted.add(place)
                 continue
-            start = base_bytes_of(tensor, surgery)
-            if start.stays:
+            if tensor.stays:
                 # What holds a part of the base more than once holds what is new too.
-                still |= {place} if start.pieces.repeats else set()
+                still |= {place} if tensor.pieces.repeats else set()
                 continue
             chosen[place] = None
-            if start.kept.spans:
+            if tensor.kept.spans:
                 # Where a vocabulary grew twice, all that came after the first base trains.
-                fixed.setdefault(place, Fixed(boxes_of(start.kept, tensor.shape, DTYPE_BITS[tensor.dtype])))
+                fixed.setdefault(place, Fixed(boxes_of(tensor.kept, tensor.shape, DTYPE_BITS[tensor.dtype])))
         if lineage is not None and nth < lineage.count:
             # A later merge may have folded an earlier surgery's branches away.
             chosen = {name: None for name in chosen if name in out.tensors}

@@ -17,7 +17,6 @@ from surgeon.families.anatomy import layer_of
 from surgeon.manifest.lineage import Lineage, State, instead_of, shown_name
 from surgeon.manifest.manifest import Manifest
 from surgeon.manifest.moves import recorded_tensors
-from surgeon.manifest.recipe_words import base_bytes_of
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ def _untied(state: State) -> dict[str, str]:
         name: made.sha256
         for manifest in state.undone
         for name, made in manifest.new_tensors.items()
-        if layer_of(name) is None and base_bytes_of(made, manifest).is_copy
+        if layer_of(name) is None and made.is_copy
     }
 
 

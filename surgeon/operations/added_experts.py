@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from surgeon.blueprint.draft import Draft, LayerDraft
-from surgeon.blueprint.recipes import Below, Constant, Copy, Recipe, rows, side_by_side, sliced, sliced_columns, whole
+from surgeon.blueprint.recipes import Below, Constant, Copy, Recipe, rows, side_by_side, sliced_along, whole
 from surgeon.errors import BadInput
 from surgeon.families.anatomy import Anatomy
 from surgeon.families.family import Part
@@ -121,7 +121,7 @@ def _with_more(of: Copy, places: Sequence[Place], fill: str) -> Recipe:
         if not again and (start, stop) == (0, of.shape[axis]):
             # A whole tensor is read a few rows at a time.
             return of
-        return sliced_columns(of, start, stop) if axis else sliced(of, start, stop, again=again)
+        return sliced_along(of, axis, start, stop, again=again)
 
     def new(sources: list[int]) -> Iterator[Recipe]:
         shape = (1, len(sources)) if axis else (len(sources), *of.shape[1:])

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft, LayerDraft
-from surgeon.blueprint.recipes import Copy, Recipe, rows, side_by_side, sliced_columns, whole
+from surgeon.blueprint.recipes import Copy, Recipe, rows, side_by_side, whole
 from surgeon.common.schema import Many
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
@@ -282,7 +282,7 @@ def _take_out(home: LayerDraft, mixture: tuple[int, list[Part]], gone: Sequence[
 def _only(of: Copy, kept: Sequence[int]) -> Recipe:
     """The rows, slices or numbers of the experts that stay."""
     if of.shape[0] == 1 and len(of.shape) == 2:
-        return side_by_side([sliced_columns(of, number, number + 1) for number in kept], 1)
+        return side_by_side([of.columns(number, number + 1) for number in kept], 1)
     ends = [number for number in kept if number + 1 not in kept]
     begins = [number for number in kept if number - 1 not in kept]
     runs = [(of, begin, end + 1) for begin, end in zip(begins, ends, strict=True)]

@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft, LayerDraft
-from surgeon.blueprint.recipes import HEAD_BLOCK, Constant, Copy, Recipe, extended, side_by_side, sliced, sliced_columns
+from surgeon.blueprint.recipes import HEAD_BLOCK, Constant, Copy, Recipe, extended, side_by_side, sliced_along
 from surgeon.errors import BadInput
 from surgeon.families.family import LARGEST_SIZE, Role
 from surgeon.families.vocabulary import VOCABULARY_KEY
@@ -237,7 +237,7 @@ def _padded(
         return Constant(0.0, source.dtype, (source.shape[0], count) if columns else (count, *source.shape[1:]))
 
     def taken(start: int, stop: int) -> Copy:
-        return sliced_columns(source, start, stop) if columns else sliced(source, start, stop)
+        return sliced_along(source, int(columns), start, stop)
 
     if role in ("key", "value"):
         yield taken(begin, begin + rows)

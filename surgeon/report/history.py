@@ -15,7 +15,6 @@ from surgeon.families.anatomy import Anatomy, layer_of, owner_of
 from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import MANIFEST_FILE, GraftEntry, Manifest, StoredTensor
 from surgeon.manifest.moves import layers_of
-from surgeon.manifest.recipe_words import base_bytes_of
 from surgeon.operations import origin_of
 from surgeon.operations.operation import Origin as Made
 from surgeon.runtime.states_rules import BANK
@@ -296,8 +295,7 @@ def _sizes_since(name: str, history: History) -> list[int]:
     """
     surgeries = history.lineage.surgeries
     made = [surgery.new_tensors.get(name) for surgery in surgeries]
-    parts = [base_bytes_of(each, surgery) for each, surgery in zip(made, surgeries, strict=True) if each is not None]
-    if not any(each.stays for each in parts):
+    if not any(each is not None and each.stays for each in made):
         return [0]
     first = surgeries[0].base.tensors.get(name)
     sizes = [0 if first is None else math.prod(first.shape)]

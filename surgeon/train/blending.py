@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,12 +18,13 @@ from surgeon.apply.job import Job, copied
 from surgeon.blueprint.shards import Shard, header_of
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
+from surgeon.checkpoint.ranges import zeros_sha256
 from surgeon.common.listener import Listener
 from surgeon.common.work_folders import write_durably
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import layer_of
 from surgeon.manifest.lineage import State
-from surgeon.manifest.manifest import Manifest
+from surgeon.manifest.manifest import Manifest, NewTensor
 from surgeon.models.load import stored_dtype
 from surgeon.train.publishing import FINAL_FILE as FINAL_FILE
 from surgeon.train.publishing import Before, Change, Final, publishing_job
@@ -69,8 +69,8 @@ def way_back(out: CheckpointFolder, manifest: Manifest, state: State) -> Way:
             place = layer_of(name)
             groups.setdefault((place and place[1], new[name].operation if name in new else None), []).append(name)
     for names in groups.values():
-        silent = [name for name in names if name in new and _was_zero(new[name].recipe, new[name].shape)]
-        copies = {name: _copied_from(new[name].recipe) if name in new else None for name in names}
+        silent = [name for name in names if name in new and _was_zero(new[name])]
+        copies = {name: next(iter(new[name].spans)) if name in new and new[name].is_copy else None for name in names}
         if silent and manifest.promise != "none":
             back |= dict.fromkeys(silent, None)
         elif manifest.promise == "exact" and all(was in state.tensors for was in copies.values()):
@@ -83,12 +83,8 @@ def way_back(out: CheckpointFolder, manifest: Manifest, state: State) -> Way:
     return {name: back[name] for name in out.tensors if name in back}
 
 
-def _was_zero(recipe: Mapping[str, Any], shape: Any) -> bool:
-    return recipe == {"constant": 0.0} and len(shape) > 1
-
-
-def _copied_from(recipe: Mapping[str, Any]) -> str | None:
-    return recipe["copy"] if recipe.keys() == {"copy"} else None
+def _was_zero(made: NewTensor) -> bool:
+    return len(made.shape) > 1 and made.sha256 == zeros_sha256(made.nbytes)
 
 
 def write_blended(

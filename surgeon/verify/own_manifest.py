@@ -8,7 +8,6 @@ from surgeon.checkpoint.folder import MANIFEST_FILE, CheckpointFolder, digests_o
 from surgeon.families.anatomy import Anatomy
 from surgeon.manifest.manifest import Manifest, StoredTensor
 from surgeon.manifest.moves import kept_as_they_are
-from surgeon.manifest.recipe_words import base_bytes_of
 from surgeon.verify.base_bytes import changed_by_training
 from surgeon.verify.check import Check, some
 from surgeon.verify.claims import digests_beside
@@ -99,7 +98,7 @@ def _own_base_tensors(
 
 def _own_new_tensors(manifest: Manifest, digests: dict[str, str]) -> Check:
     changed = [name for name, tensor in manifest.new_tensors.items() if digests[name] != tensor.sha256]
-    fixed = [name for name in changed if base_bytes_of(manifest.new_tensors[name], manifest).stays]
+    fixed = [name for name in changed if manifest.new_tensors[name].stays]
     if fixed and not any(entry.trains == "all" for entry in manifest.operations):
         return Check("new tensors", False, f"trained, though they hold what is the base's: {some(fixed)}")
     trained = len(changed)

@@ -24,7 +24,6 @@ from surgeon.blueprint.recipes import (
     Random,
     Recipe,
     Summed,
-    Words,
     average,
     extended,
     rows,
@@ -140,9 +139,6 @@ class Wrong(Recipe):
     @property
     def inputs(self) -> tuple[Recipe, ...]:
         return (self.of,)
-
-    def own_words(self) -> Words:
-        return (("wrong", self.of),)
 
     def compute(self, bench: Bench) -> Tensor:
         return bench.working(self.of)[1:]

@@ -108,8 +108,7 @@ def test_several_new_layers_in_a_gap_differ_or_are_refused(kind: str, base: Path
     made = drawn(base, kind, "{after: [1]}", per_gap=2)
     assert [layer.base for layer in made.layers] == [0, 1, None, None, 2, 3]
     first, second = (
-        {o.name.split(".", 3)[3]: o.recipe.describe() for o in made.outputs if f"layers.{number}." in o.name}
-        for number in (2, 3)
+        {o.name.split(".", 3)[3]: o.recipe for o in made.outputs if f"layers.{number}." in o.name} for number in (2, 3)
     )
     assert first.keys() == second.keys() and first != second
 

@@ -31,7 +31,7 @@ from tests.verify.outputs import Made
 # output is made of: the name and version of who wrote it, how the base was called, what was measured on the way.
 UNSEEN: dict[str, str] = {
     r"base\.(id|revision)": "how the base was called: the base is compared by what it holds",
-    r"surgeon_manifest": "1.0 where 1 is meant",
+    r"surgeon_manifest": "2.0 where 2 is meant",
     r"tool\.version": "a note names it, where it is not this version's",
     r"transport_maps\.\*(\..*)?": "what a solver reports of itself; the maps are those that the plan asks for",
     r"merged\.\*\.(change|nearest|kept|guided)": "what a merge reports of its rounding, an entry a tensor",

@@ -1,4 +1,4 @@
-"""Recipes: how each output tensor is made. One class each: its inputs, its words in surgery.json, its computation.
+"""Recipes: how each output tensor is made. One class each: its inputs, its bytes of the base, its computation.
 
 A new one is a class derived from `Recipe`, here or in a plugin; nothing else needs to know it.
 """
@@ -15,7 +15,6 @@ from surgeon.blueprint.recipes.copies import (
     rows,
     sliced,
     sliced_along,
-    sliced_columns,
     whole,
 )
 from surgeon.blueprint.recipes.couplings import Coupling, TextSupport, WholeHeads
@@ -27,7 +26,7 @@ from surgeon.blueprint.recipes.joined import Joined, piled, repeated, side_by_si
 from surgeon.blueprint.recipes.layout import ExpertLayout
 from surgeon.blueprint.recipes.means import HEAD_BLOCK, Means, extended
 from surgeon.blueprint.recipes.predicted import Predicted
-from surgeon.blueprint.recipes.recipe import Bench, Place, Predictor, Recipe, Words
+from surgeon.blueprint.recipes.recipe import Bench, Place, Predictor, Recipe
 from surgeon.blueprint.recipes.unpacked import Unpacked
 
 __all__ = [
@@ -68,7 +67,6 @@ __all__ = [
     "Units",
     "Unpacked",
     "WholeHeads",
-    "Words",
     "average",
     "below",
     "columns",
@@ -83,7 +81,6 @@ __all__ = [
     "side_by_side",
     "sliced",
     "sliced_along",
-    "sliced_columns",
     "stacked_experts",
     "whole",
 ]

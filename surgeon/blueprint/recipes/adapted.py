@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from surgeon.blueprint.recipes.copies import Copy
 from surgeon.blueprint.recipes.elsewhere import Imported
-from surgeon.blueprint.recipes.recipe import Bench, Recipe, Words
+from surgeon.blueprint.recipes.recipe import Bench, Recipe
+from surgeon.common.formatting import listed, show
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,10 +61,10 @@ class Product:
         return (self.down, self.up) if self.magnitude is None else (self.down, self.up, self.magnitude)
 
     @property
-    def words(self) -> dict[str, Any]:
-        """As surgery.json has it."""
-        more = {"expert": self.expert, "turned": self.turned} if self.expert is not None else {}
-        return {"of": self.inputs, "scale": self.scale, "weight": self.weight} | more
+    def how(self) -> str:
+        """What is taken how much of."""
+        of = "" if self.expert is None else f"expert {self.expert[0]} of "
+        return f"{self.weight} of {self.scale} times {of}{listed(each.how for each in self.inputs)}"
 
     def given(self, bench: Bench) -> tuple[Tensor, ...]:
         """Both matrices, whose product is B A as the tensor has it, without the scale; and the magnitude."""
@@ -117,10 +118,10 @@ class Trained:
         return (self.values,)
 
     @property
-    def words(self) -> dict[str, Any]:
-        """As surgery.json has it."""
-        more = {} if self.rows is None else {"rows": self.rows}
-        return {"added" if self.added else "trained": self.values, "weight": self.weight} | more
+    def how(self) -> str:
+        """What is taken how much of, and in which rows."""
+        where = "" if self.rows is None else f" in rows {show([*self.rows])}"
+        return f"{self.weight} of {self.values.how}{' added' if self.added else where}"
 
     def given(self, bench: Bench) -> tuple[Tensor, ...]:
         """The adapter's values, those of a vector as one row."""
@@ -175,6 +176,11 @@ class Adapted(Recipe):
         return () if self._streams else self.of.reads
 
     @property
+    def how(self) -> str:
+        """The tensor, and what of adapters is merged into it."""
+        return f"{self.of.how} with {'; '.join(step.how for step in self.steps)}; rounded as {self.rounding}"
+
+    @property
     def own_change(self) -> str:
         """Under which name its rounding is recorded."""
         return self.name
@@ -188,10 +194,6 @@ class Adapted(Recipe):
         whole = 0 if self._streams else 2 * self.numel
         at_once = 7 * min(self.numel, max(_NUMBERS_AT_ONCE, self.shape[-1]))
         return 4 * (whole + at_once + sum(each.numel for each in self.inputs[1:]))
-
-    def own_words(self) -> Words:
-        """The tensor, and each step."""
-        return (("merged", self.of), ("with", tuple(step.words for step in self.steps)), ("rounding", self.rounding))
 
     def compute(self, bench: Bench) -> Tensor:
         """All rows, as they are stored."""

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
-from surgeon.blueprint.recipes.recipe import Bench, Recipe, Words
+from surgeon.blueprint.recipes.recipe import Bench, Recipe
 from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.checkpoint.pieces import Pieces
 from surgeon.checkpoint.ranges import zeros_sha256
+from surgeon.common.formatting import listed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,9 +28,11 @@ class Constant(Recipe):
     dtype: str
     shape: tuple[int, ...]
 
-    def own_words(self) -> Words:
+    @property
+    def how(self) -> str:
         """The value, or all of them."""
-        return (("values" if isinstance(self.value, tuple) else "constant", self.value),)
+        values = self.value if isinstance(self.value, tuple) else (self.value,)
+        return f"constant {listed(map(str, values))}"
 
     def compute(self, bench: Bench) -> Tensor:
         """Fill a tensor."""

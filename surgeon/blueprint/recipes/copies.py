@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
-from surgeon.blueprint.recipes.recipe import Bench, Recipe, Words, row_batches
+from surgeon.blueprint.recipes.recipe import Bench, Holds, Recipe, row_batches
 from surgeon.checkpoint.header import DTYPE_BITS, TensorInfo
 from surgeon.checkpoint.pieces import Pieces, Span, indices, stacked
+from surgeon.common.formatting import listed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,9 +37,10 @@ class Copy(Recipe):
         """A tensor of the base, whole."""
         return cls(Pieces.whole(info.name, info.nbytes).spans, info.dtype, info.shape, info.name)
 
-    def own_words(self) -> Words:
+    @property
+    def how(self) -> str:
         """The tensor that it is, or those whose bytes it holds."""
-        return (("copy", self.source),) if self.source is not None else (("moved", self.pieces.tensors),)
+        return f"a copy of {self.source}" if self.source is not None else f"bytes of {listed(self.pieces.tensors)}"
 
     def compute(self, bench: Bench) -> Tensor:
         """Read the bytes."""
@@ -53,7 +55,7 @@ class Copy(Recipe):
 
     def nth(self, number: int, bench: Bench) -> Tensor:
         """Slice `number` along the first axis: nothing else is read."""
-        return bench.read(self._part(0, range(number, number + 1), self.shape[1:]))
+        return bench.read(replace(self.part(0, range(number, number + 1)), shape=self.shape[1:]))
 
     @cached_property
     def pieces(self) -> Pieces:
@@ -61,9 +63,14 @@ class Copy(Recipe):
         return Pieces(self.nbytes, self.spans)
 
     @property
-    def kept(self) -> Pieces:
-        """All of it where it does not train. A copy of its own does: it begins as what it was copied from."""
-        return self.pieces if self.trains is False else Pieces(self.nbytes, ())
+    def own(self) -> Pieces:
+        """Its spans. Of a larger tensor they are none where they lie elsewhere too (`Joined.own`)."""
+        return self.pieces
+
+    @property
+    def holds(self) -> Holds:
+        """Where it trains on its own, it begins as what it was copied from."""
+        return "copied" if self.trains is None else "moved" if self.trains else "kept"
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -72,40 +79,32 @@ class Copy(Recipe):
 
     def columns(self, start: int, stop: int) -> Copy:
         """Columns of a matrix."""
-        return self._part(1, range(start, stop), (self.shape[0], stop - start))
+        return self.part(1, range(start, stop))
 
-    def _part(self, axis: int, order: Sequence[int], shape: tuple[int, ...]) -> Copy:
+    def part(self, axis: int, order: Sequence[int]) -> Copy:
+        """The slices `order` along `axis`, one behind the other."""
         found = indices("", self.shape, DTYPE_BITS[self.dtype], axis, order).through({"": self.pieces})
-        return Copy(found.spans, self.dtype, shape)
+        return Copy(found.spans, self.dtype, (*self.shape[:axis], len(order), *self.shape[axis + 1 :]))
 
 
 @dataclass(frozen=True)
 class KeptRows(Copy):
     """Rows of a tensor of the base, one below the other: those of the tokens that stay, by their `numbers` there."""
 
-    tensor: str = ""
     numbers: tuple[int, ...] = ()
-
-    def own_words(self) -> Words:
-        """The tensor, and how many rows; which, the facts of the operation say."""
-        return (("kept", {"copy": self.tensor}), ("rows", len(self.numbers)))
 
 
 def kept_rows(of: Copy, numbers: Sequence[int]) -> KeptRows:
     """Those rows of a tensor; what trains leaves them as they are."""
-    found = indices(_name(of), of.shape, DTYPE_BITS[of.dtype], 0, numbers)
-    shape = (len(numbers), *of.shape[1:])
-    return KeptRows(found.spans, of.dtype, shape, trains=False, tensor=_name(of), numbers=tuple(numbers))
+    found = of.part(0, numbers)
+    return KeptRows(found.spans, of.dtype, found.shape, trains=False, numbers=tuple(numbers))
 
 
 def per_layer(of: Copy, axis: int, count: int, order: Sequence[int]) -> Copy:
     """The parts that `of` holds for each of `count` layers along `axis`: part `n` of the result is part `order[n]`."""
     size = of.shape[axis] // count
     slices = [part * size + nth for part in order for nth in range(size)]
-    shape = (*of.shape[:axis], len(slices), *of.shape[axis + 1 :])
-    spans = indices(_name(of), of.shape, DTYPE_BITS[of.dtype], axis, slices).spans
-    words: Words = (("per_layer", of.source), ("axis", axis), ("order", tuple(order)))
-    return Copy(spans, of.dtype, shape, trains=False, words=words)
+    return replace(of.part(axis, slices), trains=False)
 
 
 def rows(pieces: Sequence[tuple[Copy, int, int]], shape: tuple[int, ...], *, still: bool) -> Copy:
@@ -116,12 +115,9 @@ def rows(pieces: Sequence[tuple[Copy, int, int]], shape: tuple[int, ...], *, sti
     """
     first, start, stop = pieces[0]
     entire = len(pieces) == 1 and (start, stop) == (0, first.shape[0]) and first.shape == shape
-    bits = DTYPE_BITS[first.dtype]
-    read = [indices(_name(of), of.shape, bits, 0, range(start, stop)) for of, start, stop in pieces]
-    found = stacked(read, before=1)
-    words: Words = (("rows", tuple((of.source, start, stop) for of, start, stop in pieces)), ("still", still))
+    found = stacked([sliced(*piece).pieces for piece in pieces], before=1)
     source = first.source if entire else None
-    return Copy(found.spans, first.dtype, shape, source, trains=not still, words=words)
+    return Copy(found.spans, first.dtype, shape, source, trains=not still)
 
 
 def whole(of: Copy) -> Copy:
@@ -131,31 +127,14 @@ def whole(of: Copy) -> Copy:
 
 def sliced(of: Copy, start: int, stop: int, *, again: bool = False) -> Copy:
     """Slices `start:stop` of a tensor along its first axis, a part of a larger one; `again`: they lie elsewhere too."""
-    spans = indices(_name(of), of.shape, DTYPE_BITS[of.dtype], 0, range(start, stop)).spans
-    words: Words = (("again" if again else "copy", of.source), ("rows", (start, stop)))
-    return Copy(spans, of.dtype, (stop - start, *of.shape[1:]), trains=True if again else None, words=words)
-
-
-def sliced_columns(of: Copy, start: int, stop: int) -> Copy:
-    """Columns `start:stop` of a matrix, a part of a wider one."""
-    words: Words = (("copy", of.source), ("columns", (start, stop)))
-    return replace(of.columns(start, stop), words=words)
+    return sliced_along(of, 0, start, stop, again=again)
 
 
 def sliced_along(of: Copy, axis: int, start: int, stop: int, *, again: bool = False) -> Copy:
     """Slices `start:stop` of a tensor along any axis, a part of a larger one; `again`: they lie elsewhere too."""
-    if axis == 0:
-        return sliced(of, start, stop, again=again)
-    shape = (*of.shape[:axis], stop - start, *of.shape[axis + 1 :])
-    words: Words = (("again" if again else "copy", of.source), ("axis", axis), ("slices", (start, stop)))
-    return replace(of._part(axis, range(start, stop), shape), trains=True if again else None, words=words)
+    return replace(of.part(axis, range(start, stop)), trains=True if again else None)
 
 
 def renamed(of: Copy, source: str) -> Copy:
     """The same of another tensor of the same dtype and shape, whole."""
     return replace(of, spans=Pieces.whole(source, of.nbytes).spans, source=source)
-
-
-def _name(of: Copy) -> str:
-    assert of.source is not None, of
-    return of.source

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from surgeon.blueprint.recipes.recipe import Bench, Recipe, Words
+from surgeon.blueprint.recipes.recipe import Bench, Recipe
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,9 +23,10 @@ class Random(Recipe):
     dtype: str
     shape: tuple[int, ...]
 
-    def own_words(self) -> Words:
-        """Key and deviation."""
-        return (("random", self.key), ("std", self.std))
+    @property
+    def how(self) -> str:
+        """Deviation and key."""
+        return f"normal of deviation {self.std}, drawn by {self.key}"
 
     def compute(self, bench: Bench) -> Tensor:
         """Draw, and scale."""
@@ -70,13 +71,6 @@ class Noised(_OfOne):
     std: float | None = None
     relative: bool = False
 
-    def own_words(self) -> Words:
-        """What is drawn how."""
-        drawn = (("neurons", self.neurons), ("key", self.key), ("share", self.share))
-        if self.std is None:
-            return (("redrawn", self.of), *drawn)
-        return (("noised", self.of), *drawn, ("std", self.std), ("relative", self.relative))
-
     def compute(self, bench: Bench) -> Tensor:
         """Draw for the chosen neurons, and put that on them or in their place."""
         import numpy as np
@@ -101,10 +95,6 @@ class Shuffled(_OfOne):
     """The elements of `of` in a random order, drawn by `key` (OpT-DeUS, Table 7)."""
 
     key: str
-
-    def own_words(self) -> Words:
-        """What is shuffled, by which key."""
-        return (("shuffled", self.of), ("key", self.key))
 
     def compute(self, bench: Bench) -> Tensor:
         """Shuffle a copy in the element's own width: the order of bits, not of values, is what is shuffled."""

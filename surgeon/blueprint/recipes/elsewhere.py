@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from surgeon.blueprint.recipes.copies import Copy
-from surgeon.blueprint.recipes.recipe import Bench, Place, Recipe, Words
+from surgeon.blueprint.recipes.recipe import Bench, Place, Recipe
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,11 +31,10 @@ class Imported(Recipe):
     rows: tuple[int, int] | None = None
     kept_columns: tuple[int, int] | None = None
 
-    def own_words(self) -> Words:
-        """The tensor, whose it is, and which rows."""
-        if self.rows is None:
-            return (("imported", self.tensor), (self.place, self.name))
-        return (("taken", self.tensor), (self.place, self.name), ("from", self.rows[0]), ("to", self.rows[1]))
+    @property
+    def how(self) -> str:
+        """The tensor, and whose it is."""
+        return f"{self.tensor} of the {self.place} {self.name}"
 
     def compute(self, bench: Bench) -> Tensor:
         """Read the tensor, and cut it."""
@@ -62,12 +61,6 @@ class Prompted(Recipe):
     shape: tuple[int, ...]
     against: tuple[tuple[str, ...], ...] = ()
 
-    def own_words(self) -> Words:
-        """The layer, and how many prompts each row is of."""
-        counts = tuple(map(len, self.prompts)), tuple(map(len, self.against))
-        negative = (("against", counts[1]),) if self.against else ()
-        return (("prompted", self.layer), ("prompts", counts[0]), ("norm", self.norm), *negative)
-
     def compute(self, bench: Bench) -> Tensor:
         """Scale the rows of the layer."""
         return bench.prompted(self.prompts, self.against)[self.layer].mul(self.norm)
@@ -91,10 +84,6 @@ class Dequantised(Recipe):
     def inputs(self) -> tuple[Recipe, ...]:
         """Weight and scales, as they are stored."""
         return self.weight, self.scales
-
-    def own_words(self) -> Words:
-        """What is multiplied."""
-        return (("dequantised", (self.weight, self.scales)),)
 
     def compute(self, bench: Bench) -> Tensor:
         """Multiply in float32, where the product of a quantised number and its scale is exact, or rounded as little."""

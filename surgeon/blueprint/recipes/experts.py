@@ -11,7 +11,7 @@ from surgeon.blueprint.recipes.copies import Copy
 from surgeon.blueprint.recipes.fused import Fused
 from surgeon.blueprint.recipes.joined import Joined
 from surgeon.blueprint.recipes.layout import ExpertLayout
-from surgeon.blueprint.recipes.recipe import Bench, Recipe, Words
+from surgeon.blueprint.recipes.recipe import Bench, Recipe
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,10 +44,6 @@ class OneExpert(Recipe):
     def reads(self) -> tuple[str, ...]:
         """Nothing whole where that is a tensor of the base: of it the expert's bytes alone are read."""
         return self.of.reads if self.of.inputs else ()
-
-    def own_words(self) -> Words:
-        """Which expert, of what."""
-        return (("expert", self.number), ("of", self.of))
 
     def compute(self, bench: Bench) -> Tensor:
         """Take the share, and turn it as it is used."""
@@ -86,10 +82,6 @@ class Matched(Recipe):
         """The coupling that matches experts."""
         return (self.by,)
 
-    def own_words(self) -> Words:
-        """Which expert's partner, by which coupling."""
-        return (("matched", self.number), ("by", self.by), ("of", self.experts[self.number]))
-
     def compute(self, bench: Bench) -> Tensor:
         """The partner's tensor."""
         from surgeon.transport.maps import AssignmentMap
@@ -115,10 +107,6 @@ class Below(Recipe):
     def inputs(self) -> tuple[Recipe, ...]:
         """The tensor that they are below."""
         return (self.of,)
-
-    def own_words(self) -> Words:
-        """Below what."""
-        return (("below", self.of),)
 
     def compute(self, bench: Bench) -> Tensor:
         """The least, less the distance."""

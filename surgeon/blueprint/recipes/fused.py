@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from surgeon.blueprint.recipes.alignment import Block, MapRef
 from surgeon.blueprint.recipes.copies import Copy
 from surgeon.blueprint.recipes.elsewhere import Imported
-from surgeon.blueprint.recipes.recipe import Bench, Recipe, Words
+from surgeon.blueprint.recipes.recipe import Bench, Recipe
+from surgeon.common.formatting import listed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,12 +47,11 @@ class Fused(_OfTwo):
 
     blocks: tuple[Block, ...] = ()
 
-    def own_words(self) -> Words:
-        """Both tensors, and which maps align which rows."""
-        if not self.blocks:
-            return (("average", (self.first, self.second)),)
-        blocks = tuple({"rows": (b.start, b.stop), "t_in": str(b.t_in), "t_out": str(b.t_out)} for b in self.blocks)
-        return (("fused", (self.first, self.second)), ("blocks", blocks))
+    @property
+    def how(self) -> str:
+        """Both tensors, and which maps align their rows and columns."""
+        aligned = f", aligned by {listed(self.own_maps)}" if self.own_maps else ""
+        return f"the average of {listed(self.sources)}{aligned}"
 
     @property
     def own_maps(self) -> tuple[str, ...]:
@@ -117,11 +117,6 @@ class Units(Recipe):
         """The maps of their columns."""
         return tuple(dict.fromkeys(t_in.coupling for _, t_in, *_ in self.parts if t_in.coupling is not None))
 
-    def own_words(self) -> Words:
-        """The tensors, and where the units lie."""
-        places = tuple({"axis": axis, "from": start, "each": each} for _, _, axis, start, each in self.parts)
-        return (("units", self.inputs), ("places", places), ("count", self.units))
-
     def compute(self, bench: Bench) -> Tensor:
         """Align, cut and join them."""
         import torch
@@ -156,11 +151,6 @@ class Interpolated(_OfTwo):
         both = (self.first, self.second)
         return both if isinstance(self.alpha, float) else (*both, self.alpha)
 
-    def own_words(self) -> Words:
-        """Both tensors and α."""
-        share = self.alpha if isinstance(self.alpha, float) else {"sigmoid": self.alpha}
-        return (("interpolated", (self.first, self.second)), ("alpha", share))
-
     def compute(self, bench: Bench) -> Tensor:
         """Interpolate as `torch.lerp` does, which is exact where both are equal."""
         import torch
@@ -192,11 +182,6 @@ class Summed(Recipe):
         """The terms."""
         return self.terms
 
-    def own_words(self) -> Words:
-        """The terms and their factors."""
-        divisor = (("divisor", self.divisor),) if self.divisor > 1 else ()
-        return (("summed", self.terms), ("factors", self.factors), *divisor)
-
     def compute(self, bench: Bench) -> Tensor:
         """Add up, from the first term on."""
         total = bench.working(self.terms[0]).mul_(self.factors[0])
@@ -207,5 +192,4 @@ class Summed(Recipe):
 
 def columns(of: Copy | Imported, start: int, stop: int, factor: float) -> Summed:
     """Columns `start:stop` of a matrix, times `factor`."""
-    words: Words = (("columns", of), ("from", start), ("to", stop), ("times", factor))
-    return Summed((of.columns(start, stop),), (factor,), words=words)
+    return Summed((of.columns(start, stop),), (factor,))

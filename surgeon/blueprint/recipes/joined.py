@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from surgeon.blueprint.recipes.copies import Copy
 from surgeon.blueprint.recipes.layout import ExpertLayout
-from surgeon.blueprint.recipes.recipe import Bench, Recipe, Words
+from surgeon.blueprint.recipes.recipe import Bench, Recipe
 from surgeon.checkpoint.pieces import Pieces, stacked
 from surgeon.checkpoint.pieces import side_by_side as lying_side_by_side
-from surgeon.families.anatomy import of_graft
+from surgeon.common.formatting import listed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,10 +39,10 @@ class Joined(Recipe):
         """The parts."""
         return self.parts
 
-    def own_words(self) -> Words:
-        """The parts, and how long each is along the axis."""
-        sizes = tuple(part.shape[self.axis] for part in self.parts)
-        return (("joined", self.parts), ("axis", self.axis), ("sizes", sizes))
+    @property
+    def how(self) -> str:
+        """The parts, alike ones once."""
+        return f"{listed(dict.fromkeys(part.how for part in self.parts))}, side by side"
 
     def compute(self, bench: Bench) -> Tensor:
         """Lay the parts into the whole, one after the other; maps that one alone needs are freed after it."""
@@ -93,9 +93,12 @@ class Joined(Recipe):
         return self._stacked([part.pieces for part in self.parts])
 
     @property
-    def kept(self) -> Pieces:
-        """The parts that are the base's own, in the one place that they have. What a graft held is new."""
-        return self._stacked([_own(part) for part in self.parts])
+    def own(self) -> Pieces:
+        """Those of the parts, but for what lies elsewhere too."""
+        again = (isinstance(part, Copy) and part.trains for part in self.parts)
+        return self._stacked(
+            [Pieces(part.nbytes, ()) if twice else part.own for part, twice in zip(self.parts, again, strict=True)]
+        )
 
     def _stacked(self, parts: Sequence[Pieces]) -> Pieces:
         return stacked(parts, before=self._before) if self._as_they_are else Pieces(self.nbytes, ())
@@ -127,14 +130,6 @@ class Joined(Recipe):
         return math.prod(self.parts[0].shape[: self.axis])
 
 
-def _own(part: Recipe) -> Pieces:
-    """What of a part is the base's own, in the one place that it has, and no graft's."""
-    if isinstance(part, Joined):
-        return part.kept
-    own = isinstance(part, Copy) and not part.trains and not any(map(of_graft, part.pieces.tensors))
-    return part.pieces if own else Pieces(part.nbytes, ())
-
-
 def side_by_side(parts: Sequence[Recipe], axis: int) -> Joined:
     """Tensors side by side along `axis`: a matrix with more rows, or more columns."""
     first = parts[0].shape
@@ -144,16 +139,16 @@ def side_by_side(parts: Sequence[Recipe], axis: int) -> Joined:
 
 def piled(parts: Sequence[Recipe], shape: tuple[int, ...]) -> Joined:
     """Matrices one below the other, read as a tensor of `shape`."""
-    return Joined(tuple(parts), 0, shape, words=(("piled", tuple(parts)),))
+    return Joined(tuple(parts), 0, shape)
 
 
 def repeated(of: Recipe, times: int) -> Joined:
     """Each row of a matrix so many `times`, one below the other: side by side, and read as rows again."""
     rows, columns = of.shape
-    return Joined((of,) * times, 1, (rows * times, columns), words=(("repeated", of), ("times", times)))
+    return Joined((of,) * times, 1, (rows * times, columns))
 
 
 def stacked_experts(experts: Sequence[Recipe], layout: ExpertLayout) -> Joined:
     """The matrices or biases of all experts, as used, in one tensor, as stored."""
     shape = (len(experts), *layout.stored_shape(experts[0].shape))
-    return Joined(tuple(experts), 0, shape, layout, words=(("stacked", tuple(experts)),))
+    return Joined(tuple(experts), 0, shape, layout)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from surgeon.blueprint.recipes.copies import Copy, sliced
 from surgeon.blueprint.recipes.joined import Joined, side_by_side
-from surgeon.blueprint.recipes.recipe import Bench, Recipe, Words, row_batches
+from surgeon.blueprint.recipes.recipe import Bench, Recipe, row_batches
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,10 +50,6 @@ class Means(Recipe):
         """Nothing whole: embeddings may take gigabytes, so rows are read a few at a time."""
         return ()
 
-    def own_words(self) -> Words:
-        """How many rows there are, and how many of them are of named rows; which, the vocabulary's entry says."""
-        return (("means", self.of), ("rows", len(self.made_of)), ("named", sum(map(bool, self.made_of))))
-
     def compute(self, bench: Bench) -> Tensor:
         """All rows at once."""
         import torch
@@ -91,11 +87,8 @@ def extended(of: Copy, made_of: tuple[tuple[int, ...], ...], first: int | None =
     rows = of.shape[0]
     more = Means(of, made_of, rows if first is None else first)
     stop = more.first + len(made_of)
-    if more.first == rows:
-        words: Words = (("extended", of), *more.own_words()[1:])
-        return Joined((of, more), 0, (stop, *of.shape[1:]), words=words)
     left = [sliced(of, stop, rows)] if stop < rows else []
-    return side_by_side([sliced(of, 0, more.first), more, *left], 0)
+    return side_by_side([of if more.first == rows else sliced(of, 0, more.first), more, *left], 0)
 
 
 def _summed(rows: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from surgeon.blueprint.recipes.recipe import Bench, Recipe, Words
+from surgeon.blueprint.recipes.recipe import Bench, Recipe
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,10 +73,6 @@ class Predicted(Recipe):
     def working_set(self) -> int:
         """Σ W Wᵀ, its vectors and eigh's own copy in float64; V of every layer, from which the network learns."""
         return 3 * 8 * self.shape[0] ** 2 + 4 * (len(self.stack) + 4) * self.numel
-
-    def own_words(self) -> Words:
-        """The neighbours, and of how many layers the network learns."""
-        return (("predicted", self.neighbours), ("key", self.key), ("of", len(self.stack)))
 
     def compute(self, bench: Bench) -> Tensor:
         """Predict from the neighbours."""

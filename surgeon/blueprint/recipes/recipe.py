@@ -1,4 +1,4 @@
-"""What a recipe is: its inputs, its words in surgery.json, and its computation, in one class.
+"""What a recipe is: its inputs, the bytes of the base that it holds, and its computation, in one class.
 
 A recipe may build on other recipes (an average of a layer that an earlier operation of the same plan fused), so a chain
 of operations is an expression, and a later operation sees exactly what the earlier one would have written: inner
@@ -14,13 +14,15 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from surgeon.blueprint.recipes.alignment import MapRef
 from surgeon.checkpoint.header import DTYPE_BITS
 from surgeon.checkpoint.pieces import Pieces
+from surgeon.common.formatting import listed
+from surgeon.families.anatomy import of_graft
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,27 +31,24 @@ if TYPE_CHECKING:
 
     from surgeon.transport.maps import TransportMap
 
-# What surgery.json says of a recipe, by key; values are JSON data, recipes, or tuples of these.
-Words = tuple[tuple[str, Any], ...]
-
 _ROW_BYTES_AT_ONCE = 1 << 19
 
 # Where a tensor that is not the base's comes from.
 Place = Literal["adapter", "model"]
+# What becomes of the base's bytes in a new tensor: they stay where what is new trains, they train, or they are a copy
+# of a tensor that keeps a place of its own.
+Holds = Literal["kept", "moved", "copied"]
 
 
 @dataclass(frozen=True)
 class Recipe(ABC):
     """How one tensor comes to be. A subclass is a frozen dataclass that has `dtype` and `shape`.
 
-    It names its `inputs`, says in `own_words` what surgery.json holds of it, and makes the tensor in `compute`. What
-    follows from these three is defined here once. `words` replace its own where an operation calls it something else.
+    It names its `inputs`, and makes the tensor in `compute`. What follows from these two is defined here once.
     """
 
     # Whether weights are read into memory; without, the tensor is bytes of the base, or values that the recipe names.
     computed: ClassVar[bool] = True
-
-    words: Words = field(default=(), kw_only=True)
 
     if TYPE_CHECKING:
 
@@ -68,9 +67,10 @@ class Recipe(ABC):
         """The recipes whose results it needs."""
         return ()
 
-    @abstractmethod
-    def own_words(self) -> Words:
-        """What surgery.json holds of the recipe."""
+    @property
+    def how(self) -> str:
+        """How the tensor is made, in a line for people: the recipe's name, and what of the base it is made of."""
+        return f"{type(self).__name__.lower()} {listed(self.sources)}".rstrip()
 
     @abstractmethod
     def compute(self, bench: Bench) -> Tensor:
@@ -86,10 +86,6 @@ class Recipe(ABC):
     def nth(self, number: int, bench: Bench) -> Tensor:
         """Slice `number` of the tensor along its first axis."""
         return bench.kept(self)[number]
-
-    def describe(self) -> dict[str, Any]:
-        """The recipe as JSON data for surgery.json; nested recipes stay nested."""
-        return {key: _plain(value) for key, value in self.words or self.own_words()}
 
     @cached_property
     def numel(self) -> int:
@@ -112,9 +108,19 @@ class Recipe(ABC):
         return Pieces(self.nbytes, ())
 
     @property
-    def kept(self) -> Pieces:
-        """Those bytes among `pieces` that stay as they are where what is new trains."""
+    def own(self) -> Pieces:
+        """Those bytes among `pieces` that have no other place in the output; of a whole copy, all of it."""
         return Pieces(self.nbytes, ())
+
+    @property
+    def holds(self) -> Holds:
+        """What becomes of the bytes in `own`."""
+        return "kept"
+
+    @property
+    def kept(self) -> Pieces:
+        """Those bytes among `own` that stay as they are where what is new trains."""
+        return that_stay(self.own, self.holds)
 
     @property
     def named_values(self) -> Iterable[tuple[str, Pieces]]:
@@ -178,13 +184,10 @@ def row_batches(recipe: Recipe) -> Iterator[tuple[int, int]]:
     return ((begin, min(begin + at_once, count)) for begin in range(0, count, at_once))
 
 
-def _plain(value: Any) -> Any:
-    """Words as JSON data."""
-    if isinstance(value, Recipe):
-        return value.describe()
-    if isinstance(value, Mapping):
-        return {key: _plain(each) for key, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+def that_stay(own: Pieces, holds: Holds | None) -> Pieces:
+    """Pieces of the base without those that train with what is new; a graft of the base is as new as it was."""
+    spans = (span for span in own.spans if holds == "kept" and not of_graft(span.tensor))
+    return Pieces(own.nbytes, tuple(spans))
 
 
 class Predictor(Protocol):

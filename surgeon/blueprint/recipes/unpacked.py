@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from surgeon.blueprint.recipes.copies import Copy
-from surgeon.blueprint.recipes.recipe import Bench, Recipe, Words
+from surgeon.blueprint.recipes.recipe import Bench, Recipe
 from surgeon.common.library import LOAD_FAILURES, first_line
 from surgeon.families.compressed import Code
 
@@ -34,10 +34,6 @@ class Unpacked(Recipe):
     def inputs(self) -> tuple[Recipe, ...]:
         """All of it, as it is stored."""
         return tuple(each for each in (self.weight, self.scales, self.zeros, self.sizes) if each is not None)
-
-    def own_words(self) -> Words:
-        """What is unpacked and multiplied."""
-        return (("dequantised", self.inputs),)
 
     def compute(self, bench: Bench) -> Tensor:
         """Have the library unpack it. Raises ValueError for sizes that are not the matrix's, and where it fails."""

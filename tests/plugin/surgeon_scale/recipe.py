@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from surgeon.blueprint.recipes import Bench, Recipe, Words
+from surgeon.blueprint.recipes import Bench, Recipe
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,10 +32,6 @@ class Clipped(Recipe):
     def inputs(self) -> tuple[Recipe, ...]:
         """What is clipped."""
         return (self.of,)
-
-    def own_words(self) -> Words:
-        """What is clipped, and where."""
-        return (("clipped", self.of), ("limit", self.limit))
 
     def compute(self, bench: Bench) -> Tensor:
         """Clip in float32."""
