@@ -19,12 +19,12 @@ from pydantic import ConfigDict, ValidationError
 from surgeon.apply.surgery import Drawing
 from surgeon.blueprint.blueprint import Blueprint
 from surgeon.checkpoint.strict_json import parse_json_strict
-from surgeon.checkpoint.weights import quantisation
 from surgeon.common.cache import MAX_ENTRY_BYTES, cache_folder, read_entry, write_entry
 from surgeon.common.promises import CONDITION
 from surgeon.common.schema import Bounded
 from surgeon.errors import BadInput
 from surgeon.families.anatomy_cache import digest_of, found_with, versions
+from surgeon.families.compressed import cannot_be_loaded
 from surgeon.operations.prepare import OpenedBase
 from surgeon.runtime.bundle import bundle
 
@@ -35,7 +35,7 @@ _MOST = 1024
 # What a twin is made and run by.
 _LIBRARIES = ("transformers", "torch")
 
-How = Literal["proven", "cached", "promised", "none"]
+How = Literal["proven", "cached", "promised", "unproven", "none"]
 
 
 class _Entry(Bounded):
@@ -52,13 +52,14 @@ class Proof:
     """How the promise of a plan is known to hold; `none` where it promises less than exactness, so no twin is run.
 
     `seconds` is what the proof took where it was `proven` now, `day` when it was where it is `cached`; `libraries` are
-    the versions that it ran on.
+    the versions that it ran on. `why` transformers cannot load an `unproven` base, to compare with.
     """
 
     how: How
     seconds: float = 0.0
     day: datetime.date | None = None
     libraries: Mapping[str, str] = field(default_factory=dict)
+    why: str = ""
 
     @property
     def text(self) -> str:
@@ -71,6 +72,8 @@ class Proof:
                 known = f"proven on a twin of this config before (cached {self.day}; {shown})"
             case "promised":
                 known = "promised; apply proves it on a twin before it writes"
+            case "unproven":
+                known = f"promised, not proven: {self.why}"
             case _:
                 return ""
         return f"{known}, {CONDITION}"
@@ -114,16 +117,13 @@ def prove(drawn: Drawing, base: OpenedBase) -> Proof:
     asks = any(record.claim.in_float32 for record in blueprint.operations) or any(blueprint.dropped.values())
     if blueprint.promise == "none" and not asks:
         return NOTHING_TO_PROVE
+    if why := cannot_be_loaded(base.folder.config, base.folder.tensors):
+        return Proof("unproven", why=why)
     # Imports torch and transformers, which take longer than the proof.
     from surgeon.apply.small_run import prove_small
 
     began = time.perf_counter()
-    if quantisation(base.folder.config) is not None and quantisation(blueprint.config) is None:
-        from surgeon.apply.number_proof import prove_numbers
-
-        prove_numbers(blueprint, base.folder.config)
-    else:
-        prove_small(drawn, base)
+    prove_small(drawn, base)
     if blueprint.promise != "exact":
         return NOTHING_TO_PROVE
     if (folder := cache_folder(_KIND)) is not None:

@@ -25,6 +25,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from surgeon.apply.quantised_twin import quantised, small_settings
 from surgeon.apply.shapes import HEAD, HEADS, HIDDEN, KEYS
 from surgeon.apply.surgery import Drawing, surgery_job
 from surgeon.apply.write import execute
@@ -32,7 +33,7 @@ from surgeon.blueprint.blueprint import Blueprint
 from surgeon.blueprint.shards import MAX_NEW_SHARD_BYTES, lay_out
 from surgeon.checkpoint.folder import CONFIG_FILE, CheckpointFolder
 from surgeon.checkpoint.header import FLOAT_DTYPES
-from surgeon.checkpoint.weights import QUANTISATION, SINGLE_FILE, quantisation
+from surgeon.checkpoint.weights import QUANTISATION, SINGLE_FILE
 from surgeon.common.devices import one_thread
 from surgeon.common.disk_space import no_room, writing
 from surgeon.common.library import LOAD_FAILURES, config_of, first_line, quiet_transformers
@@ -43,6 +44,7 @@ from surgeon.families.dissect_folder import dissect_folder
 from surgeon.families.grafted_config import is_grafted, native_config
 from surgeon.families.limits import vocabulary_of
 from surgeon.families.names import under_base
+from surgeon.families.quantised import plain_names
 from surgeon.families.silence import some_tokens
 from surgeon.families.skeleton import Skeleton, encoder_auto, wordless_auto
 from surgeon.families.twin import fill, fill_buffers, shrunk, twin_of_small
@@ -88,7 +90,7 @@ def prove_small(drawn: Drawing, base: OpenedBase) -> None:
         plan, facts = smaller(drawn.plan, drawn.facts, scale)
         try:
             made = _carry_out(plan, facts, opened, Path(work, "out"))
-            if quantisation(base.folder.config) is None and wordless_auto(native_config(base.folder.config)) is None:
+            if wordless_auto(native_config(base.folder.config)) is None:
                 _check_same_tensors(blueprint, made, base.folder.tensors.keys() - twin.tensors.keys())
             out = CheckpointFolder.open(Path(work, "out"))
             _compare(twin, out, made, blueprint, base.anatomy.derivation.stack)
@@ -148,11 +150,12 @@ def save_twin(base: OpenedBase, blueprint: Blueprint, folder: Path) -> Checkpoin
             held = stored.get(base.anatomy.layer_name(layer, part.suffix))
             if held is not None and held.ndim > 1 and len(held) > 1 and part.blocks and part.blocks[0][0] == "router":
                 held[::2].mul_(_LARGE)
+    small = {key: value for key, value in small.items() if key != QUANTISATION} | small_settings(config)
+    stored = quantised(stored, config, base.folder.tensors, small)
     folder.mkdir()
     if is_grafted(small):
         (folder / CODE_FILE).write_bytes(bundle(small))
     save_file({name: value.contiguous() for name, value in stored.items()}, folder / SINGLE_FILE, {"format": "pt"})
-    small = {key: value for key, value in small.items() if key != QUANTISATION}
     if wordless_auto(native_config(small)) is not None:
         # Whatever a head makes of states, the twin is a model with words.
         small["architectures"] = [type(twin.model).__name__]
@@ -248,13 +251,14 @@ def _by_name(twin: Skeleton, base: OpenedBase) -> dict[str, Tensor]:
     if wordless_auto(native_config(base.folder.config)) is not None:
         # Its names are those of another class, the head's.
         return {name: saved[name] for name in left}
+    plain = plain_names(base.folder.config, base.folder.tensors)
     for name, info in base.folder.tensors.items():
-        place = _place_in(name, saved, twin)
+        place = _place_in(plain.get(name, name), saved, twin)
         if place is not None:
             dtype = stored_dtype(info.dtype) if info.dtype in FLOAT_DTYPES else saved[place].dtype
             found[name] = saved[place].to(dtype)
             left.discard(place)
-    # What a checkpoint may lack, as a head, or has by other names, as quantised tensors.
+    # What a checkpoint may lack, as a head.
     return found | {name: saved[name] for name in left}
 
 
