@@ -73,7 +73,7 @@ class Proof:
             case "promised":
                 known = "promised; apply proves it on a twin before it writes"
             case "unproven":
-                known = f"promised, not proven: {self.why}"
+                return f"promised, {CONDITION}; not proven: {self.why}"
             case _:
                 return ""
         return f"{known}, {CONDITION}"

@@ -33,18 +33,18 @@ from surgeon.blueprint.blueprint import Blueprint
 from surgeon.blueprint.shards import MAX_NEW_SHARD_BYTES, lay_out
 from surgeon.checkpoint.folder import CONFIG_FILE, CheckpointFolder
 from surgeon.checkpoint.header import FLOAT_DTYPES
-from surgeon.checkpoint.weights import QUANTISATION, SINGLE_FILE
+from surgeon.checkpoint.weights import QUANTISATION, SINGLE_FILE, quantisation
 from surgeon.common.devices import one_thread
 from surgeon.common.disk_space import no_room, writing
 from surgeon.common.library import LOAD_FAILURES, config_of, first_line, quiet_transformers
 from surgeon.common.listener import Quiet, Stopwatch
 from surgeon.errors import BadInput, SurgeonError, printable
-from surgeon.families.anatomy import OLD_NORMS, Anatomy, with_fields
+from surgeon.families.anatomy import OLD_NORMS, Anatomy, Packed, with_fields
 from surgeon.families.dissect_folder import dissect_folder
 from surgeon.families.grafted_config import is_grafted, native_config
 from surgeon.families.limits import vocabulary_of
 from surgeon.families.names import under_base
-from surgeon.families.quantised import plain_names
+from surgeon.families.quantised import packed_of
 from surgeon.families.silence import some_tokens
 from surgeon.families.skeleton import Skeleton, encoder_auto, wordless_auto
 from surgeon.families.twin import fill, fill_buffers, shrunk, twin_of_small
@@ -139,7 +139,9 @@ def save_twin(base: OpenedBase, blueprint: Blueprint, folder: Path) -> Checkpoin
     """
     config = _with_small_grafts(base.folder.config)
     small, twin = _running_twin(config, blueprint, base.anatomy)
-    stored = _by_name(twin, base)
+    tensors = base.folder.tensors
+    packed = packed_of(config, {name: (name,) for name in tensors}, tensors)
+    stored = _by_name(twin, base, packed)
     for layer in (layer for dropped in blueprint.dropped.values() for layer in dropped):
         # What goes without a trace adds nothing, in the base as in its twin.
         for suffix, value in base.anatomy.kinds[base.anatomy.kind_of[layer]].silence.items():
@@ -151,7 +153,7 @@ def save_twin(base: OpenedBase, blueprint: Blueprint, folder: Path) -> Checkpoin
             if held is not None and held.ndim > 1 and len(held) > 1 and part.blocks and part.blocks[0][0] == "router":
                 held[::2].mul_(_LARGE)
     small = {key: value for key, value in small.items() if key != QUANTISATION} | small_settings(config)
-    stored = quantised(stored, config, base.folder.tensors, small)
+    stored = quantised(stored, packed, base.folder, small, whole=quantisation(blueprint.config) is not None)
     folder.mkdir()
     if is_grafted(small):
         (folder / CODE_FILE).write_bytes(bundle(small))
@@ -238,8 +240,11 @@ def _small_configs(config: Mapping[str, Any], blueprint: Blueprint, anatomy: Ana
         yield shrunk(config, heads_left=heads, all_experts=experts)
 
 
-def _by_name(twin: Skeleton, base: OpenedBase) -> dict[str, Tensor]:
-    """A twin's tensors as transformers saves them, by the base's names for them, in the base's dtypes."""
+def _by_name(twin: Skeleton, base: OpenedBase, packed: Mapping[str, Packed]) -> dict[str, Tensor]:
+    """A twin's tensors as transformers saves them, by the base's names for them, in the base's dtypes.
+
+    Those that are quantised there (`packed`) are in full precision.
+    """
     with tempfile.TemporaryDirectory(prefix="surgeon-twin-") as folder, quiet_transformers():
         twin.model.save_pretrained(folder)
         saved = dict(load_file(Path(folder, SINGLE_FILE)))
@@ -251,9 +256,8 @@ def _by_name(twin: Skeleton, base: OpenedBase) -> dict[str, Tensor]:
     if wordless_auto(native_config(base.folder.config)) is not None:
         # Its names are those of another class, the head's.
         return {name: saved[name] for name in left}
-    plain = plain_names(base.folder.config, base.folder.tensors)
     for name, info in base.folder.tensors.items():
-        place = _place_in(plain.get(name, name), saved, twin)
+        place = _place_in(packed[name].suffix if name in packed else name, saved, twin)
         if place is not None:
             dtype = stored_dtype(info.dtype) if info.dtype in FLOAT_DTYPES else saved[place].dtype
             found[name] = saved[place].to(dtype)

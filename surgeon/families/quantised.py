@@ -41,26 +41,6 @@ def is_scale(config: Mapping[str, Any], suffix: str) -> bool:
     return settings is not None and suffix.endswith(_SCALES[settings["quant_method"]])
 
 
-def plain_names(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
-    """What tensors of quantised numbers are called in full precision, by their names."""
-    settings = quantisation(config)
-    if settings is None:
-        return {}
-    if settings["quant_method"] == COMPRESSED:
-        return {name: pack.name for name, pack in packs_of(config, tensors).items()}
-    return {
-        name: name.removesuffix("_blocks")
-        for name, info in tensors.items()
-        if info.dtype in QUANTISED_DTYPES and not is_scale(config, name)
-    }
-
-
-def scales_of(name: str, config: Mapping[str, Any]) -> str:
-    """What the scales of a tensor of quantised numbers are called, in FP8 or MXFP4."""
-    fp8 = (quantisation(config) or {})["quant_method"] == "fp8"
-    return f"{name}_scale_inv" if fp8 else name.removesuffix("blocks") + "scales"
-
-
 def quantizer_of(config: Mapping[str, Any]) -> Any:
     """transformers' quantizer for a config.json, to load weights dequantised, by shapes alone; None: none is needed.
 
@@ -121,7 +101,7 @@ def check_stored(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -
         if is_scale(config, name):
             fits = info.dtype in _SCALE_DTYPES
         elif info.dtype in _STORED[method]:
-            scales = tensors.get(scales_of(name, config))
+            scales = tensors.get(f"{name}_scale_inv" if method == "fp8" else name.removesuffix("blocks") + "scales")
             wanted = grid_of(info, settings)
             if scales is None:
                 raise BadInput(f"{printable(name)} ({info.file}): {info.dtype}, yet no scales beside it; {ANOTHER}")

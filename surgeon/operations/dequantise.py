@@ -45,6 +45,11 @@ class Dequantise(Operation):
 
     op: Literal["dequantise"]
 
+    @property
+    def way_on(self) -> str:
+        """As `Operation` says."""
+        return "use the version of transformers that constraints.txt names"
+
     def edit(self, draft: Draft, facts: None) -> OperationRecord:
         """Put products in the place of quantised tensors and their scales, in layers, outside and above them."""
         method = _check(draft)
