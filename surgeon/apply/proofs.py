@@ -73,7 +73,7 @@ class Proof:
             case "promised":
                 known = "promised; apply proves it on a twin before it writes"
             case "unproven":
-                return f"promised, {CONDITION}; not proven: {self.why}"
+                return f"not proven: {self.why}"
             case _:
                 return ""
         return f"{known}, {CONDITION}"

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from surgeon.apply.compute import PACKED
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.checkpoint.weights import QUANTISATION, quantisation
 from surgeon.families.anatomy import Packed
 from surgeon.families.compressed import packs_of
 from surgeon.families.quantised import grid_of
@@ -23,40 +22,32 @@ from surgeon.models.load import stored_dtype
 
 # Rows and columns of a twin's blocks: smaller than its matrices, and not the same.
 _BLOCK = (4, 8)
+# As config.json says it.
+_BLOCKS = {"weight_block_size": [*_BLOCK], "block_structure": [*_BLOCK], "group_size": _BLOCK[1]}
 # The standard deviation of random codes of FP8.
 _FP8 = 103.0
 
 
-def small_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a twin's config.json says of how it is quantised, its blocks small; nothing where the base is not."""
-    settings = quantisation(config)
-    if settings is None:
-        return {}
-
-    def smaller(key: str, value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {name: smaller(name, each) for name, each in value.items()}
-        if key == "group_size" and isinstance(value, int) and value > 0:
-            return _BLOCK[1]
-        return [*_BLOCK] if key in ("weight_block_size", "block_structure") and value is not None else value
-
-    default = {"weight_block_size": [*_BLOCK]} if settings["quant_method"] == "fp8" else {}
-    return {QUANTISATION: default | smaller("", settings)}
+def small_blocks(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What config.json says of a quantisation, with a twin's blocks."""
+    made = {key: small_blocks(value) if isinstance(value, Mapping) else value for key, value in settings.items()}
+    # None, and -1 for a row, are no blocks.
+    return made | {key: block for key, block in _BLOCKS.items() if made.get(key) not in (None, -1)}
 
 
 def quantised(
     plain: Mapping[str, Tensor],
     packed: Mapping[str, Packed],
     base: CheckpointFolder,
-    small: Mapping[str, Any],
+    settings: Mapping[str, Any],
     *,
     whole: bool,
 ) -> dict[str, Tensor]:
     """A twin's tensors, those that its base stores quantised (`packed`) as codes with scales.
 
-    `plain` has their values in full precision, by the names of codes, and `small` is the twin's config.json. What is
-    zero, since it must be silent, is zero codes. `whole`: scales are powers of two, so that products are the same in
-    bfloat16, in which plans store copies, and in float32.
+    `plain` has their values in full precision, by the names of codes; `settings` are those of the twin's quantisation.
+    What is zero, since it must be silent, is zero codes. `whole`: scales are powers of two, so that products are the
+    same in bfloat16, in which plans store copies, and in float32.
     """
     made, packs = dict(plain), packs_of(base.config, base.tensors)
     draws = torch.Generator().manual_seed(0)
@@ -80,7 +71,7 @@ def quantised(
                 made[pack.sizes] = torch.tensor([rows, columns], dtype=PACKED[base.tensors[pack.sizes].dtype])
         else:
             shape = (*outer, columns, rows // 32, 16) if info.dtype == "U8" else (*outer, rows, columns)
-            grid = grid_of(replace(info, shape=shape), small[QUANTISATION]) or ()
+            grid = grid_of(replace(info, shape=shape), settings) or ()
         codes = _codes(shape, info.dtype, draws)
         made[name] = codes if value.any() else torch.zeros_like(codes)
         size = (float(value.std()) or 1.0) / (_FP8 if info.dtype == "F8_E4M3" else 2.0**bits / 4)

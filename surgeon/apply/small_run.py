@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from surgeon.apply.quantised_twin import quantised, small_settings
+from surgeon.apply.quantised_twin import quantised, small_blocks
 from surgeon.apply.shapes import HEAD, HEADS, HIDDEN, KEYS
 from surgeon.apply.surgery import Drawing, surgery_job
 from surgeon.apply.write import execute
@@ -94,20 +94,15 @@ def prove_small(drawn: Drawing, base: OpenedBase) -> None:
                 _check_same_tensors(blueprint, made, base.folder.tensors.keys() - twin.tensors.keys())
             out = CheckpointFolder.open(Path(work, "out"))
             _compare(twin, out, made, blueprint, base.anatomy.derivation.stack)
-            _check_bytes(twin, out)
+            if wrong := [check for check in static_proof(twin, out, Quiet()).checks if not check.holds]:
+                raise BadInput(f"{wrong[0].name}: {wrong[0].detail}")
         except SurgeonError as error:
             if (full := no_room(error)) is not None:
                 raise BadInput(f"{printable(str(place))}: {full}; name a folder with room in TMPDIR") from error
             told = str(error).replace(f"{work}/", "").removesuffix(_OF_USERS)
-            raise BadInput(f"on a twin of this model {told}; {_way_on(plan)}") from error
-
-
-def _way_on(plan: LoadedPlan) -> str:
-    """What to do where a plan does not hold: what its one operation says, else to find out which one it is."""
-    operations = plan.plan.operations
-    if len(operations) > 1:
-        return "apply its operations by plans of their own to see which one it is"
-    return operations[0].way_on
+            first, *others = plan.plan.operations
+            way = "apply its operations by plans of their own to see which one it is" if others else first.way_on
+            raise BadInput(f"on a twin of this model {told}; {way}") from error
 
 
 def _carry_out(plan: LoadedPlan, facts: Mapping[int, Facts], base: OpenedBase, out: Path) -> Blueprint:
@@ -152,8 +147,10 @@ def save_twin(base: OpenedBase, blueprint: Blueprint, folder: Path) -> Checkpoin
             held = stored.get(base.anatomy.layer_name(layer, part.suffix))
             if held is not None and held.ndim > 1 and len(held) > 1 and part.blocks and part.blocks[0][0] == "router":
                 held[::2].mul_(_LARGE)
-    small = {key: value for key, value in small.items() if key != QUANTISATION} | small_settings(config)
-    stored = quantised(stored, packed, base.folder, small, whole=quantisation(blueprint.config) is not None)
+    small = {key: value for key, value in small.items() if key != QUANTISATION}
+    if (settings := quantisation(config)) is not None:
+        small[QUANTISATION] = settings = small_blocks(settings)
+        stored = quantised(stored, packed, base.folder, settings, whole=quantisation(blueprint.config) is not None)
     folder.mkdir()
     if is_grafted(small):
         (folder / CODE_FILE).write_bytes(bundle(small))
@@ -290,13 +287,6 @@ def _check_same_tensors(blueprint: Blueprint, small: Blueprint, unread: Abstract
     ]
     if odd := sorted((names[0] ^ names[1]) - unread):
         raise BadInput(f"the plan makes other tensors ({printable(odd[0])})")
-
-
-def _check_bytes(base: CheckpointFolder, out: CheckpointFolder) -> None:
-    """Raise BadInput where `verify` finds other bytes in the twin's output than its manifest promises."""
-    wrong = next((check for check in static_proof(base, out, Quiet()).checks if not check.holds), None)
-    if wrong is not None:
-        raise BadInput(f"{wrong.name}: {wrong.detail}")
 
 
 def _compare(base: CheckpointFolder, out: CheckpointFolder, made: Blueprint, blueprint: Blueprint, stack: str) -> None:

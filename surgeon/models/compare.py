@@ -111,10 +111,9 @@ def load_pair(
     base_model = load_model(base, dtype="auto" if dequantised else dtype, device=device)
     attention = attention_of(base_model)
     out_model = load_model(out, dtype=base_model.dtype, device=device, attention=attention, failure=PromiseBroken)
-    for model in (base_model, out_model) if dequantised and dtype != "auto" else ():
-        # `to` casts buffers too, which transformers would have left in float32.
-        if model.dtype != torch_dtype(dtype):
-            model.to(torch_dtype(dtype))
+    if dequantised and dtype != "auto" and (wanted := torch_dtype(dtype)) != base_model.dtype:
+        # Buffers too, which transformers would have left in float32.
+        base_model, out_model = base_model.to(wanted), out_model.to(wanted)
     return base_model, out_model
 
 
