@@ -36,25 +36,16 @@ def small_blocks(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def quantised(
-    plain: Mapping[str, Tensor],
-    packed: Mapping[str, Packed],
-    base: CheckpointFolder,
-    settings: Mapping[str, Any],
-    *,
-    whole: bool,
+    plain: Mapping[str, Tensor], packed: Mapping[str, Packed], base: CheckpointFolder, settings: Mapping[str, Any]
 ) -> dict[str, Tensor]:
     """A twin's tensors, those that its base stores quantised (`packed`) as codes with scales.
 
     `plain` has their values in full precision, by the names of codes; `settings` are those of the twin's quantisation.
-    What is zero, since it must be silent, is zero codes. `whole`: scales are powers of two, so that products are the
-    same in bfloat16, in which plans store copies, and in float32.
+    What is zero, since it must be silent, is zero codes.
     """
     made, packs = dict(plain), packs_of(base.config, base.tensors)
     draws = torch.Generator().manual_seed(0)
     for name, each in packed.items():
-        if name not in plain:
-            # Of an expert that the twin has not.
-            continue
         value, info, scales = plain[name], base.tensors[name], base.tensors[each.scales]
         *outer, rows, columns = value.shape
         shape: tuple[int, ...]
@@ -77,9 +68,7 @@ def quantised(
         size = (float(value.std()) or 1.0) / (_FP8 if info.dtype == "F8_E4M3" else 2.0**bits / 4)
         exponents = torch.rand(scales.shape if math.prod(grid) == scales.numel == 1 else grid, generator=draws)
         exponents = math.log2(size) + 2 * exponents - 1
-        if whole or scales.dtype == "U8":
-            exponents = exponents.round()
-        numbers = exponents + 127 if scales.dtype == "U8" else exponents.exp2()
+        numbers = (exponents + 127).round() if scales.dtype == "U8" else exponents.exp2()
         made[each.scales] = numbers.to(PACKED.get(scales.dtype) or stored_dtype(scales.dtype))
     return made
 

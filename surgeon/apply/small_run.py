@@ -90,7 +90,11 @@ def prove_small(drawn: Drawing, base: OpenedBase) -> None:
         plan, facts = smaller(drawn.plan, drawn.facts, scale)
         try:
             made = _carry_out(plan, facts, opened, Path(work, "out"))
-            if wordless_auto(native_config(base.folder.config)) is None:
+            # Of FP8 beside four bits a twin is in full precision; of a head without words it has another.
+            config = base.folder.config
+            if (QUANTISATION in config) == (QUANTISATION in twin.config) and wordless_auto(
+                native_config(config)
+            ) is None:
                 _check_same_tensors(blueprint, made, base.folder.tensors.keys() - twin.tensors.keys())
             out = CheckpointFolder.open(Path(work, "out"))
             _compare(twin, out, made, blueprint, base.anatomy.derivation.stack)
@@ -148,9 +152,10 @@ def save_twin(base: OpenedBase, blueprint: Blueprint, folder: Path) -> Checkpoin
             if held is not None and held.ndim > 1 and len(held) > 1 and part.blocks and part.blocks[0][0] == "router":
                 held[::2].mul_(_LARGE)
     small = {key: value for key, value in small.items() if key != QUANTISATION}
-    if (settings := quantisation(config)) is not None:
-        small[QUANTISATION] = settings = small_blocks(settings)
-        stored = quantised(stored, packed, base.folder, settings, whole=quantisation(blueprint.config) is not None)
+    # Experts that the twin has not are left out.
+    if packed := {name: each for name, each in packed.items() if name in stored}:
+        small[QUANTISATION] = settings = small_blocks(config[QUANTISATION])
+        stored = quantised(stored, packed, base.folder, settings)
     folder.mkdir()
     if is_grafted(small):
         (folder / CODE_FILE).write_bytes(bundle(small))
@@ -306,10 +311,18 @@ def _compare(base: CheckpointFolder, out: CheckpointFolder, made: Blueprint, blu
     if made.kept_tokens is not None:
         words = len(made.kept_tokens)
     ids, promised = _tokens(min(words, _WORDS)), blueprint.promise != "none"
-    for dtype in ("bfloat16", "float32") if promised else ("float32",):
-        one, other = load_pair(base, out, dtype=dtype)
-        if made.kept_tokens is not None:
-            trim_logits(one, other, made.kept_tokens)
+    dtypes = ("bfloat16", "float32") if promised else ("float32",)
+    # What is in bfloat16 is the same in float32, so both are loaded once.
+    once = quantisation(base.config) is not None or {"F64", "F32", "F16"}.isdisjoint(
+        info.dtype for info in base.tensors.values()
+    )
+    for dtype in dtypes:
+        if dtype == dtypes[0] or not once:
+            one, other = load_pair(base, out, dtype=dtype)
+            if made.kept_tokens is not None:
+                trim_logits(one, other, made.kept_tokens)
+        else:
+            one, other = one.float(), other.float()
         # What the base cannot do need not be done by the output.
         steps = _STEPS if _decodes(one, ids) else 0
         _check_promise(compare_models(one, other, ids, new=made.new_rows, decode_tokens=steps), blueprint)
