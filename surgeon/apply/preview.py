@@ -98,7 +98,8 @@ class Preview:
                 shards that are the base's) and `linked` (with `--link`, else 0)
             `shards`: each with `file`, `bytes`, `new`
             `proof`: `how` an exact promise is known (`proven` in this run, `cached` from an earlier one, `promised`:
-                `apply` will prove it; `none`: less is promised), `text` in words, `libraries` and their versions
+                `apply` will prove it; `unproven`: transformers cannot load the base; `none`: less is promised), `text`
+                in words, `libraries` and their versions
             `peak_memory`: an estimate in bytes
             `notes`: lines for the reader
             `texts`: where the vocabulary grows, each with `use`, `text`, `sha256`, `documents`, `unchanged`, `words`,

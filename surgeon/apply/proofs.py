@@ -16,10 +16,10 @@ from typing import Any, Literal
 
 from surgeon.apply.surgery import Drawing
 from surgeon.blueprint.blueprint import Blueprint
-from surgeon.checkpoint.weights import quantisation
 from surgeon.common.cache import cache_folder, read_entry, write_entry
 from surgeon.common.promises import CONDITION
 from surgeon.families.anatomy_cache import digest_of, found_with, versions
+from surgeon.families.compressed import cannot_be_loaded
 from surgeon.grafts.bundle import bundle
 from surgeon.operations.prepare import OpenedBase
 
@@ -30,7 +30,7 @@ _MOST = 1024
 # What a twin is made and run by.
 _LIBRARIES = ("transformers", "torch")
 
-How = Literal["proven", "cached", "promised", "none"]
+How = Literal["proven", "cached", "promised", "unproven", "none"]
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,14 @@ class Proof:
     """How the promise of a plan is known to hold; `none` where it promises less than exactness, so no twin is run.
 
     `seconds` is what the proof took where it was `proven` now, `day` when it was where it is `cached`; `libraries` are
-    the versions that it ran on.
+    the versions that it ran on. `why` transformers cannot load an `unproven` base, to compare with.
     """
 
     how: How
     seconds: float = 0.0
     day: datetime.date | None = None
     libraries: Mapping[str, str] = field(default_factory=dict)
+    why: str = ""
 
     @property
     def text(self) -> str:
@@ -57,6 +58,8 @@ class Proof:
                 known = f"proven on a twin of this config before (cached {self.day}; {shown})"
             case "promised":
                 known = "promised; apply proves it on a twin before it writes"
+            case "unproven":
+                return f"not proven: {self.why}"
             case _:
                 return ""
         return f"{known}, {CONDITION}"
@@ -81,39 +84,37 @@ def prove(drawn: Drawing, base: OpenedBase) -> Proof:
     adds no graft waits for no proof. Raises BadInput, which says where the twin of the output differs from that of the
     base.
     """
-    blueprint = drawn.blueprint
+    blueprint, held = drawn.blueprint, Proof("none")
     promises = blueprint.promise != "none" or any(blueprint.dropped.values())
     promises = promises or any(record.claim.in_float32 for record in blueprint.operations)
+    if promises and (why := cannot_be_loaded(base.folder.config, base.folder.tensors)):
+        promises, held = False, Proof("unproven", why=why)
     if not promises and blueprint.native:
-        return NOTHING_TO_PROVE
+        return held
     folder, key = cache_folder(_KIND), _key(drawn, base)
     known = None if folder is None else read_entry(folder, key)
     seconds = _prove(drawn, base, promises=promises) if known is None else 0.0
     if known is None and folder is not None:
         write_entry(folder, key, datetime.date.today().isoformat().encode(), most=_MOST)
-    if blueprint.promise != "exact":
-        return NOTHING_TO_PROVE
+    if not promises or blueprint.promise != "exact":
+        return held
     if known is None:
         return Proof("proven", seconds, libraries=_run_by())
     return Proof("cached", day=datetime.date.fromisoformat(known.decode()), libraries=_run_by())
 
 
 def _prove(drawn: Drawing, base: OpenedBase, *, promises: bool) -> float:
-    """Prove a plan now; how many seconds that took."""
+    """Prove a plan now, as far as it promises something; how many seconds that took."""
     # Import torch and transformers, which takes longer than the proof.
     from surgeon.apply.preflight import check_skeleton
     from surgeon.apply.small_run import prove_small
 
-    blueprint, began = drawn.blueprint, time.perf_counter()
-    if promises and quantisation(base.folder.config) is not None and quantisation(blueprint.config) is None:
-        from surgeon.apply.number_proof import prove_numbers
-
-        prove_numbers(blueprint, base.folder.config)
-    elif promises:
+    began = time.perf_counter()
+    if promises:
         prove_small(drawn, base)
     seconds = time.perf_counter() - began
-    if not blueprint.native:
-        check_skeleton(blueprint.config, blueprint.outputs)
+    if not drawn.blueprint.native:
+        check_skeleton(drawn.blueprint.config, drawn.blueprint.outputs)
     return seconds
 
 

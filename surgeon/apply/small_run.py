@@ -25,6 +25,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from surgeon.apply.quantised_twin import quantised, small_blocks
 from surgeon.apply.shapes import HEAD, HEADS, HIDDEN, KEYS
 from surgeon.apply.surgery import Drawing, surgery_job
 from surgeon.apply.write import execute
@@ -38,11 +39,12 @@ from surgeon.common.disk_space import no_room, writing
 from surgeon.common.library import LOAD_FAILURES, config_of, first_line, quiet_transformers
 from surgeon.common.listener import Quiet, Stopwatch
 from surgeon.errors import BadInput, SurgeonError, printable
-from surgeon.families.anatomy import OLD_NORMS, Anatomy, with_fields
+from surgeon.families.anatomy import OLD_NORMS, Anatomy, Packed, with_fields
 from surgeon.families.dissect_folder import dissect_folder
 from surgeon.families.grafted_config import is_grafted, native_config
 from surgeon.families.limits import vocabulary_of
 from surgeon.families.names import under_base
+from surgeon.families.quantised import packed_of
 from surgeon.families.silence import some_tokens
 from surgeon.families.skeleton import Skeleton, encoder_auto, wordless_auto
 from surgeon.families.twin import fill, fill_buffers, shrunk, twin_of_small
@@ -88,24 +90,23 @@ def prove_small(drawn: Drawing, base: OpenedBase) -> None:
         plan, facts = smaller(drawn.plan, drawn.facts, scale)
         try:
             made = _carry_out(plan, facts, opened, Path(work, "out"))
-            if quantisation(base.folder.config) is None and wordless_auto(native_config(base.folder.config)) is None:
+            # Of FP8 beside four bits a twin is in full precision; of a head without words it has another.
+            config = base.folder.config
+            if (QUANTISATION in config) == (QUANTISATION in twin.config) and wordless_auto(
+                native_config(config)
+            ) is None:
                 _check_same_tensors(blueprint, made, base.folder.tensors.keys() - twin.tensors.keys())
             out = CheckpointFolder.open(Path(work, "out"))
             _compare(twin, out, made, blueprint, base.anatomy.derivation.stack)
-            _check_bytes(twin, out)
+            if wrong := [check for check in static_proof(twin, out, Quiet()).checks if not check.holds]:
+                raise BadInput(f"{wrong[0].name}: {wrong[0].detail}")
         except SurgeonError as error:
             if (full := no_room(error)) is not None:
                 raise BadInput(f"{printable(str(place))}: {full}; name a folder with room in TMPDIR") from error
             told = str(error).replace(f"{work}/", "").removesuffix(_OF_USERS)
-            raise BadInput(f"on a twin of this model {told}; {_way_on(plan)}") from error
-
-
-def _way_on(plan: LoadedPlan) -> str:
-    """What to do where a plan does not hold: what its one operation says, else to find out which one it is."""
-    operations = plan.plan.operations
-    if len(operations) > 1:
-        return "apply its operations by plans of their own to see which one it is"
-    return operations[0].way_on
+            first, *others = plan.plan.operations
+            way = "apply its operations by plans of their own to see which one it is" if others else first.way_on
+            raise BadInput(f"on a twin of this model {told}; {way}") from error
 
 
 def _carry_out(plan: LoadedPlan, facts: Mapping[int, Facts], base: OpenedBase, out: Path) -> Blueprint:
@@ -137,7 +138,9 @@ def save_twin(base: OpenedBase, blueprint: Blueprint, folder: Path) -> Checkpoin
     """
     config = _with_small_grafts(base.folder.config)
     small, twin = _running_twin(config, blueprint, base.anatomy)
-    stored = _by_name(twin, base)
+    tensors = base.folder.tensors
+    packed = packed_of(config, {name: (name,) for name in tensors}, tensors)
+    stored = _by_name(twin, base, packed)
     for layer in (layer for dropped in blueprint.dropped.values() for layer in dropped):
         # What goes without a trace adds nothing, in the base as in its twin.
         for suffix, value in base.anatomy.kinds[base.anatomy.kind_of[layer]].silence.items():
@@ -148,11 +151,15 @@ def save_twin(base: OpenedBase, blueprint: Blueprint, folder: Path) -> Checkpoin
             held = stored.get(base.anatomy.layer_name(layer, part.suffix))
             if held is not None and held.ndim > 1 and len(held) > 1 and part.blocks and part.blocks[0][0] == "router":
                 held[::2].mul_(_LARGE)
+    small = {key: value for key, value in small.items() if key != QUANTISATION}
+    # Experts that the twin has not are left out.
+    if packed := {name: each for name, each in packed.items() if name in stored}:
+        small[QUANTISATION] = settings = small_blocks(config[QUANTISATION])
+        stored = quantised(stored, packed, base.folder, settings)
     folder.mkdir()
     if is_grafted(small):
         (folder / CODE_FILE).write_bytes(bundle(small))
     save_file({name: value.contiguous() for name, value in stored.items()}, folder / SINGLE_FILE, {"format": "pt"})
-    small = {key: value for key, value in small.items() if key != QUANTISATION}
     if wordless_auto(native_config(small)) is not None:
         # Whatever a head makes of states, the twin is a model with words.
         small["architectures"] = [type(twin.model).__name__]
@@ -235,8 +242,11 @@ def _small_configs(config: Mapping[str, Any], blueprint: Blueprint, anatomy: Ana
         yield shrunk(config, heads_left=heads, all_experts=experts)
 
 
-def _by_name(twin: Skeleton, base: OpenedBase) -> dict[str, Tensor]:
-    """A twin's tensors as transformers saves them, by the base's names for them, in the base's dtypes."""
+def _by_name(twin: Skeleton, base: OpenedBase, packed: Mapping[str, Packed]) -> dict[str, Tensor]:
+    """A twin's tensors as transformers saves them, by the base's names for them, in the base's dtypes.
+
+    Those that are quantised there (`packed`) are in full precision.
+    """
     with tempfile.TemporaryDirectory(prefix="surgeon-twin-") as folder, quiet_transformers():
         twin.model.save_pretrained(folder)
         saved = dict(load_file(Path(folder, SINGLE_FILE)))
@@ -249,12 +259,12 @@ def _by_name(twin: Skeleton, base: OpenedBase) -> dict[str, Tensor]:
         # Its names are those of another class, the head's.
         return {name: saved[name] for name in left}
     for name, info in base.folder.tensors.items():
-        place = _place_in(name, saved, twin)
+        place = _place_in(packed[name].suffix if name in packed else name, saved, twin)
         if place is not None:
             dtype = stored_dtype(info.dtype) if info.dtype in FLOAT_DTYPES else saved[place].dtype
             found[name] = saved[place].to(dtype)
             left.discard(place)
-    # What a checkpoint may lack, as a head, or has by other names, as quantised tensors.
+    # What a checkpoint may lack, as a head.
     return found | {name: saved[name] for name in left}
 
 
@@ -284,13 +294,6 @@ def _check_same_tensors(blueprint: Blueprint, small: Blueprint, unread: Abstract
         raise BadInput(f"the plan makes other tensors ({printable(odd[0])})")
 
 
-def _check_bytes(base: CheckpointFolder, out: CheckpointFolder) -> None:
-    """Raise BadInput where `verify` finds other bytes in the twin's output than its manifest promises."""
-    wrong = next((check for check in static_proof(base, out, Quiet()).checks if not check.holds), None)
-    if wrong is not None:
-        raise BadInput(f"{wrong.name}: {wrong.detail}")
-
-
 def _compare(base: CheckpointFolder, out: CheckpointFolder, made: Blueprint, blueprint: Blueprint, stack: str) -> None:
     """Compare what two twins compute, as far as the blueprint promises something of it. Raises SurgeonError.
 
@@ -308,10 +311,18 @@ def _compare(base: CheckpointFolder, out: CheckpointFolder, made: Blueprint, blu
     if made.kept_tokens is not None:
         words = len(made.kept_tokens)
     ids, promised = _tokens(min(words, _WORDS)), blueprint.promise != "none"
-    for dtype in ("bfloat16", "float32") if promised else ("float32",):
-        one, other = load_pair(base, out, dtype=dtype)
-        if made.kept_tokens is not None:
-            trim_logits(one, other, made.kept_tokens)
+    dtypes = ("bfloat16", "float32") if promised else ("float32",)
+    # What is in bfloat16 is the same in float32, so both are loaded once.
+    once = quantisation(base.config) is not None or {"F64", "F32", "F16"}.isdisjoint(
+        info.dtype for info in base.tensors.values()
+    )
+    for dtype in dtypes:
+        if dtype == dtypes[0] or not once:
+            one, other = load_pair(base, out, dtype=dtype)
+            if made.kept_tokens is not None:
+                trim_logits(one, other, made.kept_tokens)
+        else:
+            one, other = one.float(), other.float()
         # What the base cannot do need not be done by the output.
         steps = _STEPS if _decodes(one, ids) else 0
         _check_promise(compare_models(one, other, ids, new=made.new_rows, decode_tokens=steps), blueprint)

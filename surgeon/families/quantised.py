@@ -102,7 +102,7 @@ def check_stored(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -
             fits = info.dtype in _SCALE_DTYPES
         elif info.dtype in _STORED[method]:
             scales = tensors.get(f"{name}_scale_inv" if method == "fp8" else name.removesuffix("blocks") + "scales")
-            wanted = _grid(info, settings)
+            wanted = grid_of(info, settings)
             if scales is None:
                 raise BadInput(f"{printable(name)} ({info.file}): {info.dtype}, yet no scales beside it; {ANOTHER}")
             if wanted is None or (scales.shape != wanted and not scales.numel == math.prod(wanted) == 1):
@@ -119,7 +119,7 @@ def check_stored(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -
             )
 
 
-def _grid(info: TensorInfo, settings: Mapping[str, Any]) -> tuple[int, ...] | None:
+def grid_of(info: TensorInfo, settings: Mapping[str, Any]) -> tuple[int, ...] | None:
     """The shape of the scales of a quantised tensor, one for each of its blocks; None where it has no such blocks."""
     if settings["quant_method"] == "mxfp4":
         packed = info.name.endswith("_blocks") and info.shape[-1:] == (_BLOCK_BYTES,)

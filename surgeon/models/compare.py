@@ -103,16 +103,17 @@ def load_pair(
     """Load both models whole, in `dtype` (auto: the base's), and with the base's attention implementation.
 
     Each folder is trusted as it was opened, a path with no code at all (`load_model`). A quantised base whose output is
-    not is dequantised in its own dtype first, as what the output stores was. Raises BadInput when the base cannot be
-    loaded, PromiseBroken when the output cannot.
+    not is dequantised in its own dtype first, as what the output stores was, and both are cast to `dtype` then. Raises
+    BadInput when the base cannot be loaded, PromiseBroken when the output cannot.
     """
     base, out = opened(base), opened(out, PromiseBroken)
     dequantised = quantisation(base.config) is not None and quantisation(out.config) is None
     base_model = load_model(base, dtype="auto" if dequantised else dtype, device=device)
-    if dequantised and dtype != "auto":
-        base_model.to(torch_dtype(dtype))
     attention = attention_of(base_model)
     out_model = load_model(out, dtype=base_model.dtype, device=device, attention=attention, failure=PromiseBroken)
+    if dequantised and dtype != "auto" and (wanted := torch_dtype(dtype)) != base_model.dtype:
+        # Buffers too, which transformers would have left in float32.
+        base_model, out_model = base_model.to(wanted), out_model.to(wanted)
     return base_model, out_model
 
 

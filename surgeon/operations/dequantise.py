@@ -45,6 +45,11 @@ class Dequantise(Operation):
 
     op: Literal["dequantise"]
 
+    @property
+    def way_on(self) -> str:
+        """As `Operation` says."""
+        return "use the transformers of constraints.txt"
+
     def edit(self, draft: Draft, facts: None) -> OperationRecord:
         """Put products in the place of quantised tensors and their scales, in layers, outside and above them."""
         method = _check(draft)
@@ -66,7 +71,8 @@ class Dequantise(Operation):
         )
         _check_all(draft)
         draft.converted = {key: value for key, value in config.items() if key != QUANTISATION}
-        made = sum(_is_made(each) for held in (*_layers(draft), outer, *beyond) for each in held.values())
+        layers = (layer.tensors for layer in draft.layers)
+        made = sum(_is_made(each) for held in (*layers, outer, *beyond) for each in held.values())
         stored = (*draft.anatomy.layers, draft.anatomy.outer, *draft.anatomy.beyond)
         left = sum(name.endswith(OF_ACTIVATIONS) for held in stored for name in held)
         return OperationRecord(
@@ -85,21 +91,22 @@ def _check(draft: Draft) -> str:
     if draft.records:
         raise BadInput("a model is dequantised by a plan of its own: apply the operations before it first")
     settings = quantisation(draft.config)
-    if settings is not None and settings["quant_method"] == COMPRESSED and find_spec("compressed_tensors") is None:
+    if settings is None:
+        raise BadInput(f"config.json: no `{QUANTISATION}`, so nothing is quantised here; leave `dequantise` out")
+    compressed = settings["quant_method"] == COMPRESSED
+    if compressed and find_spec("compressed_tensors") is None:
         raise BadInput(
             f"config.json: the numbers of this base are unpacked by the package {COMPRESSED}: `pip install"
             f" {COMPRESSED}`, or operate on the full-precision weights"
         )
-    if settings is None:
-        raise BadInput(f"config.json: no `{QUANTISATION}`, so nothing is quantised here; leave `dequantise` out")
     if draft.bank is not None or any(layer.grafts for layer in draft.layers):
         raise BadInput("the model carries grafts beside quantised layers; dequantise its base and graft onto that")
-    allowed = _STORED if settings["quant_method"] == COMPRESSED else (_DTYPE,)
+    allowed = _STORED if compressed else (_DTYPE,)
     found = {str(dtype) for dtype in _dtypes(draft.config)}
     if len(found) > 1 or found - {*allowed}:
         raise BadInput(
             f"config.json: dtype {printable(', '.join(sorted(found)), 40)}: surgeon dequantises to"
-            f" {' or '.join(allowed)}, in which such models are published; write that in its place"
+            f" {' or '.join(allowed)}; write that in its place"
         )
     return str(settings["quant_method"])
 
@@ -109,10 +116,6 @@ def _dtypes(config: Mapping[str, Any]) -> list[Any]:
     parts = [config, *(part for part in config.values() if isinstance(part, Mapping))]
     found = (part.get(key) for part in parts for key in ("dtype", "torch_dtype"))
     return [dtype for dtype in found if dtype is not None]
-
-
-def _layers(draft: Draft) -> list[dict[str, Recipe]]:
-    return [layer.tensors for layer in draft.layers]
 
 
 def _is_made(recipe: Recipe) -> bool:

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 import surgeon
+from surgeon.blueprint.recipes import Unpacked
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
 from surgeon.families.compressed import packs_of
@@ -75,9 +76,37 @@ def test_it_is_what_was_packed_and_what_transformers_reads(case: str, tmp_path: 
         verified = surgeon.verify(base, tmp_path / "out", device="cpu", window=16, windows=1)
         assert verified.holds and verified.identical
     else:
-        # Where transformers would make other numbers.
+        # Where transformers would make other numbers, nothing is proven by them.
+        assert "not proven" in surgeon.preview("dequantise", base).proof.text
         with pytest.raises(BadInput, match=r"compare tensors alone \(`surgeon verify --static`\)"):
             surgeon.verify(base, tmp_path / "out", device="cpu", window=16, windows=1)
+
+
+@needs_library
+@pytest.mark.parametrize("case", ["packs", "int8", "fp8"])
+def test_a_mistake_in_numbers_is_noticed_on_a_twin(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_type, dtype, coded = CODES[case]
+    base = _base(tmp_path / "base", model_type, *coded, dtype=dtype)
+    compute = Unpacked.compute
+
+    def off(recipe: Unpacked, bench: Any) -> torch.Tensor:
+        made = compute(recipe, bench)
+        made[5, 5] *= 2
+        return made
+
+    monkeypatch.setattr(Unpacked, "compute", off)
+    with pytest.raises(BadInput, match=r"on a twin of this model the logits .* are not the base's"):
+        surgeon.apply("dequantise", base, tmp_path / "out", device="cpu")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_transformers_cannot_load_is_not_said_to_be_proven(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dequantise, "find_spec", lambda name: name)
+    proof = surgeon.preview("dequantise", _base(tmp_path / "base", "qwen3_moe", Coded(symmetric=False))).proof
+    assert (proof.how, proof.libraries) == ("unproven", {})
+    assert proof.text.startswith("not proven: transformers leaves out the zero points of experts")
 
 
 Change = Callable[[str, torch.Tensor], torch.Tensor | None]
