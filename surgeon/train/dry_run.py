@@ -1,4 +1,4 @@
-"""`surgeon train --dry-run`: what a run would cost and see, from a few micro-batches; nothing is written."""
+"""`surgeon train --dry-run`: what a run would cost and see, from a few micro-batches and a step; nothing is written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from surgeon.data.examples import ExampleStream, batch_of_examples, example_at, 
 from surgeon.data.masking import Encoded
 from surgeon.data.packing import Batches, SourceStream, batch_of, generator
 from surgeon.errors import BadInput
-from surgeon.train.footprint import copied_bytes, optimizer_bytes, peak_memory
+from surgeon.train.footprint import peak_memory
 from surgeon.train.loading import (
     cached_teacher,
     check_isolation,
@@ -38,6 +38,7 @@ from surgeon.train.losses.top_k import TopK
 from surgeon.train.opening import Run
 from surgeon.train.self_generated import Imagined
 from surgeon.train.steps.by_document import by_document
+from surgeon.train.steps.optimizer import make_optimizer
 
 # Documents of a source that are counted, tokens and runs of a sample that are shown, micro-batches that are timed.
 _COUNTED = 200
@@ -78,12 +79,11 @@ class Sample:
 class Rehearsal:
     """A run that was not made: what it would train, on what, and an estimate of its cost.
 
-    `seconds_a_step` is measured on micro-batches. `seconds` is the whole run's, without evaluations and checkpoints.
+    `seconds_a_step` is measured on micro-batches and a step of AdamW. `seconds` is the whole run's, without evaluations
+    and checkpoints.
     `seconds_writing` come before it, in which the model writes its sources with `generate`; so do `seconds_asking`, in
     which the base's predictions are recorded (`teacher_bytes` on disk, at most), and `seconds_estimating`, in which the
-    Fisher information is estimated. `peak_memory` is in bytes: that of the
-    micro-batches, `optimizer_bytes` for AdamW's state, which is made at the first step, and on a CPU `copy_bytes` for a
-    checkpoint that is written beside the steps.
+    Fisher information is estimated. `peak_memory` is measured, in bytes.
     """
 
     settings: dict[str, Any]
@@ -100,8 +100,6 @@ class Rehearsal:
     seconds_estimating: float
     teacher_bytes: int
     tokens: int
-    optimizer_bytes: int
-    copy_bytes: int
     peak_memory: int
     notes: tuple[str, ...]
 
@@ -120,13 +118,12 @@ class Rehearsal:
             `sources`: each with `name`, `share`, `documents`, `tokens_a_document`, `counted` (share of tokens in the
                 loss; 0 for labels), `run_tokens`, `passes`, `labels` (texts by label)
             `samples`: each with `source`, `label` (null: none) and `parts`: `text`, and `counted` if the loss counts it
-            `seconds_a_step`, `seconds`, `tokens`: measured on micro-batches; of the whole run
+            `seconds_a_step`, `seconds`, `tokens`: measured on micro-batches and a step; of the whole run
             `seconds_writing`: before the run, for sources with `generate`, from one batch of documents each
             `seconds_asking`, `teacher_bytes`: before the run, for `teacher: {cached: …}`, from one micro-batch; its
                 bytes on disk at most; else 0
             `seconds_estimating`: before the run, for `loss: fisher`, from one sequence; else 0
-            `peak_memory`, `optimizer_bytes`, `copy_bytes`: of the micro-batches with AdamW's state (on a CPU with a
-                checkpoint's copy); that state; that copy, 0 where checkpoints are not written beside the steps
+            `peak_memory`: measured, with AdamW's state
         """
         return plain_fields(self, without=("samples",)) | {
             "samples": [
@@ -169,16 +166,16 @@ def measured(run: Run, imagined: Imagined) -> Rehearsal:
         fused = fused_head(run, model)
         preserving = preserving_by(run, model, fused)
         with by_document():
-            estimating, anchored = _estimating(run, model, fused)
+            # Kept until a step was taken, as in the run.
+            estimating, _anchored = _estimating(run, model, fused)
             asking = 0.0 if cached is None or preserving is None else _seconds_asking(run, cached, preserving)
             seconds = _seconds_a_micro_batch(run, model, fused, preserving, cached) * settings.accumulation
+            seconds += _seconds_of_an_update(run, model)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise BadInput(
             f"{run.loaded.source}: a micro-batch of {settings.micro_batch} sequences of {settings.length} tokens does"
             " not fit into memory; use a smaller `micro_batch` or `length`, or `checkpointing: true`"
         ) from error
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer, copy = optimizer_bytes(trained), copied_bytes(run, model)
     return Rehearsal(
         settings=settings.to_json(),
         device=run.device,
@@ -194,10 +191,7 @@ def measured(run: Run, imagined: Imagined) -> Rehearsal:
         seconds_estimating=estimating,
         teacher_bytes=0 if cached is None else cached.most_bytes,
         tokens=total,
-        optimizer_bytes=optimizer,
-        copy_bytes=copy,
-        # The copy is not the GPU's.
-        peak_memory=peak_memory(run.device) + optimizer + anchored + (0 if run.device == "cuda" else copy),
+        peak_memory=peak_memory(run.device),
         notes=(*run.out.notes, *run.notes, *imagined.notes, *run.data.notes),
     )
 
@@ -265,17 +259,17 @@ def _parts(encoded: Encoded, encoder: Encoder) -> tuple[tuple[str, bool], ...]:
     return tuple((text(ids), counts) for ids, counts in parts)
 
 
-def _estimating(run: Run, model: Any, fused: FusedHead | None) -> tuple[float, int]:
-    """Wall seconds until the Fisher information is estimated, by one sequence, and its bytes in memory."""
+def _estimating(run: Run, model: Any, fused: FusedHead | None) -> tuple[float, Anchored | None]:
+    """Wall seconds until the Fisher information is estimated, by one sequence, and what it holds in memory."""
     spec = run.loaded.config.preserve
     if spec is None or not spec.fisher:
-        return 0.0, 0
+        return 0.0, None
     sequences = original_text(run.data.mixture, spec.fisher)
     begun = time.perf_counter()
     fisher = estimated(model, sequences[:1], fused, device=torch.device(run.device), ranks=Ranks())
     if run.device == "cuda":
         torch.cuda.synchronize()
-    return (time.perf_counter() - begun) * len(sequences), Anchored(model, fisher, 1.0).nbytes
+    return (time.perf_counter() - begun) * len(sequences), Anchored(model, fisher, 1.0)
 
 
 def _seconds_asking(run: Run, cached: CachedTeacher, preserving: Preserving) -> float:
@@ -322,6 +316,17 @@ def _seconds_a_micro_batch(
             torch.cuda.synchronize()
         seconds += time.perf_counter() - begun if number else 0.0
     return seconds / _TIMED
+
+
+def _seconds_of_an_update(run: Run, model: Any) -> float:
+    """Wall seconds of AdamW's step on the gradients of the micro-batches, after one that makes its state."""
+    optimizer, begun = make_optimizer(model, run.settings, decayed=set()), 0.0
+    for _ in range(2):
+        begun = time.perf_counter()
+        optimizer.step()
+        if run.device == "cuda":
+            torch.cuda.synchronize()
+    return time.perf_counter() - begun
 
 
 def _saying(preserving: Preserving, batch: Mapping[str, Tensor], k: int) -> Callable[..., TopK]:

@@ -302,12 +302,7 @@ def rehearsal_view(rehearsal: Rehearsal) -> RenderableType:
     if rehearsal.seconds_estimating:
         before = datetime.timedelta(seconds=round(rehearsal.seconds_estimating))
         facts.add_row("before", f"about {before} for the Fisher information")
-    facts.add_row(
-        "memory", f"about {size(rehearsal.peak_memory)}, of them {size(rehearsal.optimizer_bytes)} AdamW's state"
-    )
-    if rehearsal.copy_bytes:
-        beside = "beside it, in the machine's memory" if rehearsal.device == "cuda" else "of them"
-        facts.add_row("", f"{beside}: {size(rehearsal.copy_bytes)} for the copy of which checkpoints are written")
+    facts.add_row("memory", f"about {size(rehearsal.peak_memory)} at the most, with AdamW's state")
     return Group(*parts, facts, Text(), Text("dry run: nothing was written", style="bold green"))
 
 

@@ -691,9 +691,7 @@ def test_a_template_by_name_is_written_into_the_output(tmp_path: Path) -> None:
     check_json(shown)
     assert (shown.settings["batch"], shown.tokens, shown.sources[0].documents) == (2, 2 * 2 * 24, 10)
     assert shown.seconds == 2 * shown.seconds_a_step > 0
-    assert shown.optimizer_bytes == 12 * shown.trained, "two moments and a master of what is bfloat16"
-    assert shown.copy_bytes == 14 * shown.trained, "and what trains"
-    assert shown.peak_memory > shown.copy_bytes + shown.optimizer_bytes
+    assert shown.peak_memory > 14 * shown.trained, "two moments and a master of what is bfloat16, and a gradient"
     asking, answering = shown.samples[0].parts
     assert not asking[1] and answering[1], "the loss is on the answer alone"
     told = io.StringIO()

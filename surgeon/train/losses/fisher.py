@@ -66,11 +66,6 @@ class Anchored:
         found, self.found = self.found, []
         return sum(map(float, found)) / max(1, len(found))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory that it takes."""
-        return sum(birth.nbytes + fisher.nbytes for _, birth, fisher in self._held)
-
 
 def fisher_of(
     model: Any,
