@@ -33,7 +33,7 @@ from surgeon.blueprint.blueprint import Blueprint
 from surgeon.blueprint.shards import MAX_NEW_SHARD_BYTES, lay_out
 from surgeon.checkpoint.folder import CONFIG_FILE, CheckpointFolder
 from surgeon.checkpoint.header import FLOAT_DTYPES
-from surgeon.checkpoint.weights import QUANTISATION, SINGLE_FILE, quantisation
+from surgeon.checkpoint.weights import QUANTISATION, SINGLE_FILE
 from surgeon.common.devices import one_thread
 from surgeon.common.disk_space import no_room, writing
 from surgeon.common.library import LOAD_FAILURES, config_of, first_line, quiet_transformers
@@ -90,11 +90,10 @@ def prove_small(drawn: Drawing, base: OpenedBase) -> None:
         plan, facts = smaller(drawn.plan, drawn.facts, scale)
         try:
             made = _carry_out(plan, facts, opened, Path(work, "out"))
-            # Of FP8 beside four bits a twin is in full precision; of a head without words it has another.
             config = base.folder.config
-            if (QUANTISATION in config) == (QUANTISATION in twin.config) and wordless_auto(
-                native_config(config)
-            ) is None:
+            # Of FP8 beside four bits a twin is in full precision.
+            alike = (QUANTISATION in config) == (QUANTISATION in twin.config)
+            if alike and wordless_auto(native_config(config)) is None:
                 _check_same_tensors(blueprint, made, base.folder.tensors.keys() - twin.tensors.keys())
             out = CheckpointFolder.open(Path(work, "out"))
             _compare(twin, out, made, blueprint, base.anatomy.derivation.stack)
@@ -151,11 +150,11 @@ def save_twin(base: OpenedBase, blueprint: Blueprint, folder: Path) -> Checkpoin
             held = stored.get(base.anatomy.layer_name(layer, part.suffix))
             if held is not None and held.ndim > 1 and len(held) > 1 and part.blocks and part.blocks[0][0] == "router":
                 held[::2].mul_(_LARGE)
-    small = {key: value for key, value in small.items() if key != QUANTISATION}
+    settings = small.pop(QUANTISATION, None)
     # Experts that the twin has not are left out.
     if packed := {name: each for name, each in packed.items() if name in stored}:
-        small[QUANTISATION] = settings = small_blocks(config[QUANTISATION])
-        stored = quantised(stored, packed, base.folder, settings)
+        small[QUANTISATION] = small_blocks(settings)
+        stored = quantised(stored, packed, base.folder, small[QUANTISATION])
     folder.mkdir()
     if is_grafted(small):
         (folder / CODE_FILE).write_bytes(bundle(small))
@@ -313,18 +312,16 @@ def _compare(base: CheckpointFolder, out: CheckpointFolder, made: Blueprint, blu
     ids, promised = _tokens(min(words, _WORDS)), blueprint.promise != "none"
     dtypes = ("bfloat16", "float32") if promised else ("float32",)
     # What is in bfloat16 is the same in float32, so both are loaded once.
-    once = quantisation(base.config) is not None or {"F64", "F32", "F16"}.isdisjoint(
-        info.dtype for info in base.tensors.values()
-    )
+    once = QUANTISATION in base.config or {"F64", "F32", "F16"}.isdisjoint(info.dtype for info in base.tensors.values())
     for dtype in dtypes:
         if dtype == dtypes[0] or not once:
             one, other = load_pair(base, out, dtype=dtype)
             if made.kept_tokens is not None:
                 trim_logits(one, other, made.kept_tokens)
+            # What the base cannot do need not be done by the output.
+            steps = _STEPS if _decodes(one, ids) else 0
         else:
             one, other = one.float(), other.float()
-        # What the base cannot do need not be done by the output.
-        steps = _STEPS if _decodes(one, ids) else 0
         _check_promise(compare_models(one, other, ids, new=made.new_rows, decode_tokens=steps), blueprint)
     if promised and type(one) is type(other):
         _check_images(one, other, ids, stack)

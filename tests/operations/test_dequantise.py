@@ -47,8 +47,10 @@ def test_it_is_what_transformers_makes_of_the_base(dequantised: tuple[Path, Path
 
 def test_verify_and_revert(dequantised: tuple[Path, Path], tmp_path: Path) -> None:
     base, out = dequantised
-    verified = surgeon.verify(base, out, device="cpu", window=16, windows=1, dtypes=("auto", "bfloat16", "float16"))
-    assert verified.holds and verified.identical and len(verified.comparisons) == 6
+    verified = surgeon.verify(
+        base, out, device="cpu", window=16, windows=1, dtypes=("auto", "bfloat16", "float16", "float32")
+    )
+    assert verified.holds and verified.identical and len(verified.comparisons) == 8
     with pytest.raises(BadInput, match="take the base of that surgery itself"):
         surgeon.revert(out, tmp_path / "back")
     edited = shutil.copytree(out, tmp_path / "edited")
