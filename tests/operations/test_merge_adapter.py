@@ -362,10 +362,12 @@ def test_an_adapter_that_does_nothing_is_no_success(kind: str, made: Base, tmp_p
         text = merged(made("llama"), tmp_path, **{"from": {"adapter": "adapter", "weight": 0}}).manifest.merge_text
         assert text == "2 tensors stay as they are: what was merged adds nothing"
         return
-    said = (
-        "lora_B.*holds NaN or infinity" if kind == "not a number" else "this adapter does nothing: B A is zero in all 2"
-    )
-    with pytest.raises(BadInput, match=said):
+    said = {
+        "not a number": "lora_B.*holds NaN or infinity",
+        "alpha is zero": "this adapter does nothing: `lora_alpha` is 0",
+        "B is zero": "this adapter does nothing: B A is zero in all 2",
+    }
+    with pytest.raises(BadInput, match=said[kind]):
         merged(made("llama"), tmp_path)
 
 
@@ -746,7 +748,7 @@ def test_what_no_base_of_words_has_is_led_on(made: Base, tmp_path: Path) -> None
     for number, (name, said) in enumerate(
         {
             "base_model.model.score.weight": "with the head that it was trained with",
-            "lora_unet_mid_block.weight": "and no adapter of PEFT's",
+            "lora_unet_mid_block.weight": "no adapter of PEFT's has such a name",
         }.items()
     ):
         folder = lora(tmp_path / f"{number}", layers=2, modules_to_save=["score"])
