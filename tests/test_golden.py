@@ -54,7 +54,7 @@ def structure(shown: Preview) -> str:
             | ({"whole_heads": coupling.whole_heads.heads} if coupling.whole_heads else {})
             for coupling in drawn.couplings.values()
         ),
-        *({"tensor": output.name, **output.recipe.describe()} for output in drawn.outputs if output.new),
+        *({"tensor": output.name, "recipe": repr(output.recipe)} for output in drawn.outputs if output.new),
     ]
     return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
 
