@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -104,6 +105,8 @@ def drafts(model: Any, ids: Tensor) -> list[Tensor]:
     from transformers.cache_utils import MtpCache
     from transformers.modeling_layers import MtpModel
 
+    if not hasattr(MtpModel, "forward_layer"):
+        pytest.skip("this transformers drafts otherwise")
     mtp = MtpModel.from_pretrained(model).eval()
     hidden = model(ids, output_hidden_states=True).hidden_states[-1][:, :-1]
     cache = MtpCache(config=model.config.get_mtp_config())

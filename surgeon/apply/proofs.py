@@ -1,8 +1,8 @@
 """What is known of a plan's promise: proven on a twin now, proven before, or still to be proven by `apply`.
 
-A proof counts again for the same config and tensors, the same plan and facts, the same versions and code of surgeon and
-plugins. It is kept in the user's folder for caches, so that only the first `apply` of a plan to models of a config
-takes the seconds that torch and transformers need to start.
+A proof counts again for the same config and tensors, the same plan and facts, the same versions and code of surgeon. It
+is kept in the user's folder for caches, so that only the first `apply` of a plan to models of a config takes the
+seconds that torch and transformers need to start. Where plugins are installed nothing is kept.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, Literal
 from surgeon.apply.surgery import Drawing
 from surgeon.blueprint.blueprint import Blueprint
 from surgeon.common.cache import cache_folder, read_entry, write_entry
+from surgeon.common.plugins import any_installed
 from surgeon.common.promises import CONDITION
 from surgeon.families.anatomy_cache import digest_of, found_with, versions
 from surgeon.families.compressed import cannot_be_loaded
@@ -91,7 +92,7 @@ def prove(drawn: Drawing, base: OpenedBase) -> Proof:
         promises, held = False, Proof("unproven", why=why)
     if not promises and blueprint.native:
         return held
-    folder, key = cache_folder(_KIND), _key(drawn, base)
+    folder, key = None if any_installed() else cache_folder(_KIND), _key(drawn, base)
     known = None if folder is None else read_entry(folder, key)
     seconds = _prove(drawn, base, promises=promises) if known is None else 0.0
     if known is None and folder is not None:

@@ -48,6 +48,11 @@ def plugins(group: str) -> tuple[Plugin, ...]:
     return tuple(_loaded(entry) for entry in sorted(found, key=lambda entry: entry.name))
 
 
+def any_installed() -> bool:
+    """Whether a distribution brings something to surgeon: its code may change without its version."""
+    return any(entry.group.startswith("surgeon.") for entry in _installed())
+
+
 @cache
 def _installed() -> tuple[EntryPoint, ...]:
     """Those of all distributions: finding them takes as long as many a command, so the groups share it.

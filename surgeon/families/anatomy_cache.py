@@ -28,6 +28,7 @@ from surgeon._version import __version__
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.own_code import OwnCode
 from surgeon.common.cache import cache_folder, is_off, read_entry, write_entry
+from surgeon.common.plugins import any_installed
 from surgeon.families.anatomy import Anatomy, Derivation, LayerKind, Stream
 from surgeon.families.dissect import dissect
 from surgeon.families.family import Family, Sizes, Space
@@ -202,7 +203,7 @@ def recalled(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], own: 
     Raises BadInput as `dissect` does.
     """
     folder = cache_folder(_KIND)
-    if is_off() or is_grafted(config):
+    if is_off() or any_installed() or is_grafted(config):
         return dissect(config, tensors, own)
     entry = None if folder is None else _read(folder, _key(config, tensors, own))
     if entry is not None:

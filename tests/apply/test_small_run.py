@@ -26,9 +26,9 @@ from surgeon.common import cache
 from surgeon.errors import BadInput
 from surgeon.families import anatomy_cache, derivation, derived, silence
 from surgeon.families.dissect import dissect
+from surgeon.grafts import bundle as bundle_module
 from surgeon.manifest import compose
 from surgeon.operations import insert_layers
-from surgeon.runtime import bundle as bundle_module
 from tests import tiny
 from tests.decoders import tiny_decoder
 

@@ -73,7 +73,7 @@ NAMES = {
     "dots": ("no/such/..", "write the path without it"),
     "under a file": ("plan.yaml/out", "plan.yaml is not a folder"),
     "through what is not there": ("no/../out", "is not a folder"),
-    "nothing": ("", "choose another folder"),
+    "nothing": ("", "argument 4 of `apply` is empty"),
 }
 
 

@@ -257,6 +257,13 @@ MISTAKES = (
         "if name not in manifest.base.tensors:",
     ),
     _mistake(
+        "grafts",
+        "an adapter's output matrix is born as those that read",
+        "adapters.py",
+        '"down_proj.weight": Birth((width, spec.size))',
+        '"down_proj.weight": Birth((width, spec.size), std)',
+    ),
+    _mistake(
         "runtime",
         "routers' probabilities are those of the negative scores",
         "experts.py",

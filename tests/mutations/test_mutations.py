@@ -65,7 +65,7 @@ MUTATIONS = {
     ),
     "new gate": Mutation(
         (
-            ("runtime/adapters_rules.py", 'GATES = ("relu",', 'GATES = ("open", "relu",'),
+            ("grafts/adapters.py", 'GATES = ("relu",', 'GATES = ("open", "relu",'),
             (
                 "runtime/adapters.py",
                 "else torch.sigmoid(score)",
@@ -85,7 +85,7 @@ MUTATIONS = {
     "new adapter init": Mutation(
         (
             (
-                "runtime/adapters_rules.py",
+                "grafts/adapters.py",
                 '    "he": lambda width',
                 '    "large": lambda width, layers: 1.0,\n    "he": lambda width',
             ),
@@ -93,7 +93,7 @@ MUTATIONS = {
         ("tests/runtime/test_adapters.py", "tests/operations/test_choices.py"),
     ),
     "adapter init": Mutation(
-        (("runtime/adapters_rules.py", "1 / (width * layers)", "1 / width"),),
+        (("grafts/adapters.py", "1 / (width * layers)", "1 / width"),),
         (
             "tests/runtime/test_adapters.py",
             *golden("neutral-residues", "neutral-residues/adapters", "domain-gate", "neutral-residues/l1-0.1"),
@@ -112,7 +112,7 @@ MUTATIONS = {
     ),
     "new loss": Mutation(
         (
-            ("runtime/control_rules.py", 'DIVERGENCES = ("mse",', 'DIVERGENCES = ("nothing", "mse",'),
+            ("grafts/control.py", 'DIVERGENCES = ("mse",', 'DIVERGENCES = ("nothing", "mse",'),
             (
                 "runtime/control.py",
                 '= {"mse": squared_error',

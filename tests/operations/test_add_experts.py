@@ -160,6 +160,7 @@ def test_what_router_and_class_do_not_allow_is_refused(
 def test_the_proof_sees_a_correction_that_is_not_low_enough(
     made: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("SURGEON_CACHE", "off")
     monkeypatch.setattr(experts_recipes, "below", lambda least: least + 0.1)
     with pytest.raises(BadInput, match="on a twin of this model the logits"):
         applied(made("deepseek_v3"), tmp_path, how="zero", times=2)

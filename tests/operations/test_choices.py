@@ -10,28 +10,28 @@ from pathlib import Path
 import pytest
 
 from surgeon.families.decoders import USUAL_DECODERS, USUAL_ENCODERS
+from surgeon.grafts import adapters, control, gate, states
 from surgeon.grafts.registry import INTERPOLATORS
 from surgeon.operations.inits import INITS
 from surgeon.plan.plan import json_schema
-from surgeon.runtime import adapters_rules, control_rules, gate_rules, states_rules
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "reference"
 
 # What is chosen → its page, and the names.
 CHOICES: dict[str, tuple[str, Iterable[str]]] = {
     "interpolators": ("operations/control_llm.md", INTERPOLATORS),
-    "divergences": ("operations/control_llm.md", control_rules.DIVERGENCES),
-    "gates of adapters": ("operations/gated_adapters.md", adapters_rules.GATES),
-    "inits of adapters": ("operations/gated_adapters.md", adapters_rules.VARIANCES),
-    "local losses": ("operations/gated_adapters.md", adapters_rules.LOCAL_LOSSES),
+    "divergences": ("operations/control_llm.md", control.DIVERGENCES),
+    "gates of adapters": ("operations/gated_adapters.md", adapters.GATES),
+    "inits of adapters": ("operations/gated_adapters.md", adapters.VARIANCES),
+    "local losses": ("operations/gated_adapters.md", adapters.LOCAL_LOSSES),
     "inits of layers": ("operations/insert_layers.md", INITS),
-    "gates of control states": ("operations/mixture_of_control.md", states_rules.MIXTURE_GATES),
-    "sharing of gates": ("operations/mixture_of_control.md", states_rules.GATE_SHARING),
-    "routing in training": ("operations/mixture_of_control.md", states_rules.TRAIN_ROUTINGS),
-    "routing at inference": ("operations/mixture_of_control.md", states_rules.INFERENCE_ROUTINGS),
-    "what domain gates read": ("operations/domain_gate.md", gate_rules.READS),
-    "forms of domain gates": ("operations/domain_gate.md", gate_rules.FORMS),
-    "sites": ("operations/mixture_of_control.md", states_rules.SITES),
+    "gates of control states": ("operations/mixture_of_control.md", states.MIXTURE_GATES),
+    "sharing of gates": ("operations/mixture_of_control.md", states.GATE_SHARING),
+    "routing in training": ("operations/mixture_of_control.md", states.TRAIN_ROUTINGS),
+    "routing at inference": ("operations/mixture_of_control.md", states.INFERENCE_ROUTINGS),
+    "what domain gates read": ("operations/domain_gate.md", gate.READS),
+    "forms of domain gates": ("operations/domain_gate.md", gate.FORMS),
+    "sites": ("operations/mixture_of_control.md", states.SITES),
 }
 NAMED = [(what, name) for what, (_, names) in CHOICES.items() for name in names]
 
