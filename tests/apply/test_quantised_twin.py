@@ -14,6 +14,7 @@ import surgeon
 from surgeon.apply import small_run
 from surgeon.blueprint.recipes import Dequantised, elsewhere
 from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.common import cache
 from surgeon.errors import BadInput
 from surgeon.families.dissect_folder import dissect_folder
 from surgeon.models.load import load_model
@@ -31,6 +32,12 @@ SCALES: dict[str, Any] = {
     "U8": lambda value: value.log2().round().add(127).to(torch.uint8),
 }
 METHODS = {"qwen3": "fp8", "deepseek_v3": "fp8", "gpt_oss": "mxfp4"}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another test proved says nothing of a mistake that is planted here."""
+    monkeypatch.setenv(cache.VARIABLE, "off")
 
 
 def with_scales(base: Path, dtype: str) -> Path:
