@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from surgeon.grafts.births import linear_birth, low_rank_births
 from surgeon.grafts.checks import check_layers, loss_weight
 from surgeon.grafts.kinds import Kind, KnownGraft, without_numbers
+from surgeon.grafts.low_rank import linear_birth, low_rank_births
 from surgeon.runtime.births import Birth, Fill
 from surgeon.runtime.experts_rules import (
     ROUTER,

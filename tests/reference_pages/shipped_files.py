@@ -9,14 +9,14 @@ from surgeon.grafts.bundle import bundle
 from surgeon.grafts.registry import GRAFTS
 from surgeon.operations import OPERATIONS
 from tests import tiny
-from tests.runtime.grafting import adapters, alone, control, everything, joining, states
+from tests.runtime.grafting import alone, control, everything, joining, states
 
 SHIPPED_HEAD = f"""\
 # Shipped files
 
 Outputs with grafts hold `modeling_surgeon.py`: the classes of transformers, with the grafts beside them.
-Its bytes follow from `model_type`, `anatomy` and the grafts in `surgery` of config.json, and from surgeon's version;
-it has what losses and inserted layers need only where there are some.
+Its bytes follow from `model_type`, `anatomy` and the grafts in `surgery` of config.json, and from surgeon's version.
+It has the modules that these grafts need, whole.
 `surgeon verify` compares them, and says whose file it is.
 
 These are the files of surgeon {__version__} with one graft, and with all of them.
@@ -39,7 +39,7 @@ END
 
 def shipped_files_page() -> str:
     """What ships with each graft: lines and sha256, by model type."""
-    surgeries = alone() | {"adapters": adapters(l1=0.01), "control": control("lerp"), "all together": everything()}
+    surgeries = alone() | {"control": control("lerp"), "all together": everything()}
     parts = [SHIPPED_HEAD + _of_grafts()]
     for name, surgery in surgeries.items():
         families = [*tiny.FAMILIES, *(tiny.ENCODERS if name == "states" else ())]
