@@ -65,8 +65,7 @@ class Job:
     JSON data, what the output's bytes depend on beside shards and `files`: the checkpoints that are read, the plan.
     `twins` are the files that shards mirror: their data lies as there, modulo the alignment, and a shard that is its
     twin byte for byte moves no byte where that can be had: it shares its twin's blocks, or with `link` is its twin
-    under a second name. With `recall` the digests of such a twin may be those of the last time it was read: for what
-    proves nothing by them.
+    under a second name. Of `recall`, the first source, digests may be those of the last time that it was read.
     """
 
     shards: tuple[Shard, ...]
@@ -81,7 +80,7 @@ class Job:
     computing: Computing | None = None
     read_back: bool = True
     link: bool = False
-    recall: bool = False
+    recall: CheckpointFolder | None = None
     # Looks at the staged folder when all is in it, and raises where that must not be published.
     look: Callable[[Path], None] | None = None
 

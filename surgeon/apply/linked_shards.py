@@ -6,6 +6,7 @@ Their digests are those of that file, remembered from the last time it was read,
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from surgeon.apply.job import Job, Twin
 from surgeon.apply.readback import ReadBack, Way
 from surgeon.blueprint.shards import Shard
 from surgeon.checkpoint.header import Header, TensorInfo
-from surgeon.checkpoint.known_digests import FileDigests, Stamp, keep_digests, known_digests
+from surgeon.checkpoint.known_digests import FileDigests, Stamp, keep_digests
 from surgeon.checkpoint.linking import can_clone, check_linkable, clone, hard_link
 from surgeon.checkpoint.ranges import sha256_range
 from surgeon.checkpoint.source import LocalSource, OpenShards
@@ -90,8 +91,6 @@ class Unmoved:
     def __init__(self, job: Job, way: Way, proof: ReadBack) -> None:
         self._job, self._way, self._proof = job, way, proof
         self._hashers = ThreadPoolExecutor(min(_cores(), _MOST_HASHERS), thread_name_prefix="hash")
-        # Of the files whose bytes are copied: what is hashed on the way is remembered too.
-        self._copied: dict[str, Stamp] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -110,11 +109,10 @@ class Unmoved:
         with OpenShards(self._job.sources) as shards:
             source = shards.opened(twin.place)
             target.parent.mkdir(exist_ok=True)
-            before = Stamp.of(os.fstat(source))
+            began, before = time.time_ns(), Stamp.of(os.fstat(source))
             if self._way == "copy" or (self._way == "reflink" and not _cloned(source, target)):
-                self._copied[shard.file] = before
                 return False
-            found = known_digests(before, twin.header) if self._job.recall else None
+            found = self._proof.known(twin.place, twin.header)
             if found is None:
                 with stopwatch.stage("hash"):
                     found = self._hashed(source, twin.header)
@@ -126,17 +124,8 @@ class Unmoved:
                 if not after.same_content(before):
                     raise BadInput(f"{printable(twin.file)}: changed meanwhile; start again when nothing writes to it")
                 self._proof.take(shard, found, self._way)
-            keep_digests(after, twin.header, found)
+            keep_digests(after, twin.header, found, since=began)
         return True
-
-    def remember_copied(self) -> None:
-        """Keep the digests of originals that were copied as they are, for when they need not be moved."""
-        with OpenShards(self._job.sources) as shards:
-            for file, stamp in self._copied.items():
-                twin = self._job.unchanged[file]
-                there = Stamp.of(os.fstat(shards.opened(twin.place)))
-                if there == stamp and (found := self._proof.known(twin.header)) is not None:
-                    keep_digests(stamp, twin.header, found)
 
     def _hashed(self, source: int, twin: Header) -> FileDigests:
         def hashed(info: TensorInfo) -> tuple[str, bool]:

@@ -85,10 +85,13 @@ def _may_overflow(out: CheckpointFolder, layers: Collection[int]) -> bool:
 def _largest(out: CheckpointFolder, info: TensorInfo) -> float:
     """The largest of a tensor's numbers without their signs; infinity for what is none."""
     width = info.nbytes // info.numel
-    stored = np.memmap(out.path / info.file, f"<u{width}", "r", info.begin, (info.numel,))
-    # Without the sign, numbers are ordered as their bits are.
+    stored = np.memmap(out.path / info.file, f"<i{width}", "r", info.begin, (info.numel,))
+    # Without the sign, numbers are ordered as their bits are; with it, negative ones are above all others if unsigned.
     mask = (1 << 8 * width - 1) - 1
-    bits = max(int((stored[at : at + _AT_ONCE] & mask).max()) for at in range(0, info.numel, _AT_ONCE))
+    bits = 0
+    for at in range(0, info.numel, _AT_ONCE):
+        block = stored[at : at + _AT_ONCE]
+        bits = max(bits, int(block.max()), int(block.view(f"<u{width}").max()) & mask)
     if info.dtype == "BF16":
         bits, width = bits << 16, 4
     found = float(np.array(bits, f"<u{width}").view(f"<f{width}"))

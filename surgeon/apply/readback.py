@@ -1,7 +1,8 @@
 """Reading back what was written, while more is being written: the static proof and the digests of the manifest.
 
-Copied tensors are compared with the base's bytes and hashed in the same pass, computed ones hashed; shards are
-flushed to disk meanwhile, and journalled once both are done.
+Copied tensors are compared with the base's bytes and, where the base's digests are not known from an earlier run,
+hashed in the same pass; computed ones are hashed. Shards are flushed to disk meanwhile, and journalled once both are
+done.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, Self
@@ -18,7 +20,7 @@ from surgeon.blueprint.blueprint import Output
 from surgeon.blueprint.shards import Shard
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import Header, TensorInfo, read_header
-from surgeon.checkpoint.known_digests import FileDigests
+from surgeon.checkpoint.known_digests import FileDigests, Stamp, keep_digests, known_digests
 from surgeon.checkpoint.piece_bytes import Gap, OtherBytes, compared, places_of, read_in_order
 from surgeon.checkpoint.pieces import Pieces, Span
 from surgeon.checkpoint.ranges import sha256_range, zeros_sha256
@@ -42,11 +44,18 @@ class ReadBack:
     maps and networks that were handed in with them, and `not_finite`, the originals that hold NaN or infinity (what is
     computed never does). `ways` says of each shard how its bytes came there. `places` says of which bytes of which
     files of the `sources` outputs hold copies (`Job`). Without `compare` copies are taken on trust: originals are
-    hashed, the output is not read again.
+    hashed, the output is not read again. Of the files of `recall`, the first source, digests are those of the last
+    time that they were read, and are kept for the next.
     """
 
     def __init__(
-        self, sources: Mapping[str, Source], places: Mapping[str, Pieces], staging: Staging, *, compare: bool = True
+        self,
+        sources: Mapping[str, Source],
+        places: Mapping[str, Pieces],
+        staging: Staging,
+        *,
+        compare: bool = True,
+        recall: CheckpointFolder | None = None,
     ) -> None:
         self.digests: dict[str, str] = {}
         self.maps: dict[str, dict[str, Any]] = {}
@@ -63,6 +72,12 @@ class ReadBack:
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="read-back")
         self._flusher = ThreadPoolExecutor(1, thread_name_prefix="flush")
         self._pending: list[Future[None]] = []
+        self._recalled = recall
+        self._began = time.time_ns()
+        # How the files of `recall` are before any of them is read.
+        self._stamps = {} if recall is None else {file: self._stamp(file) for file in recall.shards}
+        for file, stamp in self._stamps.items():
+            self._recall(file, stamp)
 
     def __enter__(self) -> Self:
         return self
@@ -82,12 +97,12 @@ class ReadBack:
         """Take over a shard that is another file whole, by `way`; what that file holds is known."""
         self._done(shard, dict(found.digests), {}, list(found.not_finite), way)
 
-    def known(self, header: Header) -> FileDigests | None:
-        """What is known of a file of which every tensor was copied as it is; None where one was not."""
+    def known(self, place: str, header: Header) -> FileDigests | None:
+        """What is known of the file at `place` (`OpenShards`); None where some of its tensors were not read yet."""
+        spans = {info.name: Span(place, info.begin, info.nbytes) for info in header.tensors}
         with self._lock:
-            digests = {info.name: self.digests.get(info.name) for info in header.tensors}
-        found = {name: digest for name, digest in digests.items() if digest is not None}
-        return FileDigests(found, tuple(sorted(self.not_finite & found.keys()))) if len(found) == len(digests) else None
+            found = {name: self._originals[span] for name, span in spans.items() if span in self._originals}
+        return FileDigests(found, tuple(sorted(self.not_finite & found.keys()))) if len(found) == len(spans) else None
 
     def remember(self, file: str, record: Mapping[str, Any]) -> None:
         """Take over what an earlier run's journal says of a shard."""
@@ -111,9 +126,35 @@ class ReadBack:
         with OpenShards(self._sources) as shards:
             for name, place in places_of(folder.tensors).items():
                 (span,) = place.spans
-                known = self._originals.get(span)
-                found[name] = known or sha256_range(shards.opened(span.tensor), span.offset, span.offset + span.length)
+                if span not in self._originals:
+                    look, end = FiniteCheck(folder.tensors[name].dtype), span.offset + span.length
+                    self._originals[span] = sha256_range(shards.opened(span.tensor), span.offset, end, look)
+                    if not look.finite:
+                        self.not_finite.add(name)
+                found[name] = self._originals[span]
         return found
+
+    def keep(self) -> None:
+        """Remember the digests of the files of `recall` that were all read, and are as they were before."""
+        for file, stamp in self._stamps.items():
+            assert self._recalled is not None
+            found = self.known(f"/{file}", self._recalled.headers[file])
+            if found is not None and self._stamp(file) == stamp:
+                keep_digests(stamp, self._recalled.headers[file], found, since=self._began)
+
+    def _recall(self, file: str, stamp: Stamp) -> None:
+        """Take over what is known of a file of `recall`."""
+        assert self._recalled is not None
+        header = self._recalled.headers[file]
+        found = known_digests(stamp, header)
+        if found is not None:
+            spans = (Span(f"/{file}", info.begin, info.nbytes) for info in header.tensors)
+            self._originals.update(zip(spans, found.digests.values(), strict=True))
+            self.not_finite.update(found.not_finite)
+
+    def _stamp(self, file: str) -> Stamp:
+        with OpenShards(self._sources) as shards:
+            return Stamp.of(os.fstat(shards.opened(f"/{file}")))
 
     def _prove(self, shard: Shard, maps: dict[str, dict[str, Any]], flushed: Future[None]) -> None:
         digests: dict[str, str] = {}

@@ -101,7 +101,7 @@ def surgery_job(
         else None,
         read_back=read_back,
         link=link,
-        recall=True,
+        recall=base,
         look=look if blueprint.promise == "exact" else None,
     )
 

@@ -80,7 +80,7 @@ def _write(job: Job, staging: Staging, way: Way, listener: Listener, stopwatch: 
     listener.begin("writing", job.bytes_to_write)
     try:
         with (
-            ReadBack(job.sources, job.places, staging, compare=job.read_back) as proof,
+            ReadBack(job.sources, job.places, staging, compare=job.read_back, recall=job.recall) as proof,
             Unmoved(job, way, proof) as unmoved,
         ):
             run = _Run(job, staging.folder, listener, stopwatch, ranks, staging, proof, unmoved)
@@ -91,7 +91,7 @@ def _write(job: Job, staging: Staging, way: Way, listener: Listener, stopwatch: 
                 run.small_files()
                 last = job.finish(proof)
         job.check_unchanged()
-        unmoved.remember_copied()
+        proof.keep()
         for name, content in last.items():
             run.small_file(name, content)
         if job.look is not None:

@@ -18,13 +18,15 @@ def check_new_tensors(
 ) -> list[Check]:
     """What keeps new layers silent, what the plan calls constant, and what was computed; `out` are digests."""
     return [
-        _silence(blueprint, manifest, anatomy, folder),
+        _silence(blueprint, manifest, anatomy, folder, out),
         _constants(blueprint, manifest, folder, out),
         _as_born(blueprint, manifest, out),
     ]
 
 
-def _silence(blueprint: Blueprint, manifest: Manifest, anatomy: Anatomy, out: CheckpointFolder) -> Check:
+def _silence(
+    blueprint: Blueprint, manifest: Manifest, anatomy: Anatomy, folder: CheckpointFolder, out: Mapping[str, str]
+) -> Check:
     """Return which tensors of new layers must be which constant: from the anatomy, not from the recipes."""
     trained = manifest.trained
     loud: list[str] = []
@@ -37,9 +39,9 @@ def _silence(blueprint: Blueprint, manifest: Manifest, anatomy: Anatomy, out: Ch
             name = anatomy.layer_name(layer.index, suffix)
             if name in trained:
                 continue
-            info = out.tensors[name]
+            info = folder.tensors[name]
             checked += 1
-            if bytes(out.read(name)) != Constant(value, info.dtype, info.shape).data:
+            if out[name] != Constant(value, info.dtype, info.shape).sha256:
                 loud.append(name)
     kept = f"{checked} tensors hold exactly what keeps new layers silent"
     if not checked:
