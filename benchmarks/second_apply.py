@@ -6,7 +6,7 @@ Makes the Llama-3.2-1B-shaped checkpoint of depth_growth.py (2.5 GB, three shard
 llama-pro plan: once with an empty cache, then again and again, copied and hard-linked; `verify --static` of the output;
 `cp -r` of the output with `sync` of its files. Each is a process of its own, start-up included, with the byte code of
 all that it imports compiled, as pip leaves it; the plan renames all layers behind the first new one, so `--link` moves
-every byte too; processor seconds, wall seconds and peak resident memory, each the best of the rounds. The result goes to
+every byte too. Processor seconds, wall seconds and peak resident memory, each the best of the rounds, go to
 benchmarks/results/second_apply.md.
 """
 
