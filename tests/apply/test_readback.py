@@ -123,15 +123,15 @@ def test_the_digests_of_a_base_that_nobody_touched_are_known(
 ) -> None:
     """The layers behind the new one have other names, so no file of the output is one of the base's."""
     whole = sum(tensor.nbytes for tensor in weights(old).values())
-    first = _hashed(old, tmp_path / "first", monkeypatch)
-    assert first >= whole
-    assert _hashed(old, tmp_path / "second", monkeypatch) == first - whole
+    # Two threads may hash one original that is copied twice.
+    assert _hashed(old, tmp_path / "first", monkeypatch) >= whole
+    assert _hashed(old, tmp_path / "second", monkeypatch) == 0
     written = [{p.name: p.read_bytes() for p in (tmp_path / out).iterdir()} for out in ("first", "second")]
     assert written[0] == written[1]
     assert surgeon.verify(str(old), tmp_path / "second", logits=False).holds
     # What was written to has other times.
     os.utime(old / "model.safetensors", (1e9, 1e9 + 1))
-    assert _hashed(old, tmp_path / "third", monkeypatch) == first
+    assert _hashed(old, tmp_path / "third", monkeypatch) >= whole
 
 
 @pytest.mark.usefixtures("unproven")
