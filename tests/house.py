@@ -42,7 +42,7 @@ SHARED = (
     "surgeon.blueprint.draft.Draft",
     "surgeon.blueprint.blueprint.Blueprint",
     "surgeon.blueprint.recipes.recipe.Recipe",
-    "surgeon.families.anatomy.Derivation",
+    "surgeon.families.derivation.Derivation",
     "surgeon.runtime.rules.Surgery",
 )
 # What a token count leaves out, beside docstrings: comments and the layout.

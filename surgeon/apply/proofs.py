@@ -16,10 +16,10 @@ from typing import Any, Literal
 
 from surgeon.apply.surgery import Drawing
 from surgeon.blueprint.blueprint import Blueprint
-from surgeon.common.cache import cache_folder, read_entry, write_entry
+from surgeon.common.cache import cache_folder, digest_of, read_entry, write_entry
 from surgeon.common.plugins import any_installed
 from surgeon.common.promises import CONDITION
-from surgeon.families.anatomy_cache import digest_of, found_with, versions
+from surgeon.families.anatomy_cache import found_with, versions
 from surgeon.families.compressed import cannot_be_loaded
 from surgeon.grafts.bundle import bundle
 from surgeon.operations.prepare import OpenedBase

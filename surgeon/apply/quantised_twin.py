@@ -15,8 +15,8 @@ from torch import Tensor
 
 from surgeon.apply.compute import PACKED
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.families.anatomy import Packed
 from surgeon.families.compressed import packs_of
+from surgeon.families.family import Packed
 from surgeon.families.quantised import grid_of
 from surgeon.models.load import stored_dtype
 

@@ -16,7 +16,7 @@ from surgeon.families.dissect import dissect
 from surgeon.families.family import OWN_CONFIG
 from surgeon.families.grafted_config import native_config
 from surgeon.families.growth import part_of
-from surgeon.families.vocabulary import VOCABULARY_KEY
+from surgeon.families.rows_of_ids import VOCABULARY_KEY
 from surgeon.operations.growing import groups_that_fit, head_growths
 from surgeon.operations.widths import divisor_of
 

@@ -39,8 +39,9 @@ from surgeon.common.disk_space import no_room, writing
 from surgeon.common.library import LOAD_FAILURES, config_of, first_line, quiet_transformers
 from surgeon.common.listener import Quiet, Stopwatch
 from surgeon.errors import BadInput, SurgeonError, printable
-from surgeon.families.anatomy import OLD_NORMS, Anatomy, Packed, with_fields
+from surgeon.families.anatomy import OLD_NORMS, Anatomy
 from surgeon.families.dissect_folder import dissect_folder
+from surgeon.families.family import Packed, with_fields
 from surgeon.families.grafted_config import is_grafted, native_config
 from surgeon.families.limits import vocabulary_of
 from surgeon.families.names import under_base

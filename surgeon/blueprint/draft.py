@@ -39,17 +39,11 @@ from surgeon.blueprint.recipes import (
 from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
 from surgeon.checkpoint.trimmed_vocabulary import with_tokens
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import (
-    Anatomy,
-    Derivation,
-    LayerKind,
-    layer_of,
-    with_dtype,
-    with_fields,
-)
-from surgeon.families.family import MOST_LAYERS
+from surgeon.families.anatomy import Anatomy, LayerKind, layer_of, with_dtype
+from surgeon.families.family import MOST_LAYERS, with_fields
 from surgeon.families.grafted_config import native_config
-from surgeon.families.vocabulary import VOCABULARY_KEY, vocabulary_tensors, with_vocabulary
+from surgeon.families.rows_of_ids import VOCABULARY_KEY
+from surgeon.families.vocabulary import vocabulary_tensors, with_vocabulary
 from surgeon.grafts.bundle import CODE_FILE
 from surgeon.runtime.rules import BRANCH
 from surgeon.runtime.states_rules import BANK
@@ -453,20 +447,20 @@ class Draft:
     def _finished_config(self, *, grafted: bool) -> dict[str, Any]:
         if self.converted is not None:
             return self.converted
-        trunk = self.trunk_config(self.anatomy.derivation)
-        return self._grafted_config(self.anatomy.derivation, trunk) if grafted else trunk
+        trunk = self.trunk_config()
+        return self._grafted_config(trunk) if grafted else trunk
 
-    def trunk_config(self, derivation: Derivation) -> dict[str, Any]:
+    def trunk_config(self) -> dict[str, Any]:
         """The config of the layers alone, as it is without grafts."""
         order = [layer.like for layer in self.layers]
         opened = [index for index, layer in enumerate(self.layers) if layer.opened]
         unchanged = order == list(range(self.anatomy.sizes.layers)) and not opened
-        return copy.deepcopy(self.config) if unchanged else derivation.grown(order, opened)
+        return copy.deepcopy(self.config) if unchanged else self.anatomy.derivation.grown(order, opened)
 
-    def _grafted_config(self, derivation: Derivation, trunk: Mapping[str, Any]) -> dict[str, Any]:
+    def _grafted_config(self, trunk: Mapping[str, Any]) -> dict[str, Any]:
         grafts = [layer.grafts for layer in self.layers]
         order = [layer.like for layer in self.layers]
-        made = derivation.grafted(trunk, order, twins_of(grafts), self._graft_modules(derivation))
+        made = self.anatomy.derivation.grafted(trunk, order, twins_of(grafts), self._graft_modules())
         new = [index for index, layer in enumerate(self.layers) if layer.base is None]
         made["surgery"] = described_surgery(
             grafts, new_layers=new, older_layers=self._older_layers(), settings=self.settings, bank=self.bank
@@ -476,7 +470,7 @@ class Draft:
     def _older_layers(self) -> list[int]:
         return [index for index, layer in enumerate(self.layers) if layer.base in self.inserted_before]
 
-    def _graft_modules(self, derivation: Derivation) -> list[str]:
+    def _graft_modules(self) -> list[str]:
         """What transformers' model calls the modules that hold tensors of grafts; a twin, and a bank, are one."""
         found: list[str] = []
         for index, layer in enumerate(self.layers):
@@ -484,7 +478,7 @@ class Draft:
                 held = BRANCH if suffix.startswith(BRANCH) else suffix
                 found.append(self.anatomy.module_name(index, held.rpartition(".")[0]))
         if self.bank is not None:
-            found.append(f"{derivation.stack.rpartition('.')[0]}.{BANK}".strip("."))
+            found.append(f"{self.anatomy.derivation.stack.rpartition('.')[0]}.{BANK}".strip("."))
         return list(dict.fromkeys(found))
 
 

@@ -7,11 +7,14 @@ can have written it. What is missing or damaged is made anew. Nothing here raise
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import hmac
+import json
 import os
 import stat
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from surgeon.common.own_key import own_key
 
@@ -113,3 +116,8 @@ def _prune(folder: Path, most: int) -> None:
         if number > most or total > _MAX_BYTES:
             with contextlib.suppress(FileNotFoundError):
                 Path(path).unlink()
+
+
+def digest_of(content: Any) -> str:
+    """A digest of JSON data: what an entry, or an answer in one, is called by."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

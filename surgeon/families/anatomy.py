@@ -5,17 +5,16 @@ Of a checkpoint that carries grafts it is that of the native trunk beneath (graf
 
 from __future__ import annotations
 
-import copy
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from surgeon.checkpoint.header import QUANTISED_DTYPES, TensorInfo
 from surgeon.errors import printable
-from surgeon.families.family import Family, Part, Sizes, Space
+from surgeon.families.derivation import Derivation
+from surgeon.families.family import Family, Packed, Part, Sizes
 from surgeon.grafts.kinds import Kind
 from surgeon.grafts.registry import kinds
 from surgeon.runtime.rules import BRANCH
@@ -59,188 +58,9 @@ _FURTHER = re.compile(r"(?:^|\.)mtp\w*\.")
 _UNREAD = tuple(dtype for dtype in QUANTISED_DTYPES if dtype not in ("F8_E4M3", "U8"))
 
 
-# What a parameter is to the module that has it: a linear module's matrix, outputs by inputs or `turned`; an embedding;
-# the matrices of all experts, each outputs by inputs or turned; anything else.
-FORMS = ("linear", "turned", "embedding", "experts", "turned experts", "other")
-
-
-class Axis(NamedTuple):
-    """How one axis of a tensor grows: along which, what is new there (None: copies of what there is), and the parts
-    that each grow for themselves, in proportion.
-    """
-
-    axis: int
-    new: float | None
-    shares: tuple[int, ...] = (1,)
-
-
-Axes = tuple[Axis, ...]
-# The fields of a wider model's config, the axes of the tensors of each kind of layers by suffix, and of those outside.
-Stream = tuple[dict[str, int], tuple[dict[str, Axes], ...], dict[str, Axes]]
-
-
-class Derivation(ABC):
-    """What was found out about a model type, and what can be done with it."""
-
-    # What was proven, in one line; and the name of the list of decoder layers in transformers' model.
-    evidence: str
-    stack: str
-
-    @abstractmethod
-    def grown(self, order: Sequence[int], opened: Sequence[int] = ()) -> dict[str, Any]:
-        """The config.json of a model whose layer `n` is as layer `order[n]`. Raises BadInput where there is none.
-
-        `opened` are numbers of layers that are not quantised any more.
-        """
-
-    @abstractmethod
-    def blocks(self, layer: int) -> Mapping[str, str]:
-        """What base layer `layer` calls the blocks beside which grafts can stand, by their usual name (ATTENTION, FFN).
-
-        A block that is no module goes by those that it is made of, with a space between. A layer need not have both
-        blocks. Raises BadInput where the model's code cannot carry grafts.
-        """
-
-    @abstractmethod
-    def linear(self, layer: int) -> Mapping[str, tuple[int, ...]]:
-        """The linear modules of base layer `layer` by their path in it, with their shape (out × in)."""
-
-    @abstractmethod
-    def whole_heads(self, layer: int) -> bool:
-        """Whether whole heads of attention can change places in base layer `layer`, as tried on a twin.
-
-        Then they lie in its tensors one after the other.
-        """
-
-    @abstractmethod
-    def spaces(self, layer: int) -> tuple[Space, ...]:
-        """The spaces inside base layer `layer` whose units can change places, by suffix, as tried on a twin.
-
-        Those of which a tensor is stored as another than it is in memory are left out.
-        """
-
-    @property
-    @abstractmethod
-    def activation(self) -> str:
-        """The config's field that names the backbone's activation; empty where it has none."""
-
-    @abstractmethod
-    def own_activation(self, layer: int) -> str:
-        """The activation that base layer `layer`'s FFN applies, as a twin shows; empty where adapters have none such.
-
-        For models whose config names none.
-        """
-
-    @abstractmethod
-    def grafted(
-        self, trunk: Mapping[str, Any], order: Sequence[int], twins: Sequence[int], modules: Sequence[str]
-    ) -> dict[str, Any]:
-        """The config.json of a model with grafts, but for its `surgery`; `trunk` is that of its layers alone.
-
-        Layer `n` of the trunk is as layer `order[n]` of the base; those of numbers `twins` have an expanded twin.
-        `modules` are the grafts', which are in full precision also where the base is quantised. Raises BadInput where
-        there is none.
-        """
-
-    @abstractmethod
-    def vocabulary_tensors(self, rows: int) -> dict[str, bool]:
-        """The tensors with a row for each of the vocabulary's `rows`; True where rows are embeddings of what is read.
-
-        Raises BadInput where another tensor than embeddings and output head grows with the vocabulary.
-        """
-
-    @abstractmethod
-    def parameters(self) -> dict[str, tuple[str, str]]:
-        """Every parameter of transformers' model, by its name: where it is stored, and its form.
-
-        It is stored as a tensor of its own (its name on disk), or as several, or as another's (empty). The form is one
-        of `FORMS`.
-        """
-
-    @abstractmethod
-    def untied(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """A config.json like the base's, as that of a model whose output head has tensors of its own."""
-
-    @abstractmethod
-    def head_tensors(self) -> dict[str, str]:
-        """The tensors that an untied head needs and the base does not store, by name, and the one that each now is.
-
-        Raises BadInput where the head cannot be untied.
-        """
-
-    @abstractmethod
-    def text_model(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """The text tower of an image-text model as a causal model: its config.json, and its tensors' names in it.
-
-        Names are by those that they have now; tensors of other towers have none. Raises BadInput where no causal class
-        of transformers holds the tower.
-        """
-
-    @abstractmethod
-    def inner_fields(self, *, by: int = 0, multiple_of: int = 1) -> dict[str, int]:
-        """The config's fields with which every FFN, and every expert, is so much wider, or as wide as divides.
-
-        Raises BadInput where no field is known by which one of them becomes wider.
-        """
-
-    @abstractmethod
-    def growths(self, fields: Mapping[str, int]) -> tuple[dict[str, tuple[int, int, int]], ...]:
-        """Of each kind of layers the tensors that grow with these fields, as `Growth` says, by suffix on disk.
-
-        Raises BadInput where one grows in a way that cannot be followed.
-        """
-
-    @abstractmethod
-    def stream(self, times: int) -> Stream:
-        """What grows in a model whose stream is so many times as wide, by names on disk, and what is new of it.
-
-        Raises BadInput where no twin with random values computes what the base's does.
-        """
-
-    @abstractmethod
-    def shared_places(self, order: Sequence[int]) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """The tensors of blocks that layers share in a model whose layer `n` is as layer `order[n]`, by name.
-
-        Of each its name in the base, and the numbers of the new model's layers that compute with it. Raises BadInput
-        where they cannot be told.
-        """
-
-    # Where the fields of the text decoder stand in config.json.
-    path: tuple[str, ...]
-
-    @abstractmethod
-    def layer_axes(self, grown: Mapping[str, Any], layers: int) -> dict[str, int]:
-        """The axes along which tensors outside the layers, by name, hold a part for each layer; others are left out.
-
-        `grown` is a config of the base's type for so many `layers`, another number than the base's.
-        """
-
-
 def within(name: str, block: str) -> bool:
     """Whether a module or tensor of a layer belongs to one of its blocks, given as `Derivation.blocks` names it."""
     return any(name == path or name.startswith(f"{path}.") for path in block.split())
-
-
-@dataclass(frozen=True)
-class Packed:
-    """A quantised tensor of a layer: the suffix of its `scales`, and its suffix and shape in full precision.
-
-    `block` is rows by columns of numbers that share a scale; None: MXFP4. `module` is what holds it in memory.
-    """
-
-    scales: str
-    suffix: str
-    shape: tuple[int, ...]
-    block: tuple[int, int] | None
-    module: str
-
-    @property
-    def replaced(self) -> str:
-        """The module in whose place transformers puts one of its own where it multiplies numbers as they are stored.
-
-        For MXFP4 that is the whole block that holds the experts (`mlp`), for FP8 the linear module, or the experts.
-        """
-        return self.module.rpartition(".")[0] if self.block is None else self.module
 
 
 @dataclass(frozen=True)
@@ -394,21 +214,6 @@ class Anatomy:
     def linear(self, layer: int) -> Mapping[str, tuple[int, ...]]:
         """The linear modules of a layer by their path in it, with their shape (out × in)."""
         return self.derivation.linear(layer)
-
-
-def with_fields(config: Mapping[str, Any], path: Sequence[str], fields: Mapping[str, int]) -> dict[str, Any]:
-    """The config with these fields in its part at `path`; a dot in a field's name leads into a part of that."""
-    made = copy.deepcopy(dict(config))
-    part = made
-    for key in path if fields else ():
-        part = part.setdefault(key, {})
-    for name, value in fields.items():
-        *inside, key = name.split(".")
-        place = part
-        for step in inside:
-            place = place.setdefault(step, {})
-        place[key] = value
-    return made
 
 
 def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:

@@ -13,33 +13,31 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import json
 import platform
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, JsonValue, TypeAdapter
+from pydantic import BaseModel, ConfigDict, JsonValue
 
 from surgeon._version import __version__
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.own_code import OwnCode
-from surgeon.common.cache import cache_folder, is_off, read_entry, write_entry
+from surgeon.common.cache import cache_folder, digest_of, is_off, read_entry, write_entry
 from surgeon.common.plugins import any_installed
-from surgeon.families.anatomy import Anatomy, Derivation, LayerKind, Stream
+from surgeon.families.anatomy import Anatomy, LayerKind
+from surgeon.families.derivation import Derivation
 from surgeon.families.dissect import dissect
-from surgeon.families.family import Family, Sizes, Space
+from surgeon.families.family import Family, Sizes
 from surgeon.families.grafted_config import is_grafted
 
 # Raised whenever entries mean something else.
-_FORMAT = 3
+_FORMAT = 4
 _KIND = "anatomies"
 # What a derivation runs on.
 _LIBRARIES = ("transformers", "torch", "accelerate", "safetensors")
-_Answer = TypeVar("_Answer")
 
 
 class _Entry(BaseModel):
@@ -48,9 +46,6 @@ class _Entry(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     day: datetime.date
-    evidence: str
-    stack: str
-    path: tuple[str, ...]
     prefix: str
     stem: str
     encoder: bool
@@ -68,135 +63,6 @@ class _Entry(BaseModel):
     answers: dict[str, JsonValue]
 
 
-class Remembered(Derivation):
-    """A derivation whose answers are kept; what was not asked before is asked of the base's own, made when needed.
-
-    Making it takes torch and transformers. Proofs are always its own.
-    """
-
-    def __init__(self, make: Callable[[], Derivation], entry: _Entry | None, answers: dict[str, JsonValue]) -> None:
-        self._make, self._entry, self.answers = make, entry, answers
-        self._made: Derivation | None = None
-
-    @property
-    def own(self) -> Derivation:
-        """The base's own derivation."""
-        if self._made is None:
-            self._made = self._make()
-        return self._made
-
-    @property
-    def is_new(self) -> bool:
-        """Whether the base's own derivation was needed."""
-        return self._made is not None
-
-    @property
-    def evidence(self) -> str:  # type: ignore[override]
-        """As `Derivation` says, and whether that was proven earlier."""
-        if self._entry is None or self.is_new:
-            return self.own.evidence
-        return f"{self._entry.evidence} (on {self._entry.day}, kept in the cache)"
-
-    @property
-    def stack(self) -> str:  # type: ignore[override]
-        """As `Derivation` says."""
-        return self.own.stack if self._entry is None else self._entry.stack
-
-    @property
-    def path(self) -> tuple[str, ...]:  # type: ignore[override]
-        """As `Derivation` says."""
-        return self.own.path if self._entry is None else self._entry.path
-
-    @property
-    def activation(self) -> str:
-        """As `Derivation` says."""
-        return self._asked(str, lambda own: own.activation, "activation")
-
-    def own_activation(self, layer: int) -> str:
-        """As `Derivation` says."""
-        return self._asked(str, lambda own: own.own_activation(layer), "own activation", layer)
-
-    def blocks(self, layer: int) -> Mapping[str, str]:
-        """As `Derivation` says."""
-        return self._asked(dict[str, str], lambda own: dict(own.blocks(layer)), "blocks", layer)
-
-    def whole_heads(self, layer: int) -> bool:
-        """As `Derivation` says."""
-        return self._asked(bool, lambda own: own.whole_heads(layer), "heads", layer)
-
-    def spaces(self, layer: int) -> tuple[Space, ...]:
-        """As `Derivation` says."""
-        return self._asked(tuple[Space, ...], lambda own: own.spaces(layer), "spaces", layer)
-
-    def linear(self, layer: int) -> Mapping[str, tuple[int, ...]]:
-        """As `Derivation` says."""
-        return self._asked(dict[str, tuple[int, ...]], lambda own: dict(own.linear(layer)), "linear", layer)
-
-    def grown(self, order: Sequence[int], opened: Sequence[int] = ()) -> dict[str, Any]:
-        """As `Derivation` says."""
-        return self._asked(dict[str, Any], lambda own: own.grown(order, opened), "grown", [*order], [*opened])
-
-    def grafted(
-        self, trunk: Mapping[str, Any], order: Sequence[int], twins: Sequence[int], modules: Sequence[str]
-    ) -> dict[str, Any]:
-        """As `Derivation` says."""
-        asked = ("grafted", trunk, [*order], [*twins], [*modules])
-        return self._asked(dict[str, Any], lambda own: own.grafted(trunk, order, twins, modules), *asked)
-
-    def vocabulary_tensors(self, rows: int) -> dict[str, bool]:
-        """As `Derivation` says."""
-        return self._asked(dict[str, bool], lambda own: own.vocabulary_tensors(rows), "vocabulary", rows)
-
-    def untied(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """As `Derivation` says."""
-        return self._asked(dict[str, Any], lambda own: own.untied(config), "untied", config)
-
-    def head_tensors(self) -> dict[str, str]:
-        """As `Derivation` says."""
-        return self._asked(dict[str, str], lambda own: own.head_tensors(), "head")
-
-    def text_model(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """As `Derivation` says."""
-        kind = tuple[dict[str, Any], dict[str, str]]
-        return self._asked(kind, lambda own: own.text_model(), "text model")
-
-    def layer_axes(self, grown: Mapping[str, Any], layers: int) -> dict[str, int]:
-        """As `Derivation` says."""
-        return self._asked(dict[str, int], lambda own: own.layer_axes(grown, layers), "axes", grown, layers)
-
-    def inner_fields(self, *, by: int = 0, multiple_of: int = 1) -> dict[str, int]:
-        """As `Derivation` says."""
-        question = ("inner fields", by, multiple_of)
-        return self._asked(dict[str, int], lambda own: own.inner_fields(by=by, multiple_of=multiple_of), *question)
-
-    def growths(self, fields: Mapping[str, int]) -> tuple[dict[str, tuple[int, int, int]], ...]:
-        """As `Derivation` says."""
-        kind = tuple[dict[str, tuple[int, int, int]], ...]
-        return self._asked(kind, lambda own: own.growths(fields), "growths", dict(fields))
-
-    def stream(self, times: int) -> Stream:
-        """As `Derivation` says."""
-        return self._asked(Stream, lambda own: own.stream(times), "stream", times)
-
-    def shared_places(self, order: Sequence[int]) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """As `Derivation` says."""
-        kind = dict[str, tuple[str, tuple[int, ...]]]
-        return self._asked(kind, lambda own: own.shared_places(order), "shared places", [*order])
-
-    def parameters(self) -> dict[str, tuple[str, str]]:
-        """As `Derivation` says."""
-        return self._asked(dict[str, tuple[str, str]], lambda own: own.parameters(), "parameters")
-
-    def _asked(self, kind: Any, ask: Callable[[Derivation], _Answer], *question: Any) -> _Answer:
-        """The answer kept for this question, which is of this kind; else the base's own, which may refuse."""
-        key = digest_of(question)
-        if key in self.answers:
-            return cast(_Answer, TypeAdapter(kind).validate_python(self.answers[key]))
-        answer = ask(self.own)
-        self.answers[key] = json.loads(json.dumps(answer))
-        return answer
-
-
 def recalled(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], own: OwnCode | None = None) -> Anatomy:
     """As `dissect`, from what is kept of this base; `keep` then stores what was found out.
 
@@ -208,11 +74,7 @@ def recalled(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], own: 
     entry = None if folder is None else _read(folder, _key(config, tensors, own))
     if entry is not None:
         return _anatomy_of(entry, config, tensors, own)
-    anatomy = dissect(config, tensors, own)
-    if folder is None:
-        return anatomy
-    derivation = anatomy.derivation
-    return replace(anatomy, derivation=Remembered(lambda: derivation, None, {}))
+    return dissect(config, tensors, own)
 
 
 def keep(
@@ -220,14 +82,11 @@ def keep(
 ) -> None:
     """Store what was found out of a base that `recalled` gave, if anything is new."""
     folder, derivation = cache_folder(_KIND), anatomy.derivation
-    if folder is None or not isinstance(derivation, Remembered) or not derivation.is_new:
+    if folder is None or any_installed() or is_grafted(config) or not derivation.is_new:
         return
     lists = list(dict.fromkeys(tuple(layer) for layer in anatomy.layers))
     entry = _Entry(
         day=datetime.date.today(),
-        evidence=derivation.evidence,
-        stack=derivation.stack,
-        path=derivation.path,
         prefix=anatomy.prefix,
         stem=anatomy.family.stem,
         encoder=anatomy.family.encoder,
@@ -241,7 +100,7 @@ def keep(
         layer_types=None if anatomy.layer_types is None else tuple(anatomy.layer_types),
         tied=anatomy.tied,
         idle=anatomy.idle,
-        answers=derivation.answers,
+        answers=dict(sorted(derivation.answers.items())),
     )
     write_entry(folder, f"{_key(config, tensors, own)}.json", entry.model_dump_json().encode())
 
@@ -265,10 +124,6 @@ def _anatomy_of(
         for index, suffixes in enumerate(entry.beyond, len(layers))
     )
     types = entry.layer_types
-
-    def made() -> Derivation:
-        return dissect(config, tensors, own).derivation
-
     return Anatomy(
         family=Family(str(config["model_type"]), entry.stem, entry.encoder),
         sizes=entry.sizes,
@@ -283,7 +138,7 @@ def _anatomy_of(
         bank={},
         idle=entry.idle,
         beyond=beyond,
-        derivation=Remembered(made, entry, dict(entry.answers)),
+        derivation=Derivation(lambda: dissect(config, tensors, own).derivation.seen, entry.answers, entry.day),
     )
 
 
@@ -313,8 +168,3 @@ def _code() -> str:
         digest.update(f"{file.relative_to(package)} {file.stat().st_size}\n".encode())
         digest.update(file.read_bytes())
     return digest.hexdigest()
-
-
-def digest_of(content: Any) -> str:
-    """A digest of JSON data."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

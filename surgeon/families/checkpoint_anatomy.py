@@ -11,12 +11,12 @@ from surgeon.checkpoint.header import FLOAT_DTYPES, QUANTISED_DTYPES, TensorInfo
 from surgeon.checkpoint.own_code import OwnCode
 from surgeon.checkpoint.trust import refuse_quantised
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy, LayerKind, Packed, in_branch, layer_of, owner_of
+from surgeon.families.anatomy import Anatomy, LayerKind, in_branch, layer_of, owner_of
 from surgeon.families.compressed import OF_ACTIVATIONS, packs_of, unpacked
 from surgeon.families.decoders import HINTS
-from surgeon.families.derivation import Found
+from surgeon.families.derivation import Derivation, Seen
 from surgeon.families.derived import Derived, derive
-from surgeon.families.family import Family, Part
+from surgeon.families.family import Family, Packed, Part
 from surgeon.families.growth import layer_axis
 from surgeon.families.mixture import groups_of
 from surgeon.families.names import Names, made_of, match, saved_names, under_base
@@ -69,6 +69,7 @@ def anatomy_of(
         _kind(found, kind, first, names, without_scales(names.layers[first], config), layers[first], packed[kind])
         for kind, first in enumerate(firsts)
     )
+    seen = Seen(config, found, names, packed, tuple(kind.parts for kind in kinds))
     return Anatomy(
         family=Family(str(config["model_type"]), names.stem, found.skeleton.encoder),
         sizes=sizes,
@@ -86,7 +87,7 @@ def anatomy_of(
             {suffix: tensors[f"{names.stem}{index}.{suffix}"] for suffix in suffixes}
             for index, suffixes in names.beyond.items()
         ),
-        derivation=Found(config, found, names, packed, tuple(kind.parts for kind in kinds)),
+        derivation=Derivation(lambda: seen),
     )
 
 

@@ -6,8 +6,9 @@ so that code above this room (transport flow, zero-initialisation) needs no tens
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -170,3 +171,60 @@ def listed_layer_types(config: Config, layers: int) -> list[str] | None:
             f"config.json: `layer_types` {shown}; it must list one name for each of the {layers} layers; {OWN_CONFIG}"
         )
     return list(types)
+
+
+# What a parameter is to the module that has it: a linear module's matrix, outputs by inputs or `turned`; an embedding;
+# the matrices of all experts, each outputs by inputs or turned; anything else.
+FORMS = ("linear", "turned", "embedding", "experts", "turned experts", "other")
+
+
+class Axis(NamedTuple):
+    """How one axis of a tensor grows: along which, what is new there (None: copies of what there is), and the parts
+    that each grow for themselves, in proportion.
+    """
+
+    axis: int
+    new: float | None
+    shares: tuple[int, ...] = (1,)
+
+
+Axes = tuple[Axis, ...]
+# The fields of a wider model's config, the axes of the tensors of each kind of layers by suffix, and of those outside.
+Stream = tuple[dict[str, int], tuple[dict[str, Axes], ...], dict[str, Axes]]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A quantised tensor of a layer: the suffix of its `scales`, and its suffix and shape in full precision.
+
+    `block` is rows by columns of numbers that share a scale; None: MXFP4. `module` is what holds it in memory.
+    """
+
+    scales: str
+    suffix: str
+    shape: tuple[int, ...]
+    block: tuple[int, int] | None
+    module: str
+
+    @property
+    def replaced(self) -> str:
+        """The module in whose place transformers puts one of its own where it multiplies numbers as they are stored.
+
+        For MXFP4 that is the whole block that holds the experts (`mlp`), for FP8 the linear module, or the experts.
+        """
+        return self.module.rpartition(".")[0] if self.block is None else self.module
+
+
+def with_fields(config: Mapping[str, Any], path: Sequence[str], fields: Mapping[str, int]) -> dict[str, Any]:
+    """The config with these fields in its part at `path`; a dot in a field's name leads into a part of that."""
+    made = copy.deepcopy(dict(config))
+    part = made
+    for key in path if fields else ():
+        part = part.setdefault(key, {})
+    for name, value in fields.items():
+        *inside, key = name.split(".")
+        place = part
+        for step in inside:
+            place = place.setdefault(step, {})
+        place[key] = value
+    return made

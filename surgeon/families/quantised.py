@@ -19,9 +19,8 @@ from surgeon.checkpoint.weights import COMPRESSED, QUANTISATION, quantisation
 from surgeon.common.library import LOAD_FAILURES, first_line
 from surgeon.common.patterns import Matcher
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Packed
 from surgeon.families.compressed import BESIDE, PACK, WEIGHT, packs_of
-from surgeon.families.family import OWN_CONFIG
+from surgeon.families.family import OWN_CONFIG, Packed
 from surgeon.families.skeleton import Skeleton
 
 # What stands beside a quantised tensor and says how large its numbers are.

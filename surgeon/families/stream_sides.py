@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from surgeon.common.library import LOAD_FAILURES
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Axes, Axis
 from surgeon.families.derived import Derived
-from surgeon.families.family import Sizes
+from surgeon.families.family import Axes, Axis, Sizes
 from surgeon.families.running import agree, run_prefill
 from surgeon.families.silence import null_of, some_tokens
 from surgeon.families.skeleton import Skeleton

@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any
 from surgeon.common.devices import one_thread
 from surgeon.common.library import LOAD_FAILURES
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Stream, with_fields
 from surgeon.families.derived import Derived
-from surgeon.families.family import Sizes
+from surgeon.families.family import Sizes, Stream, with_fields
 from surgeon.families.growth import part_of
 from surgeon.families.running import run_prefill
 from surgeon.families.shared import shared_in

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import with_fields
-from surgeon.families.family import LARGEST_SIZE, Part, inner_width
+from surgeon.families.family import LARGEST_SIZE, Part, inner_width, with_fields
 from surgeon.families.skeleton import Skeleton, build
 
 # Fields that may be the width of an FFN, or of an expert; in a part of the config of their own, with that before a dot.

@@ -30,7 +30,7 @@ from surgeon.common.json_results import plain_fields
 from surgeon.common.schema import Many
 from surgeon.errors import BadInput, printable
 from surgeon.families.family import LARGEST_SIZE
-from surgeon.families.vocabulary import VOCABULARY_KEY
+from surgeon.families.rows_of_ids import VOCABULARY_KEY
 from surgeon.operations.operation import Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.prepare import Facts, OpenedBase, Scale
 

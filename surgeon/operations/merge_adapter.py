@@ -23,7 +23,8 @@ from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, TokenizerJson
 from surgeon.checkpoint.trust import leads_to_code
 from surgeon.errors import BadInput, printable
-from surgeon.families.vocabulary import VOCABULARY_KEY, further_rows
+from surgeon.families.rows_of_ids import VOCABULARY_KEY
+from surgeon.families.vocabulary import further_rows
 from surgeon.models.templates import template_of
 from surgeon.operations.adapter_changes import Sorted, deltas, sets_whole
 from surgeon.operations.adapter_places import Model, Place

@@ -18,9 +18,9 @@ from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Constant, Copy, Joined, Recipe, side_by_side, sliced_along
 from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy, Axes, Axis, Stream
+from surgeon.families.anatomy import Anatomy
 from surgeon.families.decoders import USUAL_DECODERS
-from surgeon.families.family import LARGEST_SIZE, Part, Role
+from surgeon.families.family import LARGEST_SIZE, Axes, Axis, Part, Role, Stream
 from surgeon.families.growth import part_of
 from surgeon.operations.operation import Operation, Paper, TrainingDefaults
 from surgeon.operations.widths import ROUNDING, check_alone

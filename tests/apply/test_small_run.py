@@ -142,7 +142,7 @@ def half_silent(patch: pytest.MonkeyPatch) -> None:
 
 def settings_of_other_layers(patch: pytest.MonkeyPatch) -> None:
     """Every list of the config with an entry a layer is the wrong way round, or the rotary base is another."""
-    grown = derivation.Found.grown
+    grown = derivation.Derivation.grown
 
     def turned(found: Any, order: Any, opened: Any = ()) -> Any:
         made = grown(found, order, opened)
@@ -152,7 +152,7 @@ def settings_of_other_layers(patch: pytest.MonkeyPatch) -> None:
             else {"rms_norm_eps": 0.1}
         )
 
-    patch.setattr(derivation.Found, "grown", turned)
+    patch.setattr(derivation.Derivation, "grown", turned)
 
 
 def bytes_of_another_place(patch: pytest.MonkeyPatch) -> None:

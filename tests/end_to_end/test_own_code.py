@@ -182,4 +182,4 @@ def test_the_code_of_another_folder_never_answers(base: Path, tmp_path: Path) ->
         )
     assert not torch.equal(one, two)
     anatomies = [dissect_folder(CheckpointFolder.open(folder, **TRUST)) for folder in (base, other)]
-    assert len({str(type(anatomy.derivation.derived.skeleton.model)) for anatomy in anatomies}) == 2
+    assert len({str(type(anatomy.derivation.seen.derived.skeleton.model)) for anatomy in anatomies}) == 2
