@@ -13,6 +13,7 @@ import json
 import os
 import stat
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -119,5 +120,9 @@ def _prune(folder: Path, most: int) -> None:
 
 
 def digest_of(content: Any) -> str:
-    """A digest of JSON data: what an entry, or an answer in one, is called by."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    """A digest of JSON data, of any mappings and sequences: what an entry, or an answer in one, is called by."""
+
+    def plain(each: Any) -> Any:
+        return dict(each) if isinstance(each, Mapping) else list(each)
+
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=plain).encode()).hexdigest()

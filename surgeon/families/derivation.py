@@ -183,7 +183,8 @@ class Derivation:
         if self.seen.packed[kind]:
             return ()
         back = {name: suffix for suffix, name in places.items()}
-        found = _spaces(json.dumps(self.seen.config, sort_keys=True), first)
+        derived = self.seen.derived
+        found = inner_spaces(self.seen.config, derived.skeleton, first, derived.sizes.heads)
         return tuple(
             space._replace(slots=tuple(slot._replace(suffix=back[slot.suffix]) for slot in space.slots))
             for space in found
@@ -237,7 +238,7 @@ class Derivation:
 
         Raises BadInput where no twin with random values computes what the base's does.
         """
-        fields, kinds, outer = _stream(json.dumps(self.seen.config, sort_keys=True), times)
+        fields, kinds, outer = wider_stream(self.seen.config, self.seen.derived, times)
         found = [self._stored_axes(kind, grown) for kind, grown in enumerate(kinds)]
         outside = {name: outer[target] for name, target in self.seen.names.outer.items() if target in outer}
         return dict(fields), tuple(found), outside
@@ -322,7 +323,7 @@ class Derivation:
         return left_out(made, modules, self.seen.derived.skeleton)
 
     def _grown(self, order: Sequence[int], trunk: int | None = None) -> dict[str, Any]:
-        return copy.deepcopy(_grown(json.dumps(self.seen.config), tuple(order), trunk))
+        return copy.deepcopy(grown(self.seen.config, self.seen.derived.skeleton, order, trunk))
 
     @kept
     def shared_places(self, order: Sequence[int]) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -508,28 +509,6 @@ def composition_for(kept: str) -> Composition:
     firsts = [found.kind_of.index(kind) for kind in range(len(found.titles))]
     compose = encoder_composition if found.skeleton.encoder else composition_of
     return compose(config, found.skeleton, twin_of(config, heads=found.heads), firsts)
-
-
-@lru_cache(maxsize=16)
-def _spaces(kept: str, layer: int) -> tuple[Space, ...]:
-    """Once for what preview and apply ask alike."""
-    config = json.loads(kept)
-    found = derive(config)
-    return inner_spaces(config, found.skeleton, layer, found.sizes.heads)
-
-
-@lru_cache(maxsize=8)
-def _stream(kept: str, times: int) -> Stream:
-    """Once for what preview and apply ask alike; nobody may change it."""
-    config = json.loads(kept)
-    return wider_stream(config, derive(config), times)
-
-
-@lru_cache(maxsize=16)
-def _grown(kept: str, order: tuple[int, ...], trunk: int | None) -> dict[str, Any]:
-    """As `grown` says of a config.json, given as JSON text; nobody may change it."""
-    config = json.loads(kept)
-    return grown(config, derive(config).skeleton, order, trunk)
 
 
 @lru_cache(maxsize=2)
