@@ -43,12 +43,13 @@ from surgeon.families.anatomy import OLD_NORMS, Anatomy
 from surgeon.families.dissect_folder import dissect_folder
 from surgeon.families.family import Packed, with_fields
 from surgeon.families.grafted_config import is_grafted, native_config
+from surgeon.families.growth import part_of
 from surgeon.families.limits import vocabulary_of
 from surgeon.families.names import under_base
 from surgeon.families.quantised import packed_of
 from surgeon.families.silence import some_tokens
 from surgeon.families.skeleton import Skeleton, encoder_auto, wordless_auto
-from surgeon.families.twin import fill, fill_buffers, shrunk, twin_of_small
+from surgeon.families.twin import WIDTHS, fill, fill_buffers, shrunk, twin_of_small
 from surgeon.grafts.bundle import CODE_FILE, bundle, import_bundle
 from surgeon.grafts.composition import composition_of
 from surgeon.manifest.compose import BaseId
@@ -234,7 +235,11 @@ def _small_configs(config: Mapping[str, Any], blueprint: Blueprint, anatomy: Ana
     if changed:
         sizes = anatomy.sizes
         divided = math.lcm(sizes.heads, changed.get(HEADS, sizes.heads))
-        own = {HEADS: sizes.heads, KEYS: sizes.kv_heads, HIDDEN: divided * -(-NEURONS // divided)}
+        width = divided * -(-NEURONS // divided)
+        # What is as wide as the stream in the base is so in its twin: OPT projects no embeddings of that width.
+        part = part_of(config, anatomy.derivation.path)
+        wide = [key for key, value in part.items() if WIDTHS.fullmatch(key) and value == sizes.hidden]
+        own = {HEADS: sizes.heads, KEYS: sizes.kv_heads, HIDDEN: width, **dict.fromkeys(wide, width)}
         for size in (_HEAD, sizes.head_dim):
             small = shrunk(config, heads_left=sizes.heads)
             yield with_fields(small, anatomy.derivation.path, own | {HEAD: size})

@@ -30,6 +30,7 @@ from surgeon.grafts import bundle as bundle_module
 from surgeon.manifest import compose
 from surgeon.operations import insert_layers
 from tests import tiny
+from tests.checkpoints import write_plan
 from tests.decoders import tiny_decoder
 
 # What plants a mistake in the program.
@@ -344,3 +345,14 @@ def test_a_graft_that_no_gradient_reaches_is_refused(tmp_path: Path, monkeypatch
     code(b"return F.linear(x, self.weight)", b"return -F.linear(x, self.weight).abs()")(monkeypatch)
     with pytest.raises(BadInput, match="what is new gets no gradient"):
         surgeon.apply(plan_of(tmp_path, {"op": "gated_adapters", "layers": [1], "size": 4}), base, tmp_path / "out")
+
+
+def test_what_is_as_wide_as_the_stream_is_so_in_the_twin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """OPT projects its embeddings where their width is another than the stream's; heads grow with a wider stream."""
+    monkeypatch.setenv("SURGEON_CACHE", "off")
+    base = tiny_decoder(tmp_path / "base", "opt", num_hidden_layers=2)
+    config = json.loads((base / "config.json").read_text())
+    assert config["word_embed_proj_dim"] == config["hidden_size"]
+    plan = write_plan(tmp_path / "plan.yaml", [{"op": "widen_hidden", "times": 2}])
+    assert surgeon.apply(plan, base, tmp_path / "out", device="cpu").manifest.promise == "rounding"
+    assert surgeon.verify(base, tmp_path / "out", device="cpu", window=16, windows=1).holds
