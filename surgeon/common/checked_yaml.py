@@ -12,9 +12,9 @@ from typing import Any, Generic, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from surgeon.common.formatting import did_you_mean, nearest, value_text
 from surgeon.common.places import meant
-from surgeon.common.schema_forms import Forms
-from surgeon.common.suggestions import did_you_mean, nearest, value_text
+from surgeon.common.schema import Forms
 from surgeon.common.yaml import Place
 from surgeon.errors import bad_input, printable
 

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from surgeon.common.distributed import Ranks
 from surgeon.common.json_results import plain_fields
-from surgeon.data.encoding import Encoder
+from surgeon.data.encoding import Encoded, Encoder
 from surgeon.data.examples import ExampleStream, batch_of_examples, example_at, labels_of
-from surgeon.data.masking import Encoded
 from surgeon.data.packing import Batches, SourceStream, batch_of, generator
 from surgeon.errors import BadInput
 from surgeon.train.footprint import peak_memory

@@ -53,7 +53,7 @@ from surgeon.manifest.run_files import (
 from surgeon.manifest.trainable import Fixed, TrainableSet
 from surgeon.models.load import build_model, stored_dtype
 from surgeon.train.config.schema import LoraSpec
-from surgeon.train.trainable.stored import StoredNames
+from surgeon.train.trainable.trainable_set import StoredNames
 
 FINAL_FILE = "final.safetensors"
 ADAPTER_FILE = "adapter.safetensors"

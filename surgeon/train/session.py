@@ -52,19 +52,18 @@ from surgeon.train.saved.checkpoints import (
     RUN_FILE,
     STATE_FILE,
     RunRecord,
+    Saving,
     best_step,
     damage,
     drop_what_does_not_count,
     newest_checkpoint,
     step_of,
 )
-from surgeon.train.saved.saving import Saving
 from surgeon.train.saved.work_folder import fingerprint_of, own_work_folder
 from surgeon.train.self_generated import memory_folder, write_sources
-from surgeon.train.steps.arguments import training_arguments
 from surgeon.train.steps.by_document import by_document
 from surgeon.train.steps.cadence import Cadence
-from surgeon.train.steps.trainer import DATA_FILE, TRAINED_FILE, Sequences, SurgeonTrainer, Terms
+from surgeon.train.steps.trainer import DATA_FILE, TRAINED_FILE, Sequences, SurgeonTrainer, Terms, training_arguments
 
 # In the work folder: the published run, where what is asked for is only made of it.
 WHOLE_FOLDER = "whole"

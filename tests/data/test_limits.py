@@ -19,8 +19,7 @@ import pytest
 
 from surgeon.data.chats import Chat, Message
 from surgeon.data.documents import Documents, text_files
-from surgeon.data.parquet import ParquetFiles
-from surgeon.data.row_sizes import check_sizes, pieces_of, row_sizes
+from surgeon.data.parquet import ParquetFiles, check_sizes, pieces_of, row_sizes
 from surgeon.data.rows import Rows
 from surgeon.data.saved_tables import check_saved
 from surgeon.data.sources import saved_table
