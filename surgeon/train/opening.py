@@ -110,13 +110,23 @@ def opened_run(
     say = listener.say if ranks.leads else lambda _: None
     if prepared is None:
         prepared = prepare(out, manifest, loaded, target, device=device, processes=ranks.size)
-    settings, sharding = prepared.settings, _sharding_over(ranks, prepared, say)
+    settings, sharding = prepared.settings, prepared.sharding
+    if sharding is not None and ranks.size == 1:
+        say("one process: nothing is sharded")
+        sharding = None
     device = devices.resolve(device)
     trackers = open_trackers(loaded.config.report_to, target=target, config=str(loaded.source))
-    texts = _Texts.open(out, prepared, loaded, target, imagined, say)
+    vocabulary = prepared.anatomy.sizes.vocabulary
+    encoder, examples = Encoder(out.path, vocabulary=vocabulary, template=loaded.template), None
+    if loaded.config.classifies:
+        examples = ExampleEncoder(encoder.tokenizer, out.config, length=settings.length, vocabulary=vocabulary)
+        data = TrainingData.open_examples(loaded, examples, say)
+    else:
+        memory = memory_folder(target)
+        data = TrainingData.open(loaded, settings, encoder, say, memory=memory, imagined=imagined)
     notes = prepared.notes
     if prepared.settled_for is not None:
-        settings, more = prepared.settled_for(texts.data.steps_of(loaded, settings, say))
+        settings, more = prepared.settled_for(steps=data.steps_of(loaded, settings, say))
         notes = [*notes, *more]
     return Run(
         out,
@@ -124,7 +134,7 @@ def opened_run(
         loaded,
         settings,
         prepared.wanted,
-        texts.data,
+        data,
         target,
         device,
         ranks,
@@ -134,46 +144,10 @@ def opened_run(
         trackers,
         listener,
         say,
-        texts.encoder,
+        encoder,
         notes,
-        texts.examples,
+        examples,
     )
-
-
-def _sharding_over(ranks: Ranks, prepared: Prepared, say: Callable[[str], None]) -> Sharding | None:
-    """Return how the model is sharded over the processes; None, which is said, where there is one."""
-    if prepared.sharding is not None and ranks.size == 1:
-        say("one process: nothing is sharded")
-        return None
-    return prepared.sharding
-
-
-@dataclass(frozen=True)
-class _Texts:
-    """The texts of a run, read through; `examples` encodes those of a classification head."""
-
-    data: TrainingData
-    encoder: Encoder
-    examples: ExampleEncoder | None = None
-
-    @classmethod
-    def open(
-        cls,
-        out: CheckpointFolder,
-        prepared: Prepared,
-        loaded: LoadedConfig,
-        target: Path,
-        imagined: Mapping[str, Corpus] | None,
-        say: Callable[[str], None],
-    ) -> _Texts:
-        """Open what the config names, by the output's tokenizer; arguments as `opened_run` has them."""
-        settings, vocabulary = prepared.settings, prepared.anatomy.sizes.vocabulary
-        encoder = Encoder(out.path, vocabulary=vocabulary, template=loaded.template)
-        if not loaded.config.classifies:
-            memory = memory_folder(target)
-            return cls(TrainingData.open(loaded, settings, encoder, say, memory=memory, imagined=imagined), encoder)
-        examples = ExampleEncoder(encoder.tokenizer, out.config, length=settings.length, vocabulary=vocabulary)
-        return cls(TrainingData.open_examples(loaded, examples, say), encoder, examples)
 
 
 def check_as_left(out: CheckpointFolder, manifest: Manifest | None, listener: Listener) -> dict[str, str]:

@@ -94,7 +94,7 @@ def test_texts_in_the_hub_s_cache_are_read(tmp_path: Path) -> None:
 
 
 def test_a_document_has_a_largest_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("checkpoint.text_lines", "data.json_list", "data.row_sizes", "models.tokens"):
+    for module in ("checkpoint.text_lines", "data.json_list", "data.parquet", "models.tokens"):
         monkeypatch.setattr(f"surgeon.{module}.MAX_DOCUMENT_BYTES", 2000)
     long = json.dumps({"text": "x" * 3000})
     files = {
