@@ -129,7 +129,7 @@ class Forms:
         """Yield the forms of the value at `place`: those whose fixed values are what the data has around it."""
         forms = [form for form in self._flat(self._schema) if _agrees(form, data)]
         for step in place:
-            inside = data[step] if _has(data, step) else None
+            inside = data[step] if holds(data, step) else None
             inner = [
                 found for form in forms if (schema := _under(form, step)) is not None for found in self._flat(schema)
             ]
@@ -234,5 +234,6 @@ def _listed(forms: list[str]) -> str:
     return " or ".join([", ".join(forms[:-1]), forms[-1]] if len(forms) > 1 else forms)
 
 
-def _has(data: Any, step: int | str) -> bool:
+def holds(data: Any, step: int | str) -> bool:
+    """Whether a document has something there."""
     return step in data if isinstance(data, Mapping) else isinstance(data, list) and step in range(len(data))

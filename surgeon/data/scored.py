@@ -109,7 +109,16 @@ def score(
 
     `batch` of the longest sequences are run at a time, of shorter ones more; `advance` receives how many are done.
     """
-    return _scored(model, windows, None, batch, advance)
+    from surgeon.data.scoring import score_sequences
+
+    return score_sequences(
+        model,
+        windows.sequences,
+        micro_batch=batch,
+        units=windows.units,
+        unit_count=windows.documents,
+        advance=advance,
+    )
 
 
 def divergence(
@@ -124,11 +133,6 @@ def divergence(
 
     Both models are loaded and have the same tokens; of a vocabulary that grew, the base's tokens count alone.
     """
-    return _scored(model, windows, base, batch, advance)
-
-
-def _scored(model: Any, windows: Windows, beside: Any, batch: int, advance: Callable[[int], None]) -> Scores:
-    """Score a model on windows, by what the model `beside` says where there is one."""
     from surgeon.data.scoring import score_sequences
 
     return score_sequences(
@@ -137,7 +141,7 @@ def _scored(model: Any, windows: Windows, beside: Any, batch: int, advance: Call
         micro_batch=batch,
         units=windows.units,
         unit_count=windows.documents,
-        beside=beside,
+        beside=base,
         advance=advance,
     )
 
