@@ -57,7 +57,8 @@ def writing(
 ) -> Iterator[None]:
     """Turn the errors of a disk in this block into BadInput; libraries' too, where there is no room.
 
-    It says where, what, and what became of it: `kept`, which is said only where `kept_in`, if given, is there after the error.
+    It says where, what, and what became of it: `kept`, which is said only where `kept_in`, if given, is there after
+    the error.
     """
 
     def message(error: BaseException) -> str:
