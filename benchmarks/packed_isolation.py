@@ -190,7 +190,7 @@ def register() -> None:
 def loaded(work: Path, name: str, dtype: str, device: str) -> Any:
     """The output as training loads it."""
     import surgeon
-    from surgeon.train.steps.one_row import builds_no_mask, run_in_one_row
+    from surgeon.train.steps.packed import builds_no_mask, run_in_one_row
 
     model = surgeon.open_checkpoint(work / "out").load(dtype=dtype, attention=name).to(device).train()
     model.config.use_cache = False
@@ -345,8 +345,7 @@ def decoders() -> str:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     from surgeon.train.isolation import probe
-    from surgeon.train.steps.mask_positions import give_masks_positions
-    from surgeon.train.steps.one_row import builds_no_mask, run_in_one_row
+    from surgeon.train.steps.packed import builds_no_mask, give_masks_positions, run_in_one_row
     from tests.decoders import tiny_config
 
     rows, no_model = [], []

@@ -92,7 +92,7 @@ WITHOUT = {
     **{f"compare/{name}.py": ("torch", "numpy", "transformers") for name in ("schedule", "page")},
     "compare/frontier.py": ("torch", "numpy", "transformers", "surgeon"),
     "continual/metrics.py": ("torch", "numpy", "transformers", "surgeon"),
-    **{f"common/{name}.py": ("torch", "numpy", "transformers") for name in ("yaml", "checked_yaml", "suggestions")},
+    **{f"common/{name}.py": ("torch", "numpy", "transformers") for name in ("yaml", "checked_yaml", "formatting")},
 }
 
 

@@ -16,8 +16,7 @@ import typer
 import surgeon
 from surgeon._version import __version__
 from surgeon.cli.entries import AsJson, Declared, Group, QuietOption, command, shown
-from surgeon.cli.failures import Debug, sigterm_interrupts
-from surgeon.cli.output import console, listening, print_json, show
+from surgeon.cli.failures import Debug, console, listening, print_json, show, sigterm_interrupts
 from surgeon.cli.spellings import complete_shipped_or_swept
 from surgeon.common.distributed import Ranks, forget_leftovers, joined
 from surgeon.common.interrupting import interrupt

@@ -14,9 +14,8 @@ import typer
 from typer.core import TyperGroup
 
 import surgeon
-from surgeon.cli.failures import Command, failing
+from surgeon.cli.failures import Command, failing, listening, show
 from surgeon.cli.options import Spelling, as_option, parameters_given
-from surgeon.cli.output import listening, show
 from surgeon.cli.spellings import SPELLINGS
 from surgeon.common import devices
 from surgeon.common.places import meant

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from surgeon.common.own_key import own_key
+from surgeon.common.signed import own_key
 
 # `SURGEON_CACHE=off` goes without a cache.
 VARIABLE = "SURGEON_CACHE"

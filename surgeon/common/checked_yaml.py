@@ -12,9 +12,9 @@ from typing import Any, Generic, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from surgeon.common.formatting import did_you_mean, nearest, value_text
 from surgeon.common.places import meant
-from surgeon.common.schema_forms import Forms
-from surgeon.common.suggestions import did_you_mean, nearest, value_text
+from surgeon.common.schema import Forms, holds
 from surgeon.common.yaml import Place
 from surgeon.errors import bad_input, printable
 
@@ -253,16 +253,12 @@ def _tried_at(data: Any, problem: ErrorDetails) -> Place:
     place: list[str | int] = []
     *steps, last = problem["loc"] or ("",)
     for step in steps:
-        if _holds(data, step):
+        if holds(data, step):
             data = data[step]
             place.append(step)
         elif not (isinstance(data, dict) and step in data.values()):
             return tuple(place)
-    return (*place, last) if _holds(data, last) or problem["type"] == "missing" else tuple(place)
-
-
-def _holds(data: Any, step: int | str) -> bool:
-    return step in data if isinstance(data, dict) else isinstance(data, list) and step in range(len(data))
+    return (*place, last) if holds(data, last) or problem["type"] == "missing" else tuple(place)
 
 
 def _place_in(data: Any, location: tuple[int | str, ...], *, lacking: bool) -> Place:
@@ -272,7 +268,7 @@ def _place_in(data: Any, location: tuple[int | str, ...], *, lacking: bool) -> P
     """
     place: list[str | int] = []
     for number, step in enumerate(location):
-        if _holds(data, step):
+        if holds(data, step):
             data = data[step]
         elif not (lacking and number + 1 == len(location)):
             continue

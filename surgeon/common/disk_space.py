@@ -51,42 +51,37 @@ def check_room(path: Path, needed_bytes: int, *, what: str = "") -> None:
         )
 
 
-def disk_error(error: BaseException, path: Path, *, kept: str = "", needed_bytes: int | None = None) -> str:
-    """The message for an error while `path` was written: where, what, and what became of it (`kept`)."""
-    where = printable(str(getattr(error, "filename", None) or path))
-    kept = f"; {kept}" if kept else ""
-    problem = no_room(error)
-    if problem is None:
-        return f"{where}: {getattr(error, 'strerror', None) or printable(str(error))}{kept}"
-    try:
-        there = f"{size(free_bytes(path))} are free there"
-    except OSError:
-        there = "nobody can say what is free there"
-    needed = "" if needed_bytes is None else f"{size(needed_bytes)} are needed in all, "
-    do = "raise that limit and run" if problem == _TOO_LARGE else "make room and run"
-    return f"{where}: {problem} ({needed}{there}); {do} the same command again{kept}"
-
-
 @contextmanager
 def writing(
     path: Path, *, kept: str = "", kept_in: Path | None = None, needed_bytes: int | None = None
 ) -> Iterator[None]:
-    """Turn the errors of a disk in this block into BadInput (`disk_error`); libraries' too, where there is no room.
+    """Turn the errors of a disk in this block into BadInput; libraries' too, where there is no room.
 
-    `kept` is said only where `kept_in`, if it is given, is there after the error.
+    It says where, what, and what became of it: `kept`, which is said only where `kept_in`, if given, is there after
+    the error.
     """
 
-    def problem(error: BaseException) -> str:
-        there = kept_in is None or kept_in.exists()
-        return disk_error(error, path, kept=kept if there else "", needed_bytes=needed_bytes)
+    def message(error: BaseException) -> str:
+        where = printable(str(getattr(error, "filename", None) or path))
+        so_far = f"; {kept}" if kept and (kept_in is None or kept_in.exists()) else ""
+        problem = no_room(error)
+        if problem is None:
+            return f"{where}: {getattr(error, 'strerror', None) or printable(str(error))}{so_far}"
+        try:
+            there = f"{size(free_bytes(path))} are free there"
+        except OSError:
+            there = "nobody can say what is free there"
+        needed = "" if needed_bytes is None else f"{size(needed_bytes)} are needed in all, "
+        do = "raise that limit and run" if problem == _TOO_LARGE else "make room and run"
+        return f"{where}: {problem} ({needed}{there}); {do} the same command again{so_far}"
 
     try:
         yield
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise BadInput(problem(error)) from error
+        raise BadInput(message(error)) from error
     except Exception as error:
         if isinstance(error, BadInput) or no_room(error) is None:
             raise
-        raise BadInput(problem(error)) from error
+        raise BadInput(message(error)) from error

@@ -1,8 +1,11 @@
-"""Numbers, names and layers as messages and tables of the terminal have them."""
+"""Numbers, names, layers and values as messages and tables of the terminal have them, and what was probably meant."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import difflib
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from surgeon.errors import printable
 
@@ -67,3 +70,20 @@ def show_layers(indices: list[int]) -> str:
 def layers_have(indices: list[int]) -> str:
     """Layers and their verb: `layer 3 has`, `layers 0-3, 7 have`."""
     return f"{show_layers(indices)} {'has' if len(indices) == 1 else 'have'}"
+
+
+def did_you_mean(given: str, options: Sequence[str]) -> str:
+    """Return what to add to an error about `given`: the option that is nearest, or all of them."""
+    if (close := nearest(given, options)) is not None:
+        return f"; did you mean `{close}`?"
+    return f"; known: {', '.join(options)}" if options else ""
+
+
+def nearest(given: str, options: Sequence[str]) -> str | None:
+    """Return the option that is nearest to what was given; None where none is near."""
+    return next(iter(difflib.get_close_matches(given, options, n=1, cutoff=0.5)), None)
+
+
+def value_text(value: Any) -> str:
+    """Return a value as errors show it: JSON, cut short."""
+    return printable(json.dumps(value, ensure_ascii=False), 60)

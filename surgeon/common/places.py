@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import unquote
 
-from surgeon.common.suggestions import did_you_mean
+from surgeon.common.formatting import did_you_mean
 from surgeon.errors import BadInput, printable
 
 # `Path` makes one slash of two. The page of a file means its repository.

@@ -1,13 +1,20 @@
-"""The common part of the schemas of all YAML files: the strict entry, words, distinct names, shares that sum to 1."""
+"""What is common to the schemas of YAML files, and what they allow at a place of a document, in words.
+
+Common are the strict entry, words, distinct names, shares that sum to 1. In words are said the keys at a place, and the
+forms that a value may have.
+"""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
+
+from surgeon.common.yaml import Place
 
 # The roles of texts in a training config, beside `task:NAME`.
 ORIGINAL, NEW = "original", "new"
@@ -67,3 +74,166 @@ def check_shares(shares: Sequence[float | None], *, of: str = "the sources'") ->
     total, whole = math.fsum(given), len(given) == len(shares)
     if shares and ((whole and abs(total - 1) > SHARE_TOLERANCE) or (not whole and total >= 1)):
         raise ValueError(f"{of} shares sum to {total:g}; they must sum to 1")
+
+
+_WORDS = {"integer": "a whole number", "number": "a number", "string": "text", "boolean": "true or false"}
+_LETTERS = {"integer": "N", "number": "X", "string": "TEXT", "boolean": "true"}
+_BOUNDS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
+# Beyond it a bound only says that a number fits into a machine's word.
+_LARGEST_BOUND = 2**53
+
+
+class Forms:
+    """A JSON schema, as pydantic writes it, asked about places of a document."""
+
+    def __init__(self, schema: Mapping[str, Any]) -> None:
+        self._schema = schema
+
+    def keys(self, data: Any, place: Place) -> list[str]:
+        """Return the keys that the mapping at `place` of `data` may have."""
+        return list(dict.fromkeys(key for form in self._at(data, place) for key in form.get("properties", {})))
+
+    def tags(self, data: Any, place: Place, key: str) -> list[str]:
+        """Return the values that `key` may have, which distinguishes the forms of the mapping at `place`."""
+        return [tag for form in self._at(data, place) if (tag := _tag(form, key)) is not None]
+
+    def values(self, data: Any, place: Place) -> list[str]:
+        """Return the words that the value at `place` may be."""
+        return [str(value) for form in self._at(data, place) for value in _literals(form)]
+
+    def words(self, data: Any, place: Place) -> str:
+        """Return every form that the value at `place` may have: `all, top_half, {every: N} or {after: [N, …]}`."""
+        forms = list(self._at(data, place))
+        tagged = [tag for form in forms if (tag := _tag(form)) is not None]
+        found = [_shown(value) for form in forms for value in _literals(form)]
+        for form in forms:
+            if tagged and _tag(form) is not None:
+                continue
+            if not _literals(form):
+                found.append(self._outline(form))
+        if tagged:
+            key, first = _tag_key(forms), tagged[0]
+            others = f", with {key} one of {', '.join(tagged)}" if len(tagged) > 1 else ""
+            found.append(f"{{{key}: {first}, …}}{others}")
+        return _listed(list(dict.fromkeys(found)))
+
+    def home_of(self, key: str) -> str | None:
+        """Return where a key stands, dotted, that is none of the document's own but one of a section's."""
+        for section, schema in self._schema.get("properties", {}).items():
+            for form in self._flat(schema):
+                if key in form.get("properties", {}):
+                    return f"{section}.{key}"
+        return None
+
+    def _at(self, data: Any, place: Place) -> Iterator[Mapping[str, Any]]:
+        """Yield the forms of the value at `place`: those whose fixed values are what the data has around it."""
+        forms = [form for form in self._flat(self._schema) if _agrees(form, data)]
+        for step in place:
+            inside = data[step] if holds(data, step) else None
+            inner = [
+                found for form in forms if (schema := _under(form, step)) is not None for found in self._flat(schema)
+            ]
+            fitting = [form for form in inner if _agrees(form, inside)]
+            forms, data = fitting or inner, inside
+        yield from forms
+
+    def _flat(self, schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+        """Yield the alternatives of a schema, without unions, references and null."""
+        if "$ref" in schema:
+            yield from self._flat(self._schema["$defs"][str(schema["$ref"]).rpartition("/")[2]])
+        elif union := schema.get("anyOf") or schema.get("oneOf"):
+            for each in union:
+                yield from self._flat(each)
+        elif schema.get("type") != "null":
+            yield schema
+
+    def _outline(self, form: Mapping[str, Any], *, letters: bool = False) -> str:
+        """Return one form as YAML would have it, or in words at the top."""
+        match form.get("type"):
+            case "object":
+                known = form.get("properties")
+                if known is None:
+                    return "{KEY: …}"
+                shown = form.get("required") or list(known)[:1]
+                more = ["…"] if len(known) > len(shown) else []
+                outline = "{" + ", ".join([*(f"{key}: {self._inner(known[key])}" for key in shown), *more]) + "}"
+                choices = _literals(next(self._flat(known[shown[0]]), {})) if shown and not letters else []
+                words = ", ".join(map(_shown, choices))
+                return f"{outline}, with {shown[0]} one of {words}" if len(choices) > 1 else outline
+            case "array":
+                if "prefixItems" in form:
+                    return "[" + ", ".join(self._inner(item) for item in form["prefixItems"]) + "]"
+                entries = form.get("items", {})
+                first = next(self._flat(entries), {})
+                if first.get("type") == "object" and not letters:
+                    key = next(iter(first.get("required", first["properties"])))
+                    return f"a list of entries, each `- {key}: …`"
+                fixed = form.get("minItems") if form.get("minItems") == form.get("maxItems") else None
+                return f"[{', '.join([self._inner(entries)] * fixed)}]" if fixed else f"[{self._inner(entries)}, …]"
+            case str() as kind if kind in _WORDS:
+                return _LETTERS[kind] if letters else f"{_WORDS[kind]}{_bounds(form)}"
+        return "…"
+
+    def _inner(self, schema: Mapping[str, Any]) -> str:
+        first = next(self._flat(schema), {})
+        if literals := _literals(first):
+            return _shown(literals[0])
+        # Three levels say enough.
+        return "{…}" if first.get("type") == "object" else self._outline(first, letters=True)
+
+
+def _under(form: Mapping[str, Any], step: str | int) -> Mapping[str, Any] | None:
+    if isinstance(step, str):
+        properties: dict[str, Mapping[str, Any]] = form.get("properties", {})
+        return properties.get(step)
+    inside: list[Mapping[str, Any] | None] = [*form.get("prefixItems", []), *[form.get("items")] * (step + 1)]
+    return inside[step]
+
+
+def _agrees(form: Mapping[str, Any], data: Any) -> bool:
+    """Whether the fixed values of a mapping's form (`op`, `kind`) are those that the data has."""
+    if not isinstance(data, Mapping):
+        return True
+    properties = form.get("properties", {}).items()
+    fixed = {key: field["const"] for key, field in properties if isinstance(field.get("const"), str)}
+    return all(data.get(key, value) == value for key, value in fixed.items())
+
+
+def _tag(form: Mapping[str, Any], key: str | None = None) -> str | None:
+    """Return the fixed text of a mapping's form by which it is told from others; None where there is none."""
+    for name, field in form.get("properties", {}).items():
+        if isinstance(field.get("const"), str) and key in (None, name):
+            return str(field["const"])
+    return None
+
+
+def _tag_key(forms: list[Mapping[str, Any]]) -> str:
+    names = (name for form in forms for name, field in form.get("properties", {}).items() if "const" in field)
+    return str(next(names))
+
+
+def _literals(form: Mapping[str, Any]) -> list[Any]:
+    return [form["const"]] if "const" in form else list(form.get("enum", []))
+
+
+def _shown(value: Any) -> str:
+    return str(value) if isinstance(value, str) else json.dumps(value)
+
+
+def _bounds(form: Mapping[str, Any]) -> str:
+    said = {key: form.get(key, _LARGEST_BOUND) for key in _BOUNDS}
+    given = [
+        f" {_BOUNDS[key]} {bound:{',' if isinstance(bound, int) else 'g'}}"
+        for key, bound in said.items()
+        if abs(bound) < _LARGEST_BOUND
+    ]
+    return "," + " and".join(given) if given else ""
+
+
+def _listed(forms: list[str]) -> str:
+    return " or ".join([", ".join(forms[:-1]), forms[-1]] if len(forms) > 1 else forms)
+
+
+def holds(data: Any, step: int | str) -> bool:
+    """Whether a document has something there."""
+    return step in data if isinstance(data, Mapping) else isinstance(data, list) and step in range(len(data))

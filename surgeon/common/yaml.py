@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from surgeon.common.files import read_given
-from surgeon.common.suggestions import did_you_mean, value_text
+from surgeon.common.formatting import did_you_mean, value_text
 from surgeon.errors import BadInput, printable
 
 LARGEST_FILE = 1_000_000  # bytes

@@ -1,14 +1,18 @@
 """Files of training text: JSON, JSON lines, plain text, parquet; indexed once, then read document by document.
 
 The index pass reads every file to its end, so that a broken line is reported before the first step. It keeps four
-numbers a document; texts stay on disk. A document has at most `MAX_DOCUMENT_BYTES`.
+numbers a document; texts stay on disk. A document has at most `MAX_DOCUMENT_BYTES`. Compressed files are
+unpacked to where any document can be read.
 """
 
 from __future__ import annotations
 
 import codecs
+import gzip
 import itertools
 import os
+import tempfile
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,7 +23,7 @@ from numpy.typing import NDArray
 
 from surgeon.checkpoint.source import open_regular, resolved
 from surgeon.checkpoint.text_lines import parsed, text_lines
-from surgeon.data.gzipped import MAGIC, unpacked
+from surgeon.common.library import first_line
 from surgeon.data.json_list import entries_of
 from surgeon.data.layouts import Document, columns_of, document_of
 from surgeon.data.parquet import ParquetFiles
@@ -35,11 +39,12 @@ PIECE = 8000
 # Read of each file before anything that takes long is imported; and of one whose name says JSON, to see which.
 _FIRST_ROWS, _BEGINNING = 8, 4096
 _KINDS = (".jsonl", ".json", ".txt", ".parquet")
+_GZIPPED = b"\x1f\x8b"
 # What begins so is no text whatever its name says, though some of its lines may be.
 _NO_TEXTS = {
     codecs.BOM_UTF16_LE: "UTF-16; save it as UTF-8",
     b"PK\x03\x04": "a zip file; unpack it",
-    MAGIC: "compressed twice; unpack it once",
+    _GZIPPED: "compressed twice; unpack it once",
     b"version https://git-lfs": "Git LFS's pointer to a file; run `git lfs pull` where it is from",
 }
 _OTHERS = dict.fromkeys((".gz", ".zst", ".xz", ".bz2", ".zip", ".tar", ".tgz"), "unpack it") | dict.fromkeys(
@@ -139,7 +144,7 @@ class Documents:
         root = place.parent if file is self.path else self.path
         opened = os.fdopen(open_regular(root, str(place.relative_to(root))), "rb")
         # Whatever its name says.
-        if not opened.peek(2).startswith(MAGIC):
+        if not opened.peek(2).startswith(_GZIPPED):
             return opened
         with opened:
             return unpacked(opened, str(file))
@@ -314,3 +319,45 @@ def _refuse_folder(error: OSError) -> Never:
     raise BadInput(
         f"{printable(str(error.filename))}: cannot be read ({error.strerror}); make it readable, or move it elsewhere"
     )
+
+
+# Texts unpack to ten times their size, and such as repeat themselves to some more; what is made to fill a disk, to a
+# thousand times. Small files may repeat themselves as they like.
+_MOST_TIMES, _SMALL = 100, 64 * 1024 * 1024
+_PIECE = 1024 * 1024
+
+
+# Descriptors of what was unpacked in this process, by device, inode, size and time of the compressed file.
+_HELD: dict[tuple[int, ...], int] = {}
+# A child lets go of them (`surgeon.common.child`) and unpacks for itself.
+os.register_at_fork(after_in_child=_HELD.clear)
+
+
+def unpacked(packed: BinaryIO, shown: str) -> BinaryIO:
+    """Open what a file unpacks to, a file without a name that is gone with the process.
+
+    Raises BadInput, which begins with `shown`, for what is damaged, unpacks to too much or to more than there is room.
+    """
+    about = os.fstat(packed.fileno())
+    key = (about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns)
+    if key not in _HELD:
+        most = max(_SMALL, _MOST_TIMES * about.st_size)
+        try:
+            with tempfile.TemporaryFile() as found, gzip.GzipFile(fileobj=packed) as file:
+                while piece := file.read(_PIECE):
+                    if found.tell() + len(piece) > most:
+                        raise BadInput(
+                            f"{printable(shown)}: unpacks to more than {most:,} bytes, {_MOST_TIMES} times its size;"
+                            " if you trust it, unpack it yourself"
+                        )
+                    found.write(piece)
+                found.flush()
+                _HELD[key] = os.dup(found.fileno())
+        except (OSError, EOFError, zlib.error) as error:
+            raise BadInput(
+                f"{printable(shown)}: cannot be unpacked in {printable(tempfile.gettempdir())} ({first_line(error)});"
+                " get the file again, or make room there (TMPDIR names another folder)"
+            ) from None
+    again = os.fdopen(os.dup(_HELD[key]), "rb")
+    again.seek(0)
+    return again

@@ -1,19 +1,245 @@
-"""Documents to tokens, and which tokens the loss is on."""
+"""Documents to tokens, and which tokens the loss is on.
+
+Of a chat these are what the assistant says, to the end of its turn: three ways, the first that a template allows: its
+own `{% generation %}` blocks; what it writes up to each answer and after it, where that is the beginning of the whole
+chat; the answers' places, by marks around their words.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from surgeon.data.chats import Chat
+from surgeon.data.chats import ASSISTANT, Chat
 from surgeon.data.layouts import Document, Labelled
-from surgeon.data.masking import Encoded, Written
 from surgeon.data.specs import RowsSpec
 from surgeon.errors import BadInput, printable
 from surgeon.models.templates import no_template
-from surgeon.models.tokenizer import open_tokenizer
+from surgeon.models.tokenizer import Tokenizer, open_tokenizer
 from surgeon.models.tokens import check_ids
+
+# Marks are characters of Unicode's last private plane, which texts do not hold: of answer n, these and 2n.
+_BEGIN, _END = 0x100000, 0x100001
+_MARK = re.compile("[\U00100000-\U0010fffd]")
+_GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
+_MOST_MESSAGES = 32_000
+# A mark that is cut off: `<|im_`, `[/IN`.
+_OPEN_MARK = re.compile(r"[<\[][^<>\[\]\s]*\Z")
+
+# Token ids, and whether the loss counts each.
+Encoded = tuple[list[int], list[bool]]
+# First and last character of a part of a text, the last excluded.
+Span = tuple[int, int]
+
+
+class Written:
+    """A chat as a template writes it. Raises BadInput where the template refuses it, or leaves something out."""
+
+    def __init__(self, tokenizer: Tokenizer, template: str, chat: Chat) -> None:
+        self.tokenizer = tokenizer
+        self.template = template
+        self.chat = chat
+        self._turns = [message.turn() for message in chat.messages]
+        self._answers = [nth for nth, message in enumerate(chat.messages) if message.role == ASSISTANT]
+        words = [word for nth in self._answers for word in re.findall(r"\w+", chat.messages[nth].content)[-1:]]
+        refused: list[BadInput] = []
+        for self._form in _FORMS:
+            try:
+                self.text = self._render(self._turns)
+            except BadInput as error:
+                refused.append(error)
+                continue
+            lacking = [name for name in chat.names() if name not in self.text]
+            if not any(word in self.text for word in words):
+                lacking += words
+            if not lacking:
+                return
+        if len(refused) == len(_FORMS):
+            raise refused[0]
+        raise BadInput(
+            f"{printable(str(tokenizer.folder))}: its chat template does not write tools, calls or what the assistant"
+            f" says ({printable(lacking[0], 40)} is not in what it makes of a chat); use one that does, or leave out"
+            " `tools` and these chats"
+        )
+
+    def counted(self) -> Encoded | None:
+        """Return token ids, and whether the loss counts each; None where the template hides the assistant's words."""
+        return self._by_blocks() if self.has_blocks else self._by_beginnings() or self._by_places()
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether the template marks the assistant's words itself."""
+        return _GENERATION.search(self.template) is not None
+
+    def _by_blocks(self) -> Encoded | None:
+        """Count by the template's own blocks, whose ends are marked in the text and removed again.
+
+        transformers' mask runs to the end of the chat where a block ends in a character that no token covers. None
+        where some answers do not count and blocks are not one for each.
+        """
+        # A block for a block, so that white space around it is cut as around the template's own.
+        marking = _GENERATION.sub(
+            lambda tag: f"{{%{tag[1]} if true %}}{chr(_END if tag[2] else _BEGIN)}{{% endif {tag[3]}%}}", self.template
+        )
+        text, marks = _unmarked(self._render(self._turns, template=marking))
+        spans = [
+            (begin, end)
+            for (first, begin), (second, end) in zip(marks[::2], marks[1::2], strict=False)
+            if (first, second) == (_BEGIN, _END)
+        ]
+        if text != self.text or 2 * len(spans) != len(marks):
+            return None
+        answers = [self.chat.messages[nth] for nth in self._answers]
+        if not all(answer.counts for answer in answers):
+            if len(spans) != len(answers):
+                return None
+            spans = [span for span, answer in zip(spans, answers, strict=True) if answer.counts]
+        return self._within(text, spans)
+
+    def _by_beginnings(self) -> Encoded | None:
+        """Count what each answer adds to its prompt; None where a later turn changes what was written before."""
+        whole = self._ids(self.text)
+        counted = [False] * len(whole)
+        for nth in self._answers:
+            if not self.chat.messages[nth].counts:
+                continue
+            if nth == 0:
+                # No prompt of no turns can be written, and not all that stands before the words is the answer's.
+                return None
+            try:
+                before = self._ids(self._render(self._turns[:nth], prompt=True))
+                upto = self._ids(self._render(self._turns[: nth + 1]))
+            except BadInput:
+                # A template may want what comes later, such as an answer to every call.
+                return None
+            if whole[: len(before)] != before or whole[: len(upto)] != upto:
+                return None
+            counted[len(before) : len(upto)] = [True] * (len(upto) - len(before))
+        return whole, counted
+
+    def _by_places(self) -> Encoded | None:
+        """Count each answer from its prompt's end to its turn's, around its words.
+
+        None where words are missing, or marks around them change what is written.
+        """
+        if not self.tokenizer.is_fast or len(self._turns) > _MOST_MESSAGES:
+            return None
+        spans = self._words()
+        if spans is None:
+            return None
+        found: list[Span] = []
+        last = 0
+        for (begin, end), nth in zip(spans, self._answers, strict=True):
+            # A prompt may end in what only some answers begin with (`<think>`): then they begin before it.
+            for opening in _beginnings(self._opening(nth)):
+                place = self.text.rfind(opening, last, begin) if opening.strip() else -1
+                if place >= 0:
+                    begin = place + len(opening)
+                    break
+            # Where another turn follows, what ends the last one need not be there in full.
+            end += next(len(ending) for ending in _beginnings(self._ending(nth)) if self.text.startswith(ending, end))
+            if self.chat.messages[nth].counts:
+                found.append((begin, end))
+            last = end
+        return self._within(self.text, found)
+
+    def _words(self) -> list[Span] | None:
+        """Find each answer's words in the text; a template may cut white space around them."""
+        for strip in (str, str.strip, str.rstrip, str.lstrip):
+            text, marks = _unmarked(self._render(self._marked(self._turns, strip)))
+            first = dict(reversed(marks))
+            if text == self.text and len(first) == 2 * len(self._answers):
+                return [(first[_BEGIN + 2 * nth], first[_END + 2 * nth]) for nth in self._answers]
+        return None
+
+    def _opening(self, nth: int) -> str:
+        """Return what a prompt adds to the turns before answer `nth`; empty where it changes these or is refused."""
+        try:
+            before = self._render(self._turns[:nth])
+            prompt = self._render(self._turns[:nth], prompt=True)
+        except BadInput:
+            return ""
+        return prompt.removeprefix(before) if prompt.startswith(before) else ""
+
+    def _ending(self, nth: int) -> str:
+        """Return what follows the words of answer `nth` where it is the last; empty where it cannot be the last."""
+        try:
+            marked = self._render(self._marked(self._turns[: nth + 1], str.strip))
+        except BadInput:
+            return ""
+        return marked.rpartition(chr(_END + 2 * nth))[2]
+
+    def _marked(self, turns: Sequence[dict[str, Any]], strip: Callable[[str], str]) -> list[dict[str, Any]]:
+        return [_with_marks(turn, nth, strip) if turn["role"] == ASSISTANT else turn for nth, turn in enumerate(turns)]
+
+    def _within(self, text: str, spans: Sequence[Span]) -> Encoded:
+        """Return the tokens of a text, and whether each has a character in one of the spans."""
+        ids, offsets = self.tokenizer.offsets(text, special=False)
+        return ids, [any(begin < min(end, last) and first < end for first, last in spans) for begin, end in offsets]
+
+    def _ids(self, text: str) -> list[int]:
+        return self.tokenizer.ids(text, special=False) if text else []
+
+    def _render(self, turns: Sequence[dict[str, Any]], *, template: str | None = None, prompt: bool = False) -> str:
+        if not turns:
+            return ""
+        turns = [self._form(turn) for turn in turns]
+        return self.tokenizer.render(turns, template=template or self.template, prompt=prompt, tools=self.chat.tools)
+
+
+def _with_marks(turn: dict[str, Any], nth: int, strip: Callable[[str], str]) -> dict[str, Any]:
+    """Return answer `nth` with marks around its words; where it has none but calls, around these, from name to name."""
+    begin, end = chr(_BEGIN + 2 * nth), chr(_END + 2 * nth)
+    if turn["content"].strip() or "tool_calls" not in turn:
+        return turn | {"content": begin + strip(turn["content"]) + end}
+    last = len(turn["tool_calls"]) - 1
+
+    def marked(which: int, function: dict[str, Any]) -> dict[str, Any]:
+        name = function["name"]
+        return function | {"name": f"{begin if which == 0 else ''}{name}{end if which == last else ''}"}
+
+    return _with_calls(turn, marked)
+
+
+def _with_calls(turn: dict[str, Any], change: Callable[[int, dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+    """Return the turn with the function of each of its calls changed."""
+    if "tool_calls" not in turn:
+        return turn
+    calls = [call | {"function": change(nth, call["function"])} for nth, call in enumerate(turn["tool_calls"])]
+    return turn | {"tool_calls": calls}
+
+
+def _arguments_as_text(_: int, function: dict[str, Any]) -> dict[str, Any]:
+    return function | {"arguments": json.dumps(function.get("arguments", {}), ensure_ascii=False)}
+
+
+# A turn as templates want it, tried one after the other: as most do; with a call's arguments as a text (DeepSeek-V3's);
+# with a content of parts (those of models that see, which write no words of a text, or fail on it).
+_FORMS = (
+    lambda turn: turn,
+    lambda turn: _with_calls(turn, _arguments_as_text),
+    lambda turn: turn | {"content": [{"type": "text", "text": turn["content"]}]},
+)
+
+
+def _beginnings(text: str) -> Iterator[str]:
+    """Return the text and its beginnings, longest first and the empty one last, none ending within a mark or word."""
+    yield text
+    for length in range(len(text) - 1, -1, -1):
+        within_a_word = length and text[length - 1].isalnum() and text[length].isalnum()
+        if not within_a_word and not _OPEN_MARK.search(text[:length]):
+            yield text[:length]
+
+
+def _unmarked(text: str) -> tuple[str, list[tuple[int, int]]]:
+    """Return the text without marks, and each mark with its place."""
+    # As many characters less as there are marks before.
+    marks = [(ord(match[0]), match.start() - nth) for nth, match in enumerate(_MARK.finditer(text))]
+    return _MARK.sub("", text), marks
 
 
 class Encoder:

@@ -23,8 +23,7 @@ from surgeon.errors import BadInput, printable
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from surgeon.data.encoding import Encoder
-    from surgeon.data.masking import Encoded
+    from surgeon.data.encoding import Encoded, Encoder
 
 IGNORED_LABEL = -100
 Packing = Literal["isolated", "joined"]

@@ -171,8 +171,8 @@ def judge(
     Raises:
         BadInput: A text has a label that the model does not know.
     """
-    from surgeon.data.classification_metrics import judge_examples
     from surgeon.data.examples import ExampleEncoder, example_at
+    from surgeon.data.scoring import judge_examples
     from surgeon.models.outputs import positions_of
 
     own, room = _encoder(checkpoint), positions_of(model)

@@ -1,4 +1,5 @@
-"""Held-out documents as sequences, and a causal language model's scores on them: nats, right guesses, intervals.
+"""Held-out documents as sequences, and a causal language model's scores on them: nats, right guesses, intervals; and a
+classification model's scores on examples: loss, accuracy, F1 and Matthews' correlation.
 
 A document is whole where it fits, else cut into windows, and never sees another.
 A mean over tokens is a ratio of two sums over units (documents, or packed sequences), which are sampled; tokens of one
@@ -19,10 +20,11 @@ from torch.nn import functional as F
 
 from surgeon.common.distributed import is_sharded, summed
 from surgeon.data.encoding import Encoder
+from surgeon.data.examples import Example, batch_of_examples
 from surgeon.data.held_out import HeldOut
 from surgeon.data.layouts import Document, Labelled
 from surgeon.data.packing import IGNORED_LABEL, PackedSequence, batch_of
-from surgeon.data.scores import Scores, Windows
+from surgeon.data.scores import Judged, Scores, Windows
 from surgeon.errors import BadInput, printable
 from surgeon.models.load import running
 
@@ -59,7 +61,7 @@ def windows_of(source: HeldOut, encoder: Encoder, length: int) -> Windows:
 
 def _bytes(document: Document, ids: list[int], encoder: Encoder) -> int:
     """Count the bytes of the predicted text: a chat's assistant words; a text, less its first token without a BOS."""
-    assert not isinstance(document, Labelled), "a classifier's scores are classification_metrics'"
+    assert not isinstance(document, Labelled), "a classifier's scores are `judge_examples`'"
     if not isinstance(document, str):
         return sum(len(message.content.encode()) for message in document.messages if message.answers)
     tokenizer = encoder.tokenizer
@@ -170,3 +172,50 @@ def _apart(logits: Tensor, others: Tensor) -> tuple[NDArray[np.float64], NDArray
 def _array(tensor: Tensor) -> NDArray[Any]:
     array: NDArray[Any] = tensor.cpu().numpy()
     return array
+
+
+@torch.no_grad()
+def judge_examples(
+    model: nn.Module,
+    examples: Sequence[Example],
+    *,
+    micro_batch: int,
+    pad: int,
+    process: int = 0,
+    processes: int = 1,
+    advance: Callable[[int], None] = lambda _examples: None,
+) -> Judged:
+    """Run `model`, in eval mode, over `examples`, `micro_batch` of about one length at a time.
+
+    Cross-entropy is in float32 over the model's logits, without auxiliary losses. With `processes`, each runs its share
+    and all return the same. `advance` receives how many examples are done.
+    """
+    training = model.training
+    model.eval()
+    device = next(model.parameters()).device
+    order = sorted(range(len(examples)), key=lambda number: len(examples[number].ids))
+    sums = np.zeros((2, len(examples)))
+    for begin in range(0, len(order), micro_batch * processes):
+        whole = order[begin : begin + micro_batch * processes]
+        mine = whole[process::processes]
+        # Of a sharded model the others' forward needs this process's shares.
+        if mine or is_sharded(model):
+            logits, expected = _run(model, [examples[number] for number in mine or whole[:1]], pad, device)
+            if mine:
+                sums[0, mine] = F.cross_entropy(logits.float(), expected, reduction="none").double().cpu().numpy()
+                sums[1, mine] = logits.argmax(dim=-1).cpu().numpy()
+        advance(len(whole))
+    sums = summed(sums, processes, device)
+    model.train(training)
+    labels: Any = model.config.num_labels  # type: ignore[union-attr]
+    return Judged(sums[0], sums[1].astype(np.int64), np.array([example.label for example in examples]), int(labels))
+
+
+def _run(
+    model: nn.Module, examples: Sequence[Example], pad: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits (examples, labels) and the expected labels (examples)."""
+    batch = {key: value.to(device) for key, value in batch_of_examples(examples, pad=pad).items()}
+    expected = batch.pop("labels")
+    with running(model):
+        return model(**batch).logits, expected

@@ -23,7 +23,7 @@ from surgeon.common.schema import BEGIN, TEMPLATE
 from surgeon.data.chats import Chat
 from surgeon.data.documents import Corpus, Documents, stamps
 from surgeon.data.layouts import Document, columns_of, document_of
-from surgeon.data.row_sizes import pieces_of
+from surgeon.data.parquet import pieces_of
 from surgeon.data.rows import Row, Rows
 from surgeon.data.saved_tables import arrow_files, check_saved, is_saved
 from surgeon.data.specs import SourceSpec, TextSpec

@@ -12,7 +12,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-from surgeon.common.suggestions import did_you_mean
+from surgeon.common.formatting import did_you_mean
 from surgeon.errors import printable
 
 # Python modules that something needs: one of each group is enough.

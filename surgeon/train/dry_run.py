@@ -16,9 +16,8 @@ from torch import Tensor
 
 from surgeon.common.distributed import Ranks
 from surgeon.common.json_results import plain_fields
-from surgeon.data.encoding import Encoder
+from surgeon.data.encoding import Encoded, Encoder
 from surgeon.data.examples import ExampleStream, batch_of_examples, example_at, labels_of
-from surgeon.data.masking import Encoded
 from surgeon.data.packing import Batches, SourceStream, batch_of, generator
 from surgeon.errors import BadInput
 from surgeon.train.footprint import peak_memory
@@ -267,23 +266,20 @@ def _estimating(run: Run, model: Any, fused: FusedHead | None) -> tuple[float, A
     sequences = original_text(run.data.mixture, spec.fisher)
     begun = time.perf_counter()
     fisher = estimated(model, sequences[:1], fused, device=torch.device(run.device), ranks=Ranks())
-    if run.device == "cuda":
-        torch.cuda.synchronize()
-    return (time.perf_counter() - begun) * len(sequences), Anchored(model, fisher, 1.0)
+    return _seconds_since(begun, run) * len(sequences), Anchored(model, fisher, 1.0)
 
 
 def _seconds_asking(run: Run, cached: CachedTeacher, preserving: Preserving) -> float:
     """Wall seconds until the base has said all that is kept, by one micro-batch after one that is not counted."""
     count = run.settings.micro_batch
     stream = next(s for s in run.data.mixture.streams if cached.on == "all" or s.packer.domain == 0)
-    begun = 0.0
+    seconds = 0.0
     for _ in range(2):
         begun = time.perf_counter()
         batch = batch_of([stream.next() for _ in range(count)])
         preserving.top({name: tensor.to(run.device) for name, tensor in batch.items()}, cached.k)
-        if run.device == "cuda":
-            torch.cuda.synchronize()
-    return (time.perf_counter() - begun) * cached.most_sequences / count
+        seconds = _seconds_since(begun, run)
+    return seconds * cached.most_sequences / count
 
 
 def _seconds_a_micro_batch(
@@ -312,20 +308,25 @@ def _seconds_a_micro_batch(
             if not hasattr(model, "surgery"):
                 batch.pop("domain_ids", None)
             model(**batch).loss.backward()
-        if run.device == "cuda":
-            torch.cuda.synchronize()
-        seconds += time.perf_counter() - begun if number else 0.0
+        taken = _seconds_since(begun, run)
+        seconds += taken if number else 0.0
     return seconds / _TIMED
 
 
 def _seconds_of_an_update(run: Run, model: Any) -> float:
     """Wall seconds of AdamW's step on the gradients of the micro-batches, after one that makes its state."""
-    optimizer, begun = make_optimizer(model, run.settings, decayed=set()), 0.0
+    optimizer, seconds = make_optimizer(model, run.settings, decayed=set()), 0.0
     for _ in range(2):
         begun = time.perf_counter()
         optimizer.step()
-        if run.device == "cuda":
-            torch.cuda.synchronize()
+        seconds = _seconds_since(begun, run)
+    return seconds
+
+
+def _seconds_since(begun: float, run: Run) -> float:
+    """Wall seconds, once the device has done what it was given."""
+    if run.device == "cuda":
+        torch.cuda.synchronize()
     return time.perf_counter() - begun
 
 

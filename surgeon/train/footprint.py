@@ -13,8 +13,7 @@ from surgeon.common.formatting import size
 from surgeon.train.losses.cached_teacher import CachedTeacher
 from surgeon.train.losses.fisher import FISHER_FILE
 from surgeon.train.opening import Run
-from surgeon.train.saved.checkpoints import KEPT
-from surgeon.train.saved.saving import is_beside
+from surgeon.train.saved.checkpoints import KEPT, is_beside
 from surgeon.train.steps.trainer import SurgeonTrainer
 
 

@@ -250,17 +250,10 @@ def _scored_by_domain(
     model: Any, layer: nn.Module, held: Mapping[str, Sequence[PackedSequence]]
 ) -> list[dict[str, _Scored]]:
     """Return, by source, the gate's scores on held-out text of the original domain, and those of new ones."""
-    return [
-        {name: _Scored.of(model, layer, sequences) for name, sequences in of_domain.items()}
-        for of_domain in _by_domain(held)
-    ]
-
-
-def _by_domain(held: Mapping[str, Sequence[PackedSequence]]) -> list[dict[str, Sequence[PackedSequence]]]:
-    """Return, by source, the held-out sequences of the original domain, and those of new ones."""
-    found: list[dict[str, Sequence[PackedSequence]]] = [{}, {}]
-    for name, sequences in ((name, sequences) for name, sequences in held.items() if sequences):
-        found[sequences[0].domain > 0][name] = sequences
+    found: list[dict[str, _Scored]] = [{}, {}]
+    for name, sequences in held.items():
+        if sequences:
+            found[sequences[0].domain > 0][name] = _Scored.of(model, layer, sequences)
     return found
 
 

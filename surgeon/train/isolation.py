@@ -24,7 +24,7 @@ from surgeon.data.packing import Packer, Packing, batch_of
 from surgeon.errors import BadInput, printable
 from surgeon.train.processes.sharding import let_go
 from surgeon.train.steps.by_document import by_document
-from surgeon.train.steps.one_row import builds_no_mask
+from surgeon.train.steps.packed import builds_no_mask
 
 # Relative change of a token's states that rounding alone may make, by dtype; and at most this part of a leak's.
 _ROUNDING = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}

@@ -26,10 +26,8 @@ from surgeon.train.opening import Run
 from surgeon.train.processes.sharding import gathered
 from surgeon.train.self_generated import gate_text
 from surgeon.train.steps.by_document import by_document
-from surgeon.train.steps.mask_positions import give_masks_positions
-from surgeon.train.steps.one_row import builds_no_mask, implementation_of, run_in_one_row
-from surgeon.train.trainable.stored import StoredNames
-from surgeon.train.trainable.trainable_set import TrainedParameters, check_set, hold_fixed, unfreeze
+from surgeon.train.steps.packed import builds_no_mask, give_masks_positions, implementation_of, run_in_one_row
+from surgeon.train.trainable.trainable_set import StoredNames, TrainedParameters, check_set, hold_fixed, unfreeze
 
 # The operation that makes a mixture of experts of a dense model.
 UPCYCLE = "upcycle_experts"

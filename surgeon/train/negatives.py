@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Self
 
-from surgeon.data.encoding import Encoder
+from surgeon.data.encoding import Encoded, Encoder
 from surgeon.data.layouts import Document, said_in
-from surgeon.data.masking import Encoded
 from surgeon.data.packing import PackedSequence, Packer, Packing, SourceStream
 
 # What they are called among sources, of which none can have such a name: kinds of text, other languages, what the

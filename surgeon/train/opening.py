@@ -1,13 +1,16 @@
-"""A run before its first step: settled, its output as it was left, its texts opened and read through."""
+"""A run before its first step: settled, its output as it was left, texts read through, trackers opened."""
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from transformers import TrainerCallback
+from transformers.integrations import INTEGRATION_TO_CALLBACK
 
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
 from surgeon.common import devices
@@ -30,7 +33,6 @@ from surgeon.train.preparing import Prepared, prepare
 from surgeon.train.processes.launching import Sharding
 from surgeon.train.saved.work_folder import work_folder
 from surgeon.train.self_generated import memory_folder
-from surgeon.train.steps.trackers import open_trackers
 from surgeon.train.training_data import TrainingData
 
 
@@ -89,7 +91,7 @@ def opened_run(
     prepared: Prepared | None,
     imagined: Mapping[str, Corpus] | None = None,
 ) -> Run:
-    """Open a run: its texts are read through.
+    """Open a run: its texts are read through, its trackers open.
 
     Args:
         out: the output to train.
@@ -108,13 +110,23 @@ def opened_run(
     say = listener.say if ranks.leads else lambda _: None
     if prepared is None:
         prepared = prepare(out, manifest, loaded, target, device=device, processes=ranks.size)
-    settings, sharding = prepared.settings, _sharding_over(ranks, prepared, say)
+    settings, sharding = prepared.settings, prepared.sharding
+    if sharding is not None and ranks.size == 1:
+        say("one process: nothing is sharded")
+        sharding = None
     device = devices.resolve(device)
     trackers = open_trackers(loaded.config.report_to, target=target, config=str(loaded.source))
-    texts = _Texts.open(out, prepared, loaded, target, imagined, say)
+    vocabulary = prepared.anatomy.sizes.vocabulary
+    encoder, examples = Encoder(out.path, vocabulary=vocabulary, template=loaded.template), None
+    if loaded.config.classifies:
+        examples = ExampleEncoder(encoder.tokenizer, out.config, length=settings.length, vocabulary=vocabulary)
+        data = TrainingData.open_examples(loaded, examples, say)
+    else:
+        memory = memory_folder(target)
+        data = TrainingData.open(loaded, settings, encoder, say, memory=memory, imagined=imagined)
     notes = prepared.notes
     if prepared.settled_for is not None:
-        settings, more = prepared.settled_for(texts.data.steps_of(loaded, settings, say))
+        settings, more = prepared.settled_for(steps=data.steps_of(loaded, settings, say))
         notes = [*notes, *more]
     return Run(
         out,
@@ -122,7 +134,7 @@ def opened_run(
         loaded,
         settings,
         prepared.wanted,
-        texts.data,
+        data,
         target,
         device,
         ranks,
@@ -132,46 +144,10 @@ def opened_run(
         trackers,
         listener,
         say,
-        texts.encoder,
+        encoder,
         notes,
-        texts.examples,
+        examples,
     )
-
-
-def _sharding_over(ranks: Ranks, prepared: Prepared, say: Callable[[str], None]) -> Sharding | None:
-    """Return how the model is sharded over the processes; None, which is said, where there is one."""
-    if prepared.sharding is not None and ranks.size == 1:
-        say("one process: nothing is sharded")
-        return None
-    return prepared.sharding
-
-
-@dataclass(frozen=True)
-class _Texts:
-    """The texts of a run, read through; `examples` encodes those of a classification head."""
-
-    data: TrainingData
-    encoder: Encoder
-    examples: ExampleEncoder | None = None
-
-    @classmethod
-    def open(
-        cls,
-        out: CheckpointFolder,
-        prepared: Prepared,
-        loaded: LoadedConfig,
-        target: Path,
-        imagined: Mapping[str, Corpus] | None,
-        say: Callable[[str], None],
-    ) -> _Texts:
-        """Open what the config names, by the output's tokenizer; arguments as `opened_run` has them."""
-        settings, vocabulary = prepared.settings, prepared.anatomy.sizes.vocabulary
-        encoder = Encoder(out.path, vocabulary=vocabulary, template=loaded.template)
-        if not loaded.config.classifies:
-            memory = memory_folder(target)
-            return cls(TrainingData.open(loaded, settings, encoder, say, memory=memory, imagined=imagined), encoder)
-        examples = ExampleEncoder(encoder.tokenizer, out.config, length=settings.length, vocabulary=vocabulary)
-        return cls(TrainingData.open_examples(loaded, examples, say), encoder, examples)
 
 
 def check_as_left(out: CheckpointFolder, manifest: Manifest | None, listener: Listener) -> dict[str, str]:
@@ -202,3 +178,45 @@ def as_it_is(run: Run, digests: Mapping[str, str]) -> Manifest:
     names = out.side_files if out.own is None else {*out.side_files, *out.own.files}
     files = {name: hashlib.sha256(out.read_side_file(name)).hexdigest() for name in names}
     return without_surgery(out, BaseId(out.path.resolve().name), run.anatomy, digests=digests, files=files)
+
+
+def open_trackers(names: Sequence[str], *, target: Path, config: str) -> list[TrainerCallback]:
+    """The trackers' callbacks, by the names that transformers gives them; `config` is the file that asks for them.
+
+    Raises BadInput for a name that transformers does not know, and for a library that is not installed; so does a
+    tracker that cannot begin (no login, say).
+    """
+    opened = []
+    for name in names:
+        where = f"{printable(config)}: report_to: {printable(name)}"
+        if name not in INTEGRATION_TO_CALLBACK:
+            close = difflib.get_close_matches(name, INTEGRATION_TO_CALLBACK, n=1)
+            hint = f"did you mean `{close[0]}`?" if close else f"it knows {', '.join(sorted(INTEGRATION_TO_CALLBACK))}"
+            raise BadInput(f"{where}: no tracker that transformers knows; {hint}")
+        try:
+            callback = INTEGRATION_TO_CALLBACK[name]()
+        except (RuntimeError, ImportError) as error:
+            raise BadInput(f"{where}: {_line(error)}") from None
+        if name == "tensorboard" and callback.logging_dir is None:
+            # transformers' own place is in the work folder, which goes when the run is published.
+            callback.logging_dir = str(target.with_name(f"{target.name}-tensorboard"))
+        opened.append(_begun(callback, where))
+    return opened
+
+
+def _begun(callback: Any, where: str) -> TrainerCallback:
+    """The callback, whose trouble at the start is the user's to mend and not a bug."""
+    begin = callback.on_train_begin
+
+    def on_train_begin(*arguments: Any, **named: Any) -> Any:
+        try:
+            return begin(*arguments, **named)
+        except Exception as error:
+            raise BadInput(f"{where}: cannot begin ({type(error).__name__}: {_line(error)})") from error
+
+    callback.on_train_begin = on_train_begin
+    return callback
+
+
+def _line(error: Exception) -> str:
+    return printable(" ".join(str(error).split()), 500)

@@ -55,7 +55,7 @@ class Prepared:
     anatomy: Anatomy
     sharding: Sharding | None
     within: Within | None = None
-    settled_for: Callable[[int], tuple[Settings, list[str]]] | None = None
+    settled_for: Callable[..., tuple[Settings, list[str]]] | None = None
     headless: bool = False
 
 
@@ -111,8 +111,7 @@ def prepare(
     headless = loaded.config.classifies and not is_classifier(out.config)
     if not loaded.config.counts_text:
         return Prepared(settings, [*notes, *about_settings], wanted, anatomy, sharding, within, headless=headless)
-    later = functools.partial(_settled_with, settled_for)
-    return Prepared(settings, notes, wanted, anatomy, sharding, within, later, headless)
+    return Prepared(settings, notes, wanted, anatomy, sharding, within, settled_for, headless)
 
 
 def check_base_trains(out: CheckpointFolder, manifest: Manifest | None, loaded: LoadedConfig) -> None:
@@ -121,10 +120,6 @@ def check_base_trains(out: CheckpointFolder, manifest: Manifest | None, loaded: 
     wanted = _wanted(out, manifest, loaded, anatomy)
     _check_trainable(out, wanted, loaded.config.dtype)
     _teacher(out, manifest, loaded, wanted, anatomy)
-
-
-def _settled_with(settled_for: Callable[..., tuple[Settings, list[str]]], steps: int) -> tuple[Settings, list[str]]:
-    return settled_for(steps=steps)
 
 
 def _wanted(out: CheckpointFolder, manifest: Manifest | None, loaded: LoadedConfig, anatomy: Anatomy) -> TrainableSet:

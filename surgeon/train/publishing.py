@@ -53,7 +53,7 @@ from surgeon.manifest.run_files import (
 from surgeon.manifest.trainable import Fixed, TrainableSet
 from surgeon.models.load import build_model, stored_dtype
 from surgeon.train.config.schema import LoraSpec
-from surgeon.train.trainable.stored import StoredNames
+from surgeon.train.trainable.trainable_set import StoredNames
 
 FINAL_FILE = "final.safetensors"
 ADAPTER_FILE = "adapter.safetensors"
@@ -297,7 +297,7 @@ class _Beside:
         ordered = made.headers([ADAPTER_FILE])[ADAPTER_FILE].tensors
         adapter = Shard(ADAPTER_WEIGHTS_FILE, tuple(copied(info.name, info) for info in ordered), None)
         places = places | places_of({info.name: info for info in ordered}, _TRAINED)
-        return cls((*shards, adapter), places, kept, tuple(sorted(ordered, key=_named)))
+        return cls((*shards, adapter), places, kept, tuple(sorted(ordered, key=lambda info: info.name)))
 
 
 def publishing_job(
@@ -401,10 +401,6 @@ def _training_entry(
         adapter = {info.name: StoredTensor.of(info, proof.digests[info.name]) for info in beside.adapter}
         more["adapter"] = AdapterEntry(config=hashlib.sha256(final.adapter).hexdigest(), tensors=adapter)
     return TrainingEntry(tool=Tool(name="surgeon", version=__version__), tensors=tensors, **entry, **more)
-
-
-def _named(info: TensorInfo) -> str:
-    return info.name
 
 
 def _digest(path: Path) -> str:

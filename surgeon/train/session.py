@@ -19,7 +19,6 @@ from surgeon.apply.write import execute
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.staging import check_destination, check_space
 from surgeon.common.disk_space import writing
-from surgeon.common.distributed import Ranks
 from surgeon.common.formatting import size
 from surgeon.common.listener import Listener, Quiet, Stopwatch
 from surgeon.data.examples import batch_of_examples
@@ -45,26 +44,25 @@ from surgeon.train.losses.cached_teacher import CachedTeacher
 from surgeon.train.losses.held_out import figures_by_source
 from surgeon.train.losses.preserving import NUMBERS
 from surgeon.train.opening import Run, as_it_is, check_as_left, opened_run
-from surgeon.train.preparing import Prepared, prepare
+from surgeon.train.preparing import Prepared
 from surgeon.train.processes.sharding import let_go, shard, sharded_here
 from surgeon.train.publishing import Trained, publishing_job, write_final
 from surgeon.train.saved.checkpoints import (
     RUN_FILE,
     STATE_FILE,
     RunRecord,
+    Saving,
     best_step,
     damage,
     drop_what_does_not_count,
     newest_checkpoint,
     step_of,
 )
-from surgeon.train.saved.saving import Saving
 from surgeon.train.saved.work_folder import fingerprint_of, own_work_folder
 from surgeon.train.self_generated import memory_folder, write_sources
-from surgeon.train.steps.arguments import training_arguments
 from surgeon.train.steps.by_document import by_document
 from surgeon.train.steps.cadence import Cadence
-from surgeon.train.steps.trainer import DATA_FILE, TRAINED_FILE, Sequences, SurgeonTrainer, Terms
+from surgeon.train.steps.trainer import DATA_FILE, TRAINED_FILE, Sequences, SurgeonTrainer, Terms, training_arguments
 
 # In the work folder: the published run, where what is asked for is only made of it.
 WHOLE_FOLDER = "whole"
@@ -78,7 +76,7 @@ def run_training(
     *,
     device: str,
     listener: Listener,
-    prepared: Prepared | None = None,
+    prepared: Prepared,
     deliver: Callable[[Path], object] | None = None,
     link: bool = False,
     take_over: bool = False,
@@ -92,7 +90,7 @@ def run_training(
         target: where the run is published.
         device: `auto`, or a device.
         listener: receives progress.
-        prepared: what `prepare` returned; None: it is called here.
+        prepared: what `prepare` returned.
         deliver: makes `target` of the run, which is published in the work folder then.
         link: link shards in which nothing trained to `out`'s.
         take_over: continue a work folder that came from elsewhere.
@@ -103,8 +101,6 @@ def run_training(
         Diverged: the loss is no number any more.
         PromiseBroken: a tensor that did not train changed.
     """
-    if prepared is None:
-        prepared = prepare(out, manifest, loaded, target, device=device, processes=Ranks.of_environment().size)
     fitted = bool(prepared.wanted.fitted)
     write_sources(out, loaded, target, gate=fitted, device=device, listener=listener, take_over=take_over)
     run = opened_run(out, manifest, loaded, target, device=device, listener=listener, prepared=prepared)

@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 from surgeon.common.checked_yaml import check_yaml
-from surgeon.common.schema_forms import Forms
+from surgeon.common.schema import Forms
 from surgeon.compare.config.schema import Study
 from surgeon.continual.config.schema import TasksConfig
 from surgeon.errors import BadInput, Mistakes

@@ -19,8 +19,7 @@ import pytest
 
 from surgeon.data.chats import Chat, Message
 from surgeon.data.documents import Documents, text_files
-from surgeon.data.parquet import ParquetFiles
-from surgeon.data.row_sizes import check_sizes, pieces_of, row_sizes
+from surgeon.data.parquet import ParquetFiles, check_sizes, pieces_of, row_sizes
 from surgeon.data.rows import Rows
 from surgeon.data.saved_tables import check_saved
 from surgeon.data.sources import saved_table
@@ -95,7 +94,7 @@ def test_texts_in_the_hub_s_cache_are_read(tmp_path: Path) -> None:
 
 
 def test_a_document_has_a_largest_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("checkpoint.text_lines", "data.json_list", "data.row_sizes", "models.tokens"):
+    for module in ("checkpoint.text_lines", "data.json_list", "data.parquet", "models.tokens"):
         monkeypatch.setattr(f"surgeon.{module}.MAX_DOCUMENT_BYTES", 2000)
     long = json.dumps({"text": "x" * 3000})
     files = {

@@ -133,7 +133,7 @@ def test_what_is_no_text_whatever_its_name_says(tmp_path: Path, name: str, conte
 
 
 def test_what_unpacks_to_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("surgeon.data.gzipped._SMALL", 1_000_000)
+    monkeypatch.setattr("surgeon.data.documents._SMALL", 1_000_000)
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(b"\n" * 5_000_000))
     assert "unpacks to more than 1,000,000 bytes, 100 times its size; if you trust it" in refusal(path)[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from surgeon.data.classification_metrics import Judged
+from surgeon.data.scoring import Judged
 from surgeon.evaluate.labels import _scores
 
 WANTED = np.array([0, 1] * 20)

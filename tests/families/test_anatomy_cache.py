@@ -15,7 +15,7 @@ import pytest
 
 import surgeon
 from surgeon.apply import small_run
-from surgeon.common import cache, own_key
+from surgeon.common import cache, signed
 from surgeon.errors import BadInput
 from surgeon.families import anatomy_cache, checkpoint_anatomy
 from tests.decoders import tiny_decoder
@@ -172,7 +172,7 @@ def test_an_entry_of_another_user_or_under_another_name_does_not_count(
     other.write_bytes(entry.read_bytes())
     assert surgeon.preview(plan, base).proof.how == "proven"
     assert surgeon.preview(plan, base).proof.how == "cached"
-    monkeypatch.setenv(own_key.VARIABLE, str(tmp_path / "another user's"))
+    monkeypatch.setenv(signed.VARIABLE, str(tmp_path / "another user's"))
     assert surgeon.preview(plan, base).proof.how == "proven"
 
 

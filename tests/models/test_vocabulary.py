@@ -18,8 +18,7 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, TokenizerJson, without
 from surgeon.errors import BadInput
 from surgeon.models.vocabulary.grow import Grown, grow
-from surgeon.models.vocabulary.learned import How, LearnedTokens
-from surgeon.models.vocabulary.learner import learn_merges
+from surgeon.models.vocabulary.learned import How, LearnedTokens, learn_merges
 from tests import tiny, vocabularies
 from tests.vocabularies import ENGLISH, FRENCH, write_text
 

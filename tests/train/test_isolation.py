@@ -17,8 +17,7 @@ from surgeon.models.load import load_model
 from surgeon.train import loading
 from surgeon.train.gate_fitting import _states
 from surgeon.train.isolation import Isolation, probe
-from surgeon.train.steps.mask_positions import give_masks_positions
-from surgeon.train.steps.one_row import builds_no_mask, run_in_one_row
+from surgeon.train.steps.packed import builds_no_mask, give_masks_positions, run_in_one_row
 from tests import tiny
 from tests.decoders import tiny_decoder
 from tests.train.attentions import (
@@ -188,10 +187,10 @@ def test_masks_get_positions_and_states_that_cross_are_refused(tmp_path: Path) -
     assert not measured(gpt_oss).isolates
     give_masks_positions(gpt_oss)
     assert measured(gpt_oss).isolates
-    from surgeon.train.steps import mask_positions
+    from surgeon.train.steps import packed
 
-    modelling = mask_positions.sys.modules[type(gpt_oss).__module__]
-    assert modelling.create_causal_mask is mask_positions.masking_utils.create_causal_mask
+    modelling = packed.sys.modules[type(gpt_oss).__module__]
+    assert modelling.create_causal_mask is packed.masking_utils.create_causal_mask
     hybrid = load_model(tiny_decoder(tmp_path / "hybrid", "lfm2_moe"))
     give_masks_positions(hybrid)
     found = measured(hybrid)

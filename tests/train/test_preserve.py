@@ -19,7 +19,7 @@ from surgeon.train import loading
 from surgeon.train.config.schema import PreserveSpec
 from surgeon.train.losses.cross_entropy import FusedHead
 from surgeon.train.losses.preserving import Preserving, chunked_divergence
-from surgeon.train.losses.shares import shares_of, weighed
+from surgeon.train.steps.trainer import shares_of, weighed
 from tests import tiny
 from tests.train.test_losses_live import ids_of, passed
 from tests.train.test_train import base_of, config

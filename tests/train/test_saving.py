@@ -21,8 +21,7 @@ from surgeon.cli import app
 from surgeon.common.interrupting import interrupt
 from surgeon.errors import BadInput
 from surgeon.train import session
-from surgeon.train.saved.checkpoints import COMPLETE_FILE, newest_checkpoint
-from surgeon.train.saved.saving import Saving, is_beside
+from surgeon.train.saved.checkpoints import COMPLETE_FILE, Saving, is_beside, newest_checkpoint
 from surgeon.train.saved.work_folder import work_folder
 from surgeon.train.steps import cadence, trainer
 from tests.train.test_train import config, digests, grown

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 
 import surgeon
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
-from surgeon.common import own_key
+from surgeon.common import signed
 from surgeon.common.listener import Quiet
 from surgeon.common.signed import read_signed
 from surgeon.common.work_folders import record_of
@@ -517,7 +517,7 @@ def test_a_key_that_cannot_be_kept_is_said(cut_off: Path, tmp_path: Path, monkey
         {"file": "Not a directory", "open": "alone can write", "link": "links"}.items()
     ):
         monkeypatch.setenv("SURGEON_STATE", str(tmp_path / state))
-        own_key._key_in.cache_clear()
+        signed._key_in.cache_clear()
         folder = tmp_path / str(number)
         folder.mkdir()
         (said,) = begun(cut_off, folder)
@@ -525,11 +525,11 @@ def test_a_key_that_cannot_be_kept_is_said(cut_off: Path, tmp_path: Path, monkey
             rf"key of this user's work folders is not kept: .*{why}.*SURGEON_STATE may name a folder", said
         )
         assert not work_folder(folder / "run").exists() or begun(cut_off, folder)
-        own_key._key_in.cache_clear()
+        signed._key_in.cache_clear()
         work = work_folder(folder / "run")
         work.mkdir(exist_ok=True)
         RunRecord(RunRecord.read(work_folder(cut_off / "run")).fingerprint).write(work)
-        own_key._key_in.cache_clear()
+        signed._key_in.cache_clear()
         with pytest.raises(
             BadInput, match=rf"holds the beginning of this run; .* not kept: .*{why}.* give --take-over"
         ):

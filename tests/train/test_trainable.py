@@ -20,8 +20,7 @@ from surgeon.models.load import load_model
 from surgeon.train.config.settings import Settings
 from surgeon.train.steps import trainer
 from surgeon.train.steps.optimizer import MasterAdamW, make_schedule
-from surgeon.train.trainable.stored import WrongSet
-from surgeon.train.trainable.trainable_set import TrainedParameters, check_set, unfreeze
+from surgeon.train.trainable.trainable_set import TrainedParameters, WrongSet, check_set, unfreeze
 from tests import tiny
 
 

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from surgeon import GenerateSpec, PreserveSpec
+from surgeon.common.formatting import did_you_mean
 from surgeon.common.schema import Entry, check_shares, first_doubled
-from surgeon.common.suggestions import did_you_mean
 from surgeon.compare.config.entries import (
     FEWEST_RATES,
     PEERS,

@@ -11,8 +11,8 @@ from typing import Any
 
 from surgeon import overrides_of, shipped_tasks
 from surgeon.common.checked_yaml import Loaded, check_yaml, editor_schema
+from surgeon.common.formatting import did_you_mean
 from surgeon.common.places import find_file, from_here
-from surgeon.common.suggestions import did_you_mean
 from surgeon.common.yaml import Place, override, parse_yaml, read_text
 from surgeon.continual.config.schema import TasksConfig
 from surgeon.errors import BadInput, bad_input, printable

@@ -9,8 +9,8 @@ from functools import cached_property
 from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, NewToken, TokenizerJson
 from surgeon.errors import BadInput, printable
 from surgeon.models.tokenizer import Tokenizer
-from surgeon.models.vocabulary.learner import Pair
 
+Pair = tuple[int, int]
 # What a new piece of a Unigram is better by than the pieces that it is made of.
 BETTER = 1e-4
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from surgeon.common.schema import NEW, ORIGINAL, SHARE_TOLERANCE, Entry, first_doubled
+from surgeon.common.schema import NEW, ORIGINAL, Entry, check_shares, first_doubled
 from surgeon.data.specs import SourceSpec
 from surgeon.manifest.trainable import LayersSpec
 from surgeon.models.templates import TemplateName
@@ -342,9 +341,7 @@ class TrainConfig(Entry):
 
     @model_validator(mode="after")
     def _fits(self) -> TrainConfig:
-        total = math.fsum(source.share for source in self.sources)
-        if abs(total - 1) > SHARE_TOLERANCE:
-            raise ValueError(f"the sources' shares sum to {total:g}; they must sum to 1")
+        check_shares([source.share for source in self.sources])
         if doubled := first_doubled([source.name for source in self.sources]):
             raise ValueError(f"two sources are called {doubled!r}; names must differ")
         if sum(given is not None for given in (self.steps, self.epochs, self.bytes)) != 1:

@@ -89,6 +89,11 @@ class ChunkedLoss(torch.autograd.Function):
         )
 
 
+def next_labels(labels: Tensor) -> Tensor:
+    """At each place the label of the next one, B T."""
+    return F.pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:]
+
+
 def capped_logits(hidden: Tensor, weight: Tensor, cap: float | None) -> tuple[Tensor, Tensor | None]:
     """cap(h Wᵀ), float32, and the cap's slope there."""
     logits = (hidden @ weight.T).float()
@@ -230,7 +235,7 @@ class FusedHead:
     ) -> Tensor:
         """Compute the loss in the place of transformers' ForCausalLMLoss; `logits` are the hidden states (B T D)."""
         if shift_labels is None:
-            shift_labels = F.pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:]
+            shift_labels = next_labels(labels)
         wanted = shift_labels.reshape(-1).to(logits.device)
         total = self.sum(logits.reshape(-1, logits.shape[-1]), self.head.weight, wanted, cap=self.cap)
         count = (wanted != IGNORED_LABEL).sum() if num_items_in_batch is None else num_items_in_batch

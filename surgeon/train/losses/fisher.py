@@ -23,7 +23,7 @@ from surgeon.common.distributed import Ranks, is_sharded
 from surgeon.common.work_folders import sync
 from surgeon.data.packing import IGNORED_LABEL, Mixture, PackedSequence, batch_of, one_pass
 from surgeon.errors import BadInput, printable
-from surgeon.train.losses.cross_entropy import FusedHead
+from surgeon.train.losses.cross_entropy import FusedHead, next_labels
 from surgeon.train.processes.sharding import dealt_out, gathered
 from surgeon.train.saved.checkpoints import RunRecord, file_digest
 
@@ -120,7 +120,7 @@ def estimated(
 ) -> dict[str, Tensor]:
     """F of every parameter that trains, float32, by its name; arguments and errors as `fisher_of` has them."""
     batches = [batch_of([sequence], domains=False) for sequence in sequences]
-    tokens = sum(int((_next_labels(batch) != IGNORED_LABEL).sum()) for batch in batches)
+    tokens = sum(int((next_labels(batch["labels"]) != IGNORED_LABEL).sum()) for batch in batches)
     if not tokens:
         raise BadInput("`preserve`: no token of the original text counts, so nothing gives a Fisher; give other text")
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -151,17 +151,12 @@ def estimated(
 
 def _nats(model: Any, fused: FusedHead | None, batch: Mapping[str, Tensor]) -> Tensor:
     """Σ −log p of a batch's tokens that count, without the losses that layers of the model add in training."""
-    labels = _next_labels(batch).flatten()
+    labels = next_labels(batch["labels"]).flatten()
     given = {name: batch[name] for name in ("input_ids", "position_ids")}
     if fused is not None:
         return fused.nats(labels, **given)
     logits = model(**given, use_cache=False).logits.float().flatten(0, 1)
     return F.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
-
-
-def _next_labels(batch: Mapping[str, Tensor]) -> Tensor:
-    """At each place the label of the next one, B T."""
-    return F.pad(batch["labels"], (0, 1), value=IGNORED_LABEL)[..., 1:]
 
 
 def _given_out(kept: Mapping[str, Tensor] | None, name: str, parameter: nn.Parameter) -> Tensor:

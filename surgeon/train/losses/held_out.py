@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from surgeon.data.classification_metrics import judge_examples
 from surgeon.data.packing import PackedSequence
-from surgeon.data.scoring import score_sequences
+from surgeon.data.scoring import judge_examples, score_sequences
 from surgeon.train.processes.sharding import let_go
 
 

@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from surgeon.common.distributed import is_sharded
 from surgeon.data.packing import IGNORED_LABEL
 from surgeon.manifest.within import Within
 from surgeon.models.teacher import BaseWithin
 from surgeon.train.config.schema import PreserveSpec
-from surgeon.train.losses.cross_entropy import CHUNK_BYTES, ChunkedLoss, FusedHead, capped_logits
+from surgeon.train.losses.cross_entropy import CHUNK_BYTES, ChunkedLoss, FusedHead, capped_logits, next_labels
 from surgeon.train.losses.top_k import TopK
 
 # In a batch: the numbers of its sequences among all that the run draws.
@@ -139,8 +138,7 @@ class Preserving:
 
         None counts from the first token on that the base does not know.
         """
-        labels = F.pad(batch["labels"], (0, 1), value=IGNORED_LABEL)[..., 1:]
-        counts = labels != IGNORED_LABEL
+        counts = next_labels(batch["labels"]) != IGNORED_LABEL
         if self.spec.on == "original":
             counts = counts & (batch["domain_ids"] == 0)[:, None]
         if self.rows is not None:

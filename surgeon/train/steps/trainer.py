@@ -1,4 +1,10 @@
-"""transformers' Trainer, thinly: our batches, our optimizer, loss by source, trackers, checkpoints of what trains."""
+"""transformers' Trainer, thinly: our batches, our optimizer, loss by source, trackers, checkpoints of what trains.
+
+A micro-batch has a share of the accumulated batch, over all processes: by labels, by original tokens, by others. Every
+term of the loss is a mean over some tokens of the accumulated batch; a micro-batch adds its part of it. The runtime
+scales the mean that a micro-batch finds by its share of the labels. That is right for means over all tokens; of a mean
+over the tokens of some domains it would let a sequence count the more, the fewer of its domain come with it.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +22,18 @@ import transformers
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.utils import logging as transformers_logging
 
 from surgeon.common.distributed import is_sharded
-from surgeon.data.packing import Batches
+from surgeon.data.packing import IGNORED_LABEL, Batches
 from surgeon.errors import Diverged
 from surgeon.train.config.settings import Settings
 from surgeon.train.losses.cross_entropy import FusedHead
 from surgeon.train.losses.fisher import Anchored
 from surgeon.train.losses.held_out import figures_by_source
 from surgeon.train.losses.preserving import NUMBERS, Preserving
-from surgeon.train.losses.shares import Share, shares_of, weighed
 from surgeon.train.processes.sharding import dealt_out, gathered
-from surgeon.train.saved.checkpoints import best_step, complete, newest_checkpoint, step_of
-from surgeon.train.saved.saving import Saving
+from surgeon.train.saved.checkpoints import Saving, best_step, complete, newest_checkpoint, step_of
 from surgeon.train.steps.by_document import by_document
 from surgeon.train.steps.cadence import FISHER, PRESERVE
 from surgeon.train.steps.optimizer import make_optimizer, make_schedule
@@ -296,3 +301,112 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
 def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """Parameters, and the buffers that fitted tensors are, by name."""
     return {**dict(model.named_buffers()), **dict(model.named_parameters())}
+
+
+# Losses of the runtime that are means over the tokens of some domains: original text, or that of tasks.
+_ORIGINAL, _TASKS = "local_l1_loss", "router_loss"
+
+
+@dataclass(frozen=True)
+class Share:
+    """`factors`: by what the runtime's scale of a loss is to be multiplied, by the loss's name.
+
+    `taught` is the number of tokens on which the base teaches in the whole accumulated batch; `anywhere`: some process
+    has one in its micro-batch.
+    """
+
+    factors: Mapping[str, float]
+    taught: int
+    anywhere: bool
+
+
+def shares_of(
+    batches: Sequence[Mapping[str, Tensor]], preserving: Preserving | None, *, device: torch.device, processes: int
+) -> list[Share]:
+    """Return the shares of one process's micro-batches of one step; all processes call.
+
+    Args:
+        batches: the micro-batches.
+        preserving: the base that teaches, if one does.
+        device: where numbers of all processes are summed.
+        processes: how many there are.
+    """
+    counts = torch.tensor([_counts(batch, preserving) for batch in batches], dtype=torch.int64, device=device)
+    together = counts.clone()
+    if processes > 1:
+        torch.distributed.all_reduce(together)
+    labels, original, tasks, taught = together.sum(dim=0).tolist()
+    shares = []
+    for (own_labels, own_original, own_tasks, _), (*_, anywhere) in zip(
+        counts.tolist(), together.tolist(), strict=True
+    ):
+        by_labels = own_labels / labels
+        factors = {
+            name: own / whole / by_labels
+            for name, own, whole in ((_ORIGINAL, own_original, original), (_TASKS, own_tasks, tasks))
+            if whole
+        }
+        shares.append(Share(factors, taught, bool(anywhere)))
+    return shares
+
+
+def _counts(batch: Mapping[str, Tensor], preserving: Preserving | None) -> tuple[int, int, int, int]:
+    """Count a micro-batch's labels, tokens of original text, tokens of tasks or new text, and tokens to teach on."""
+    labels = int((batch["labels"][..., 1:] != IGNORED_LABEL).sum())
+    original = int((batch["domain_ids"] == 0).sum()) * batch["input_ids"].shape[1]
+    taught = 0 if preserving is None else int(preserving.counted(batch).sum())
+    return labels, original, batch["input_ids"].numel() - original, taught
+
+
+@contextlib.contextmanager
+def weighed(model: Any, share: Share) -> Iterator[None]:
+    """Inside, the model's layers weigh their losses by this micro-batch's share of the tokens that they are about."""
+    with contextlib.ExitStack() as back:
+        for layer in model.modules():
+            weights = vars(layer).get("loss_weights")
+            if isinstance(weights, dict) and (scaled := weights.keys() & share.factors.keys()):
+                back.callback(setattr, layer, "loss_weights", weights)
+                layer.loss_weights = weights | {name: weights[name] * share.factors[name] for name in scaled}
+        yield
+
+
+def training_arguments(
+    name: str, work: Path, settings: Settings, *, log_every: int, save_every: int, device: str
+) -> TrainingArguments:
+    """Return the arguments of transformers' Trainer for the run's settings.
+
+    Args:
+        name: the run's, for trackers.
+        work: the folder of checkpoints.
+        settings: the run's numbers.
+        log_every: steps between lines of the log.
+        save_every: steps between checkpoints.
+        device: where the model trains.
+    """
+    transformers_logging.set_verbosity_error()
+    args = TrainingArguments(
+        run_name=name,
+        output_dir=str(work),
+        max_steps=settings.steps,
+        per_device_train_batch_size=settings.micro_batch,
+        gradient_accumulation_steps=settings.accumulation,
+        learning_rate=settings.lr,
+        max_grad_norm=settings.clip,
+        logging_strategy="steps",
+        logging_steps=log_every,
+        logging_nan_inf_filter=False,
+        save_strategy="steps",
+        save_steps=save_every,
+        # `complete` lets go of old ones: only once the new one counts.
+        save_total_limit=None,
+        ignore_data_skip=True,
+        # Trackers are callbacks that are given (`open_trackers`).
+        report_to=[],
+        disable_tqdm=True,
+        seed=settings.seed,
+        use_cpu=device == "cpu",
+    )
+    if args.device.type == "cuda":
+        # One process trains on one device; several devices are for torchrun.
+        args._n_gpu = 1
+    return args

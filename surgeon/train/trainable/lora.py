@@ -30,7 +30,7 @@ from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.errors import BadInput, printable
 from surgeon.models.load import stored_dtype
 from surgeon.train.config.schema import LoraSpec
-from surgeon.train.trainable.stored import StoredNames
+from surgeon.train.trainable.trainable_set import StoredNames
 
 # What PEFT calls an adapter where nobody names it, and how its own model class begins all names.
 _ADAPTER, _PEFT = "default", "base_model.model."
