@@ -35,8 +35,8 @@ from surgeon.manifest.run_files import files_beside
 from surgeon.rework.make_delta import make_delta_of
 from surgeon.share.parcel import Parcel, Upload, pack, pack_delta
 from surgeon.verify.check import Check
+from surgeon.verify.claims import check_beside
 from surgeon.verify.own_manifest import check_own_manifest
-from surgeon.verify.side_files import check_beside
 from surgeon.verify.verification import Verification, verdict
 from surgeon.verify.verify import verify
 

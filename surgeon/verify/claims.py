@@ -31,8 +31,10 @@ from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, is_side_file
 from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, TokenizerJson, without
 from surgeon.checkpoint.trimmed_vocabulary import trimmed_files
+from surgeon.checkpoint.trust import strays
 from surgeon.checkpoint.weights import INDEX_FILE, MAX_INDEX_BYTES, SINGLE_FILE
 from surgeon.common.json_results import same_json
+from surgeon.errors import printable
 from surgeon.grafts.bundle import CODE_FILE
 from surgeon.manifest.card import card
 from surgeon.manifest.compose import Written, compose, plugins_of
@@ -42,7 +44,6 @@ from surgeon.models.templates import TEMPLATE_FILE
 from surgeon.operations.prepare import Facts
 from surgeon.plan.plan import LoadedPlan
 from surgeon.verify.check import Check, some
-from surgeon.verify.side_files import check_beside
 
 # What transformers looks for beside weights, whatever config.json says: weights of other formats and adapters, code,
 # and configs, indexes, vocabularies and templates by their names.
@@ -284,3 +285,15 @@ def _check_card(manifest: Manifest, out: CheckpointFolder, metadata: Metadata) -
         return [Check("card", True, f"{CARD_FILE} says what the manifest does")]
     how = "is not as surgeon wrote it: pushed or edited since, or the base's is another" if there else "is not there"
     return [Check("card", True, f"{CARD_FILE} {how}", note=True)]
+
+
+def check_beside(out: CheckpointFolder, more: Iterable[str] = ()) -> Check:
+    """Whether loaders find nothing in the folder that surgeon never writes: adapters, other weights, `generate`.
+
+    `more` are files that surgeon does write, and did not write here.
+    """
+    found = strays(out.source.listing(), out.shards)
+    wrong = [f"{printable(name)} ({does})" for name, does in found.items()]
+    wrong += [printable(name) for name in more if name not in found]
+    kept = "nothing that a loader would take for a part of the model"
+    return Check.of("beside the weights", wrong, "not an output's", kept)

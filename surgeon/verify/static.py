@@ -2,6 +2,9 @@
 
 Against its base the blueprint is drawn anew from the plan in the manifest and the base's headers, so what is checked is
 what the plan means, not what the output says about itself.
+
+What the surgery made new is as it was made: silent where that is promised, constant, as it was written. What training
+runs left is there, in the tensors and beside them.
 """
 
 from __future__ import annotations
@@ -13,15 +16,19 @@ from typing import Any
 
 from surgeon._version import __version__
 from surgeon.blueprint.blueprint import Blueprint
+from surgeon.blueprint.recipes import Constant
 from surgeon.checkpoint.card_metadata import metadata_of
 from surgeon.checkpoint.folder import (
     CONFIG_FILE,
     MANIFEST_FILE,
     CheckpointFolder,
+    digest_of_pieces,
     digests_of,
 )
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.own_code import OwnCode
+from surgeon.checkpoint.peft_folder import ADAPTER_CONFIG
+from surgeon.checkpoint.pieces import Pieces
 from surgeon.common.json_results import same_json
 from surgeon.errors import printable
 from surgeon.families.anatomy import Anatomy
@@ -32,9 +39,11 @@ from surgeon.grafts.ranges import by_ranges
 from surgeon.manifest.compose import BaseId, base_entry, surgeries_of
 from surgeon.manifest.facts import facts_of
 from surgeon.manifest.manifest import (
+    AdapterEntry,
     Base,
     Manifest,
 )
+from surgeon.manifest.run_files import ADAPTER_FOLDER, KEPT_FOLDER, adapter_beside, kept_tensors
 from surgeon.operations.prepare import Facts
 from surgeon.plan.plan import LoadedPlan, draw, recorded_plan
 from surgeon.verify.base_bytes import Original, check_base_bytes
@@ -42,6 +51,7 @@ from surgeon.verify.check import Check, some
 from surgeon.verify.claims import (
     Beside,
     base_differences,
+    check_beside,
     check_files,
     check_manifest,
     check_origin,
@@ -49,9 +59,6 @@ from surgeon.verify.claims import (
     digests_beside,
     manifest_differences,
 )
-from surgeon.verify.new_tensors import check_dropped, check_new_tensors
-from surgeon.verify.side_files import check_beside
-from surgeon.verify.trained import check_beside_training, check_trained
 
 ANOTHER_BASE = "not the base this was made from; differing"
 
@@ -187,3 +194,140 @@ def same_code(manifest: Manifest, names: Collection[str], out: CheckpointFolder)
         return Check("code", False, f"{broken}: {some(names)}")
     version = printable(manifest.tool.version)
     return Check("code", True, f"{some(names)}, by {MANIFEST_FILE} alone as surgeon {version} shipped them", note=True)
+
+
+def check_trained(manifest: Manifest, out: Mapping[str, str]) -> list[Check]:
+    """Nothing for an output that was not trained; else whether it holds what its last training run left."""
+    if not manifest.training:
+        return []
+    trained = manifest.trained
+    wrong = [name for name, digest in trained.items() if out.get(name) != digest]
+    idle = [name for run in manifest.training for name, tensor in run.tensors.items() if tensor.max_change == 0]
+    changes = f"; {len(idle)} did not change in it: {some(idle)}" if idle else ", every one of them changed"
+    steps = sum(run.steps for run in manifest.training)
+    kept = f"{len(trained)} as {steps:,} steps of training left them{changes}"
+    return [Check.of("trained tensors", wrong, "not as training left them", kept)]
+
+
+def check_beside_training(manifest: Manifest, out: CheckpointFolder) -> list[Check]:
+    """What training put beside the weights, where it did: the base's own values, and an adapter.
+
+    A note where it is not there: it stays with the run and its delta; no other command carries it along.
+    """
+    checks: list[Check] = []
+    if manifest.kept:
+        found = kept_tensors(out)
+        digests = {} if found is None else digests_of(found, found.tensors, lambda _: None)
+        wrong = sorted(name for name in {**digests, **manifest.kept} if digests.get(name) != manifest.kept.get(name))
+        checks.append(
+            Check("kept tensors", True, f"{KEPT_FOLDER}/ is not here, so `revert` cannot give the base back", note=True)
+            if found is None
+            else Check.of(
+                "kept tensors", wrong, "not the base's own", f"{len(digests)} of the base's in {KEPT_FOLDER}/"
+            )
+        )
+    if manifest.adapter is not None:
+        checks.append(_adapter(manifest.adapter, out))
+    return checks
+
+
+def _adapter(entry: AdapterEntry, out: CheckpointFolder) -> Check:
+    found = adapter_beside(out)
+    if found is None:
+        return Check("adapter", True, f"{ADAPTER_FOLDER}/ is not here; it is merged into the weights", note=True)
+    both = {**entry.tensors, **found.tensors}
+    wrong = sorted(name for name in both if entry.tensors.get(name) != found.tensors.get(name))
+    wrong += [ADAPTER_CONFIG] if entry.config != found.config else []
+    return Check.of("adapter", wrong, "not as training left it", f"{len(found.tensors)} tensors in {ADAPTER_FOLDER}/")
+
+
+def check_new_tensors(
+    blueprint: Blueprint, manifest: Manifest, anatomy: Anatomy, folder: CheckpointFolder, out: Mapping[str, str]
+) -> list[Check]:
+    """What keeps new layers silent, what the plan calls constant, and what was computed; `out` are digests."""
+    return [
+        _silence(blueprint, manifest, anatomy, folder, out),
+        _constants(blueprint, manifest, folder, out),
+        _as_born(blueprint, manifest, out),
+    ]
+
+
+def _silence(
+    blueprint: Blueprint, manifest: Manifest, anatomy: Anatomy, folder: CheckpointFolder, out: Mapping[str, str]
+) -> Check:
+    """Return which tensors of new layers must be which constant: from the anatomy, not from the recipes."""
+    trained = manifest.trained
+    loud: list[str] = []
+    checked = 0
+    for layer in blueprint.layers:
+        if layer.operation is None or blueprint.operations[layer.operation].claim.promise != "exact":
+            continue
+        kind = anatomy.kinds[anatomy.kind_of[layer.like]]
+        for suffix, value in (kind.opened if layer.opened else kind).silence.items():
+            name = anatomy.layer_name(layer.index, suffix)
+            if name in trained:
+                continue
+            info = folder.tensors[name]
+            checked += 1
+            if out[name] != Constant(value, info.dtype, info.shape).sha256:
+                loud.append(name)
+    kept = f"{checked} tensors hold exactly what keeps new layers silent"
+    if not checked:
+        kept = "no operation promises it" if not trained else "trained since, or no operation promises it"
+    return Check.of("silent at birth", loud, "not the constant that keeps a new layer silent", kept)
+
+
+def check_dropped(blueprint: Blueprint, anatomy: Anatomy, base: Mapping[str, str]) -> list[Check]:
+    """Nothing where no layer was taken out as silent; else whether all those were, by the base's own bytes."""
+    gone = [
+        layer
+        for number, layers in blueprint.dropped.items()
+        if blueprint.operations[number].claim.promise == "exact"
+        for layer in layers
+    ]
+    if not gone:
+        return []
+    loud = [
+        info.name
+        for layer in gone
+        for suffix, value in anatomy.kinds[anatomy.kind_of[layer]].silence.items()
+        if base[(info := anatomy.layers[layer][suffix]).name] != Constant(value, info.dtype, info.shape).sha256
+    ]
+    kept = f"all {len(gone)} that were taken out added exactly nothing in the base"
+    return [Check.of("layers taken out", loud, "not the constant that keeps a layer silent", kept)]
+
+
+def _none(manifest: Manifest) -> str:
+    """Why a check of new tensors had none to look at."""
+    return "trained since, or the plan makes none" if manifest.trained else "the plan makes none"
+
+
+def _constants(blueprint: Blueprint, manifest: Manifest, folder: CheckpointFolder, out: Mapping[str, str]) -> Check:
+    """What the plan calls constant: the zeros that keep adapters silent, gates that start at their α.
+
+    Parts of tensors too: zeros that keep more neurons silent, say, beside those of the base.
+    """
+    wrong: list[str] = []
+    whole = 0
+    for output in blueprint.outputs:
+        if output.name in manifest.trained:
+            continue
+        for sha256, lying in output.recipe.named_values:
+            entire = lying.nbytes == output.nbytes
+            whole += entire
+            place = {"": Pieces.whole(output.name, output.nbytes)}
+            found = out[output.name] if entire else digest_of_pieces(folder, lying.through(place))
+            wrong += [output.name] if found != sha256 else []
+    kept = f"{whole} tensors hold their initial value" if whole else _none(manifest)
+    return Check.of("constants", list(dict.fromkeys(wrong)), "not their initial value", kept)
+
+
+def _as_born(blueprint: Blueprint, manifest: Manifest, out: Mapping[str, str]) -> Check:
+    trained = manifest.trained
+    computed = [o.name for o in blueprint.outputs if o.new and o.computed and o.name not in trained]
+    unknown = [name for name in computed if name not in manifest.new_tensors]
+    if unknown:
+        return Check("new tensors", False, f"not in the manifest: {some(unknown)}")
+    changed = [name for name in computed if manifest.new_tensors[name].sha256 != out[name]]
+    kept = f"{len(computed)} computed ones are as they were written" if computed else _none(manifest)
+    return Check.of("new tensors", changed, "changed since they were written", kept)

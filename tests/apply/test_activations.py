@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import surgeon
-from surgeon.apply.activations import activations
+from surgeon.apply.couplings import activations
 from surgeon.blueprint.recipes import TextSupport
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.cli import app
