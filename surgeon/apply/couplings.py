@@ -12,10 +12,9 @@ from surgeon.apply.activations import activations
 from surgeon.blueprint.recipes import Bench, Coupling, MapRef, Recipe, TextSupport, WholeHeads
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
-from surgeon.transport.assignment import match_rows
 from surgeon.transport.heads import AttentionWeights, head_maps
 from surgeon.transport.maps import HalfIdentity, Spread, TransportMap, TransportSettings
-from surgeon.transport.solving import solve
+from surgeon.transport.solving import match_rows, solve
 
 
 class Maps:

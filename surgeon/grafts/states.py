@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from surgeon.grafts.checks import check_layers, fraction, loss_weight, one_of
-from surgeon.grafts.kinds import Kind, KnownGraft, without_numbers
-from surgeon.grafts.low_rank import linear_birth, low_rank_births
+from surgeon.grafts.kinds import Kind, KnownGraft, linear_birth, low_rank_births, without_numbers
 from surgeon.runtime.births import Birth
 from surgeon.runtime.rules import Surgery
 from surgeon.runtime.states_rules import SITES, MixtureSpec, States, StatesRules, StatesSpec

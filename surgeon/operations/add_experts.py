@@ -21,15 +21,20 @@ from surgeon.common.schema import Many
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
 from surgeon.families.family import Part
-from surgeon.operations.added_experts import Place, add_to, corrections, groups_in, in_turn, shared_out
 from surgeon.operations.mixtures import (
     ExpertNumber,
     LayerKey,
     Loss,
+    Place,
+    add_to,
     check_plain,
     chosen_by,
+    corrections,
+    groups_in,
+    in_turn,
     listed,
     mixtures_of,
+    shared_out,
     sizes_with,
 )
 from surgeon.operations.operation import Operation, Paper, Spec, TrainingDefaults
