@@ -462,13 +462,11 @@ class Draft:
         order = [layer.like for layer in self.layers]
         made = self.anatomy.derivation.grafted(trunk, order, twins_of(grafts), self._graft_modules())
         new = [index for index, layer in enumerate(self.layers) if layer.base is None]
+        older = [index for index, layer in enumerate(self.layers) if layer.base in self.inserted_before]
         made["surgery"] = described_surgery(
-            grafts, new_layers=new, older_layers=self._older_layers(), settings=self.settings, bank=self.bank
+            grafts, new_layers=new, older_layers=older, settings=self.settings, bank=self.bank
         )
         return made
-
-    def _older_layers(self) -> list[int]:
-        return [index for index, layer in enumerate(self.layers) if layer.base in self.inserted_before]
 
     def _graft_modules(self) -> list[str]:
         """What transformers' model calls the modules that hold tensors of grafts; a twin, and a bank, are one."""

@@ -315,8 +315,9 @@ class Derivation:
                     f"config.json: `quantization_config` names modules in a way that surgeon cannot renumber: {name} of"
                     f" layer {index} would not be stored as layer {source}'s is; write out the names of its modules"
                 )
-        modules = [f"{stack}{index}.{name}" for index in opened for name in self._modules(order[index])]
-        return left_out(made, modules, self.seen.derived.skeleton)
+        packed = {index: self.seen.packed[self.seen.derived.kind_of[order[index]]].values() for index in opened}
+        modules = dict.fromkeys(f"{stack}{index}.{each.module}" for index in opened for each in packed[index])
+        return left_out(made, list(modules), self.seen.derived.skeleton)
 
     def _grown(self, order: Sequence[int], trunk: int | None = None) -> dict[str, Any]:
         return copy.deepcopy(grown(self.seen.config, self.seen.derived.skeleton, order, trunk))
@@ -330,12 +331,6 @@ class Derivation:
         """
         names, heads = self.seen.names, self.seen.derived.heads
         return shared_places(self.seen.config, self._grown(order), order, names.outer, names.stem, heads=heads)
-
-    def _modules(self, layer: int) -> list[str]:
-        """The modules of a layer that hold its quantised tensors."""
-        return list(
-            dict.fromkeys(packed.module for packed in self.seen.packed[self.seen.derived.kind_of[layer]].values())
-        )
 
     @kept
     def vocabulary_tensors(self, rows: int) -> dict[str, bool]:

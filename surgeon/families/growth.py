@@ -330,7 +330,7 @@ def places_between(base: Skeleton, result: Skeleton, order: Sequence[int]) -> Pl
         return {}
     found = shared_in(result, shared.paths)
     before, after = _used(base, shared.paths), _used(result, shared.paths)
-    sizes, larger = (_shapes(each) for each in (base, result))
+    sizes, larger = ({name: value.shape for name, value in each.model.state_dict().items()} for each in (base, result))
     places: dict[str, tuple[str, list[int]]] = {}
     for index, source in enumerate(order):
         owner, old = found.owner[index] if found is not None else None, shared.owner[source]
@@ -349,10 +349,6 @@ def places_between(base: Skeleton, result: Skeleton, order: Sequence[int]) -> Pl
                 " does, so the layers of this model cannot change; use operations that leave them as they are"
             )
     return {name: (was, tuple(users)) for name, (was, users) in places.items()}
-
-
-def _shapes(twin: Skeleton) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(value.shape) for name, value in twin.model.state_dict().items()}
 
 
 def _used(twin: Skeleton, paths: Sequence[str]) -> dict[int, list[str]]:

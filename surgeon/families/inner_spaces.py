@@ -78,8 +78,9 @@ def inner_spaces(config: Mapping[str, Any], skeleton: Skeleton, layer: int, head
     for twin_heads in sorted({min(each, heads) for each in _HEADS}, reverse=True):
         try:
             with one_thread(), torch.no_grad():
-                small = _with_groups(shrunk(config, heads_left=twin_heads), config)
-                twin = twin_of_small(small)
+                # As many groups of a state space as show that units are groups.
+                groups = {key: 2 for key in _GROUPS if type(config.get(key)) is int and config[key] > 1}
+                twin = twin_of_small(shrunk(config, heads_left=twin_heads) | groups)
                 run = captured(twin, [layer])[layer]
                 of_twin = dict(_named(_described(_layer_of(twin, layer, twin_heads))))
                 proven = {name for name, space in of_twin.items() if _holds(run, space)}
@@ -97,12 +98,6 @@ def _named(spaces: Sequence[Space]) -> Iterator[tuple[tuple[str, tuple[tuple[str
     """Spaces by what they are in a model of any size."""
     for space in spaces:
         yield (space.name, tuple((slot.suffix, slot.axis) for slot in space.slots)), space
-
-
-def _with_groups(small: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """A small config with as many groups of a state space as show that units are groups."""
-    several = {key: 2 for key in _GROUPS if type(config.get(key)) is int and config[key] > 1}
-    return small | several
 
 
 def _layer_of(skeleton: Skeleton, index: int, heads: int) -> _Layer:
@@ -253,8 +248,9 @@ def heads_move(
 
     try:
         path = build(config).path
-        small = shrunk(config, heads_left=_TWIN_GROUPS * _OF_GROUP)
-        part = small if not path else _inside(small, path)
+        part = small = shrunk(config, heads_left=_TWIN_GROUPS * _OF_GROUP)
+        for key in path:
+            part = part[key]
         each = _OF_GROUP if sizes.heads > sizes.kv_heads else 1
         part |= {"num_attention_heads": _TWIN_GROUPS * each, "num_key_value_heads": _TWIN_GROUPS}
         part.setdefault("head_dim", part_of(small, path).get("hidden_size", 0) // (_TWIN_GROUPS * _OF_GROUP))
@@ -264,12 +260,6 @@ def heads_move(
             return _moved(run, parts, places, sizes, part["head_dim"], each)
     except (*LOAD_FAILURES, KeyError):
         return False
-
-
-def _inside(config: dict[str, Any], path: Sequence[str]) -> dict[str, Any]:
-    for key in path:
-        config = config[key]
-    return config
 
 
 def _moved(run: Run, parts: Sequence[Part], places: Mapping[str, str], sizes: Sizes, head_dim: int, each: int) -> bool:

@@ -195,15 +195,15 @@ def _held(run: Run, experts: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]
     held = {**dict(run.layer.named_parameters()), **dict(run.layer.named_buffers())}
     own = {name.removeprefix(inside): value for name, value in held.items() if name.startswith(inside)}
     block = experts.rpartition(".")[0]
-    return own, {
-        name: value
-        for name, value in held.items()
-        if not name.startswith(inside)
-        and (name.startswith(f"{block}.") if block else "router" in name)
-        and _for_each(value, len(own[DOWN]))
-    }
-
-
-def _for_each(value: Tensor, count: int) -> bool:
-    """Whether a tensor has a row, or a number, for each of so many experts."""
-    return value.is_floating_point() and (value.shape[:1] == (count,) or tuple(value.shape) == (1, count))
+    return (
+        own,
+        {
+            name: value
+            for name, value in held.items()
+            if not name.startswith(inside)
+            and (name.startswith(f"{block}.") if block else "router" in name)
+            and value.is_floating_point()
+            # A row, or a number, for each expert.
+            and (value.shape[:1] == (len(own[DOWN]),) or value.shape == (1, len(own[DOWN])))
+        },
+    )

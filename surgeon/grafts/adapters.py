@@ -52,7 +52,16 @@ class KnownAdapters(KnownGraft, AdapterRules):
         """Entries hold together, layers exist, and the domain cross-entropy has gates to classify by."""
         found: dict[int, AdapterSpec] = surgery.of[self.name]
         for spec in found.values():
-            _check(spec)
+            one_of("adapter gate", spec.gate, GATES)
+            if spec.activation:
+                one_of("adapter activation", spec.activation, ACTIVATIONS)
+            one_of("adapter init", spec.init, VARIANCES)
+            loss_weight("local_loss l1", spec.l1)
+            loss_weight("local_loss cross_entropy", spec.cross_entropy)
+            if spec.size < 1:
+                raise ValueError(
+                    f"config.surgery: adapter of layer {spec.layer} has size {spec.size}; at least 1 is needed"
+                )
         check_layers(found, surgery.layers, "adapter")
         ungated = [spec.layer for spec in found.values() if spec.cross_entropy > 0 and spec.gate != "sigmoid"]
         if ungated:
@@ -60,18 +69,6 @@ class KnownAdapters(KnownGraft, AdapterRules):
                 "config.surgery: local_loss cross_entropy classifies domains by a sigmoid gate; adapters of "
                 f"layers {ungated} have none"
             )
-
-
-def _check(spec: AdapterSpec) -> None:
-    """ValueError for what no adapter has."""
-    one_of("adapter gate", spec.gate, GATES)
-    if spec.activation:
-        one_of("adapter activation", spec.activation, ACTIVATIONS)
-    one_of("adapter init", spec.init, VARIANCES)
-    loss_weight("local_loss l1", spec.l1)
-    loss_weight("local_loss cross_entropy", spec.cross_entropy)
-    if spec.size < 1:
-        raise ValueError(f"config.surgery: adapter of layer {spec.layer} has size {spec.size}; at least 1 is needed")
 
 
 def adapter_births(spec: AdapterSpec, width: int, trunk_layers: int) -> dict[str, Birth]:

@@ -8,19 +8,22 @@ from __future__ import annotations
 import heapq
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from pydantic import Field
 
 from surgeon.blueprint.draft import Draft, LayerDraft
 from surgeon.blueprint.recipes import Below, Constant, Copy, Recipe, rows, side_by_side, sliced_along, whole
+from surgeon.common.schema import Many
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
 from surgeon.families.family import Part
+from surgeon.families.growth import part_of
 from surgeon.operations.operation import Spec
+from surgeon.operations.prepare import OpenedBase, digest_of_file
 
 if TYPE_CHECKING:
-    from surgeon.models.expert_choice import Estimate
+    from surgeon.models.expert_choice import Estimate, Experts
 
 
 # An expert's number in a tensor's suffix.
@@ -30,6 +33,15 @@ _OTHERS = ("per_tok", "shared", "top", "active", "selected", "group")
 _AT_ONCE = re.compile(r".*experts_per_tok(en)?|.*expert.*top_?k|top_k_experts|moe_.*top_?k|moe_k|num_selected_experts")
 ExpertNumber = Annotated[int, Field(ge=0, le=65535)]
 LayerKey = Annotated[str, Field(pattern=r"^[0-9]{1,4}$")]
+# How operations that measure experts on a text are told of it.
+JudgedBy = Annotated[
+    str | None, Field(description="text to judge by, seen from the plan: .jsonl with a text a line, or plain")
+]
+HeldOut = Annotated[str | None, Field(description="text to measure the cost on; default: what follows in `text`")]
+Window = Annotated[int, Field(ge=2, le=2**20, description="tokens that are read at once")]
+Windows = Annotated[int, Field(ge=2, le=2**20, description="how many windows are judged by, and measured on")]
+# By layer how many experts it has, and what belongs to them.
+Mixtures = Mapping[int, tuple[int, list[Part]]]
 
 
 class Loss(Spec):
@@ -48,6 +60,76 @@ class Loss(Spec):
     def shown(self) -> str:
         """A difference, in words."""
         return f"{self.mean:+.4f} [{self.low:+.4f}, {self.high:+.4f}]"
+
+
+class Cost(Spec):
+    """The loss of `tokens` predictions of a text, `before` in the base, and by how much it `grows`."""
+
+    text: str
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    tokens: Annotated[Many, Field(ge=1)]
+    before: Loss
+    grows: Loss
+
+    @property
+    def a_token(self) -> str:
+        """By how much, in words."""
+        return f"{self.grows.shown} nats a token on {printable(self.text)} ({self.tokens:,} tokens)"
+
+    @property
+    def said(self) -> str:
+        """From what to what, in words."""
+        return f"; loss on {printable(self.text)} {self.before.mean:.4f} nats, {self.grows.shown}"
+
+
+def mixtures_to_measure(base: OpenedBase) -> Mixtures:
+    """`mixtures_of` a base on which experts are to be measured.
+
+    Raises BadInput where the weights are not at hand, or another operation comes first.
+    """
+    base.need_weights("which experts matter on a text")
+    if base.number:
+        raise BadInput(
+            "experts are measured on a text with the base itself: make it the plan's first operation, or apply two"
+            " plans"
+        )
+    return mixtures_of(base.anatomy)
+
+
+def measured_on(
+    base: OpenedBase, mixtures: Mixtures, text: str, held_out: str | None, *, window: int, windows: int
+) -> tuple[Experts, dict[str, Any]]:
+    """The experts, measured on a text, and what every `Cost` says of what it costs to change them."""
+    # Imports torch and transformers.
+    from surgeon.models.expert_choice import Experts
+
+    path = base.text(text)
+    other = None if held_out is None else base.text(held_out)
+    measured = Experts.of(
+        base.folder,
+        {layer: count for layer, (count, _) in mixtures.items()},
+        (path, other),
+        vocabulary=base.anatomy.sizes.vocabulary,
+        window=window,
+        windows=windows,
+    )
+    digest = digest_of_file(other or path)
+    before = Loss.of(measured.before)
+    return measured, {
+        "text": held_out or text,
+        "sha256": digest,
+        "tokens": measured.predictions,
+        "before": before,
+    }
+
+
+def check_layers(named: Mapping[int, Sequence[int]], mixtures: Mixtures) -> None:
+    """Raise BadInput where experts of other layers are named than of those that have some."""
+    if missing := sorted(mixtures.keys() ^ named.keys()):
+        raise BadInput(
+            f"layer {missing[0]}: name experts of every layer that has some, and of no other: the config has one"
+            f" number of experts for all ({', '.join(map(str, mixtures))})"
+        )
 
 
 def mixtures_of(anatomy: Anatomy) -> dict[int, tuple[int, list[Part]]]:
@@ -87,10 +169,7 @@ def listed(
 
 def counted(draft: Draft) -> dict[str, int]:
     """The whole numbers of the text's part of the config, by key."""
-    part: Mapping[str, object] = draft.config
-    for key in draft.anatomy.derivation.path:
-        inner = part.get(key)
-        part = inner if isinstance(inner, Mapping) else {}
+    part = part_of(draft.config, draft.anatomy.derivation.path)
     return {key: value for key, value in part.items() if type(value) is int}
 
 
@@ -187,13 +266,9 @@ def add_to(home: LayerDraft, own: Sequence[Part], places: Sequence[Place], draft
 
 def corrections(own: Sequence[Part]) -> list[str]:
     """What is added to each expert's score where tokens choose, and not to its weight."""
-    single = [part.suffix for part in own if part.blocks[0][0] == "router" and part.shape in _flat(part)]
-    return [suffix for suffix in single if not suffix.endswith(".bias")]
-
-
-def _flat(part: Part) -> tuple[tuple[int, ...], ...]:
-    """The shapes of a tensor with a number for each expert."""
-    return ((part.shape[-1],), (1, part.shape[-1]))
+    routers = [part for part in own if part.blocks[0][0] == "router" and not part.suffix.endswith(".bias")]
+    # Those with a number for each expert.
+    return [part.suffix for part in routers if part.shape in ((part.shape[-1],), (1, part.shape[-1]))]
 
 
 def _lowest(own: Sequence[Part]) -> dict[str, str]:

@@ -31,11 +31,9 @@ def exact(cost_NM: Tensor, *, unit: float, factor: float, tolerance: float) -> A
     n, m = cost_NM.shape
     host = cost_NM.detach().to("cpu", torch.float64).numpy()
     if n == m:
-        from scipy.optimize import linear_sum_assignment
-
-        rows, columns = linear_sum_assignment(host)
-        target = torch.from_numpy(np.asarray(columns)).to(cost_NM.device)
-        solution = Solution(n, m, 1, True, 0.0, 0.0, math.log(n), float(host[rows, columns].mean()) * unit)
+        columns = _assign(host)
+        target = torch.from_numpy(columns).to(cost_NM.device)
+        solution = Solution(n, m, 1, True, 0.0, 0.0, math.log(n), float(host[np.arange(n), columns].mean()) * unit)
         return AssignmentMap(target, factor=factor, dtype=cost_NM.dtype, solution=solution)
     import ot
 
