@@ -306,7 +306,11 @@ class Draft:
     def finish(self) -> Blueprint:
         """Number the layers, name the tensors and extend the config."""
         grafted = any(layer.grafts for layer in self.layers)
-        config = with_fields(self._finished_config(grafted=grafted), self.anatomy.derivation.path, self.widths)
+        config = self.converted
+        if config is None:
+            trunk = self.trunk_config()
+            config = self._grafted_config(trunk) if grafted else trunk
+        config = with_fields(config, self.anatomy.derivation.path, self.widths)
         if self.dtype is not None:
             config = with_dtype(config, self.dtype)
         outer = [Output(name, each.recipe, each.operation) for name, each in self.outer.items()]
@@ -443,12 +447,6 @@ class Draft:
         """The last operation that changed which layers there are."""
         made_by = [layer.operation for layer in self.layers if layer.operation is not None]
         return max([*made_by, *self.dropped], default=None)
-
-    def _finished_config(self, *, grafted: bool) -> dict[str, Any]:
-        if self.converted is not None:
-            return self.converted
-        trunk = self.trunk_config()
-        return self._grafted_config(trunk) if grafted else trunk
 
     def trunk_config(self) -> dict[str, Any]:
         """The config of the layers alone, as it is without grafts."""

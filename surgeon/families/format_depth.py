@@ -14,6 +14,7 @@ from typing import Any
 from surgeon.errors import printable
 from surgeon.families.anatomy import Anatomy
 from surgeon.families.grafted_config import native_config
+from surgeon.families.growth import part_of
 
 # llama.cpp knows the 27B models of Gemma 2 and 3 by their number of layers alone (src/models/gemma2.cpp, gemma3.cpp).
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3_text": 62, "gemma3": 62}
@@ -55,10 +56,7 @@ def moved_mtp(anatomy: Anatomy, base: Mapping[str, Any], layers: int, config: Ma
         layers: how many layers the output's trunk has.
         config: the output's config.json, which counts branches too.
     """
-    part = config
-    for key in anatomy.derivation.path:
-        part = part.get(key, {})
-    counted = part.get("num_hidden_layers", layers)
+    counted = part_of(config, anatomy.derivation.path).get("num_hidden_layers", layers)
     if not anatomy.beyond or layers == anatomy.sizes.layers == counted:
         return None
     numbers = [layers + number for number in range(len(anatomy.beyond))]

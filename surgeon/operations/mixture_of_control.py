@@ -152,7 +152,10 @@ class MixtureOfControl(Operation):
                 " operation, or take the earlier one back (`surgeon revert`)"
             )
         layers = select_sites(draft, self.layers, *(_ROLES[site] for site in self.sites))
-        sites = {layer: self._sites_of(draft, layer) for layer in layers}
+        sites = {
+            layer: [site for site in SITES if site in self.sites and _ROLES[site] in draft.blocks(layer)]
+            for layer in layers
+        }
         kinds = [site for here in sites.values() for site in here]
         choice = self._candidates(kinds)
         if self.top_k > choice:
@@ -173,11 +176,6 @@ class MixtureOfControl(Operation):
             claim=Claim("exact", "every control's writing matrix is zero"),
             trains="new",
         )
-
-    def _sites_of(self, draft: Draft, layer: int) -> list[Site]:
-        """Return the plan's sites that a layer has."""
-        blocks = draft.blocks(layer)
-        return [site for site in SITES if site in self.sites and _ROLES[site] in blocks]
 
     def _candidates(self, kinds: list[Site]) -> int:
         """How many control states a gate chooses among."""
