@@ -74,7 +74,6 @@ WITHOUT = {
             "__init__",
             "family",
             "decoders",
-            "settings",
             "anatomy",
             "dissect",
             "grafted_config",

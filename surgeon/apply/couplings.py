@@ -12,14 +12,13 @@ from torch import Tensor
 from surgeon.blueprint.recipes import Bench, Coupling, MapRef, Recipe, TextSupport, WholeHeads
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput, printable
-from surgeon.families.dissect_folder import dissect_folder
+from surgeon.families.dissect import dissect_folder
 from surgeon.models.load import running
 from surgeon.models.stream import StreamedModel
 from surgeon.models.tokens import token_batches
-from surgeon.transport.assignment import match_rows
 from surgeon.transport.heads import AttentionWeights, head_maps
 from surgeon.transport.maps import HalfIdentity, Spread, TransportMap, TransportSettings
-from surgeon.transport.solving import solve
+from surgeon.transport.solving import match_rows, solve
 
 # More would save reading the base again, and cost memory for attention.
 _WINDOWS_AT_ONCE = 16

@@ -25,10 +25,9 @@ from surgeon.common.listener import Listener, Quiet
 from surgeon.errors import printable
 from surgeon.families.anatomy import without_a_place
 from surgeon.families.anatomy_cache import keep, recalled
-from surgeon.families.dissect_folder import dissect_folder
-from surgeon.families.format_depth import other_scale
-from surgeon.families.moved_mtp import moved_mtp
-from surgeon.families.periods import broken_pattern
+from surgeon.families.dissect import dissect_folder
+from surgeon.families.format_depth import moved_mtp, other_scale
+from surgeon.families.kinds import broken_pattern
 from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import MANIFEST_FILE
 from surgeon.manifest.reading import manifest_of

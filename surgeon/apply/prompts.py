@@ -14,7 +14,7 @@ from torch import Tensor
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput, printable
-from surgeon.families.dissect_folder import dissect_folder
+from surgeon.families.dissect import dissect_folder
 from surgeon.grafts.composition import FFN
 from surgeon.models.load import running
 from surgeon.models.stream import StreamedModel

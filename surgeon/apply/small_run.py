@@ -40,7 +40,7 @@ from surgeon.common.library import LOAD_FAILURES, config_of, first_line, quiet_t
 from surgeon.common.listener import Quiet, Stopwatch
 from surgeon.errors import BadInput, SurgeonError, printable
 from surgeon.families.anatomy import OLD_NORMS, Anatomy
-from surgeon.families.dissect_folder import dissect_folder
+from surgeon.families.dissect import dissect_folder
 from surgeon.families.family import Packed, with_fields
 from surgeon.families.grafted_config import is_grafted, native_config
 from surgeon.families.growth import part_of

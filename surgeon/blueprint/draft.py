@@ -306,7 +306,11 @@ class Draft:
     def finish(self) -> Blueprint:
         """Number the layers, name the tensors and extend the config."""
         grafted = any(layer.grafts for layer in self.layers)
-        config = with_fields(self._finished_config(grafted=grafted), self.anatomy.derivation.path, self.widths)
+        config = self.converted
+        if config is None:
+            trunk = self.trunk_config()
+            config = self._grafted_config(trunk) if grafted else trunk
+        config = with_fields(config, self.anatomy.derivation.path, self.widths)
         if self.dtype is not None:
             config = with_dtype(config, self.dtype)
         outer = [Output(name, each.recipe, each.operation) for name, each in self.outer.items()]
@@ -444,12 +448,6 @@ class Draft:
         made_by = [layer.operation for layer in self.layers if layer.operation is not None]
         return max([*made_by, *self.dropped], default=None)
 
-    def _finished_config(self, *, grafted: bool) -> dict[str, Any]:
-        if self.converted is not None:
-            return self.converted
-        trunk = self.trunk_config()
-        return self._grafted_config(trunk) if grafted else trunk
-
     def trunk_config(self) -> dict[str, Any]:
         """The config of the layers alone, as it is without grafts."""
         order = [layer.like for layer in self.layers]
@@ -462,13 +460,11 @@ class Draft:
         order = [layer.like for layer in self.layers]
         made = self.anatomy.derivation.grafted(trunk, order, twins_of(grafts), self._graft_modules())
         new = [index for index, layer in enumerate(self.layers) if layer.base is None]
+        older = [index for index, layer in enumerate(self.layers) if layer.base in self.inserted_before]
         made["surgery"] = described_surgery(
-            grafts, new_layers=new, older_layers=self._older_layers(), settings=self.settings, bank=self.bank
+            grafts, new_layers=new, older_layers=older, settings=self.settings, bank=self.bank
         )
         return made
-
-    def _older_layers(self) -> list[int]:
-        return [index for index, layer in enumerate(self.layers) if layer.base in self.inserted_before]
 
     def _graft_modules(self) -> list[str]:
         """What transformers' model calls the modules that hold tensors of grafts; a twin, and a bank, are one."""

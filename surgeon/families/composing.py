@@ -4,6 +4,10 @@ Grafts stand beside a layer's attention or its FFN, whatever the model calls the
 trial: what a token's state does to later tokens goes through a token mixer (attention, a state space, a convolution),
 and what it does to its own alone through an FFN (one, or experts). Where a block is no module, or one that norms the
 sum of the stream and what it adds (BERT), its beginning and its end are found by what is added to the stream.
+
+Where no field of config.json names an FFN's activation, a twin's FFN is watched as it runs. Its code may call the
+activation by a function (LFM2), name it inside another setting (DBRX), or write it out as a formula (BLOOM). What it
+calls of torch shows which it is.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from surgeon.grafts.composition import ATTENTION, FFN, OTHER_AUTOS, Composition,
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
 
 # The config's fields that may name the activation.
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act", "activation", "act_fn")
@@ -248,3 +253,51 @@ def _role(run: _Run, width: int) -> str | None:
         return None
     apart = (before - after).reshape(x.shape).abs()[:, 1:].max() / before.abs().max().clamp(min=1e-12)
     return ATTENTION if apart > _TOLERANCE else FFN
+
+
+def activation_in(twin: Skeleton, block: nn.Module) -> str:
+    """The activation that a block of the twin applies, by its usual name; empty where that is none of those known.
+
+    The twin is of no other use afterwards.
+    """
+    import torch
+    from torch.nn import functional as F
+    from torch.overrides import TorchFunctionMode
+
+    called: dict[str, None] = {}
+    # ReLU and its square, and the parts of GELU's approximation by tanh, are called by several names.
+    squares = (torch.square, torch.pow, torch.Tensor.pow, torch.Tensor.square)
+    names: dict[Any, str] = {
+        F.silu: "silu",
+        torch.relu: "relu",
+        F.relu: "relu",
+        torch.Tensor.relu: "relu",
+        torch.tanh: "tanh",
+    }
+    names |= dict.fromkeys(squares, "square") | {torch.Tensor.tanh: "tanh"}
+
+    class Watch(TorchFunctionMode):
+        """Notes what is called."""
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is F.gelu:
+                called["gelu" if (kwargs or {}).get("approximate", "none") == "none" else "tanh"] = None
+            elif func in names:
+                called[names[func]] = None
+            return func(*args, **(kwargs or {}))
+
+    own = block.forward
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        with Watch():
+            return own(*args, **kwargs)
+
+    block.forward = watched
+    with torch.no_grad(), one_thread():
+        twin.model(input_ids=some_tokens(twin), use_cache=False)
+    found = [name for name in ("silu", "gelu", "relu") if name in called]
+    if len(found) > 1:
+        return ""
+    if found == ["relu"]:
+        return "relu2" if "square" in called else "relu"
+    return found[0] if found else "gelu_pytorch_tanh" if "tanh" in called else ""

@@ -120,7 +120,9 @@ def packs_of(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> di
     found: dict[str, Pack] = {}
     for name, info in tensors.items():
         module = _module(name)
-        if module is None or (name.endswith(WEIGHT) and f"{module}{SCALE}" not in tensors and _is_plain(info)):
+        if module is None or (
+            name.endswith(WEIGHT) and f"{module}{SCALE}" not in tensors and info.dtype in FLOAT_DTYPES
+        ):
             continue
         if (ignore := next((each for each in ignored if fits(each, module)), None)) is not None:
             raise BadInput(
@@ -179,10 +181,6 @@ def cannot_be_loaded(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo
 def _module(name: str) -> str | None:
     """The module whose matrix a tensor holds the numbers of; None for what holds none."""
     return next((name.removesuffix(end) for end in (PACK, WEIGHT) if name.endswith(end)), None)
-
-
-def _is_plain(info: TensorInfo) -> bool:
-    return info.dtype in FLOAT_DTYPES
 
 
 def _place(info: TensorInfo) -> str:

@@ -18,28 +18,24 @@ from surgeon.common.devices import one_thread
 from surgeon.common.formatting import show
 from surgeon.common.library import LOAD_FAILURES
 from surgeon.errors import BadInput, printable
-from surgeon.families.activation import activation_in
-from surgeon.families.composing import composition_of
-from surgeon.families.derived import Derived, derive
+from surgeon.families.composing import activation_in, composition_of
+from surgeon.families.derived import Derived, derive, read_otherwise
 from surgeon.families.encoder_blocks import encoder_composition
 from surgeon.families.family import Axes, Packed, Part, Space, Stream, hidden_axis
 from surgeon.families.grafted_config import config_with_grafts, head_with_grafts
-from surgeon.families.growth import grown, layer_axis
-from surgeon.families.inner_spaces import inner_spaces
-from surgeon.families.misread import read_otherwise
+from surgeon.families.growth import grown, layer_axis, shared_places
+from surgeon.families.inner_spaces import heads_move, inner_spaces
 from surgeon.families.names import Names, stored_name, words_of
 from surgeon.families.quantised import left_out, renumbered, skips
 from surgeon.families.rows_of_ids import rows_of_ids
 from surgeon.families.running import run_cached
 from surgeon.families.shared import shared_in
-from surgeon.families.shared_places import shared_places
 from surgeon.families.silence import some_tokens
 from surgeon.families.skeleton import Skeleton, build, wordless_auto
 from surgeon.families.stream_blocks import told_class
 from surgeon.families.stream_width import wider_stream
 from surgeon.families.text_tower import text_model
 from surgeon.families.twin import twin_of
-from surgeon.families.whole_heads import heads_move
 from surgeon.families.widening import Growth, growths, inner_fields
 from surgeon.grafts.composition import FFN, Composition
 
@@ -68,7 +64,7 @@ def kept(ask: Callable[Concatenate[Derivation, _Asked], _Answer]) -> Callable[Co
         question = digest_of([ask.__name__, *given, named])
         if question in self.answers:
             kind = get_type_hints(ask)["return"]
-            return cast(_Answer, TypeAdapter(kind).validate_python(self.answers[question]))
+            return cast("_Answer", TypeAdapter(kind).validate_python(self.answers[question]))
         answer = ask(self, *given, **named)
         self.answers[question] = json.loads(json.dumps(answer))
         self.is_new = True
@@ -319,8 +315,9 @@ class Derivation:
                     f"config.json: `quantization_config` names modules in a way that surgeon cannot renumber: {name} of"
                     f" layer {index} would not be stored as layer {source}'s is; write out the names of its modules"
                 )
-        modules = [f"{stack}{index}.{name}" for index in opened for name in self._modules(order[index])]
-        return left_out(made, modules, self.seen.derived.skeleton)
+        packed = {index: self.seen.packed[self.seen.derived.kind_of[order[index]]].values() for index in opened}
+        modules = dict.fromkeys(f"{stack}{index}.{each.module}" for index in opened for each in packed[index])
+        return left_out(made, list(modules), self.seen.derived.skeleton)
 
     def _grown(self, order: Sequence[int], trunk: int | None = None) -> dict[str, Any]:
         return copy.deepcopy(grown(self.seen.config, self.seen.derived.skeleton, order, trunk))
@@ -334,12 +331,6 @@ class Derivation:
         """
         names, heads = self.seen.names, self.seen.derived.heads
         return shared_places(self.seen.config, self._grown(order), order, names.outer, names.stem, heads=heads)
-
-    def _modules(self, layer: int) -> list[str]:
-        """The modules of a layer that hold its quantised tensors."""
-        return list(
-            dict.fromkeys(packed.module for packed in self.seen.packed[self.seen.derived.kind_of[layer]].values())
-        )
 
     @kept
     def vocabulary_tensors(self, rows: int) -> dict[str, bool]:

@@ -22,7 +22,7 @@ from surgeon.grafts.composition import (
 )
 
 if TYPE_CHECKING:
-    from torch import nn
+    pass
 
 _USE = "use another model, or full fine-tuning"
 
@@ -140,15 +140,10 @@ def _spans(model_type: str, twin: Skeleton, layers: Sequence[int]) -> tuple[Span
                     roles[role] = span
             for role, words in ((ATTENTION, "self-attention"), (FFN, "FFN")):
                 if role not in roles:
-                    raise _unfit(
-                        model_type, f"no {words} is found in its layers, which hold {_held(twin.layers[index])}"
-                    )
+                    held = ", ".join(type(child).__name__ for child in twin.layers[index].children())
+                    raise _unfit(model_type, f"no {words} is found in its layers, which hold {held}")
                 found[roles[role].told(role)] = None
     return tuple(found)
-
-
-def _held(layer: nn.Module) -> str:
-    return ", ".join(type(child).__name__ for _, child in layer.named_children())
 
 
 def _role(model_type: str, block: Block, run: Callable[[], Any], count: int) -> str:

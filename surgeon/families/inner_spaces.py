@@ -3,6 +3,10 @@
 Their units may change places, wherever each occurs, and the layer computes what it did. Which tensors hold them is
 proposed by names and shapes (channel mixers, state spaces, latent attention, fused projections), and kept where a twin
 proves it: moved everywhere nothing changes, moved everywhere but in one place something does.
+
+Whole heads may change places where all that belongs to them moves along: groups of query heads with their key and value
+head, and query heads within a group. With a wrong reading of query, key, value and output the layer computes something
+else. So `heads: blocks` depends on nothing that a class says of its heads.
 """
 
 from __future__ import annotations
@@ -14,13 +18,15 @@ from typing import TYPE_CHECKING, Any
 from surgeon.common.devices import one_thread
 from surgeon.common.library import LOAD_FAILURES
 from surgeon.errors import BadInput
-from surgeon.families.family import Slot, Space
+from surgeon.families.family import Part, Role, Sizes, Slot, Space
+from surgeon.families.growth import part_of
 from surgeon.families.silence import Run, captured
-from surgeon.families.skeleton import Skeleton
+from surgeon.families.skeleton import Skeleton, build
 from surgeon.families.twin import shrunk, stored_buffers, twin_of_small
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
 
 # Of the layer's largest output: rounding stays below it.
 _SAME = 1e-4
@@ -72,8 +78,9 @@ def inner_spaces(config: Mapping[str, Any], skeleton: Skeleton, layer: int, head
     for twin_heads in sorted({min(each, heads) for each in _HEADS}, reverse=True):
         try:
             with one_thread(), torch.no_grad():
-                small = _with_groups(shrunk(config, heads_left=twin_heads), config)
-                twin = twin_of_small(small)
+                # As many groups of a state space as show that units are groups.
+                groups = {key: 2 for key in _GROUPS if type(config.get(key)) is int and config[key] > 1}
+                twin = twin_of_small(shrunk(config, heads_left=twin_heads) | groups)
                 run = captured(twin, [layer])[layer]
                 of_twin = dict(_named(_described(_layer_of(twin, layer, twin_heads))))
                 proven = {name for name, space in of_twin.items() if _holds(run, space)}
@@ -91,12 +98,6 @@ def _named(spaces: Sequence[Space]) -> Iterator[tuple[tuple[str, tuple[tuple[str
     """Spaces by what they are in a model of any size."""
     for space in spaces:
         yield (space.name, tuple((slot.suffix, slot.axis) for slot in space.slots)), space
-
-
-def _with_groups(small: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """A small config with as many groups of a state space as show that units are groups."""
-    several = {key: 2 for key in _GROUPS if type(config.get(key)) is int and config[key] > 1}
-    return small | several
 
 
 def _layer_of(skeleton: Skeleton, index: int, heads: int) -> _Layer:
@@ -219,3 +220,97 @@ def _turn(value: Tensor, slot: Slot, units: int, by: int) -> None:
     """Move every unit to the place of the next, or with `by` −1 back."""
     own = value.narrow(slot.axis, slot.start, units * slot.each)
     own.copy_(own.roll(by * slot.each, slot.axis))
+
+
+_TWIN_GROUPS, _OF_GROUP = 2, 2
+# Of the layer's largest output: what is computed otherwise is above it.
+_OTHER = 1e-3
+_OF_HEADS: tuple[Role, ...] = ("query", "key", "value")
+_NORM_OF: Mapping[Role, Role] = {"query_norm": "query", "key_norm": "key"}
+
+
+def heads_move(
+    config: Mapping[str, Any], layer: int, parts: Sequence[Part], places: Mapping[str, str], sizes: Sizes
+) -> bool:
+    """Whether whole heads of a layer may change places.
+
+    Args:
+        config: The base's config.json.
+        layer: The layer's number.
+        parts: The layer's parts, with their roles.
+        places: The names in memory, below the layer, of those that are in memory as they are on disk, by suffix.
+        sizes: The base's sizes.
+
+    Returns:
+        False also where query, key, value or output are not known, or no twin with several groups of heads can be run.
+    """
+    import torch
+
+    try:
+        path = build(config).path
+        part = small = shrunk(config, heads_left=_TWIN_GROUPS * _OF_GROUP)
+        for key in path:
+            part = part[key]
+        each = _OF_GROUP if sizes.heads > sizes.kv_heads else 1
+        part |= {"num_attention_heads": _TWIN_GROUPS * each, "num_key_value_heads": _TWIN_GROUPS}
+        part.setdefault("head_dim", part_of(small, path).get("hidden_size", 0) // (_TWIN_GROUPS * _OF_GROUP))
+        with one_thread(), torch.no_grad():
+            twin = twin_of_small(small)
+            run = captured(twin, [layer])[layer]
+            return _moved(run, parts, places, sizes, part["head_dim"], each)
+    except (*LOAD_FAILURES, KeyError):
+        return False
+
+
+def _moved(run: Run, parts: Sequence[Part], places: Mapping[str, str], sizes: Sizes, head_dim: int, each: int) -> bool:
+    """Whether the layer computes what it did once its heads change places, and something else where half moves."""
+    import torch
+
+    held = dict(run.layer.named_parameters())
+    orders = {"query": _rows(each, head_dim), "key": _rows(1, head_dim), "value": _rows(1, head_dim)}
+    before = run.output()
+    scale = before.abs().max()
+    found: set[Role] = set()
+    written: list[tuple[Tensor, Tensor]] = []
+    for part in parts:
+        roles = [_NORM_OF.get(role, role) for role, _ in part.blocks]
+        # A norm over one head is the same for all.
+        if part.kind == "norm" and part.shape[0] == sizes.head_dim:
+            continue
+        if "output" in roles and part.kind == "weight" and part.suffix in places:
+            written.append((held[places[part.suffix]], orders["query"]))
+        if not roles or not set(roles) <= set(_OF_HEADS):
+            continue
+        if part.suffix not in places:
+            return False
+        value = held[places[part.suffix]]
+        rows = _stacked([orders[role] for role in roles])
+        if len(value) != len(rows):
+            return False
+        value.copy_(value[rows])
+        found |= set(roles) if part.kind == "weight" else set()
+    if found != set(_OF_HEADS) or len(written) != 1:
+        return False
+    half = (run.output() - before).abs().max() / scale
+    output, order = written[0]
+    if output.shape[1] != len(order):
+        return False
+    output.copy_(output[:, order])
+    whole = (run.output() - before).abs().max() / scale
+    return bool(whole < _SAME) and bool(half > _OTHER) and bool(torch.isfinite(before).all())
+
+
+def _rows(each: int, head_dim: int) -> Tensor:
+    """The rows of all heads, groups in another order and, where there are several, the heads within each too."""
+    import torch
+
+    heads = torch.arange(_TWIN_GROUPS * each).reshape(_TWIN_GROUPS, each).flip(0).flip(1).flatten()
+    return (heads[:, None] * head_dim + torch.arange(head_dim)).flatten()
+
+
+def _stacked(orders: Sequence[Tensor]) -> Tensor:
+    """Rows of several modules, the one below the other."""
+    import torch
+
+    starts = [sum(len(order) for order in orders[:nth]) for nth in range(len(orders))]
+    return torch.cat([order + start for order, start in zip(orders, starts, strict=True)])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from surgeon.errors import BadInput, printable
+from surgeon.families.family import with_fields
+from surgeon.families.growth import part_of
 from surgeon.families.skeleton import Skeleton, build
 
 VOCABULARY_KEY = "vocab_size"
@@ -25,14 +26,10 @@ def rows_of_ids(config: Mapping[str, Any], skeleton: Skeleton, outer: Mapping[st
     `outer` names the place in memory of each tensor outside the layers. Raises BadInput where something else has such
     rows.
     """
-    more = copy.deepcopy(dict(config))
-    part = more
-    for key in skeleton.path:
-        part = part.setdefault(key, {})
-    fields = vocabulary_fields(part, rows)
+    fields = vocabulary_fields(part_of(config, skeleton.path), rows)
     others = _other_embeddings(skeleton, fields)
     # As many as keep any padding inside the model as it was.
-    part.update(dict.fromkeys(fields, rows + _MORE_WORDS))
+    more = with_fields(config, skeleton.path, dict.fromkeys(fields, rows + _MORE_WORDS))
     after = build(more).model.state_dict(keep_vars=True)
     held = skeleton.model.state_dict(keep_vars=True)
     wider = {

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from surgeon.grafts.composition import TORCH_CLASSES, SpanClass
 
 if TYPE_CHECKING:
-    from torch import Size, Tensor, nn
+    from torch import Tensor, nn
 
 # Of two runs that differ in one token alone, states of other tokens that differ by less are equal but for rounding.
 _TOLERANCE = 1e-4
@@ -82,7 +82,8 @@ def watched(layer: nn.Module, run: Callable[[], Any]) -> Watched | None:
         found = [each.clone() for each in held if isinstance(each, torch.Tensor) and each.is_floating_point()]
         # Where a block reads one row a token, of one text.
         shape = runs[-1].stream.shape if runs else torch.Size()
-        return [each.view(shape) if _flat(each, shape) else each for each in found]
+        flat = shape[1:] if len(shape) == 3 and shape[0] == 1 else None
+        return [each.view(shape) if each.shape == flat else each for each in found]
 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = tensors(*args, *kwargs.values())
@@ -156,10 +157,6 @@ def blocks_in(seen: Watched, width: int) -> list[Block]:
         ):
             streams.append(value)
     return spans
-
-
-def _flat(held: Tensor, shape: Size) -> bool:
-    return len(shape) == 3 and held.shape == shape[1:] and shape[0] == 1
 
 
 def _is_norm(module: nn.Module) -> bool:

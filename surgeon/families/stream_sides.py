@@ -6,6 +6,7 @@ no output tells of is tried both ways.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 from collections.abc import Iterator, Mapping
@@ -144,15 +145,12 @@ class Probe:
         module, args, kwargs = call
         size = self._held[name].shape[axis]
         before = _numbers(module(*args, **kwargs))
-        with self._moved(name, axis):
+        with _moved(self._held[name], axis):
             after = _numbers(module(*args, **kwargs))
         differing = [one != other for one, other in zip(before, after, strict=True) if not torch.equal(one, other)]
         if not differing:
             return None
         return all(_tells_of(changed, size) for changed in differing)
-
-    def _moved(self, name: str, axis: int) -> _Moved:
-        return _Moved(self._held[name], axis)
 
     def _check_used(self, name: str, axis: int) -> None:
         """Raise BadInput for a tensor that no text reaches, as one beside images: nothing would be proven of it."""
@@ -160,7 +158,7 @@ class Probe:
 
         tokens = some_tokens(self._base)
         before = run_prefill(self._base, tokens)
-        with self._moved(name, axis):
+        with _moved(self._held[name], axis):
             after = run_prefill(self._base, tokens)
         if torch.equal(before, after):
             raise BadInput(
@@ -242,18 +240,16 @@ class Probe:
         return tuple(kinds), outer
 
 
-class _Moved:
+@contextlib.contextmanager
+def _moved(value: Tensor, axis: int) -> Iterator[None]:
     """A slice of a tensor with other numbers, for a while."""
-
-    def __init__(self, value: Tensor, axis: int) -> None:
-        self._slice = value.select(axis, min(_SLICE, value.shape[axis] - 1))
-        self._kept = self._slice.clone()
-
-    def __enter__(self) -> None:
-        self._slice.mul_(0.5).add_(0.25)
-
-    def __exit__(self, *_: object) -> None:
-        self._slice.copy_(self._kept)
+    part = value.select(axis, min(_SLICE, value.shape[axis] - 1))
+    kept = part.clone()
+    part.mul_(0.5).add_(0.25)
+    try:
+        yield
+    finally:
+        part.copy_(kept)
 
 
 def _numbers(given: Any) -> list[Tensor]:

@@ -125,7 +125,8 @@ def stream_twins(config: Mapping[str, Any], derived: Derived, fields: Mapping[st
     """
     small = shrunk(config, heads_left=derived.heads)
     heads, keys, _ = heads_of(derived.skeleton)
-    if any(_is_heads(derived.skeleton, name) for name in fields) and keys and heads % keys == 0:
+    called = {_HEADS, derived.skeleton.text.attribute_map.get(_HEADS, _HEADS)}
+    if called & fields.keys() and keys and heads % keys == 0:
         # Groups as large as the base's, so that what holds queries, keys and values has them in the same proportion.
         left = max(derived.heads, heads // keys)
         small = shrunk(config, heads_left=left)
@@ -142,10 +143,6 @@ def stream_twins(config: Mapping[str, Any], derived: Derived, fields: Mapping[st
         for name, after in fields.items()
     }
     return base, twin_of_small(with_fields(small, base.path, made), seed=_WIDE_SEED)
-
-
-def _is_heads(skeleton: Skeleton, name: str) -> bool:
-    return name in (skeleton.text.attribute_map.get(_HEADS, _HEADS), _HEADS)
 
 
 def _choices(config: Mapping[str, Any], skeleton: Skeleton, sizes: Sizes, times: int) -> Iterator[dict[str, int]]:

@@ -54,8 +54,8 @@ def text_model(
     model_type, fixed = _causal_type(kept, heads)
     made = _config_for(model_type, config, skeleton) | fixed
     built = build(made)
-    if _shapes(built, "") != (shapes := _tower(skeleton, _decoder(built))):
-        odd = next((name for name, shape in shapes.items() if _shapes(built, "").get(name) != shape), "")
+    if _shapes(built) != (shapes := _tower(skeleton, _decoder(built))):
+        odd = next((name for name, shape in shapes.items() if _shapes(built).get(name) != shape), "")
         raise BadInput(
             f"{printable(odd)}: {made['architectures'][0]} holds a twin of this text tower, and not the tower itself;"
             " is config.json its own?"
@@ -105,9 +105,8 @@ def _tower(skeleton: Skeleton, prefix: str) -> dict[str, tuple[int, ...]]:
     return {name: tuple(value.shape) for name, value in named.items()}
 
 
-def _shapes(skeleton: Skeleton, below: str) -> dict[str, tuple[int, ...]]:
-    held = skeleton.model.state_dict(keep_vars=True)
-    return {name: tuple(value.shape) for name, value in held.items() if name.startswith(below)}
+def _shapes(skeleton: Skeleton) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in skeleton.model.state_dict(keep_vars=True).items()}
 
 
 @lru_cache(maxsize=8)
@@ -124,7 +123,7 @@ def _causal_type(kept: str, heads: int) -> tuple[str, dict[str, bool]]:
         try:
             made = _config_for(model_type, small, base)
             built = build(made)
-            if built.path or _shapes(built, "") != _tower(base, _decoder(built)):
+            if built.path or _shapes(built) != _tower(base, _decoder(built)):
                 continue
             for fixed in ({}, *_flags(model_type, made, base)):
                 if _computes_the_same(base, made | fixed):
@@ -245,7 +244,7 @@ def _renamed(skeleton: Skeleton, names: Names, built: Skeleton) -> dict[str, str
             # Layers that predict further tokens, which no class of transformers runs here.
             found[name] = name
     covered = {_place(place, skeleton, prefix) for held in places.values() for place in held}
-    lacking = sorted(_shapes(built, "").keys() - covered - built.model.all_tied_weights_keys.keys())
+    lacking = sorted(_shapes(built).keys() - covered - built.model.all_tied_weights_keys.keys())
     if lacking:
         raise BadInput(
             f"{printable(lacking[0])}: no shard has this tensor, and the text model needs it; save the model with its"

@@ -13,6 +13,7 @@ from typing import Any
 
 from surgeon.errors import BadInput, printable
 from surgeon.families.family import LARGEST_SIZE, Part, inner_width, with_fields
+from surgeon.families.growth import part_of
 from surgeon.families.skeleton import Skeleton, build
 
 # Fields that may be the width of an FFN, or of an expert; in a part of the config of their own, with that before a dot.
@@ -88,7 +89,10 @@ def inner_fields(
         field that is known, or cannot be what is wanted.
     """
     lacking = {
-        (kind, part.suffix): inner_width(part) for kind, held in enumerate(parts) for part in held if _down(part)
+        (kind, part.suffix): inner_width(part)
+        for kind, held in enumerate(parts)
+        for part in held
+        if part.kind == "weight" and any(role == "down" for role, _ in part.blocks)
     }
     found: dict[str, int] = {}
     for field, value in _candidates(config, skeleton):
@@ -119,21 +123,14 @@ def inner_fields(
     return found
 
 
-def _down(part: Part) -> bool:
-    return part.kind == "weight" and any(role == "down" for role, _ in part.blocks)
-
-
 def _shape(held: Mapping[str, Any], name: str) -> tuple[int, ...]:
     return tuple(held[name].shape) if name in held else ()
 
 
 def _candidates(config: Mapping[str, Any], skeleton: Skeleton) -> Iterator[tuple[str, int]]:
     """Fields that may be a width, with their values: those that config.json has, then those that the class adds."""
-    part: Any = config
-    for key in skeleton.path:
-        part = part.get(key) or {}
     seen: set[str] = set()
-    for fields in (part, skeleton.text.to_dict()):
+    for fields in (part_of(config, skeleton.path), skeleton.text.to_dict()):
         for name, value in flat_fields(fields):
             if name not in seen and type(value) is int and 1 < value <= LARGEST_SIZE and _INNER.fullmatch(name):
                 seen.add(name)

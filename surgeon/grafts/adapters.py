@@ -1,4 +1,4 @@
-"""Gated adapters, as planners know them: what is checked of them, and what they are born with."""
+"""Gated adapters and routed experts, as planners know them: what is checked of them, and adapters' tensors at birth."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from surgeon.grafts.checks import ACTIVATIONS, check_layers, loss_weight, one_of
 from surgeon.grafts.kinds import Kind, KnownGraft
 from surgeon.runtime.adapters_rules import ADAPTER, AdapterRules, AdapterSpec
 from surgeon.runtime.births import Birth
+from surgeon.runtime.routed_rules import ROUTED, Routed, RoutedRules
 from surgeon.runtime.rules import BRANCH, Surgery
 
 GATES = ("relu", "sigmoid", "none")
@@ -51,7 +52,16 @@ class KnownAdapters(KnownGraft, AdapterRules):
         """Entries hold together, layers exist, and the domain cross-entropy has gates to classify by."""
         found: dict[int, AdapterSpec] = surgery.of[self.name]
         for spec in found.values():
-            _check(spec)
+            one_of("adapter gate", spec.gate, GATES)
+            if spec.activation:
+                one_of("adapter activation", spec.activation, ACTIVATIONS)
+            one_of("adapter init", spec.init, VARIANCES)
+            loss_weight("local_loss l1", spec.l1)
+            loss_weight("local_loss cross_entropy", spec.cross_entropy)
+            if spec.size < 1:
+                raise ValueError(
+                    f"config.surgery: adapter of layer {spec.layer} has size {spec.size}; at least 1 is needed"
+                )
         check_layers(found, surgery.layers, "adapter")
         ungated = [spec.layer for spec in found.values() if spec.cross_entropy > 0 and spec.gate != "sigmoid"]
         if ungated:
@@ -61,18 +71,6 @@ class KnownAdapters(KnownGraft, AdapterRules):
             )
 
 
-def _check(spec: AdapterSpec) -> None:
-    """ValueError for what no adapter has."""
-    one_of("adapter gate", spec.gate, GATES)
-    if spec.activation:
-        one_of("adapter activation", spec.activation, ACTIVATIONS)
-    one_of("adapter init", spec.init, VARIANCES)
-    loss_weight("local_loss l1", spec.l1)
-    loss_weight("local_loss cross_entropy", spec.cross_entropy)
-    if spec.size < 1:
-        raise ValueError(f"config.surgery: adapter of layer {spec.layer} has size {spec.size}; at least 1 is needed")
-
-
 def adapter_births(spec: AdapterSpec, width: int, trunk_layers: int) -> dict[str, Birth]:
     """Its tensors at birth: W_g, W_i and the gate read, W_o writes and is zero."""
     std = math.sqrt(VARIANCES[spec.init](width, trunk_layers))
@@ -80,3 +78,42 @@ def adapter_births(spec: AdapterSpec, width: int, trunk_layers: int) -> dict[str
     if spec.gate != "none":
         tensors["gate.weight"] = Birth((1, width), std)
     return tensors | {"down_proj.weight": Birth((width, spec.size))}
+
+
+class RoutedKind(Kind):
+    """Routed experts beside a layer's FFN."""
+
+    key = "routed_experts"
+    mark = "E"
+    in_twin = "copied"
+
+    def text(self, entry: Mapping[str, Any], where: str = "") -> str:
+        """`8 experts of 2048, top 2`."""
+        return f"{entry['experts']} experts of {entry['size']}{where}, top {entry['top_k']}"
+
+    def claims(self, suffix: str) -> bool:
+        """What stands at `mlp.routed`."""
+        return suffix.removeprefix(BRANCH).startswith(ROUTED)
+
+
+class KnownRouted(KnownGraft, RoutedRules):
+    """Routed experts."""
+
+    kinds = (RoutedKind(),)
+    part = "surgeon.runtime.routed"
+    module = "RoutedGraft"
+    roles = ("mlp",)
+
+    def check(self, surgery: Surgery, config: Any) -> None:
+        """Entries hold together, and layers exist."""
+        found: Routed = surgery.of[self.name]
+        loss_weight("routed_loss balance", found.loss.balance)
+        for spec in found.by_layer.values():
+            if spec.activation:
+                one_of("routed_experts activation", spec.activation, ACTIVATIONS)
+            if spec.size < 1 or not 1 <= spec.top_k <= spec.experts:
+                raise ValueError(
+                    f"config.surgery: routed_experts of layer {spec.layer} take {spec.top_k} of {spec.experts} experts"
+                    f" of {spec.size} neurons; at least one neuron is needed, and no more experts than there are"
+                )
+        check_layers(found.by_layer, surgery.layers, "routed_experts")

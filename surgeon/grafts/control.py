@@ -7,7 +7,7 @@ from typing import Any
 
 from surgeon.grafts.checks import check_layers, fraction, loss_weight, one_of
 from surgeon.grafts.kinds import Kind, KnownGraft
-from surgeon.runtime.control_rules import INTERPOLATOR, ControlRules, ControlSpec, DivergenceSpec
+from surgeon.runtime.control_rules import INTERPOLATOR, ControlRules, ControlSpec
 from surgeon.runtime.interpolators import Interpolation, InterpolatorSpec
 from surgeon.runtime.rules import BRANCH, Surgery
 
@@ -59,7 +59,10 @@ class KnownControl(KnownGraft, ControlRules):
             one_of("interpolator kind", block.interpolator.kind, self.interpolators)
             rule = self.interpolators[block.interpolator.kind]
             check_interpolator(rule, block.interpolator, self.interpolators.values())
-            _check_divergence(block.divergence)
+            if block.divergence.kind == "attention":
+                raise ValueError(f"config.surgery: {NO_ATTENTION}")
+            one_of("divergence kind", block.divergence.kind, DIVERGENCES)
+            loss_weight("divergence weight", block.divergence.weight)
             if rule.projects and block.divergence.kind == "none":
                 raise ValueError(
                     f"config.surgery: layer {block.layer} projects for a divergence that is `none`; "
@@ -83,11 +86,3 @@ def check_interpolator(rule: Interpolation, spec: InterpolatorSpec, known: Itera
         raise ValueError(
             f"config.surgery: alpha is {spec.alpha}; where `{rule.key}` learns it must lie between 0 and 1, exclusive"
         )
-
-
-def _check_divergence(spec: DivergenceSpec) -> None:
-    """ValueError for what no divergence is."""
-    if spec.kind == "attention":
-        raise ValueError(f"config.surgery: {NO_ATTENTION}")
-    one_of("divergence kind", spec.kind, DIVERGENCES)
-    loss_weight("divergence weight", spec.weight)

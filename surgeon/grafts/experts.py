@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from surgeon.grafts.checks import check_layers, loss_weight
-from surgeon.grafts.kinds import Kind, KnownGraft, without_numbers
-from surgeon.grafts.low_rank import linear_birth, low_rank_births
+from surgeon.grafts.kinds import Kind, KnownGraft, linear_birth, low_rank_births, without_numbers
 from surgeon.runtime.births import Birth, Fill
 from surgeon.runtime.experts_rules import (
     ROUTER,

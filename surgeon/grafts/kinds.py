@@ -1,11 +1,16 @@
-"""What planners know of a graft: the keys of `config.surgery` that it has, how they are shown, and their checks."""
+"""What planners know of a graft: the keys of `config.surgery` that it has, how they are shown, and their checks.
+
+Beside these, what narrow matrices of several grafts hold at birth.
+"""
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
+from surgeon.runtime.births import Birth, Fill, Normal
 from surgeon.runtime.rules import GraftRules, Surgery
 
 _LAYER_NUMBERS = ("layer", "branch")
@@ -83,3 +88,13 @@ class KnownGraft(GraftRules):
     def uses(self, raw: Mapping[str, Any]) -> tuple[tuple[str, str, str], ...] | None:
         """What its `Graft` gets as a mapping: (key, module, class made without arguments) each; None: it gets none."""
         return None
+
+
+def linear_birth(rows: int, columns: int) -> Normal:
+    """A matrix of variance 1/(3 · columns), as `nn.Linear` and LoRA's A have it."""
+    return Normal((rows, columns), math.sqrt(1 / (3 * columns)))
+
+
+def low_rank_births(rank: int, width_in: int, width_out: int) -> dict[str, Birth]:
+    """A product B A of two narrow matrices that adds nothing at birth, as B is zero."""
+    return {"lora_A": linear_birth(rank, width_in), "lora_B": Fill((width_out, rank))}

@@ -8,12 +8,11 @@ from typing import Any
 
 from surgeon.common.plugins import Plugin, Registry, wrong_kind
 from surgeon.errors import BadInput, printable
-from surgeon.grafts.adapters import KnownAdapters
+from surgeon.grafts.adapters import KnownAdapters, KnownRouted
 from surgeon.grafts.control import KnownControl
 from surgeon.grafts.experts import KnownExperts
 from surgeon.grafts.gate import KnownGate
 from surgeon.grafts.kinds import Kind, KnownGraft
-from surgeon.grafts.routed import KnownRouted
 from surgeon.grafts.states import KnownStates
 from surgeon.runtime.interpolators import INTERPOLATORS as BUILT_IN
 from surgeon.runtime.interpolators import Interpolation

@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from surgeon.grafts.checks import check_layers, fraction, loss_weight, one_of
-from surgeon.grafts.kinds import Kind, KnownGraft, without_numbers
-from surgeon.grafts.low_rank import linear_birth, low_rank_births
+from surgeon.grafts.kinds import Kind, KnownGraft, linear_birth, low_rank_births, without_numbers
 from surgeon.runtime.births import Birth
 from surgeon.runtime.rules import Surgery
-from surgeon.runtime.states_rules import SITES, MixtureSpec, States, StatesRules, StatesSpec
+from surgeon.runtime.states_rules import SITES, MixtureSpec, States, StatesRules
 
 MIXTURE_GATES = ("linear", "cosine")
 GATE_SHARING = ("all", "by_kind", "none")
@@ -69,7 +68,10 @@ class KnownStates(KnownGraft, StatesRules):
         mixture = found.mixture
         _check_mixture(mixture)
         for spec in found.specs:
-            _check_sites(spec)
+            for site in spec.sites:
+                one_of("control state's site", site, SITES)
+            if not spec.sites or len(set(spec.sites)) != len(spec.sites):
+                raise ValueError(f"config.surgery: control states of layer {spec.layer} name the sites {spec.sites}")
         check_layers([layer for layer, _ in found.sites], surgery.trunk_layers, "control_states")
         least = fewest_to_choose(mixture, found.blocks)
         if mixture.top_k > least:
@@ -84,14 +86,6 @@ class KnownStates(KnownGraft, StatesRules):
                 "config.surgery: mixture inference_routing is `prefix_mean`, but an encoder reads whole sequences; "
                 "it must be `sequence_mean` or `token`"
             )
-
-
-def _check_sites(spec: StatesSpec) -> None:
-    """ValueError for blocks that carry none."""
-    for site in spec.sites:
-        one_of("control state's site", site, SITES)
-    if not spec.sites or len(set(spec.sites)) != len(spec.sites):
-        raise ValueError(f"config.surgery: control states of layer {spec.layer} name the sites {spec.sites}")
 
 
 def _check_mixture(spec: MixtureSpec) -> None:

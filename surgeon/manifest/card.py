@@ -17,7 +17,7 @@ from surgeon.checkpoint.header import DTYPE_BITS
 from surgeon.common.promises import CONDITION, PROMISE_STYLES
 from surgeon.errors import printable
 from surgeon.families.format_depth import other_scale
-from surgeon.families.periods import broken_pattern
+from surgeon.families.kinds import broken_pattern
 from surgeon.manifest.manifest import MANIFEST_FILE, LayerEntry, Manifest, NewTensor
 from surgeon.manifest.moves import has_other_names
 from surgeon.operations import papers_of

@@ -17,7 +17,7 @@ from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
 from surgeon.common.places import meant
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy, within
-from surgeon.families.dissect_folder import dissect_folder
+from surgeon.families.dissect import dissect_folder
 from surgeon.families.grafted_config import is_encoder
 from surgeon.families.limits import context_of, vocabulary_of
 from surgeon.families.skeleton import wordless_auto

@@ -19,7 +19,7 @@ from surgeon.checkpoint.header import DTYPE_BITS
 from surgeon.common.formatting import show_layers
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
-from surgeon.families.dissect_folder import dissect_folder
+from surgeon.families.dissect import dissect_folder
 from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import Manifest
 from surgeon.manifest.moves import Box, boxes_of

@@ -28,7 +28,7 @@ from surgeon.checkpoint.ranges import fill
 from surgeon.checkpoint.weights import quantisation
 from surgeon.common.library import first_line
 from surgeon.errors import BadInput, SurgeonError, printable
-from surgeon.families.dissect_folder import dissect_folder
+from surgeon.families.dissect import dissect_folder
 from surgeon.families.names import as_loaded, made_of
 from surgeon.models import lockstep
 from surgeon.models.load import (

@@ -10,30 +10,41 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft, LayerDraft
-from surgeon.common.schema import Many
-from surgeon.errors import BadInput, printable
+from surgeon.errors import BadInput
 from surgeon.families.anatomy import Anatomy
-from surgeon.families.family import Part
-from surgeon.operations.added_experts import Place, add_to, corrections, groups_in, in_turn, shared_out
 from surgeon.operations.mixtures import (
+    Cost,
     ExpertNumber,
+    HeldOut,
+    JudgedBy,
     LayerKey,
     Loss,
+    Mixtures,
+    Place,
+    Window,
+    Windows,
+    add_to,
+    check_layers,
     check_plain,
     chosen_by,
+    corrections,
+    groups_in,
+    in_turn,
     listed,
+    measured_on,
     mixtures_of,
+    mixtures_to_measure,
+    shared_out,
     sizes_with,
 )
-from surgeon.operations.operation import Operation, Paper, Spec, TrainingDefaults
-from surgeon.operations.prepare import Facts, OpenedBase, digest_of_file
+from surgeon.operations.operation import Operation, Paper, TrainingDefaults
+from surgeon.operations.prepare import Facts, OpenedBase
 
 if TYPE_CHECKING:
     from surgeon.models.expert_choice import Experts
@@ -42,20 +53,14 @@ if TYPE_CHECKING:
 # many at once, products 16 (measured on the CPU with float32 and bfloat16, 1 to 300 tokens, 16 to 512 experts).
 _ROUTER_BLOCK = 32
 _MOST = 4096
-Mixtures = Mapping[int, tuple[int, list[Part]]]
 
 
-class GrowthCost(Spec):
+class GrowthCost(Cost):
     """What the loss of `tokens` predictions, `before` in the base, grows by with the copies; and with as many others.
 
     Those of `random` are copies of experts drawn at random.
     """
 
-    text: str
-    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    tokens: Annotated[Many, Field(ge=1)]
-    before: Loss
-    grows: Loss
     random: Loss
 
 
@@ -109,14 +114,10 @@ class AddExperts(Operation):
             " weight times norm of the output; frequency, by how many tokens go to them"
         ),
     ] = None
-    text: Annotated[
-        str | None, Field(description="text to judge by, seen from the plan: .jsonl with a text a line, or plain")
-    ] = None
-    held_out: Annotated[
-        str | None, Field(description="text to measure the cost on; default: what follows in `text`")
-    ] = None
-    window: Annotated[int, Field(ge=2, le=2**20, description="tokens that are read at once")] = 128
-    windows: Annotated[int, Field(ge=2, le=2**20, description="how many windows are judged by, and measured on")] = 16
+    text: JudgedBy = None
+    held_out: HeldOut = None
+    window: Window = 128
+    windows: Windows = 16
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -157,27 +158,8 @@ class AddExperts(Operation):
         """
         if self.text is None:
             return AddedFacts()
-        base.need_weights("which experts matter on a text")
-        if base.number:
-            raise BadInput(
-                "experts are measured on a text with the base itself: make it the plan's first operation, or apply two"
-                " plans"
-            )
-        anatomy = base.anatomy
-        mixtures = mixtures_of(anatomy)
-        # Imports torch and transformers.
-        from surgeon.models.expert_choice import Experts
-
-        path = base.text(self.text)
-        other = None if self.held_out is None else base.text(self.held_out)
-        measured = Experts.of(
-            base.folder,
-            {layer: count for layer, (count, _) in mixtures.items()},
-            (path, other),
-            vocabulary=anatomy.sizes.vocabulary,
-            window=self.window,
-            windows=self.windows,
-        )
+        mixtures, anatomy = mixtures_to_measure(base), base.anatomy
+        measured, said = measured_on(base, mixtures, self.text, self.held_out, window=self.window, windows=self.windows)
         chosen = self.by in ("reap", "frequency")
         scores = measured.scores("frequency" if self.by == "frequency" else "reap")
         added = self._most(scores, mixtures, anatomy) if chosen else self._given(mixtures, anatomy)
@@ -186,7 +168,7 @@ class AddExperts(Operation):
         by_chance = self._by_chance(mixtures, anatomy, count)
         return AddedFacts(
             copied={str(layer): numbers for layer, numbers in added.items()} if chosen else {},
-            cost=_cost(measured, (places, by_chance), (self.held_out or self.text, other or path)),
+            cost=_cost(measured, (places, by_chance), said),
         )
 
     def edit(self, draft: Draft, facts: AddedFacts | None) -> OperationRecord:
@@ -305,17 +287,12 @@ class AddExperts(Operation):
         what = "a token takes as many experts as before, and copies take places of others among these"
         if cost is None:
             return Claim("none", f"{what}; what that costs was not measured (`text`)")
-        on = f"{cost.grows.shown} nats a token on {printable(cost.text)} ({cost.tokens:,} tokens)"
-        return Claim("none", f"{what}: {on}")
+        return Claim("none", f"{what}: {cost.a_token}")
 
 
 def _check_layers(added: Mapping[int, Sequence[int]], mixtures: Mixtures) -> None:
     """Raise BadInput where other layers get experts than those of the mixture, or one gets more than another."""
-    if missing := sorted(mixtures.keys() ^ added.keys()):
-        raise BadInput(
-            f"layer {missing[0]}: name experts of every layer that has some, and of no other: the config has one"
-            f" number of experts for all ({', '.join(map(str, mixtures))})"
-        )
+    check_layers(added, mixtures)
     sizes = {len(numbers) for numbers in added.values()}
     if len(sizes) > 1:
         raise BadInput(f"layers would get {min(sizes)} to {max(sizes)} experts; the config has one number for all")
@@ -332,27 +309,17 @@ def _in_float32(layer: LayerDraft, mixtures: Mixtures, *, every: bool = False) -
 def _cost(
     measured: Experts,
     grown: tuple[Mapping[int, Sequence[Place]], Mapping[int, Sequence[Place]]],
-    text: tuple[str, Path],
+    said: Mapping[str, Any],
 ) -> GrowthCost:
-    """What the loss grows by with the copies, and with as many at random; on a text, by its name and path."""
+    """What the loss grows by with the copies, and with as many at random; `said` is what is known of the text."""
     grows, by_chance = (
         Loss.of(measured.cost({layer: [place.source for place in places] for layer, places in each.items()}))
         for each in grown
     )
-    return GrowthCost(
-        text=text[0],
-        sha256=digest_of_file(text[1]),
-        tokens=measured.predictions,
-        before=Loss.of(measured.before),
-        grows=grows,
-        random=by_chance,
-    )
+    return GrowthCost(**said, grows=grows, random=by_chance)
 
 
 def _said(cost: GrowthCost | None) -> str:
     if cost is None:
         return ""
-    return (
-        f"; loss on {printable(cost.text)} {cost.before.mean:.4f} nats, {cost.grows.shown} with them"
-        f" (with as many copies at random {cost.random.shown})"
-    )
+    return f"{cost.said} with them (with as many copies at random {cost.random.shown})"

@@ -8,30 +8,37 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft, LayerDraft
 from surgeon.blueprint.recipes import Copy, Recipe, rows, side_by_side, whole
-from surgeon.common.schema import Many
-from surgeon.errors import BadInput, printable
+from surgeon.errors import BadInput
 from surgeon.families.anatomy import Anatomy
 from surgeon.families.family import Part
 from surgeon.operations.mixtures import (
     EXPERT_NUMBER,
+    Cost,
     ExpertNumber,
+    HeldOut,
+    JudgedBy,
     LayerKey,
     Loss,
+    Mixtures,
+    Window,
+    Windows,
+    check_layers,
     check_plain,
     listed,
+    measured_on,
     mixtures_of,
+    mixtures_to_measure,
     sizes_with,
 )
-from surgeon.operations.operation import Operation, Paper, Spec, TrainingDefaults
-from surgeon.operations.prepare import Facts, OpenedBase, digest_of_file
+from surgeon.operations.operation import Operation, Paper, TrainingDefaults
+from surgeon.operations.prepare import Facts, OpenedBase
 
 if TYPE_CHECKING:
     from surgeon.models.expert_choice import Experts
@@ -44,18 +51,13 @@ _WORDS = {
 }
 
 
-class ExpertCost(Spec):
+class ExpertCost(Cost):
     """What it costs to lose the experts, on `tokens` predictions of a text that they were not judged by.
 
     `before` is the base's loss; `grows` is by how much it grows without those that go, and, to compare, without as many
     that are least often chosen, and without as many at random.
     """
 
-    text: str
-    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    tokens: Annotated[Many, Field(ge=1)]
-    before: Loss
-    grows: Loss
     frequency: Loss
     random: Loss
 
@@ -102,14 +104,10 @@ class DropExperts(Operation):
             " which the fewest tokens go; loss: without which alone the loss is least"
         ),
     ] = None
-    text: Annotated[
-        str | None, Field(description="text to judge by, seen from the plan: .jsonl with a text a line, or plain")
-    ] = None
-    held_out: Annotated[
-        str | None, Field(description="text to measure the cost on; default: what follows in `text`")
-    ] = None
-    window: Annotated[int, Field(ge=2, le=2**20, description="tokens that are read at once")] = 128
-    windows: Annotated[int, Field(ge=2, le=2**20, description="how many windows are judged by, and measured on")] = 16
+    text: JudgedBy = None
+    held_out: HeldOut = None
+    window: Window = 128
+    windows: Windows = 16
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -130,39 +128,18 @@ class DropExperts(Operation):
         """
         if self.text is None:
             return ExpertFacts()
-        base.need_weights("which experts matter on a text")
-        if base.number:
-            raise BadInput(
-                "experts are measured on a text with the base itself: make it the plan's first operation, or apply two"
-                " plans"
-            )
-        anatomy = base.anatomy
-        mixtures = mixtures_of(anatomy)
+        mixtures, anatomy = mixtures_to_measure(base), base.anatomy
+        gone = listed(self.experts or {}, mixtures)
         if self.experts is not None:
-            self._check(listed(self.experts, mixtures), mixtures, anatomy)
-        # Imports torch and transformers.
-        from surgeon.models.expert_choice import Experts
-
-        path = base.text(self.text)
-        other = None if self.held_out is None else base.text(self.held_out)
-        measured = Experts.of(
-            base.folder,
-            {layer: count for layer, (count, _) in mixtures.items()},
-            (path, other),
-            vocabulary=anatomy.sizes.vocabulary,
-            window=self.window,
-            windows=self.windows,
-        )
-        count = self._count_in(mixtures)
+            self._check(gone, mixtures, anatomy)
+        measured, said = measured_on(base, mixtures, self.text, self.held_out, window=self.window, windows=self.windows)
         groups = {layer: anatomy.kinds[anatomy.kind_of[layer]].expert_groups for layer in mixtures}
-        if self.experts is not None:
-            gone = listed(self.experts, mixtures)
-        else:
-            gone = least(measured.scores(self.by or "reap"), count, groups)
-        self._check(gone, mixtures, anatomy)
+        if self.count is not None:
+            gone = least(measured.scores(self.by or "reap"), self.count, groups)
+            self._check(gone, mixtures, anatomy)
         return ExpertFacts(
             gone={str(layer): numbers for layer, numbers in gone.items()} if self.experts is None else {},
-            cost=_cost(measured, gone, groups, (self.held_out or self.text, other or path)),
+            cost=_cost(measured, gone, groups, said),
         )
 
     def edit(self, draft: Draft, facts: ExpertFacts | None) -> OperationRecord:
@@ -187,20 +164,9 @@ class DropExperts(Operation):
         found = f"{before - count} of {before} experts in each of {len(gone)} layers{how}"
         return OperationRecord(self.op, found + _said(facts.cost), _claim(facts.cost), trains="all")
 
-    def _count_in(self, mixtures: Mapping[int, tuple[int, list[Part]]]) -> int:
-        if self.experts is None:
-            return self.count or 0
-        return len(next(iter(listed(self.experts, mixtures).values())))
-
-    def _check(
-        self, gone: Mapping[int, Sequence[int]], mixtures: Mapping[int, tuple[int, list[Part]]], anatomy: Anatomy
-    ) -> None:
+    def _check(self, gone: Mapping[int, Sequence[int]], mixtures: Mixtures, anatomy: Anatomy) -> None:
         """Raise BadInput for experts that are not there, and for a number of them that the class cannot hold."""
-        if missing := sorted(mixtures.keys() ^ gone.keys()):
-            raise BadInput(
-                f"layer {missing[0]}: name experts of every layer that has some, and of no other: the config has one"
-                f" number of experts for all ({', '.join(map(str, mixtures))})"
-            )
+        check_layers(gone, mixtures)
         sizes = {len(set(numbers)) for numbers in gone.values()}
         for layer, numbers in gone.items():
             count, _ = mixtures[layer]
@@ -230,9 +196,9 @@ def least(scores: Mapping[int, Sequence[float]], count: int, groups: Mapping[int
 
 
 def _cost(
-    measured: Experts, gone: Mapping[int, Sequence[int]], groups: Mapping[int, int], text: tuple[str, Path]
+    measured: Experts, gone: Mapping[int, Sequence[int]], groups: Mapping[int, int], said: Mapping[str, Any]
 ) -> ExpertCost:
-    """What the loss grows by without those that go, and without as many others; on a text, by its name and path."""
+    """What the loss grows by without those that go, and without as many others; `said` is what is known of the text."""
     often = measured.scores("frequency")
     drawn = random.Random(0)
     by_chance = {layer: [drawn.random() for _ in values] for layer, values in often.items()}
@@ -243,10 +209,7 @@ def _cost(
         return Loss.of(measured.cost(kept))
 
     return ExpertCost(
-        text=text[0],
-        sha256=digest_of_file(text[1]),
-        tokens=measured.predictions,
-        before=Loss.of(measured.before),
+        **said,
         grows=of(gone),
         frequency=of(least(often, count, groups)),
         random=of(least(by_chance, count, groups)),
@@ -293,7 +256,7 @@ def _said(cost: ExpertCost | None) -> str:
     if cost is None:
         return ""
     return (
-        f"; loss on {printable(cost.text)} {cost.before.mean:.4f} nats, {cost.grows.shown} without them"
+        f"{cost.said} without them"
         f" (without as many of the least often chosen {cost.frequency.shown}, at random {cost.random.shown})"
     )
 
@@ -302,5 +265,4 @@ def _claim(cost: ExpertCost | None) -> Claim:
     what = "tokens go to other experts, and what those that are gone added is gone"
     if cost is None:
         return Claim("none", f"{what}; what that costs was not measured (`text`), and every layer is to be trained on")
-    on = f"{cost.grows.shown} nats a token on {printable(cost.text)} ({cost.tokens:,} tokens)"
-    return Claim("none", f"{what}: {on}; every layer is to be trained on")
+    return Claim("none", f"{what}: {cost.a_token}; every layer is to be trained on")

@@ -1,7 +1,7 @@
 """`merge_adapter`: a PEFT adapter becomes a part of the weights that it adapts: W + s · B A (Hu et al., 2022).
 
 Nothing of an adapter is left over, and nothing that its config names is missing: a merge in part is refused. Changes
-that are much smaller than the steps of the weights' dtype are rounded so that they stay (recipes/guided.py).
+that are much smaller than the steps of the weights' dtype are rounded so that they stay (recipes/adapted.py).
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from surgeon.families.rows_of_ids import VOCABULARY_KEY
 from surgeon.families.vocabulary import further_rows
 from surgeon.models.templates import template_of
 from surgeon.operations.adapter_changes import Sorted, deltas, sets_whole
-from surgeon.operations.adapter_places import Model, Place
-from surgeon.operations.adapter_settings import Settings, settings_of
+from surgeon.operations.adapter_places import Model, Place, Settings, settings_of
 from surgeon.operations.imported_lora import AdapterFacts
 from surgeon.operations.operation import Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.prepare import Facts, OpenedBase

@@ -152,9 +152,14 @@ class MixtureOfControl(Operation):
                 " operation, or take the earlier one back (`surgeon revert`)"
             )
         layers = select_sites(draft, self.layers, *(_ROLES[site] for site in self.sites))
-        sites = {layer: self._sites_of(draft, layer) for layer in layers}
+        sites = {
+            layer: [site for site in SITES if site in self.sites and _ROLES[site] in draft.blocks(layer)]
+            for layer in layers
+        }
         kinds = [site for here in sites.values() for site in here]
-        self._check_choice(kinds)
+        choice = self._candidates(kinds)
+        if self.top_k > choice:
+            raise BadInput(f"`top_k` {self.top_k} is more than the {choice} control states a gate chooses among")
         before = draft.parameters()
         for layer in layers:
             draft.layers[layer].grafts.append(Graft("control_states", {"sites": sites[layer]}, {}, number))
@@ -163,7 +168,7 @@ class MixtureOfControl(Operation):
         births = bank_births(MixtureSpec(**mixture), kinds, draft.anatomy.sizes.hidden)
         draft.bank = Graft("mixture", mixture, recipes_of(births, BANK, f"operations[{number}].", dtype), number)
         share = (draft.parameters() - before) / before
-        chosen = "Parallel Control" if self.top_k == 0 else f"top {self.top_k} of {self._candidates(kinds)}"
+        chosen = "Parallel Control" if self.top_k == 0 else f"top {self.top_k} of {choice}"
         return OperationRecord(
             op=self.op,
             matched=f"{len(kinds)} control states of rank {self.rank} at {' and '.join(self.sites)} of layers"
@@ -172,20 +177,9 @@ class MixtureOfControl(Operation):
             trains="new",
         )
 
-    def _sites_of(self, draft: Draft, layer: int) -> list[Site]:
-        """Return the plan's sites that a layer has."""
-        blocks = draft.blocks(layer)
-        return [site for site in SITES if site in self.sites and _ROLES[site] in blocks]
-
     def _candidates(self, kinds: list[Site]) -> int:
         """How many control states a gate chooses among."""
         return fewest_to_choose(MixtureSpec(self.rank, shared=self.gate.shared), kinds)
-
-    def _check_choice(self, kinds: list[Site]) -> None:
-        if self.top_k > self._candidates(kinds):
-            raise BadInput(
-                f"`top_k` {self.top_k} is more than the {self._candidates(kinds)} control states a gate chooses among"
-            )
 
     def _inference_routing(self, draft: Draft) -> str:
         """Return the plan's routing of inference; BadInput where this kind of base has no such mean."""

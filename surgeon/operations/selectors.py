@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, Field
 
 from surgeon.common.formatting import show
 from surgeon.errors import BadInput, printable
-from surgeon.families.periods import period_of
+from surgeon.families.kinds import period_of
 from surgeon.operations.operation import Spec
 
 Position = Literal["all", "top_half", "bottom_half", "middle", "top_and_bottom"]

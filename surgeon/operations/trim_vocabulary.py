@@ -30,6 +30,7 @@ from surgeon.operations.prepare import Facts, OpenedBase, Scale
 
 # Up to which power of two, that divides the base's rows, the rows that stay are filled up.
 _USUAL_MULTIPLE = 128
+_MULTIPLES = (1, 2, 4, 8, 16, 32, 64, 128)
 # Tables with a row for each id in every layer, which are not the embeddings that are trimmed.
 _PER_LAYER = ("vocab_size_per_layer_input", "hidden_size_per_layer_input")
 
@@ -137,7 +138,7 @@ class TrimVocabulary(Operation):
         rows = base.anatomy.sizes.vocabulary
         words = lines_of(base.text(self.tokens)).values() if isinstance(self.tokens, str) else self.tokens
         wanted = Wanted(paths_of(base, self.text), self.least, self.most, tuple(words or ()), tuple(self.scripts or ()))
-        multiple = self.pad_to_multiple_of or max(n for n in _powers() if rows % n == 0)
+        multiple = self.pad_to_multiple_of or max(n for n in _MULTIPLES if rows % n == 0)
         made = trim(base.folder, wanted, rows=rows, multiple=multiple, measure=paths_of(base, self.measure))
         base.side_files.update(made.files)
         left = sorted(name for name, content in made.files.items() if content is None)
@@ -176,11 +177,6 @@ class TrimVocabulary(Operation):
             held[key] = Outer(kept_rows(recipe, kept), draft.number)
         draft.sizes[VOCABULARY_KEY], draft.tokens = len(kept), kept
         return OperationRecord(op=self.op, matched=_matched(facts), claim=_claim(facts), trains="new")
-
-
-def _powers() -> list[int]:
-    """The powers of two up to the usual multiple."""
-    return [1 << bit for bit in range(_USUAL_MULTIPLE.bit_length())]
 
 
 def _check(base: OpenedBase) -> None:

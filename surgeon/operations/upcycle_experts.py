@@ -41,13 +41,11 @@ from surgeon.families.sparse.dense import BESIDE, Dense, Mixture, NoTarget, Take
 from surgeon.families.sparse.fit import dense_of, target_for
 from surgeon.families.sparse.target import Made, Target
 from surgeon.families.sparse.targets import TARGETS
-from surgeon.operations.fine_tunes import check_fine_tune
 from surgeon.operations.growing import IN_SHARED
 from surgeon.operations.operation import Legend, OneOf, Operation, Paper, Spec, TrainingDefaults
-from surgeon.operations.prepare import OpenedBase, Scale
-from surgeon.operations.routed_experts import dense_sites, routed_tensors
+from surgeon.operations.prepare import OpenedBase, Scale, check_fine_tune
 from surgeon.operations.selectors import LayerSelector, select_layers
-from surgeon.operations.sites import default_activation
+from surgeon.operations.sites import default_activation, dense_sites, routed_tensors
 
 _BALANCE = 0.01
 # In a list of experts, the base itself.

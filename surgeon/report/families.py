@@ -22,8 +22,8 @@ from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
 from surgeon.families.decoders import USUAL_DECODERS, USUAL_ENCODERS
-from surgeon.families.dissect_folder import dissect_folder
-from surgeon.families.periods import period_of
+from surgeon.families.dissect import dissect_folder
+from surgeon.families.kinds import period_of
 from surgeon.operations import OPERATIONS
 from surgeon.operations.expert_fusion import of_experts
 from surgeon.operations.fusion import ways

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common import devices
 from surgeon.common.listener import Listener
-from surgeon.families.dissect_folder import dissect_folder
+from surgeon.families.dissect import dissect_folder
 from surgeon.manifest.manifest import Manifest
 from surgeon.manifest.reading import manifest_of
 from surgeon.report.curves import Curve, TrainingRun, read_curves, training_runs

@@ -18,7 +18,7 @@ from surgeon.common.tables import FittedTable
 from surgeon.errors import printable
 from surgeon.families.anatomy import Anatomy, without_a_place
 from surgeon.families.anatomy_cache import keep, recalled
-from surgeon.families.dissect_folder import dissect_folder
+from surgeon.families.dissect import dissect_folder
 from surgeon.manifest.manifest import Manifest, TrainingEntry
 from surgeon.manifest.reading import manifest_of
 from surgeon.manifest.run_files import ADAPTER_FOLDER, KEPT_FOLDER

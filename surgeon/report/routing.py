@@ -24,7 +24,7 @@ from surgeon.common.names import check_new_name
 from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
-from surgeon.families.dissect_folder import dissect_folder
+from surgeon.families.dissect import dissect_folder
 from surgeon.families.grafted_config import is_grafted
 from surgeon.report.files import write_text
 from surgeon.report.routing_record import ExpertChoices, NothingChooses, RoutingReport, TextChoices, read_routing

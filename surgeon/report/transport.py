@@ -28,7 +28,7 @@ from surgeon.common import devices
 from surgeon.common.listener import Listener, Quiet, Stopwatch
 from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
-from surgeon.families.dissect_folder import dissect_folder
+from surgeon.families.dissect import dissect_folder
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest
 from surgeon.manifest.reading import manifest_of
 from surgeon.operations.fusion import fuse_layers

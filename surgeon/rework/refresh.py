@@ -13,7 +13,7 @@ from surgeon.common.json_results import plain_fields
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.work_folders import write_durably
 from surgeon.errors import BadInput, PromiseBroken, printable
-from surgeon.families.dissect_folder import dissect_folder
+from surgeon.families.dissect import dissect_folder
 from surgeon.grafts.bundle import CODE_FILE, bundle
 from surgeon.grafts.composition import composition_of
 from surgeon.manifest.manifest import MANIFEST_FILE

@@ -29,7 +29,7 @@ from surgeon.common.json_results import plain_fields
 from surgeon.common.listener import Listener, Quiet, Stopwatch
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
-from surgeon.families.dissect_folder import dissect_folder
+from surgeon.families.dissect import dissect_folder
 from surgeon.families.grafted_config import is_grafted
 from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest

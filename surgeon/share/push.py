@@ -27,7 +27,7 @@ from surgeon.common.listener import Listener, Quiet
 from surgeon.common.tables import FittedTable
 from surgeon.common.work_folders import working_in, write_durably
 from surgeon.errors import BadInput, printable
-from surgeon.families.dissect_folder import dissect_folder
+from surgeon.families.dissect import dissect_folder
 from surgeon.manifest.card import HUB_ID, card
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest
 from surgeon.manifest.reading import manifest_of

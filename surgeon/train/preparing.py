@@ -21,7 +21,7 @@ from surgeon.common.schema import ORIGINAL
 from surgeon.data.sources import check_source, is_chat
 from surgeon.errors import BadInput, Mistakes, bad_input, printable
 from surgeon.families.anatomy import Anatomy
-from surgeon.families.dissect_folder import dissect_folder
+from surgeon.families.dissect import dissect_folder
 from surgeon.families.grafted_config import native_config
 from surgeon.families.heads import head_of
 from surgeon.families.limits import context_of

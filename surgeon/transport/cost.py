@@ -12,14 +12,10 @@ from torch import Tensor
 
 def product(left_NK: Tensor, right_KM: Tensor, bias_M: Tensor | None = None) -> Tensor:
     """left · right (+ bias on every row), (n, m), all of one dtype and device; `right` may be a transposed view."""
-    linear = _one_dnn() if _suits(left_NK) else None
+    linear = _one_dnn() if left_NK.dtype == torch.float32 and left_NK.device.type == "cpu" else None
     if linear is not None:
         return linear(left_NK, right_KM.T, bias_M, "none", [], "")
     return left_NK @ right_KM if bias_M is None else torch.addmm(bias_M, left_NK, right_KM)
-
-
-def _suits(factor: Tensor) -> bool:
-    return factor.dtype == torch.float32 and factor.device.type == "cpu"
 
 
 @functools.cache

@@ -180,12 +180,6 @@ def schedule(spread: float, reg: float) -> list[float]:
     return [*steps, reg]
 
 
-def _fresh(state: _State, make_cost: Callable[[], Tensor]) -> Tensor:
-    """The cost, computed again; the old kernel is freed first, so that there is one buffer of this size at a time."""
-    state.kernel_MN = state.kernel_MN.new_empty(0)
-    return make_cost()
-
-
 def _remake_kernel(state: _State, make_cost: Callable[[], Tensor], epsilon: float, following: float) -> None:
     """Move what x has become into the reference g, and make K anew for the next ε."""
     cost_MN = _recovered(state, make_cost, epsilon)
@@ -196,9 +190,11 @@ def _remake_kernel(state: _State, make_cost: Callable[[], Tensor], epsilon: floa
 
 def _recovered(state: _State, make_cost: Callable[[], Tensor], epsilon: float) -> Tensor:
     """The cost out of the kernel, which loses ε · 1e-7 · (1 + |log K|), or computed again where entries are lost."""
+    if float(state.kernel_MN.amin()) < _WHOLE_KERNEL:
+        # The old kernel is freed first, so that there is one buffer of this size at a time.
+        state.kernel_MN = state.kernel_MN.new_empty(0)
+        return make_cost()
     kernel_MN = state.kernel_MN
-    if float(kernel_MN.amin()) < _WHOLE_KERNEL:
-        return _fresh(state, make_cost)
     for rows in blocks(kernel_MN):
         kernel_MN[rows].log_().mul_(-epsilon).add_(state.f_M[rows, None]).add_(state.g_N)
     return kernel_MN

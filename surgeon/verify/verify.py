@@ -15,7 +15,7 @@ from surgeon.common.listener import Listener, Quiet
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy, without_a_place
 from surgeon.families.anatomy_cache import recalled
-from surgeon.families.dissect_folder import dissect_folder
+from surgeon.families.dissect import dissect_folder
 from surgeon.families.grafted_config import is_grafted, native_config
 from surgeon.families.limits import vocabulary_of
 from surgeon.families.skeleton import reads_images, wordless_auto

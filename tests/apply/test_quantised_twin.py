@@ -16,7 +16,7 @@ from surgeon.blueprint.recipes import Dequantised, elsewhere
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common import cache
 from surgeon.errors import BadInput
-from surgeon.families.dissect_folder import dissect_folder
+from surgeon.families.dissect import dissect_folder
 from surgeon.models.load import load_model
 from surgeon.operations.prepare import OpenedBase
 from surgeon.plan.plan import draw, load_plan

@@ -16,7 +16,7 @@ import surgeon
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.trust import check_written
 from surgeon.errors import BadInput
-from surgeon.families.dissect_folder import dissect_folder
+from surgeon.families.dissect import dissect_folder
 from surgeon.models.load import load_model
 from tests import tiny
 from tests.checkpoints import add_letters

@@ -17,9 +17,8 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
 from surgeon.families.decoders import USUAL_DECODERS, USUAL_ENCODERS
 from surgeon.families.derived import derive
-from surgeon.families.dissect import dissect
+from surgeon.families.dissect import ACTIVATIONS, ROPE_TYPES, check_settings, dissect
 from surgeon.families.grafted_config import head_with_grafts, native_config
-from surgeon.families.settings import ACTIVATIONS, ROPE_TYPES, check_settings
 from surgeon.families.skeleton import build
 from tests import tiny
 from tests.runtime.grafting import composition, joining

@@ -13,7 +13,7 @@ import surgeon
 from benchmarks.published_configs import PUBLISHED
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
-from surgeon.families.dissect_folder import dissect_folder
+from surgeon.families.dissect import dissect_folder
 from surgeon.families.family import Space
 from surgeon.families.inner_spaces import _holds, inner_spaces
 from surgeon.families.silence import captured

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.published_configs import PUBLISHED
 from surgeon.common.library import config_of, quiet_transformers
-from surgeon.families.misread import read_otherwise
+from surgeon.families.derived import read_otherwise
 
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "gpt2": (

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surgeon.families.periods import broken_pattern, period_of, repeats
+from surgeon.families.kinds import broken_pattern, period_of, repeats
 
 PATTERNS = {
     "all alike": ("aaaa", 1),

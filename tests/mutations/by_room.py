@@ -161,7 +161,7 @@ MISTAKES = (
     _mistake(
         "families",
         "a stack repeats after one period already",
-        "periods.py",
+        "kinds.py",
         "return next((p for p in range(2, len(pattern) // 2 + 1) if repeats(pattern, p)), None)",
         "return next((p for p in range(2, len(pattern)) if repeats(pattern, p)), None)",
     ),

@@ -21,15 +21,14 @@ from transformers import AutoModelForCausalLM
 import surgeon
 from surgeon.apply.compute import Evaluator
 from surgeon.blueprint.recipes import Adapted, Product, adapted
-from surgeon.blueprint.recipes.guided import guided, neighbours
+from surgeon.blueprint.recipes.adapted import guided, neighbours
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.peft_folder import Adapter, AdapterFolder
 from surgeon.errors import BadInput
 from surgeon.families.dissect import dissect
 from surgeon.models.load import load_model
 from surgeon.operations.adapter_changes import Sorted
-from surgeon.operations.adapter_places import Model
-from surgeon.operations.adapter_settings import Settings, settings_of
+from surgeon.operations.adapter_places import Model, Settings, settings_of
 from surgeon.operations.merge_adapter import read_adapter
 from tests import mtp, tiny
 from tests.adapters import lora

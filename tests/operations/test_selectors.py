@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from surgeon.common.formatting import show
 from surgeon.errors import BadInput
 from surgeon.families.format_depth import other_scale
-from surgeon.families.periods import broken_pattern, period_of
+from surgeon.families.kinds import broken_pattern, period_of
 from surgeon.operations.selectors import (
     After,
     Every,

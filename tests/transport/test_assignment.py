@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgeon.transport.assignment import match_rows
+from surgeon.transport.solving import match_rows
 
 
 def draw(count: int, width: int, seed: int) -> Tensor:

@@ -5,7 +5,6 @@ A new one is a class derived from `Recipe`, here or in a plugin; nothing else ne
 
 from surgeon.blueprint.recipes.adapted import Adapted, Product, Rounding, Step, Trained
 from surgeon.blueprint.recipes.alignment import IDENTITY, Block, MapRef
-from surgeon.blueprint.recipes.constants import Constant
 from surgeon.blueprint.recipes.copies import (
     Copy,
     KeptRows,
@@ -17,17 +16,24 @@ from surgeon.blueprint.recipes.copies import (
     sliced_along,
     whole,
 )
-from surgeon.blueprint.recipes.couplings import Coupling, TextSupport, WholeHeads
-from surgeon.blueprint.recipes.drawn import Noised, Random, Shuffled
-from surgeon.blueprint.recipes.elsewhere import Dequantised, Imported, Prompted
+from surgeon.blueprint.recipes.drawn import Constant, Noised, Random, Shuffled
+from surgeon.blueprint.recipes.elsewhere import Dequantised, Imported, Prompted, Unpacked
 from surgeon.blueprint.recipes.experts import Below, Matched, OneExpert, below, one_expert
-from surgeon.blueprint.recipes.fused import Fused, Interpolated, Summed, Units, average, columns
-from surgeon.blueprint.recipes.joined import Joined, piled, repeated, side_by_side, stacked_experts
-from surgeon.blueprint.recipes.layout import ExpertLayout
+from surgeon.blueprint.recipes.fused import (
+    Coupling,
+    Fused,
+    Interpolated,
+    Summed,
+    TextSupport,
+    Units,
+    WholeHeads,
+    average,
+    columns,
+)
+from surgeon.blueprint.recipes.joined import ExpertLayout, Joined, piled, repeated, side_by_side, stacked_experts
 from surgeon.blueprint.recipes.means import HEAD_BLOCK, Means, extended
 from surgeon.blueprint.recipes.predicted import Predicted
 from surgeon.blueprint.recipes.recipe import Bench, Place, Predictor, Recipe
-from surgeon.blueprint.recipes.unpacked import Unpacked
 
 __all__ = [
     "HEAD_BLOCK",

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from surgeon.blueprint.recipes.alignment import MapRef
-from surgeon.blueprint.recipes.constants import Constant
 from surgeon.blueprint.recipes.copies import Copy
+from surgeon.blueprint.recipes.drawn import Constant
 from surgeon.blueprint.recipes.fused import Fused
-from surgeon.blueprint.recipes.joined import Joined
-from surgeon.blueprint.recipes.layout import ExpertLayout
+from surgeon.blueprint.recipes.joined import ExpertLayout, Joined
 from surgeon.blueprint.recipes.recipe import Bench, Recipe
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Tensors that are made of others, part after part: wider matrices, and experts in one tensor."""
+"""Tensors that are made of others, part after part: wider matrices, and experts in one tensor, as it stores each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from surgeon.blueprint.recipes.copies import Copy
-from surgeon.blueprint.recipes.layout import ExpertLayout
 from surgeon.blueprint.recipes.recipe import Bench, Recipe
 from surgeon.checkpoint.pieces import Pieces, stacked
 from surgeon.checkpoint.pieces import side_by_side as lying_side_by_side
@@ -18,6 +17,44 @@ from surgeon.common.formatting import listed
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ExpertLayout:
+    """Between a matrix as it is used, outputs by inputs with gate above up, and as it is stored.
+
+    `transposed`: stored are inputs by outputs; `interleaved`: rows of gate and up alternate there.
+    """
+
+    transposed: bool
+    interleaved: bool
+
+    @property
+    def plain(self) -> bool:
+        """Whether a matrix is stored as it is used."""
+        return not (self.transposed or self.interleaved)
+
+    def used(self, stored: Tensor) -> Tensor:
+        """The matrix as it is used."""
+        import torch
+
+        own = stored.T.contiguous() if self.transposed else stored
+        return torch.cat([own[::2], own[1::2]]) if self.interleaved else own
+
+    def stored(self, used: Tensor) -> Tensor:
+        """The matrix as it is stored."""
+        import torch
+
+        own = torch.stack(used.chunk(2), dim=1).flatten(0, 1) if self.interleaved else used
+        return own.T if self.transposed else own
+
+    def used_shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of what is used."""
+        return stored[::-1] if self.transposed else stored
+
+    def stored_shape(self, used: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of what is stored."""
+        return used[::-1] if self.transposed else used
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,9 @@ def _why_not(dense: Dense, target: Target, segments: int, plain: tuple[int, ...]
 
 def _misfit(target: Target, dense: Dense, mixture: Mixture, skeleton: Skeleton, other: Skeleton) -> str:
     """The first tensor of the class that nothing of the base's becomes, or the other way round; empty where all fit."""
-    planned = {name: tuple(v.shape) for name, v in _outer(skeleton).items()}
+    # Tensors outside the layers, then those of layers.
+    held = skeleton.model.state_dict(keep_vars=True)
+    planned = {name: tuple(v.shape) for name, v in held.items() if not name.startswith(f"{skeleton.stack}.")}
     for index, shapes in dense.kinds.items():
         stem = f"{skeleton.stack}.{index}."
         new = target.layer(dense, mixture) if index in dense.holders else []
@@ -152,17 +154,11 @@ def _misfit(target: Target, dense: Dense, mixture: Mixture, skeleton: Skeleton, 
             return f"its {told(name)} is {list(wanted[target_name])}, the base's another"
         numbers[target_name] += math.prod(planned[name])
     tied = set(other.model.all_tied_weights_keys)
-    odd = next((name for name, held in numbers.items() if held != math.prod(wanted[name])), None)
+    odd = next((name for name, count in numbers.items() if count != math.prod(wanted[name])), None)
     if odd is not None:
         return f"its {told(odd)} is {list(wanted[odd])}, the base's of another size"
     lacking = next((name for name in wanted if name not in numbers and name not in tied), None)
     return "" if lacking is None else f"the base has nothing for its {told(lacking)}"
-
-
-def _outer(skeleton: Skeleton) -> dict[str, Any]:
-    """Tensors outside the layers."""
-    held: Mapping[str, Any] = skeleton.model.state_dict(keep_vars=True)
-    return {name: value for name, value in held.items() if not name.startswith(f"{skeleton.stack}.")}
 
 
 def _unlike(target: Target, base: Dense, plain: tuple[int, ...]) -> str:

@@ -60,11 +60,11 @@ class Target:
     model_type: str
     architecture: str
     form: Form
-    engines: str
-    router: str
-    expert: str
-    words: tuple[str, ...]
     settings: Callable[[Dense, Mixture], dict[str, Any]]
+    engines: str = ""
+    router: str = "mlp.gate.weight"
+    expert: str = "mlp.experts.{}.{}.weight"
+    words: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     extends: str = ""
     shared: str = ""
     bias: str = ""
