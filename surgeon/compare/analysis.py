@@ -8,12 +8,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from surgeon.compare.advice import advice_of, first_sentence
 from surgeon.compare.config.entries import Claim, MethodSpec, Remedy
 from surgeon.compare.config.loading import LoadedStudy
 from surgeon.compare.config.schema import Study
-from surgeon.compare.findings import BLENDED, Findings, Judged, Point, Remedied, Row
+from surgeon.compare.findings import BLENDED, Findings, Judged, Point, Remedied, Row, advice_of, first_sentence
 from surgeon.compare.frontier import (
+    NARROW,
+    NARROW_SHARE,
+    Apart,
     Pair,
     area,
     common_range,
@@ -21,10 +23,10 @@ from surgeon.compare.frontier import (
     interval,
     mean_height,
     turned,
+    verdicts,
 )
 from surgeon.compare.records import Record, losses_of
 from surgeon.compare.schedule import Run, rates_of, runs_left
-from surgeon.compare.verdicts import NARROW, NARROW_SHARE, Apart, verdicts
 
 # By text, numbers of its held-out documents.
 Documents = Mapping[str, Sequence[int]]

@@ -26,9 +26,8 @@ from surgeon.compare.config.loading import GROUPS, LoadedStudy, load_study, sour
 from surgeon.compare.config.settings import suited
 from surgeon.compare.findings import Findings, Remedied
 from surgeon.compare.frontier import Interval
-from surgeon.compare.packed import RUNS_FILE
 from surgeon.compare.page import render
-from surgeon.compare.records import STUDY_FILE
+from surgeon.compare.records import RUNS_FILE, STUDY_FILE
 from surgeon.errors import BadInput, bad_input, printable
 
 if TYPE_CHECKING:

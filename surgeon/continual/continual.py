@@ -16,8 +16,7 @@ from surgeon.common.disk_space import writing
 from surgeon.common.distributed import Ranks
 from surgeon.common.files import read_given
 from surgeon.common.listener import Listener, Quiet
-from surgeon.continual.config.loading import LoadedTasks, at_line, load_tasks
-from surgeon.continual.config.settings import check_tasks, check_texts, plans_of
+from surgeon.continual.config.loading import LoadedTasks, at_line, check_tasks, check_texts, load_tasks, plans_of
 from surgeon.continual.metrics import Measured
 from surgeon.continual.results import Continued, ContinuedRows
 from surgeon.continual.results import continued_view as continued_view

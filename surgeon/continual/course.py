@@ -31,8 +31,7 @@ from surgeon.common.json_results import plain
 from surgeon.common.listener import Listener
 from surgeon.common.signed import Signed, check_own, read_signed, write_signed
 from surgeon.common.work_folders import WorkFolder, sync, working_in
-from surgeon.continual.config.loading import LoadedTasks, at_line
-from surgeon.continual.config.settings import training_of
+from surgeon.continual.config.loading import LoadedTasks, at_line, training_of
 from surgeon.continual.measuring import Measure
 from surgeon.continual.metrics import Measured, Measurement
 from surgeon.errors import BadInput, printable

@@ -19,8 +19,7 @@ from surgeon import (
     text_files,
 )
 from surgeon.common.schema import ORIGINAL
-from surgeon.continual.config.loading import LoadedTasks
-from surgeon.continual.config.settings import general_texts, memory_texts, own_sources, training_of
+from surgeon.continual.config.loading import LoadedTasks, general_texts, memory_texts, own_sources, training_of
 from surgeon.continual.metrics import Measured
 from surgeon.errors import BadInput, printable
 

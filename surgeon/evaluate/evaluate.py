@@ -122,8 +122,7 @@ def evaluate(
     if data is not None:
         texts = open_texts(data, only=sources or (), most=most, say=listener.say, labels=labels)
 
-    from surgeon.evaluate.labels import evaluate_labels
-    from surgeon.evaluate.texts import evaluate_texts
+    from surgeon.evaluate.texts import evaluate_labels, evaluate_texts
 
     device = devices.resolve(device)
     opened = [

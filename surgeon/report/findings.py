@@ -1,15 +1,23 @@
-"""Everything that a report shows of an output, gathered in one place. Runs a model only where that is needed."""
+"""Everything that a report shows of an output, gathered in one place. Runs a model only where that is needed.
+
+Where nothing chooses, it shows the losses of the output, and of its base where that is given, on texts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass, replace
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common import devices
 from surgeon.common.listener import Listener
+from surgeon.errors import printable
+from surgeon.evaluate.evaluate import evaluate
+from surgeon.evaluate.open_texts import open_texts
+from surgeon.evaluate.results import SourceScores
 from surgeon.families.dissect_folder import dissect_folder
 from surgeon.manifest.manifest import Manifest
 from surgeon.manifest.reading import manifest_of
@@ -17,7 +25,6 @@ from surgeon.report.curves import Curve, TrainingRun, read_curves, training_runs
 from surgeon.report.history import Budget, History, WiderEnd, layer_history, parameter_budget, wider_ends
 from surgeon.report.routing import routing_report
 from surgeon.report.routing_record import NothingChooses, RoutingReport, read_routing
-from surgeon.report.text_losses import TextLoss, text_losses
 from surgeon.report.transport import MapFact, map_facts, see_maps
 from surgeon.verify.verification import Verification
 from surgeon.verify.verify import verify
@@ -26,6 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from surgeon.report.measurements import Probing, Spectrum
+
 
 # A heat map in the page has at most this many cells a side.
 _CELLS = 192
@@ -196,3 +204,68 @@ def _by_blocks(matrix: Tensor, cells: int) -> tuple[Tensor, int]:
     if block == 1:
         return matrix, 1
     return functional.max_pool2d(matrix[None, None], block, ceil_mode=True)[0, 0], block
+
+
+@dataclass(frozen=True)
+class TextLoss:
+    """The scores of one model on one text; `of_base` says that it is the base."""
+
+    text: str
+    of_base: bool
+    scores: SourceScores
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data for `--json`."""
+        return {"text": self.text, "model": "base" if self.of_base else "output", **self.scores.to_json()}
+
+
+def text_losses(
+    out: Path,
+    base: str | Path | None,
+    texts: Mapping[str, Path | None],
+    *,
+    window: int,
+    windows: int,
+    device: str,
+    trust_remote_code: bool,
+    listener: Listener,
+) -> tuple[TextLoss, ...]:
+    """Measure the losses as `surgeon evaluate` does, text by text.
+
+    Args:
+        out: the output's folder
+        base: the base's, a row of its own
+        texts: by their names; None is the built-in probe
+        window: tokens in each window
+        windows: documents of each text; 0: all of it
+        device: where the models run
+        trust_remote_code: run the models' own code
+        listener: gets progress and notes
+
+    Returns:
+        the base's and the output's losses, text by text
+
+    Raises:
+        BadInput: for models that are no causal language models, and for texts that cannot be read
+    """
+    probe = Path(str(files("surgeon.models") / "probe.txt"))
+    # Names of texts are anybody's; those of sources are not.
+    opened = open_texts({f"text-{nth}": text or probe for nth, text in enumerate(texts.values())})
+    named = [replace(text, name=name) for name, text in zip(texts, opened, strict=True)]
+    for nth, text in enumerate(named):
+        if windows and len(text) > windows:
+            ways = "--windows N takes more, --windows 0 all"
+            listener.say(f"text {printable(text.name)}: {windows} of its {len(text):,} documents; {ways}")
+            named[nth] = text.sample(windows)
+    found = evaluate(
+        str(out),
+        named,
+        base=base if base is None else str(base),
+        length=window,
+        most=0,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        listener=listener,
+    )
+    rows = [(base is not None and nth == 0, row) for nth, row in enumerate(found.models)]
+    return tuple(TextLoss(name, of_base, row.sources[nth]) for nth, name in enumerate(texts) for of_base, row in rows)
