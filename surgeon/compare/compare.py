@@ -18,6 +18,7 @@ from surgeon.common import devices
 from surgeon.common.disk_space import writing
 from surgeon.common.distributed import Ranks
 from surgeon.common.formatting import count
+from surgeon.common.json_results import plain_fields
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.tables import FittedTable
 from surgeon.common.work_folders import working_in, write_durably
@@ -68,10 +69,8 @@ class Compared:
                 their mean time (null: none)
         """
         return {
-            "path": str(self.path),
+            **plain_fields(self, without=("findings",)),
             "page": str(self.page),
-            "made": self.made,
-            "seconds": self.seconds,
             **self.findings.to_json(),
         }
 

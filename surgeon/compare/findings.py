@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
-from surgeon.common.json_results import plain_fields
+from surgeon.common.json_results import plain, plain_fields
 from surgeon.compare.config.entries import Claim
 from surgeon.compare.config.schema import Study
 from surgeon.compare.frontier import Apart, Interval, Pair, Verdict, envelope, height
@@ -48,10 +49,8 @@ class Point:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data; `share`, `kl` and `chosen` where they differ from a run of a study without them."""
-        more = {"share": (self.share, 1.0), "kl": (self.kl, None), "chosen": (self.chosen, None)}
-        found = plain_fields(self, without=tuple(more))
-        found |= {key: value for key, (value, usual) in more.items() if value != usual}
-        return found | ({"chosen": list(self.chosen)} if self.chosen else {})
+        usual = (("share", 1.0), ("kl", None), ("chosen", None))
+        return plain_fields(self, without=[key for key, value in usual if getattr(self, key) == value])
 
 
 def frontier_of(points: Sequence[Point]) -> list[Pair]:
@@ -106,24 +105,18 @@ class Row:
         found = []
         for rate, share in sorted({(point.rate, point.share) for point in self.points}):
             there = [point for point in self.points if (point.rate, point.share) == (rate, share)]
-            new, original = (_mean([getattr(each, axis) for each in there]) for axis in ("new", "original"))
+            new, original = (fmean(getattr(each, axis) for each in there) for axis in ("new", "original"))
             chosen = [each.chosen for each in there if each.chosen is not None]
             kl = [each.kl for each in there if each.kl is not None]
-            point = Point(rate, -1, new, original, share=share, kl=_mean(kl) if kl else None)
+            point = Point(rate, -1, new, original, share=share, kl=fmean(kl) if kl else None)
             if chosen:
-                point = replace(
-                    point, chosen=(_mean([each[0] for each in chosen]), _mean([each[1] for each in chosen]))
-                )
+                point = replace(point, chosen=(fmean(each[0] for each in chosen), fmean(each[1] for each in chosen)))
             found.append(point)
         return [point for point in found if math.isfinite(point.new) and math.isfinite(point.original)]
 
     def mean_frontier(self) -> list[Pair]:
         """The envelope of the means."""
         return frontier_of(self.means())
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
 
 
 @dataclass(frozen=True)
@@ -208,47 +201,29 @@ class Findings:
             "start": {"new": self.start[0], "original": self.start[1]},
             "rows": [
                 {
-                    **plain_fields(row, without=("points", "against", "area", "best", "shared")),
-                    "points": [point.to_json() for point in row.points],
+                    **plain_fields(row, without=("against", "best")),
                     "frontiers": {str(seed): [list(pair) for pair in row.frontier(seed)] for seed in row.seeds()},
                     "best": None
                     if row.best is None
                     else {k: getattr(row.best, k) for k in ("rate", "share", "new", "original", "kl")},
-                    "against_full": _interval(row.against and row.against.difference),
+                    "against_full": plain(row.against and row.against.difference),
                     "width": row.against and row.against.width,
-                    "shared": None if row.shared is None else list(row.shared),
-                    "area": _interval(row.area),
                 }
                 for row in self.rows
             ],
             "remedies": [
-                {
-                    "method": each.method,
-                    "with": each.with_,
-                    "beside": each.beside,
-                    "forgets": [_interval(one) for one in each.forgets],
-                    **{key: _interval(getattr(each, key)) for key in ("share", "apart", "reach")},
-                    "width": each.width,
-                    "verdict": each.verdict,
-                    "documents": None if each.documents is None else list(each.documents),
-                }
-                for each in self.remedies
+                {"with": each.with_, **plain_fields(each, without=("label", "with_"))} for each in self.remedies
             ],
             "claims": [
                 {
                     **judged.claim.model_dump(mode="json"),
-                    "remedy": judged.remedy,
-                    "difference": _interval(judged.apart.difference),
+                    **plain_fields(judged, without=("claim", "apart")),
+                    "difference": plain(judged.apart.difference),
                     "width": judged.apart.width,
-                    "verdict": judged.verdict,
                 }
                 for judged in self.claims
             ],
         }
-
-
-def _interval(found: Interval | None) -> dict[str, Any] | None:
-    return None if found is None else found._asdict()
 
 
 def first_sentence(rows: Sequence[Row]) -> str:

@@ -13,6 +13,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
 from typing import Literal, NamedTuple
 
 # Confidence level of all intervals, and the fewest seeds that make one.
@@ -89,7 +91,8 @@ def area(frontier: Sequence[Pair], base: Pair, level: float) -> float:
     return integral(whole, level, base[0]) - base[1] * (base[0] - level)
 
 
-class Interval(NamedTuple):
+@dataclass(frozen=True)
+class Interval:
     """A mean over seeds, half of its 95 % interval (Student's t; None for fewer than three), and how many they are."""
 
     mean: float
@@ -102,7 +105,7 @@ def interval(values: Sequence[float]) -> Interval | None:
     count = len(values)
     if not count:
         return None
-    mean = math.fsum(values) / count
+    mean = fmean(values)
     if count < SEEDS_OF_AN_INTERVAL:
         return Interval(mean, None, count)
     from scipy.special import stdtrit

@@ -6,7 +6,7 @@ Frontiers are pictures: forgetting against learning, a panel a method, full fine
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from surgeon.common.formatting import count
@@ -37,6 +37,7 @@ def render(found: Findings) -> str:
     """The page as HTML."""
     new, original = found.start
     budget = found.budget
+    unit = "bytes" if "bytes" in budget else "tokens"
     runs = sum(row.runs for row in found.rows)
     state = f"incomplete: {len(found.missing)} rows lack runs" if found.missing else "complete"
     top: list[Child] = [
@@ -48,7 +49,7 @@ def render(found: Findings) -> str:
             [
                 ("base, new text", f"{new:.4f}", None),
                 ("base, original text", f"{original:.4f}", None),
-                *_text(budget),
+                (f"{unit} a run", f"{budget[unit]:,}", None),
                 ("steps", f"{_steps(found)} of {budget['batch']} × {budget['length']}", None),
                 ("seeds", str(budget["seeds"]), "warn" if budget["seeds"] < 3 else None),
                 ("study", state, "warn" if found.missing else "good"),
@@ -67,20 +68,10 @@ def render(found: Findings) -> str:
     return document(f"{found.base}: surgeon's comparison", "comparison", top, sections)
 
 
-def _text(budget: Mapping[str, int]) -> list[tuple[str, str, None]]:
-    """How much text a run has, as a fact."""
-    unit = "bytes" if "bytes" in budget else "tokens"
-    return [(f"{unit} a run", f"{budget[unit]:,}", None)]
-
-
 def _steps(found: Findings) -> str:
     """The steps of a run: one number, or from the fewest to the most where runs have equal bytes."""
     made = sorted({row.steps for row in found.rows if row.steps} or {found.budget.get("steps", 0)})
     return f"{made[0]:,}" if len(made) == 1 else f"{made[0]:,} to {made[-1]:,}"
-
-
-def _equal(budget: Mapping[str, int]) -> str:
-    return f", as many as have {budget['bytes']:,} bytes of new text," if "bytes" in budget else ""
 
 
 def _frontiers(found: Findings) -> Markup | None:
@@ -279,13 +270,14 @@ def _missing(found: Findings) -> Markup | None:
 def _how(found: Findings) -> Markup:
     texts = found.texts
     budget = found.budget
+    equal = f", as many as have {budget['bytes']:,} bytes of new text," if "bytes" in budget else ""
     return section(
         "how",
         "How it is compared",
         el(
             "p",
             f"Every run trains for {_steps(found)} steps of {budget['batch']} × {budget['length']} tokens"
-            f"{_equal(budget)} with its own peak rate: warm-up over 5 % of the steps, then a cosine down to a tenth,"
+            f"{equal} with its own peak rate: warm-up over 5 % of the steps, then a cosine down to a tenth,"
             " unless the study says otherwise. Rates are extended upwards while the highest learns most, and downwards"
             " while the lowest has the smallest sum of both losses. Only runs whose schedule ended are compared.",
         ),
@@ -371,11 +363,12 @@ def _up(words: str, values: Sequence[float]) -> Axis:
 
 def _panel(found: Findings, rows: Sequence[Row], beside: Sequence[Series], remedies: Sequence[str]) -> Panel:
     """The panel of one method, whose rows differ by remedy."""
-    own = [_series(found, row, remedies) for row in sorted(rows, key=lambda row: remedies.index(row.remedy))]
+    rows = sorted(rows, key=lambda row: remedies.index(row.remedy))
+    own = [_series(found, row, remedies) for row in rows]
     title = rows[0].label.removesuffix(f", {rows[0].remedy}")
     scattered = [
         Series(row.remedy, [point for point in _moved(found, row.means()) if point not in set(one.points)], one.style)
-        for row, one in zip(sorted(rows, key=lambda row: remedies.index(row.remedy)), own, strict=True)
+        for row, one in zip(rows, own, strict=True)
     ]
     words = "; ".join(
         f"{one.name}: learned {one.points[-1][0]:.3g}, forgot {one.points[-1][1]:.3g} at most" for one in own

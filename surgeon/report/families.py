@@ -6,7 +6,7 @@ from headers and config.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -127,7 +127,11 @@ def families(
     if base is None:
         if revision is not None:
             raise BadInput("`revision` is a base's: name the base too")
-        return _overview()
+        every = tuple(OPERATIONS)
+        some = tuple(name for name, operation in OPERATIONS.items() if operation.on_encoders)
+        return Families(
+            dict.fromkeys(USUAL_DECODERS, every), dict.fromkeys(USUAL_ENCODERS, some), metadata.version("transformers")
+        )
     folder = open_headers(base, revision=revision, trust_remote_code=trust_remote_code)
     anatomy = dissect_folder(folder)
     return KnownBase(
@@ -145,35 +149,22 @@ def families(
     )
 
 
-def _overview() -> Families:
-    every = tuple(OPERATIONS)
-    some = tuple(name for name, operation in OPERATIONS.items() if operation.on_encoders)
-    return Families(
-        dict.fromkeys(USUAL_DECODERS, every), dict.fromkeys(USUAL_ENCODERS, some), metadata.version("transformers")
-    )
-
-
-def _kinds(anatomy: Anatomy) -> list[KindOfLayer]:
+def _kinds(anatomy: Anatomy) -> Iterator[KindOfLayer]:
     found: dict[tuple[int, str], list[int]] = {}
     for index, entry in enumerate(anatomy.pattern):
         found.setdefault(entry, []).append(index)
-    return [
-        KindOfLayer(
+    encoder = anatomy.family.encoder
+    for (number, title), layers in found.items():
+        kind = anatomy.kinds[number]
+        fusion = ways(anatomy, anatomy.kind_of.index(number), kind, frozenset(kind.silence))
+        yield KindOfLayer(
             title or "every layer",
             tuple(layers),
-            {} if anatomy.family.encoder else dict(anatomy.kinds[kind].silence),
-            _NO_NEW_LAYERS if anatomy.family.encoder else anatomy.kinds[kind].refusal,
-            *_fusion(anatomy, kind),
+            {} if encoder else dict(kind.silence),
+            _NO_NEW_LAYERS if encoder else kind.refusal,
+            fusion.router,
+            fusion.averaged,
         )
-        for (kind, title), layers in found.items()
-    ]
-
-
-def _fusion(anatomy: Anatomy, number: int) -> tuple[str, tuple[str, ...]]:
-    """Return the last two fields of `KindOfLayer`."""
-    kind = anatomy.kinds[number]
-    found = ways(anatomy, anatomy.kind_of.index(number), kind, frozenset(kind.silence))
-    return found.router, found.averaged
 
 
 def families_view(found: Families | KnownBase) -> RenderableType:

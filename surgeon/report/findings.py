@@ -6,13 +6,14 @@ Where nothing chooses, it shows the losses of the output, and of its base where 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common import devices
+from surgeon.common.json_results import plain, plain_fields
 from surgeon.common.listener import Listener
 from surgeon.errors import printable
 from surgeon.evaluate.evaluate import evaluate
@@ -37,11 +38,6 @@ if TYPE_CHECKING:
 
 # A heat map in the page has at most this many cells a side.
 _CELLS = 192
-# The findings that are plain data already.
-_PLAIN = (
-    *("name", "model_type", "dtypes", "ends", "budget", "maps", "spectra"),
-    *("heat_maps", "probing", "runs", "curves", "notes"),
-)
 
 
 @dataclass(frozen=True)
@@ -83,19 +79,10 @@ class Findings:
     def to_json(self) -> dict[str, Any]:
         """Return plain data for `--json`: every number that the page shows."""
         return {
-            "layers": [asdict(layer) for layer in self.history.layers],
+            "layers": plain(self.history.layers),
             "promise": self.manifest.promise,
-            "verification": self.verification and self.verification.to_json(),
-            "routing": self.routing and self.routing.to_json(),
-            "losses": [loss.to_json() for loss in self.losses],
-            **{name: _plain(getattr(self, name)) for name in _PLAIN},
+            **plain_fields(self, without=("manifest", "history")),
         }
-
-
-def _plain(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
-    return [_plain(one) for one in value] if isinstance(value, tuple) else value
 
 
 @dataclass(frozen=True)
@@ -183,26 +170,20 @@ def _heat_maps(folder: CheckpointFolder, maps: Sequence[str], device: str, liste
     found: list[HeatMap] = []
 
     def keep(name: str, matrix: Tensor) -> None:
-        found.append(_heat_map(name, matrix))
+        rows, columns = matrix.shape
+        cells, block = _by_blocks(matrix.float().cpu() * rows)
+        found.append(HeatMap(name, rows, columns, block, tuple(tuple(row) for row in cells.tolist())))
 
     if maps:
         see_maps(folder, maps, keep, device, listener)
     return tuple(found)
 
 
-def _heat_map(name: str, matrix: Tensor) -> HeatMap:
-    rows, columns = matrix.shape
-    cells, block = _by_blocks(matrix.float().cpu() * rows, _CELLS)
-    return HeatMap(name, rows, columns, block, tuple(tuple(row) for row in cells.tolist()))
-
-
-def _by_blocks(matrix: Tensor, cells: int) -> tuple[Tensor, int]:
-    """The matrix with its longer side at most `cells`, each cell the largest of a square block, and its side."""
+def _by_blocks(matrix: Tensor) -> tuple[Tensor, int]:
+    """The matrix with its longer side at most `_CELLS`, each cell the largest of a square block, and its side."""
     from torch.nn import functional
 
-    block = -(-max(matrix.shape) // cells)
-    if block == 1:
-        return matrix, 1
+    block = -(-max(matrix.shape) // _CELLS)
     return functional.max_pool2d(matrix[None, None], block, ceil_mode=True)[0, 0], block
 
 

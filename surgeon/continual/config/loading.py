@@ -34,7 +34,7 @@ from surgeon.common.places import find_file, from_here
 from surgeon.common.schema import ORIGINAL
 from surgeon.common.suggestions import did_you_mean
 from surgeon.common.yaml import Place, override, parse_yaml, read_text, written_yaml
-from surgeon.continual.config.schema import NOTHING, TasksConfig, TaskSource, TaskSpec
+from surgeon.continual.config.schema import NOTHING, GeneralSource, TasksConfig, TaskSource, TaskSpec
 from surgeon.errors import BadInput, bad_input, printable
 
 _WHAT = "tasks file"
@@ -224,14 +224,9 @@ def own_sources(config: TasksConfig, number: int) -> list[SourceSpec]:
     return [_source(name, source, share, task.name) for name, source, share in task.named_sources()]
 
 
-def general_texts(config: TasksConfig) -> list[TextSpec]:
-    """Return the texts that no task trains on."""
-    return [TextSpec(**text.model_dump()) for text in config.general]
-
-
-def memory_texts(config: TasksConfig) -> list[TextSpec]:
-    """Return the texts that every task replays."""
-    return [TextSpec(**text.model_dump()) for text in config.memory]
+def texts_of(sources: Sequence[GeneralSource]) -> list[TextSpec]:
+    """Return the texts that no task trains on, or those that every task replays, as a training config has texts."""
+    return [TextSpec(**text.model_dump()) for text in sources]
 
 
 def check_texts(loaded: LoadedTasks) -> None:
@@ -241,8 +236,8 @@ def check_texts(loaded: LoadedTasks) -> None:
         for number in range(len(loaded.config.tasks))
         for nth, source in enumerate(own_sources(loaded.config, number))
     ]
-    named += [(("general", nth), text) for nth, text in enumerate(general_texts(loaded.config))]
-    named += [(("memory", nth), text) for nth, text in enumerate(memory_texts(loaded.config))]
+    for key, listed in (("general", loaded.config.general), ("memory", loaded.config.memory)):
+        named += [((key, nth), text) for nth, text in enumerate(texts_of(listed))]
     wrong = [
         where((*place, key), loaded.lines, str(loaded.source)) + why
         for place, text in named

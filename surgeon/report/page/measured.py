@@ -71,15 +71,14 @@ def _map_bars(maps: Sequence[MapFact]) -> list[Markup]:
     by_module: dict[str, list[MapFact]] = {}
     for fact in maps:
         by_module.setdefault(fact.module or "map", []).append(fact)
-    means = {module: sum(m.entropy for m in facts) / len(facts) for module, facts in by_module.items()}
-    share = {
-        module: sum(m.entropy / m.uniform if m.uniform else 1 for m in facts) / len(facts)
-        for module, facts in by_module.items()
-    }
-    entropy = [Bar(module, share[module], f"{means[module]:.2f} · {share[module]:.1%}", 2) for module in by_module]
-    worst = {module: max(max(m.row_error, m.column_error) for m in facts) for module, facts in by_module.items()}
-    # Errors span decades: the bar's length is log10 between 1e-12 and 1.
-    error = [Bar(module, 12 + math.log10(max(value, 1e-12)), f"{value:.1e}", 4) for module, value in worst.items()]
+    entropy, error = [], []
+    for module, facts in by_module.items():
+        mean = sum(m.entropy for m in facts) / len(facts)
+        share = sum(m.entropy / m.uniform if m.uniform else 1 for m in facts) / len(facts)
+        worst = max(max(m.row_error, m.column_error) for m in facts)
+        entropy.append(Bar(module, share, f"{mean:.2f} · {share:.1%}", 2))
+        # Errors span decades: the bar's length is log10 between 1e-12 and 1.
+        error.append(Bar(module, 12 + math.log10(max(worst, 1e-12)), f"{worst:.1e}", 4))
     stuck = sum(not m.converged for m in maps)
     converged = "all converged" if not stuck else f"{stuck} of {len(maps)} did not converge"
     return [
