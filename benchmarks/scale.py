@@ -324,7 +324,7 @@ def tables(found: dict[str, list[dict[str, Any]]]) -> list[str]:
 
 def picture(found: dict[str, list[dict[str, Any]]]) -> str:
     """A row for each series: seconds left, memory right."""
-    from surgeon.common.page.picture import placed, standalone
+    from surgeon.common.page.charts import placed, standalone
     from surgeon.common.page.plots import Axis, Series, drawn_lines
 
     width, height, gap = 360.0, 190.0, 24.0

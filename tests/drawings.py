@@ -15,11 +15,10 @@ from pathlib import Path
 
 import surgeon
 from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.common.page.charts import placed, standalone
 from surgeon.common.page.markup import Markup, el
-from surgeon.common.page.picture import placed, standalone
 from surgeon.common.page.plots import drawn_lines
-from surgeon.compare.page import render
-from surgeon.compare.panels import panels_of
+from surgeon.compare.page import panels_of, render
 from surgeon.families.dissect import dissect
 from surgeon.manifest.manifest import OperationEntry
 from surgeon.manifest.reading import manifest_of

@@ -15,14 +15,12 @@ import yaml
 
 from benchmarks import remedies
 from surgeon.common.work_folders import parse_record
-from surgeon.compare.advice import first_sentence
 from surgeon.compare.analysis import find, judge, remedied
 from surgeon.compare.compare import write_study
 from surgeon.compare.config.entries import Claim
 from surgeon.compare.config.loading import load_study
-from surgeon.compare.findings import Findings, Point, Row
-from surgeon.compare.packed import RUNS_FILE, Packed, read_packed
-from surgeon.compare.records import BASE, Record
+from surgeon.compare.findings import Findings, Point, Row, first_sentence
+from surgeon.compare.records import BASE, RUNS_FILE, Packed, Record, read_packed
 from surgeon.compare.schedule import Run
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"

@@ -6,14 +6,17 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from statistics import fmean
 from typing import Any
 
-from surgeon.compare.advice import advice_of, first_sentence
 from surgeon.compare.config.entries import Claim, MethodSpec, Remedy
 from surgeon.compare.config.loading import LoadedStudy
 from surgeon.compare.config.schema import Study
-from surgeon.compare.findings import BLENDED, Findings, Judged, Point, Remedied, Row
+from surgeon.compare.findings import BLENDED, Findings, Judged, Point, Remedied, Row, advice_of, first_sentence
 from surgeon.compare.frontier import (
+    NARROW,
+    NARROW_SHARE,
+    Apart,
     Pair,
     area,
     common_range,
@@ -21,10 +24,10 @@ from surgeon.compare.frontier import (
     interval,
     mean_height,
     turned,
+    verdicts,
 )
 from surgeon.compare.records import Record, losses_of
 from surgeon.compare.schedule import Run, rates_of, runs_left
-from surgeon.compare.verdicts import NARROW, NARROW_SHARE, Apart, verdicts
 
 # By text, numbers of its held-out documents.
 Documents = Mapping[str, Sequence[int]]
@@ -140,7 +143,7 @@ def _over_documents(
 def _kl(record: Record, new: Sequence[str]) -> float | None:
     """KL(base ‖ run) in nats a token, in the mean over the new texts; None where it was not measured on each."""
     found = [each.kl for name in new if record.measured is not None and (each := record.measured[name]).kl is not None]
-    return math.fsum(found) / len(found) if found and len(found) == len(new) else None
+    return fmean(found) if found and len(found) == len(new) else None
 
 
 def _other_tokens(start: Record, records: Mapping[Run, Record]) -> bool:
@@ -173,7 +176,7 @@ def judge(
     every = list(dict.fromkeys(every))
     said = dict(zip(every, verdicts(every), strict=True))
     judged = [Judged(claim, remedy, apart, said[apart]) for claim, remedy, apart in claimed]
-    return [_changed(row, verdict=said[row.against]) if row.against is not None else row for row in rows], judged
+    return [replace(row, verdict=said[row.against]) if row.against is not None else row for row in rows], judged
 
 
 def _limits(rows: Sequence[Row], corner: Pair, nat: float) -> Pair:
@@ -202,7 +205,7 @@ def _beside_full(made: Sequence[Row], corner: Pair, limits: Pair) -> list[Row]:
         # Of a seed more that stopped short the row has no area either: a mean would be of other losses.
         whole = level is not None and all(frontier[0][0] <= level for frontier in frontiers)
         areas = [area(frontier, corner, level) for frontier in frontiers] if whole and level is not None else []
-        rows.append(_changed(row, **found, area=interval(areas)))
+        rows.append(replace(row, **found, area=interval(areas)))
     return rows
 
 
@@ -231,10 +234,6 @@ def _level(rows: Sequence[Row], corner: Pair) -> float | None:
 def _frontiers(row: Row) -> list[list[Pair]]:
     """Return the frontier of each seed that has a point."""
     return [frontier for seed in row.seeds() if (frontier := row.frontier(seed))]
-
-
-def _changed(row: Row, **changes: Any) -> Row:
-    return Row(**(vars(row) | changes))
 
 
 def _rows(
@@ -276,23 +275,28 @@ def _rows(
             open_end="" if blended else rates_of(study, method, remedy, losses).open_end,
             blended=blended,
         )
-        found.append(_changed(row, best=min(row.means(), key=lambda each: (each.sum, each.rate), default=None)))
+        found.append(replace(row, best=min(row.means(), key=lambda each: (each.sum, each.rate), default=None)))
     return found
+
+
+def _pairs(one: Row, other: Row) -> list[tuple[list[Pair], list[Pair]]]:
+    """Return the frontiers of two rows by seed, of the seeds that both have."""
+    return [(one.frontier(seed), other.frontier(seed)) for seed in sorted({*one.seeds()} & {*other.seeds()})]
 
 
 def between(one: Row, other: Row, limits: Pair, *, on: str = "forgets") -> Apart:
     """The difference of two rows' frontiers, seed by seed: in original loss at equal new loss, or (learns) turned."""
     found, widths = [], []
-    for seed in sorted(set(one.seeds()) & set(other.seeds())):
-        pair = one.frontier(seed), other.frontier(seed)
-        mine, theirs = pair if on == "forgets" else (turned(pair[0]), turned(pair[1]))
+    for mine, theirs in _pairs(one, other):
+        if on == "learns":
+            mine, theirs = turned(mine), turned(theirs)
         apart, shared = difference(mine, theirs), common_range(mine, theirs)
         if apart is not None and shared is not None:
             found.append(apart)
             widths.append(shared[1] - shared[0])
     if not found:
         return Apart(None)
-    width = math.fsum(widths) / len(widths)
+    width = fmean(widths)
     return Apart(interval(found), width, width >= limits[on != "forgets"])
 
 
@@ -333,24 +337,23 @@ def remedied(rows: Sequence[Row], corner: Pair, nat: float = 1.0) -> list[Remedi
 def _beside_itself(row: Row, other: Row, corner: Pair) -> Remedied:
     forgets: list[tuple[float, float]] = []
     reach, widths = [], []
-    for seed in sorted(set(row.seeds()) & set(other.seeds())):
-        pair = row.frontier(seed), other.frontier(seed)
-        reach.append(pair[0][0][0] - pair[1][0][0])
-        if (shared := common_range(*pair)) is not None:
-            forgets.append((mean_height(pair[0], shared) - corner[1], mean_height(pair[1], shared) - corner[1]))
+    for mine, theirs in _pairs(row, other):
+        reach.append(mine[0][0] - theirs[0][0])
+        if (shared := common_range(mine, theirs)) is not None:
+            forgets.append((mean_height(mine, shared) - corner[1], mean_height(theirs, shared) - corner[1]))
             widths.append(shared[1] - shared[0])
     # Where the other forgets nothing there is no part of it.
-    shares = [mine / theirs for mine, theirs in forgets] if all(theirs > 0 for _, theirs in forgets) else []
+    shares = [ours / its for ours, its in forgets] if all(its > 0 for _, its in forgets) else []
     return Remedied(
         method=row.method,
         label=row.label.removesuffix(f", {row.remedy}"),
         with_=row.remedy,
         beside=other.remedy,
-        forgets=(interval([mine for mine, _ in forgets]), interval([theirs for _, theirs in forgets])),
+        forgets=(interval([ours for ours, _ in forgets]), interval([its for _, its in forgets])),
         share=interval(shares),
-        apart=interval([mine - theirs for mine, theirs in forgets]),
+        apart=interval([ours - its for ours, its in forgets]),
         reach=interval(reach),
-        width=math.fsum(widths) / len(widths) if widths else None,
+        width=fmean(widths) if widths else None,
         verdict="no common range",
         documents=None,
     )

@@ -13,6 +13,7 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 
 from surgeon.common.listener import Quiet
 from surgeon.compare.schedule import Round, Run
@@ -56,7 +57,7 @@ class Budget:
     def each(self) -> float:
         """Seconds that a run takes: in the mean of this call, else as the fastest of earlier ones; 0: nothing known."""
         if self.made:
-            return math.fsum(self.made) / len(self.made)
+            return fmean(self.made)
         return min(self.earlier, default=0.0)
 
     def needed(self, runs: int) -> float:

@@ -18,6 +18,7 @@ from surgeon.common import devices
 from surgeon.common.disk_space import writing
 from surgeon.common.distributed import Ranks
 from surgeon.common.formatting import count
+from surgeon.common.json_results import plain_fields
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.tables import FittedTable
 from surgeon.common.work_folders import working_in, write_durably
@@ -26,9 +27,8 @@ from surgeon.compare.config.loading import GROUPS, LoadedStudy, load_study, sour
 from surgeon.compare.config.settings import suited
 from surgeon.compare.findings import Findings, Remedied
 from surgeon.compare.frontier import Interval
-from surgeon.compare.packed import RUNS_FILE
 from surgeon.compare.page import render
-from surgeon.compare.records import STUDY_FILE
+from surgeon.compare.records import RUNS_FILE, STUDY_FILE
 from surgeon.errors import BadInput, bad_input, printable
 
 if TYPE_CHECKING:
@@ -69,10 +69,8 @@ class Compared:
                 their mean time (null: none)
         """
         return {
-            "path": str(self.path),
+            **plain_fields(self, without=("findings",)),
             "page": str(self.page),
-            "made": self.made,
-            "seconds": self.seconds,
             **self.findings.to_json(),
         }
 

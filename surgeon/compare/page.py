@@ -1,16 +1,20 @@
-"""The page of a study: what full fine-tuning beats, the advice, frontiers, tables, claims, what is still missing."""
+"""The page of a study: what full fine-tuning beats, the advice, frontiers, tables, claims, what is still missing.
+
+Frontiers are pictures: forgetting against learning, a panel a method, full fine-tuning in grey.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from surgeon.common.formatting import count
 from surgeon.common.page.document import document, facts
 from surgeon.common.page.markup import Child, Markup, el, figure, folded, section, table
-from surgeon.compare.findings import Findings
-from surgeon.compare.frontier import Interval
-from surgeon.compare.panels import panels_of
-from surgeon.compare.verdicts import NARROW, NARROW_SHARE
+from surgeon.common.page.plots import Axis, Pair, Series, lines
+from surgeon.compare.findings import Findings, Point, Row
+from surgeon.compare.frontier import NARROW, NARROW_SHARE, Interval, interval
 
 # What verdicts on "forgets less" say of a row.
 _FORGETS = {
@@ -33,6 +37,7 @@ def render(found: Findings) -> str:
     """The page as HTML."""
     new, original = found.start
     budget = found.budget
+    unit = "bytes" if "bytes" in budget else "tokens"
     runs = sum(row.runs for row in found.rows)
     state = f"incomplete: {len(found.missing)} rows lack runs" if found.missing else "complete"
     top: list[Child] = [
@@ -44,7 +49,7 @@ def render(found: Findings) -> str:
             [
                 ("base, new text", f"{new:.4f}", None),
                 ("base, original text", f"{original:.4f}", None),
-                *_text(budget),
+                (f"{unit} a run", f"{budget[unit]:,}", None),
                 ("steps", f"{_steps(found)} of {budget['batch']} × {budget['length']}", None),
                 ("seeds", str(budget["seeds"]), "warn" if budget["seeds"] < 3 else None),
                 ("study", state, "warn" if found.missing else "good"),
@@ -63,20 +68,10 @@ def render(found: Findings) -> str:
     return document(f"{found.base}: surgeon's comparison", "comparison", top, sections)
 
 
-def _text(budget: Mapping[str, int]) -> list[tuple[str, str, None]]:
-    """How much text a run has, as a fact."""
-    unit = "bytes" if "bytes" in budget else "tokens"
-    return [(f"{unit} a run", f"{budget[unit]:,}", None)]
-
-
 def _steps(found: Findings) -> str:
     """The steps of a run: one number, or from the fewest to the most where runs have equal bytes."""
     made = sorted({row.steps for row in found.rows if row.steps} or {found.budget.get("steps", 0)})
     return f"{made[0]:,}" if len(made) == 1 else f"{made[0]:,} to {made[-1]:,}"
-
-
-def _equal(budget: Mapping[str, int]) -> str:
-    return f", as many as have {budget['bytes']:,} bytes of new text," if "bytes" in budget else ""
 
 
 def _frontiers(found: Findings) -> Markup | None:
@@ -275,13 +270,14 @@ def _missing(found: Findings) -> Markup | None:
 def _how(found: Findings) -> Markup:
     texts = found.texts
     budget = found.budget
+    equal = f", as many as have {budget['bytes']:,} bytes of new text," if "bytes" in budget else ""
     return section(
         "how",
         "How it is compared",
         el(
             "p",
             f"Every run trains for {_steps(found)} steps of {budget['batch']} × {budget['length']} tokens"
-            f"{_equal(budget)} with its own peak rate: warm-up over 5 % of the steps, then a cosine down to a tenth,"
+            f"{equal} with its own peak rate: warm-up over 5 % of the steps, then a cosine down to a tenth,"
             " unless the study says otherwise. Rates are extended upwards while the highest learns most, and downwards"
             " while the lowest has the smallest sum of both losses. Only runs whose schedule ended are compared.",
         ),
@@ -299,3 +295,110 @@ def _words(found: Interval | None, *, signed: bool = False) -> str:
         return ""
     words = f"{found.mean:+.4f}" if signed else f"{found.mean:.4f}"
     return words if found.half is None else f"{words} ± {found.half:.4f}"
+
+
+# A frontier's values are drawn to this share of them, in order; what lies beyond is at the rim, with its value.
+_DRAWN = 0.95
+# Forgetting is on a logarithmic axis where the largest value is so many times the smallest, which is at least so much.
+_TIMES, _LEAST = 8.0, 0.01
+_FULL = "full"
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One method's lines, a remedy each, full fine-tuning's in grey, and the points that none of them joins."""
+
+    title: str
+    words: str
+    series: tuple[Series, ...]
+    scattered: tuple[Series, ...]
+
+
+@dataclass(frozen=True)
+class Panels:
+    """All panels of a study, on the same axes."""
+
+    across: Axis
+    up: Axis
+    panels: tuple[Panel, ...]
+
+    def figure(self, panel: Panel, key: str) -> Markup:
+        """Return a panel as a picture of its own."""
+        title = f"{panel.title}: forgetting against learning"
+        return lines(title, panel.series, self.across, self.up, key=key, summary=panel.words, scattered=panel.scattered)
+
+
+def panels_of(found: Findings) -> Panels | None:
+    """Return the panels, methods with the smallest area first; None where nothing was finished."""
+    rows = [row for row in found.rows if row.means()]
+    if not rows:
+        return None
+    remedies = list(dict.fromkeys(row.remedy for row in found.rows))
+    full = [row for row in rows if row.kind == _FULL]
+    methods: dict[str, list[Row]] = {}
+    for row in sorted((row for row in rows if row.kind != _FULL), key=_order):
+        methods.setdefault(row.method, []).append(row)
+    if not methods:
+        methods, full = {row.method: [row] for row in full}, []
+    beside = [_series(found, row, remedies, muted=True) for row in full]
+    panels = tuple(_panel(found, of_method, beside, remedies) for of_method in methods.values())
+    every = [point for panel in panels for one in panel.series for point in one.points]
+    across = Axis.over(f"learned, {found.unit}", (x for x, _ in every))
+    return Panels(across, _up(f"forgotten, {found.unit}", [y for _, y in every]), panels)
+
+
+def _order(row: Row) -> tuple[float, str]:
+    return (row.area.mean if row.area is not None else math.inf, row.label)
+
+
+def _up(words: str, values: Sequence[float]) -> Axis:
+    """The axis of forgetting: without the outliers, and logarithmic where values are of several sizes."""
+    ordered = sorted(values)
+    high = ordered[math.ceil(_DRAWN * len(ordered)) - 1]
+    low = max(ordered[0], _LEAST)
+    if high > _TIMES * low:
+        return Axis(f"{words} (log)", low / 1.1, high * 1.1, log=True)
+    return Axis.over(words, ordered, high=high)
+
+
+def _panel(found: Findings, rows: Sequence[Row], beside: Sequence[Series], remedies: Sequence[str]) -> Panel:
+    """The panel of one method, whose rows differ by remedy."""
+    rows = sorted(rows, key=lambda row: remedies.index(row.remedy))
+    own = [_series(found, row, remedies) for row in rows]
+    title = rows[0].label.removesuffix(f", {rows[0].remedy}")
+    scattered = [
+        Series(row.remedy, [point for point in _moved(found, row.means()) if point not in set(one.points)], one.style)
+        for row, one in zip(rows, own, strict=True)
+    ]
+    words = "; ".join(
+        f"{one.name}: learned {one.points[-1][0]:.3g}, forgot {one.points[-1][1]:.3g} at most" for one in own
+    )
+    return Panel(title, words, (*beside, *own), tuple(scattered))
+
+
+def _series(found: Findings, row: Row, remedies: Sequence[str], *, muted: bool = False) -> Series:
+    """A row's frontier, with the interval of each point over seeds."""
+    frontier = set(row.mean_frontier())
+    points = sorted(
+        (point for point in row.means() if (point.new, point.original) in frontier), key=lambda point: -point.new
+    )
+    several = len(remedies) > 1
+    name = (f"full, {row.remedy}" if several else "full") if muted else row.remedy if several else "this method"
+    return Series(
+        name, _moved(found, points), remedies.index(row.remedy) % 6, [_half(row, point) for point in points], muted
+    )
+
+
+def _moved(found: Findings, points: Iterable[Point]) -> list[Pair]:
+    """Losses as what was learned and what was forgotten since the base."""
+    new, original = found.start
+    return [(new - point.new, point.original - original) for point in points]
+
+
+def _half(row: Row, at: Point) -> Pair | None:
+    """Half of a point's intervals over its seeds; None where there are too few."""
+    seeds = [point for point in row.points if (point.rate, point.share) == (at.rate, at.share)]
+    halves = [
+        found.half for axis in ("new", "original") if (found := interval([getattr(p, axis) for p in seeds])) is not None
+    ]
+    return None if None in halves or len(halves) < 2 else (halves[0] or 0.0, halves[1] or 0.0)

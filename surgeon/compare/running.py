@@ -112,17 +112,13 @@ def _run(task: Task) -> Answer:
         return {"measured": None, "diverged": str(error)}
     assert trained is not None
     found = _measured(task, target, kl_on=task["new"])
-    blended = {} if _odd(found) else _blended(task, target)
+    odd = next((name for name, source in found.items() if not math.isfinite(source["loss"])), None)
+    blended = {} if odd else _blended(task, target)
     if not task["keep"]:
         shutil.rmtree(target)
-    if (odd := _odd(found)) is not None:
+    if odd is not None:
         return {"measured": None, "diverged": f"the held-out loss on {odd} is {found[odd]['loss']} after the last step"}
     return {"measured": found, "trained": trained.parameters, "steps": trained.settings["steps"], "blended": blended}
-
-
-def _odd(found: dict[str, Any]) -> str | None:
-    """The first text on which the loss is no finite number."""
-    return next((name for name, source in found.items() if not math.isfinite(source["loss"])), None)
 
 
 def _blended(task: Task, run: Path) -> dict[str, Any]:

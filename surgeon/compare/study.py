@@ -2,26 +2,31 @@
 
 In RESULTS/work lie the records of finished runs, each written when it is done and never changed, what the base wrote,
 and grown models and runs while they are needed. The same command always knows what is left to do.
+
+What its numbers depend on are digests: what is made under another one is no part of it. Where files lie makes no
+difference, so that a study may move with its texts.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from surgeon import Checkpoint, check_training, load_config
+from surgeon import Checkpoint, __version__, check_training, load_config, text_files
 from surgeon.common.listener import Listener
 from surgeon.common.schema import BEGIN, TEMPLATE
 from surgeon.common.work_folders import write_durably
 from surgeon.compare.budget import SECONDS_FILE, Budget, earlier_seconds, left_out
-from surgeon.compare.config.entries import MethodSpec, Remedy
-from surgeon.compare.config.loading import LoadedStudy
+from surgeon.compare.config.entries import Remedy
+from surgeon.compare.config.loading import GROUPS, LoadedStudy
 from surgeon.compare.config.settings import (
     RECALLED,
     measured_names,
@@ -30,7 +35,6 @@ from surgeon.compare.config.settings import (
     training_config,
 )
 from surgeon.compare.frontier import Pair
-from surgeon.compare.identity import run_digest, study_digest
 from surgeon.compare.records import BASE, Record, Records, digest, losses_of
 from surgeon.compare.schedule import Run, rounds_left, runs_left, sizes_left
 from surgeon.compare.workers import Answer, Task, Workers
@@ -117,12 +121,10 @@ class Course:
     def _read(self) -> int:
         """Take in the records that are there, as far as this study asks for them; return how many."""
         before = len(self.found)
-        while new := {run: record for run in self._runs_left() if (record := self._get(run)) is not None}:
+        get = self.records.get
+        while new := {run: found for run in self._runs_left() if (found := get(run.key, self._print(run))) is not None}:
             self.found |= new
         return len(self.found) - before
-
-    def _get(self, run: Run) -> Record | None:
-        return self.records.get(run.key, self._print(run))
 
     def _runs_left(self) -> list[Run]:
         return list(runs_left(self.request.loaded.config, self._losses()))
@@ -245,8 +247,7 @@ class Course:
     def _next(self) -> Task | None:
         """The next task that can begin now; None where none can, or no more fits."""
         for run in self._wanted():
-            method = self._method(run)
-            if method.plan is None:
+            if run.method not in self.request.loaded.plans:
                 return self._run_task(run, self.request.base.path)
             grown = (run.method, run.seed)
             if grown in self.grown:
@@ -351,14 +352,13 @@ class Course:
         return path
 
     def _training(self, run: Run) -> dict[str, Any]:
-        method, remedy = self._method(run), self._remedy(run)
-        return training_config(self.request.loaded, method, remedy, rate=run.rate, seed=run.seed, memory=_MEMORY)
-
-    def _method(self, run: Run) -> MethodSpec:
-        return next(method for method in self.request.loaded.config.all_methods if method.called == run.method)
-
-    def _remedy(self, run: Run) -> Remedy:
-        return next(remedy for remedy in self.request.loaded.config.remedies if remedy.name == run.remedy)
+        loaded = self.request.loaded
+        method, remedy = next(
+            (method, remedy)
+            for method, remedy in loaded.config.entries
+            if (method.called, remedy.name) == (run.method, run.remedy)
+        )
+        return training_config(loaded, method, remedy, rate=run.rate, seed=run.seed, memory=_MEMORY)
 
     def _print(self, run: Run) -> str:
         plan = self.request.loaded.plans.get(run.method)
@@ -370,3 +370,72 @@ def _checked(answer: Answer, what: str) -> Answer:
     if "error" in answer:
         raise bad_input([f"{what}{line}" for line in answer["error"]])
     return {key: value for key, value in answer.items() if key not in _TIMES}
+
+
+# Training keys that change no number.
+_PASSING = ("micro_batch", "checkpointing", "log_every")
+
+
+def run_digest(common: str, plan: Any, training: Mapping[str, Any]) -> str:
+    """Of what a run's numbers depend on.
+
+    Args:
+        common: what is common to all runs, by `study_digest`.
+        plan: the plan as plain data, or None.
+        training: the run's training config.
+    """
+    settings = {key: value for key, value in training.items() if key not in _PASSING}
+    settings["sources"] = [_without_places(source) for source in training["sources"]]
+    return digest([common, plan, settings])
+
+
+def _without_places(source: Mapping[str, Any]) -> dict[str, Any]:
+    """A source without its files, whose content is common to all; that a file is held out for it is kept."""
+    held = source["validation"]
+    in_file = isinstance(held, str) and not held.startswith("split:")
+    found = {key: value for key, value in source.items() if key != "path"}
+    return found | ({"validation": "a file"} if in_file else {})
+
+
+def study_digest(loaded: LoadedStudy, base: Checkpoint, listener: Listener) -> str:
+    """Of what every number of the study depends on: base, texts, and how losses are measured."""
+    study = loaded.config
+    listener.begin("reading", base.nbytes)
+    held = base.digests(listener.advance)
+    texts = []
+    for group in GROUPS:
+        for text in loaded.texts(group):
+            files: list[Any] = [_digest_of(loaded, text.path)]
+            if isinstance(text.validation, str):
+                files.append(_digest_of(loaded, text.validation))
+            texts.append([group, text.called, text.share, text.kind, text.field, files])
+    more = {"choosing": study.choosing, "blend": study.blend}
+    return digest(
+        {
+            **{key: value for key, value in more.items() if value},
+            "version": __version__,
+            "base": held,
+            "base_config": base.config,
+            "texts": texts,
+            "validation": [
+                text.validation
+                for group in ("new", "original")
+                for text in loaded.texts(group)
+                if isinstance(text.validation, float)
+            ],
+            "recall": recalled_by(study).model_dump() if study.recalls else None,
+            "documents": study.documents,
+            "budget": [study.run_steps or f"{study.bytes} bytes", study.batch, study.length],
+        }
+    )
+
+
+def _digest_of(loaded: LoadedStudy, path: str) -> Any:
+    """Return the digests of a text's files; of a dataset on the Hub its name."""
+    if path.startswith(("dataset:", "split:")):
+        return path
+    found = []
+    for file in text_files(loaded.resolve(path)):
+        with file.open("rb") as handle:
+            found.append(hashlib.file_digest(handle, "sha256").hexdigest())
+    return found

@@ -10,7 +10,7 @@ import sys
 import threading
 import traceback
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from surgeon.common.processes import start_python
 from surgeon.errors import BadInput, printable
@@ -20,26 +20,6 @@ Answer = dict[str, Any]
 
 # What workers are started by.
 PYTHON = [sys.executable]
-
-
-class Workers(Protocol):
-    """Workers that do tasks; a context manager."""
-
-    def __enter__(self) -> Self:
-        """Ready for tasks."""
-
-    def __exit__(self, *_: object) -> None:
-        """Leave nothing running."""
-
-    @property
-    def free(self) -> bool:
-        """Whether one of them has nothing to do."""
-
-    def begin(self, task: Task) -> None:
-        """Give a free one its task."""
-
-    def wait(self) -> tuple[Task, Answer]:
-        """The next task that ends, and its answer. Raises BadInput where a worker is gone."""
 
 
 class Here:
@@ -164,6 +144,10 @@ class Processes:
             f"{printable(str(log))}: a worker {how}{more}; if memory was short, give fewer --jobs; the same command"
             " goes on"
         )
+
+
+# Workers that do tasks; context managers.
+Workers = Here | Processes
 
 
 def serve() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,15 +14,14 @@ from surgeon.common.disk_space import writing
 from surgeon.common.distributed import Ranks
 from surgeon.common.files import read_given
 from surgeon.common.listener import Listener, Quiet
-from surgeon.continual.config.loading import LoadedTasks, at_line, load_tasks
-from surgeon.continual.config.settings import check_tasks, check_texts, plans_of
+from surgeon.continual.config.loading import LoadedTasks, at_line, check_tasks, check_texts, load_tasks, plans_of
 from surgeon.continual.metrics import Measured
 from surgeon.continual.results import Continued, ContinuedRows
 from surgeon.continual.results import continued_view as continued_view
 from surgeon.errors import BadInput, printable
 
 if TYPE_CHECKING:
-    from surgeon.continual.course import Course, Request, Shared
+    from surgeon.continual.course import Course, Request
 
 # What `add_record` calls the file of measurements in a run.
 RECORD_FILE = "continual.json"
@@ -82,15 +79,24 @@ def continual(
     whole = Path(run)
     if "" not in rows:
         _check_room(whole)
-    request = _Requests(base, revision, keep, take_over, device, trust_remote_code, listener or Quiet())
+    from surgeon.continual.course import Request, Shared
+
+    listener, shared = listener or Quiet(), Shared()
     # All of them before the first one begins.
-    requests = {name: request.of(loaded, whole / name) for name, loaded in rows.items()}
+    requests = {}
+    for name, loaded in rows.items():
+        # A course of many hours is of the commit that is read here, whatever becomes of a branch.
+        plans, opened = _checked(loaded, base, revision, trust_remote_code=trust_remote_code)
+        chosen = devices.resolve(device)
+        requests[name] = Request(
+            loaded, plans, opened, whole / name, keep, chosen, trust_remote_code, listener, take_over, shared
+        )
     if "" in requests:
         return _carried_out(requests[""])
     whole.mkdir(exist_ok=True)
     done: dict[str, Continued] = {}
     for name, each in requests.items():
-        each.listener.say(f"row {len(done) + 1} of {len(requests)}: {name}")
+        listener.say(f"row {len(done) + 1} of {len(requests)}: {name}")
         done[name] = _complete(each) or _carried_out(each)
     return ContinuedRows(whole, done)
 
@@ -101,44 +107,6 @@ def _check_room(folder: Path) -> None:
         raise BadInput(f"{printable(str(folder))}: exists, and holds no rows' runs; choose another folder")
     if not folder.absolute().parent.is_dir():
         raise BadInput(f"{printable(str(folder))}: its folder does not exist; make it first")
-
-
-@dataclass(frozen=True)
-class _Requests:
-    """What the rows of a file have in common."""
-
-    base: str | Path
-    revision: str | None
-    keep: bool
-    take_over: bool
-    device: str
-    trust_remote_code: bool
-    listener: Listener
-
-    def of(self, loaded: LoadedTasks, target: Path) -> Request:
-        """The request of a row, checked. Raises BadInput."""
-        from surgeon.continual.course import Request
-
-        plans, opened = _checked(loaded, self.base, self.revision, trust_remote_code=self.trust_remote_code)
-        # A course of many hours is of the commit that was read here, whatever becomes of a branch.
-        return Request(
-            loaded,
-            plans,
-            opened,
-            target,
-            self.keep,
-            devices.resolve(self.device),
-            self.trust_remote_code,
-            self.listener,
-            self.take_over,
-            self._shared,
-        )
-
-    @cached_property
-    def _shared(self) -> Shared:
-        from surgeon.continual.course import Shared
-
-        return Shared()
 
 
 def _carried_out(request: Request) -> Continued:

@@ -31,8 +31,7 @@ from surgeon.common.json_results import plain
 from surgeon.common.listener import Listener
 from surgeon.common.signed import Signed, check_own, read_signed, write_signed
 from surgeon.common.work_folders import WorkFolder, sync, working_in
-from surgeon.continual.config.loading import LoadedTasks, at_line
-from surgeon.continual.config.settings import training_of
+from surgeon.continual.config.loading import LoadedTasks, at_line, training_of
 from surgeon.continual.measuring import Measure
 from surgeon.continual.metrics import Measured, Measurement
 from surgeon.errors import BadInput, printable
@@ -88,7 +87,18 @@ class Request:
         if not self.shared.digests:
             self.listener.begin("reading", self.base.nbytes)
             self.shared.digests.update(self.base.digests(self.listener.advance))
-        return _fingerprint(self.loaded, self.base, self.shared.digests, measure)
+        config = self.loaded.config.model_dump(mode="json")
+        for settings in (config["train"], *(task["train"] for task in config["tasks"])):
+            for key in _IRRELEVANT:
+                settings.pop(key)
+        content = {
+            "version": __version__,
+            "config": config,
+            "base": self.shared.digests,
+            "base_config": self.base.config,
+            "data": measure.identity(),
+        }
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass
@@ -386,22 +396,6 @@ def _training_of(run: Path) -> dict[str, Any]:
         "losses": entry.losses,
         "tensors": len(entry.tensors),
     }
-
-
-def _fingerprint(loaded: LoadedTasks, base: Checkpoint, digests: dict[str, str], measure: Measure) -> str:
-    """Digest of all that the course's numbers depend on."""
-    config = loaded.config.model_dump(mode="json")
-    for settings in (config["train"], *(task["train"] for task in config["tasks"])):
-        for key in _IRRELEVANT:
-            settings.pop(key)
-    content = {
-        "version": __version__,
-        "config": config,
-        "base": digests,
-        "base_config": base.config,
-        "data": measure.identity(),
-    }
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _begun_or_new(request: Request, fingerprint: str, work: Path) -> _State:

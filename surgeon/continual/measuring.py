@@ -19,8 +19,7 @@ from surgeon import (
     text_files,
 )
 from surgeon.common.schema import ORIGINAL
-from surgeon.continual.config.loading import LoadedTasks
-from surgeon.continual.config.settings import general_texts, memory_texts, own_sources, training_of
+from surgeon.continual.config.loading import LoadedTasks, own_sources, texts_of, training_of
 from surgeon.continual.metrics import Measured
 from surgeon.errors import BadInput, printable
 
@@ -47,10 +46,10 @@ class Measure:
                     open_source(source, loaded)
                 elif (text := held_out_text(source, loaded, say=self.notes.append)) is not None:
                     texts.setdefault(length, []).append((task.name, text))
-        for general in general_texts(config):
+        for general in texts_of(config.general):
             if (text := held_out_text(general, loaded, say=self.notes.append)) is not None:
                 texts.setdefault(config.train.length or longest, []).append((general.name, text))
-        for memory in memory_texts(config):
+        for memory in texts_of(config.memory):
             open_source(memory, loaded)
         self._held: dict[str, list[Windows]] = {}
         for length, named in texts.items():
@@ -75,7 +74,7 @@ class Measure:
         found = []
         config = self._loaded.config
         own = [source for number in range(len(config.tasks)) for source in own_sources(config, number)]
-        for source in (*own, *general_texts(config), *memory_texts(config)):
+        for source in (*own, *texts_of([*config.general, *config.memory])):
             held_out = _held_out_file(source) if isinstance(source, SourceSpec) else None
             for path in filter(None, (source.path, held_out)):
                 found.append([path, source.reading, self._files(path)])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 Row = Sequence[float]
 
@@ -38,7 +39,7 @@ Measurement = Mapping[str, Measured]
 
 def overall_performance(matrix: Sequence[Row], t: int) -> float:
     """OP_t = (1/t) Σ_{i=1..t} R_{t,i} (PMoE, Eq. 2), for the task `t` from 0; row t has at least t + 1 numbers."""
-    return math.fsum(matrix[t][: t + 1]) / (t + 1)
+    return fmean(matrix[t][: t + 1])
 
 
 def backward_transfer(matrix: Sequence[Row], t: int) -> float:
@@ -57,4 +58,4 @@ def general_ability_delta(before: Row, after: Row) -> float | None:
     """
     if not before:
         return None
-    return math.fsum(later - first for first, later in zip(before, after, strict=True)) / len(before)
+    return fmean(later - first for first, later in zip(before, after, strict=True))

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from surgeon.common.json_results import plain
+from surgeon.common.json_results import plain, plain_fields
 from surgeon.common.tables import FittedTable
 from surgeon.continual.metrics import Measurement, backward_transfer, general_ability_delta, overall_performance
 from surgeon.errors import printable
@@ -134,7 +134,7 @@ class ContinuedRows:
         Keys:
             `path`, `rows`: the folder of the rows' runs; by row, in the file's order, the keys above
         """
-        return {"path": str(self.path), "rows": {name: row.to_json() for name, row in self.rows.items()}}
+        return plain_fields(self)
 
 
 def continued_view(continued: Continued | ContinuedRows) -> RenderableType:

@@ -121,14 +121,7 @@ def _run_demo(folder: Path, *, seconds: float, seed: int, listener: Listener) ->
     base_writes, out_writes = (row.answers[0].text for row in written.models)
     steps = max(1, round(seconds * STEPS_A_SECOND * LEARNING_SHARE))
     learning = learn(base_folder, out, folder, known=documents, new=code(), steps=steps, seed=seed, listener=listener)
-    return Demo(
-        base=base,
-        applied=applied,
-        verification=verification,
-        base_writes=base_writes,
-        out_writes=out_writes,
-        learning=learning,
-    )
+    return Demo(base, applied, verification, base_writes, out_writes, learning)
 
 
 def learn(

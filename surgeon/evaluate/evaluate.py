@@ -122,18 +122,17 @@ def evaluate(
     if data is not None:
         texts = open_texts(data, only=sources or (), most=most, say=listener.say, labels=labels)
 
-    from surgeon.evaluate.labels import evaluate_labels
-    from surgeon.evaluate.texts import evaluate_texts
+    from surgeon.evaluate.texts import How, evaluate_labels, evaluate_texts
 
     device = devices.resolve(device)
     opened = [
         model if isinstance(model, Checkpoint) else open_checkpoint(model, trust_remote_code=trust_remote_code)
         for model in rows
     ]
-    how: dict[str, Any] = {"length": length, "batch": batch, "dtype": dtype, "device": device, "listener": listener}
+    how = How(length, batch, dtype, device, listener)
     if labels:
-        return evaluate_labels(opened, texts, **how)
-    return evaluate_texts(opened, texts, prompts=prompts, answer_tokens=answer_tokens, kl=kl, **how)
+        return evaluate_labels(opened, texts, how)
+    return evaluate_texts(opened, texts, how, prompts=prompts, answer_tokens=answer_tokens, kl=kl)
 
 
 def _check_numbers(length: int | None, batch: int, most: int, answer_tokens: int) -> None:

@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 from surgeon import HeldOut, TextSpec, check_source, held_out_text, load_config
 from surgeon.common.checked_yaml import check_yaml, where
 from surgeon.common.places import meant, named
-from surgeon.common.schema import Entry
+from surgeon.common.schema import Entry, first_doubled
 from surgeon.common.yaml import parse_yaml, read_text
 from surgeon.errors import BadInput, bad_input, printable
 
@@ -38,8 +38,7 @@ class DataConfig(Entry):
 
     @model_validator(mode="after")
     def _differ(self) -> DataConfig:
-        names = [source.name for source in self.sources]
-        if doubled := next((name for name in names if names.count(name) > 1), None):
+        if doubled := first_doubled([source.name for source in self.sources]):
             raise ValueError(f"two sources are called {doubled!r}; names must differ")
         return self
 

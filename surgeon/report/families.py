@@ -1,19 +1,27 @@
 """`surgeon families`: what is known of model types, or of one base: its kinds of layers, and the operations it takes.
 
-The code that would refuse an operation decides whether a base takes it: each operation's examples are drawn on it.
+The code that would refuse an operation decides whether a base takes it: each operation's examples are drawn on it,
+from headers and config.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from surgeon.apply.proofs import prove
+from surgeon.apply.shapes import check_shapes
+from surgeon.apply.surgery import Drawing
+from surgeon.blueprint.blueprint import Promise
+from surgeon.blueprint.draft import Draft
+from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.hub import open_headers
 from surgeon.common.formatting import show
 from surgeon.common.json_results import plain_fields
@@ -27,7 +35,9 @@ from surgeon.families.kinds import period_of
 from surgeon.operations import OPERATIONS
 from surgeon.operations.expert_fusion import of_experts
 from surgeon.operations.fusion import ways
-from surgeon.report.trials import Trial, options_text, tried
+from surgeon.operations.operation import Operation
+from surgeon.operations.prepare import Facts, OpenedBase, WeightsNeeded
+from surgeon.plan.plan import LoadedPlan, Plan, carry_out
 
 _DERIVED = "so is any other text decoder or encoder of the installed transformers ({version}): `surgeon families BASE`"
 _NO_NEW_LAYERS = "layers are added to decoders alone"
@@ -117,7 +127,11 @@ def families(
     if base is None:
         if revision is not None:
             raise BadInput("`revision` is a base's: name the base too")
-        return _overview()
+        every = tuple(OPERATIONS)
+        some = tuple(name for name, operation in OPERATIONS.items() if operation.on_encoders)
+        return Families(
+            dict.fromkeys(USUAL_DECODERS, every), dict.fromkeys(USUAL_ENCODERS, some), metadata.version("transformers")
+        )
     folder = open_headers(base, revision=revision, trust_remote_code=trust_remote_code)
     anatomy = dissect_folder(folder)
     return KnownBase(
@@ -135,35 +149,22 @@ def families(
     )
 
 
-def _overview() -> Families:
-    every = tuple(OPERATIONS)
-    some = tuple(name for name, operation in OPERATIONS.items() if operation.on_encoders)
-    return Families(
-        dict.fromkeys(USUAL_DECODERS, every), dict.fromkeys(USUAL_ENCODERS, some), metadata.version("transformers")
-    )
-
-
-def _kinds(anatomy: Anatomy) -> list[KindOfLayer]:
+def _kinds(anatomy: Anatomy) -> Iterator[KindOfLayer]:
     found: dict[tuple[int, str], list[int]] = {}
     for index, entry in enumerate(anatomy.pattern):
         found.setdefault(entry, []).append(index)
-    return [
-        KindOfLayer(
+    encoder = anatomy.family.encoder
+    for (number, title), layers in found.items():
+        kind = anatomy.kinds[number]
+        fusion = ways(anatomy, anatomy.kind_of.index(number), kind, frozenset(kind.silence))
+        yield KindOfLayer(
             title or "every layer",
             tuple(layers),
-            {} if anatomy.family.encoder else dict(anatomy.kinds[kind].silence),
-            _NO_NEW_LAYERS if anatomy.family.encoder else anatomy.kinds[kind].refusal,
-            *_fusion(anatomy, kind),
+            {} if encoder else dict(kind.silence),
+            _NO_NEW_LAYERS if encoder else kind.refusal,
+            fusion.router,
+            fusion.averaged,
         )
-        for (kind, title), layers in found.items()
-    ]
-
-
-def _fusion(anatomy: Anatomy, number: int) -> tuple[str, tuple[str, ...]]:
-    """Return the last two fields of `KindOfLayer`."""
-    kind = anatomy.kinds[number]
-    found = ways(anatomy, anatomy.kind_of.index(number), kind, frozenset(kind.silence))
-    return found.router, found.averaged
 
 
 def families_view(found: Families | KnownBase) -> RenderableType:
@@ -217,3 +218,73 @@ def _silence(kind: KindOfLayer) -> str:
     for suffix, value in kind.silence.items():
         by_value.setdefault(value, []).append(of_experts(suffix))
     return "; ".join(f"{', '.join(dict.fromkeys(names))} = {value:g}" for value, names in by_value.items())
+
+
+@dataclass(frozen=True)
+class Trial:
+    """An operation with the options of one of its `examples`, drawn on a base.
+
+    Where the base takes it, `promise` is what it promises there; elsewhere `refusal` is the reason.
+    """
+
+    op: str
+    options: Mapping[str, object]
+    promise: Promise | None
+    refusal: str
+
+
+def tried(
+    name: str, operation: type[Operation], options: Mapping[str, object], anatomy: Anatomy, folder: CheckpointFolder
+) -> Trial:
+    """Draw an operation on a base, as a plan of nothing else would."""
+    try:
+        promise = _promise_of(_entry(name, operation, options), anatomy, folder)
+    except BadInput as error:
+        return Trial(name, options, None, str(error))
+    return Trial(name, options, promise, "")
+
+
+def _entry(name: str, operation: type[Operation], options: Mapping[str, object]) -> Operation:
+    """Return an operation with these options. Raises BadInput where they are no entry of a plan."""
+    try:
+        return operation.model_validate({"op": name, **options})
+    except ValidationError as error:
+        wrong = "; ".join(
+            f"`{'.'.join(map(str, problem['loc']))}` {problem['msg']}".removeprefix("`` ") for problem in error.errors()
+        )
+        raise BadInput(f"not tried, as its `examples` are no entries of a plan: {printable(wrong)}") from None
+
+
+def _promise_of(operation: Operation, anatomy: Anatomy, folder: CheckpointFolder) -> Promise:
+    """Draw an operation on a base, as a plan of it alone would. Raises BadInput for what it would refuse."""
+    base = OpenedBase(folder, anatomy, weights=False)
+    draft = Draft(anatomy, folder.config, seed=0)
+    found = _facts(operation, base)
+    carry_out(operation, draft, found)
+    blueprint = draft.finish()
+    check_shapes(blueprint, anatomy)
+    plan = LoadedPlan(Plan.model_construct(surgeon=1, seed=0, operations=[operation]), "", "plan")
+    drawn = Drawing(plan, {} if found is None else {0: found}, blueprint, ())
+    prove(drawn, base)
+    return blueprint.promise
+
+
+def _facts(operation: Operation, base: OpenedBase) -> Facts | None:
+    """What an operation finds out of a base; nothing where that needs weights which are elsewhere."""
+    if base.anatomy.family.encoder and not operation.on_encoders:
+        return None
+    try:
+        return operation.prepare(base)
+    except WeightsNeeded:
+        return None
+
+
+def options_text(options: Mapping[str, object]) -> str:
+    """Write the options of an operation as a plan has them."""
+    return _written(options)[1:-1]
+
+
+def _written(value: object) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_written(each)}" for key, each in value.items()) + "}"
+    return str(value)

@@ -1,15 +1,24 @@
-"""Everything that a report shows of an output, gathered in one place. Runs a model only where that is needed."""
+"""Everything that a report shows of an output, gathered in one place. Runs a model only where that is needed.
+
+Where nothing chooses, it shows the losses of the output, and of its base where that is given, on texts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import dataclass, replace
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common import devices
+from surgeon.common.json_results import plain, plain_fields
 from surgeon.common.listener import Listener
+from surgeon.errors import printable
+from surgeon.evaluate.evaluate import evaluate
+from surgeon.evaluate.open_texts import open_texts
+from surgeon.evaluate.results import SourceScores
 from surgeon.families.dissect import dissect_folder
 from surgeon.manifest.manifest import Manifest
 from surgeon.manifest.reading import manifest_of
@@ -17,7 +26,6 @@ from surgeon.report.curves import Curve, TrainingRun, read_curves, training_runs
 from surgeon.report.history import Budget, History, WiderEnd, layer_history, parameter_budget, wider_ends
 from surgeon.report.routing import routing_report
 from surgeon.report.routing_record import NothingChooses, RoutingReport, read_routing
-from surgeon.report.text_losses import TextLoss, text_losses
 from surgeon.report.transport import MapFact, map_facts, see_maps
 from surgeon.verify.verification import Verification
 from surgeon.verify.verify import verify
@@ -27,13 +35,9 @@ if TYPE_CHECKING:
 
     from surgeon.report.measurements import Probing, Spectrum
 
+
 # A heat map in the page has at most this many cells a side.
 _CELLS = 192
-# The findings that are plain data already.
-_PLAIN = (
-    *("name", "model_type", "dtypes", "ends", "budget", "maps", "spectra"),
-    *("heat_maps", "probing", "runs", "curves", "notes"),
-)
 
 
 @dataclass(frozen=True)
@@ -75,19 +79,10 @@ class Findings:
     def to_json(self) -> dict[str, Any]:
         """Return plain data for `--json`: every number that the page shows."""
         return {
-            "layers": [asdict(layer) for layer in self.history.layers],
+            "layers": plain(self.history.layers),
             "promise": self.manifest.promise,
-            "verification": self.verification and self.verification.to_json(),
-            "routing": self.routing and self.routing.to_json(),
-            "losses": [loss.to_json() for loss in self.losses],
-            **{name: _plain(getattr(self, name)) for name in _PLAIN},
+            **plain_fields(self, without=("manifest", "history")),
         }
-
-
-def _plain(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
-    return [_plain(one) for one in value] if isinstance(value, tuple) else value
 
 
 @dataclass(frozen=True)
@@ -175,24 +170,83 @@ def _heat_maps(folder: CheckpointFolder, maps: Sequence[str], device: str, liste
     found: list[HeatMap] = []
 
     def keep(name: str, matrix: Tensor) -> None:
-        found.append(_heat_map(name, matrix))
+        rows, columns = matrix.shape
+        cells, block = _by_blocks(matrix.float().cpu() * rows)
+        found.append(HeatMap(name, rows, columns, block, tuple(tuple(row) for row in cells.tolist())))
 
     if maps:
         see_maps(folder, maps, keep, device, listener)
     return tuple(found)
 
 
-def _heat_map(name: str, matrix: Tensor) -> HeatMap:
-    rows, columns = matrix.shape
-    cells, block = _by_blocks(matrix.float().cpu() * rows, _CELLS)
-    return HeatMap(name, rows, columns, block, tuple(tuple(row) for row in cells.tolist()))
-
-
-def _by_blocks(matrix: Tensor, cells: int) -> tuple[Tensor, int]:
-    """The matrix with its longer side at most `cells`, each cell the largest of a square block, and its side."""
+def _by_blocks(matrix: Tensor) -> tuple[Tensor, int]:
+    """The matrix with its longer side at most `_CELLS`, each cell the largest of a square block, and its side."""
     from torch.nn import functional
 
-    block = -(-max(matrix.shape) // cells)
-    if block == 1:
-        return matrix, 1
+    block = -(-max(matrix.shape) // _CELLS)
     return functional.max_pool2d(matrix[None, None], block, ceil_mode=True)[0, 0], block
+
+
+@dataclass(frozen=True)
+class TextLoss:
+    """The scores of one model on one text; `of_base` says that it is the base."""
+
+    text: str
+    of_base: bool
+    scores: SourceScores
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data for `--json`."""
+        return {"text": self.text, "model": "base" if self.of_base else "output", **self.scores.to_json()}
+
+
+def text_losses(
+    out: Path,
+    base: str | Path | None,
+    texts: Mapping[str, Path | None],
+    *,
+    window: int,
+    windows: int,
+    device: str,
+    trust_remote_code: bool,
+    listener: Listener,
+) -> tuple[TextLoss, ...]:
+    """Measure the losses as `surgeon evaluate` does, text by text.
+
+    Args:
+        out: the output's folder
+        base: the base's, a row of its own
+        texts: by their names; None is the built-in probe
+        window: tokens in each window
+        windows: documents of each text; 0: all of it
+        device: where the models run
+        trust_remote_code: run the models' own code
+        listener: gets progress and notes
+
+    Returns:
+        the base's and the output's losses, text by text
+
+    Raises:
+        BadInput: for models that are no causal language models, and for texts that cannot be read
+    """
+    probe = Path(str(files("surgeon.models") / "probe.txt"))
+    # Names of texts are anybody's; those of sources are not.
+    opened = open_texts({f"text-{nth}": text or probe for nth, text in enumerate(texts.values())})
+    named = [replace(text, name=name) for name, text in zip(texts, opened, strict=True)]
+    for nth, text in enumerate(named):
+        if windows and len(text) > windows:
+            ways = "--windows N takes more, --windows 0 all"
+            listener.say(f"text {printable(text.name)}: {windows} of its {len(text):,} documents; {ways}")
+            named[nth] = text.sample(windows)
+    found = evaluate(
+        str(out),
+        named,
+        base=base if base is None else str(base),
+        length=window,
+        most=0,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        listener=listener,
+    )
+    rows = [(base is not None and nth == 0, row) for nth, row in enumerate(found.models)]
+    return tuple(TextLoss(name, of_base, row.sources[nth]) for nth, name in enumerate(texts) for of_base, row in rows)

@@ -215,15 +215,9 @@ def _layer(lineage: Lineage, index: int, grafts: Sequence[Graft], *, trains: boo
 
 def _marks(last: Sequence[GraftEntry], grafts: Sequence[Graft], brought: Mapping[str, int]) -> tuple[Mark, ...]:
     """Marks of a layer's grafts as the last manifest names them; `brought` are the surgeries, by those names."""
-    kinds = {graft.text: graft for graft in grafts}
+    kinds = {graft.text: (graft.kind, graft.sign) for graft in grafts}
     return tuple(
-        Mark(
-            kind=kinds[graft.text].kind if graft.text in kinds else "other",
-            sign=kinds[graft.text].sign if graft.text in kinds else "?",
-            text=graft.text,
-            surgery=brought.get(graft.text),
-            trains=graft.operation is not None,
-        )
+        Mark(*kinds.get(graft.text, ("other", "?")), graft.text, brought.get(graft.text), graft.operation is not None)
         for graft in last
     )
 

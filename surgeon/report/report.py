@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from surgeon.common import devices
+from surgeon.common.disk_space import writing
 from surgeon.common.files import check_readable
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.names import check_new_name
+from surgeon.common.work_folders import write_durably
 from surgeon.errors import BadInput, printable
-from surgeon.report.files import write_text
 from surgeon.report.findings import Findings, Sources, gather
 
 
@@ -90,7 +91,8 @@ def report(
     if page is not None:
         from surgeon.report.page.document import render
 
-        write_text(render(findings), page)
+        with writing(page):
+            write_durably(page, render(findings))
     return Reported(page, findings)
 
 

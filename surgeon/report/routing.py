@@ -18,15 +18,16 @@ from rich.text import Text
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common import devices
+from surgeon.common.disk_space import writing
 from surgeon.common.files import check_readable
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.names import check_new_name
 from surgeon.common.tables import FittedTable
+from surgeon.common.work_folders import write_durably
 from surgeon.errors import BadInput, printable
 from surgeon.families.anatomy import Anatomy
 from surgeon.families.dissect import dissect_folder
 from surgeon.families.grafted_config import is_grafted
-from surgeon.report.files import write_text
 from surgeon.report.routing_record import ExpertChoices, NothingChooses, RoutingReport, TextChoices, read_routing
 
 # Of a layer's experts so many are named.
@@ -116,7 +117,8 @@ def routing_report(
         choices[name] = observer.run(tokens.ids.to(device), tokenizer, listener.advance)
     report = RoutingReport(1, Path(out).resolve().name, observer.router, observer.sites, choices)
     if to is not None:
-        write_text(json.dumps(report.to_json(), ensure_ascii=False, indent=1) + "\n", to)
+        with writing(to):
+            write_durably(to, json.dumps(report.to_json(), ensure_ascii=False, indent=1) + "\n")
     return report
 
 

@@ -13,7 +13,7 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Coupling, MapRef
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common import devices
+from surgeon.common.json_results import plain_fields
 from surgeon.common.listener import Listener, Quiet, Stopwatch
 from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
@@ -131,7 +132,7 @@ class TransportReport:
         return {
             "entropy": {module: self.mean(module) for module in self.modules},
             "trained": {module: self.mean(module, trained=True) for module in self.modules},
-            "maps": [{"name": m.name, **asdict(m)} for m in self.maps],
+            "maps": [{"name": m.name, **plain_fields(m)} for m in self.maps],
         }
 
 

@@ -234,6 +234,11 @@ def peft_config(pieces: Sequence[Piece], anatomy: Anatomy, origin: Origin, *, dr
     # By their last names where they mean no other module, such as a tower's for images.
     everywhere = all(count == len(origin.layers) and _is_alone(anatomy, target) for target, count in targets.items())
     names = [target.rpartition(".")[2] for target in targets] if everywhere else [paths[piece] for piece in pieces]
+    # Where a module's matrix is stored inputs by outputs (GPT-2's `Conv1D`).
+    transposed = any(
+        anatomy.layers[piece.layer][f"{piece.target}.weight"].shape != piece.up.shape[:1] + piece.down.shape[1:]
+        for piece in pieces
+    )
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -248,7 +253,7 @@ def peft_config(pieces: Sequence[Piece], anatomy: Anatomy, origin: Origin, *, dr
         "alpha_pattern": _pattern({piece: kind[1] for piece, kind in kinds.items()}, alpha, paths),
         "target_modules": names,
         "bias": "none",
-        "fan_in_fan_out": any(_transposed(anatomy, piece) for piece in pieces),
+        "fan_in_fan_out": transposed,
         "init_lora_weights": True,
         "modules_to_save": None,
         "layers_to_transform": None,
@@ -274,15 +279,8 @@ def exporting_job(out: CheckpointFolder, anatomy: Anatomy, pieces: Sequence[Piec
     )
 
 
-def _transposed(anatomy: Anatomy, piece: Piece) -> bool:
-    """Return whether a module's matrix is stored inputs by outputs (GPT-2's `Conv1D`)."""
-    stored = anatomy.layers[piece.layer][f"{piece.target}.weight"].shape
-    return stored != piece.up.shape[:1] + piece.down.shape[1:]
-
-
 def _kinds(config: Mapping[str, Any]) -> frozenset[str]:
-    kinds: set[str] = {graft.kind for here in grafts_of(config).values() for graft in here}
-    return frozenset(kinds)
+    return frozenset(str(graft.kind) for here in grafts_of(config).values() for graft in here)
 
 
 def _piece(anatomy: Anatomy, index: int, layer: int, entry: Mapping[str, Any], target: str) -> Piece:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from surgeon.checkpoint.hub import locate
 from surgeon.checkpoint.hub_calls import is_commit, is_repo_id
 from surgeon.checkpoint.open_files import HeldFolder
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, is_side_file
-from surgeon.checkpoint.uploading import Commit, Destination, Repository, check_token, look, send
+from surgeon.checkpoint.uploading import Destination, Repository, check_token, look, send
 from surgeon.checkpoint.weights import INDEX_FILE, SINGLE_FILE
 from surgeon.common.disk_space import writing
 from surgeon.common.formatting import listed, size
@@ -33,7 +33,7 @@ from surgeon.manifest.manifest import MANIFEST_FILE, Manifest
 from surgeon.manifest.reading import manifest_of
 from surgeon.manifest.run_files import files_beside
 from surgeon.rework.make_delta import make_delta_of
-from surgeon.share.parcel import Parcel, Upload, pack, pack_delta
+from surgeon.share.parcel import Upload, pack, pack_delta
 from surgeon.verify.check import Check
 from surgeon.verify.claims import check_beside
 from surgeon.verify.own_manifest import check_own_manifest
@@ -189,17 +189,33 @@ class _Request:
             if (missing or stale) and not self.dry_run:
                 listener.say(f"uploading {len(missing)} of {len(parcel.files)} files to {self.to.repo_id}")
                 content = {name: parcel.files[name] for name in missing}
-                message = _message(manifest, delta=self.delta)
+                done = ", ".join(entry.op for entry in manifest.operations) or "training"
                 commit = send(
                     self.to,
                     before,
                     content,
                     stale,
-                    message=message,
+                    message=printable(f"surgeon: {done}{' (delta)' if self.delta else ''}"),
                     say=listener.say,
                     check_unchanged=held.check_unchanged,
                 )
-        return self._pushed(parcel, missing, stale, before, commit, checked, known)
+        return Pushed(
+            path=self.out,
+            repo_id=self.to.repo_id,
+            revision=self.to.branch,
+            dry_run=self.dry_run,
+            files=parcel.uploads(before, missing),
+            stale=stale,
+            left_behind=parcel.left_behind,
+            checks=checked.checks,
+            verification=checked.verification,
+            license=known,
+            commit=commit.commit if commit else None if self.dry_run else before.commit,
+            url=commit.url if commit else None,
+            pull_request=commit.pull_request if commit else None,
+            delta=self.delta,
+            no_base=checked.no_base,
+        )
 
     def _checked(self, folder: CheckpointFolder, manifest: Manifest, listener: Listener) -> _Checked:
         """Verify the output against its base, logits included, where that can be had; else against its own manifest.
@@ -238,34 +254,6 @@ class _Request:
         )
         held.check_unchanged()
         return stack.enter_context(HeldFolder(made.path)), metadata.license
-
-    def _pushed(
-        self,
-        parcel: Parcel,
-        missing: Collection[str],
-        stale: tuple[str, ...],
-        before: Repository,
-        commit: Commit | None,
-        checked: _Checked,
-        known: str | None,
-    ) -> Pushed:
-        return Pushed(
-            path=self.out,
-            repo_id=self.to.repo_id,
-            revision=self.to.branch,
-            dry_run=self.dry_run,
-            files=parcel.uploads(before, missing),
-            stale=stale,
-            left_behind=parcel.left_behind,
-            checks=checked.checks,
-            verification=checked.verification,
-            license=known,
-            commit=commit.commit if commit else None if self.dry_run else before.commit,
-            url=commit.url if commit else None,
-            pull_request=commit.pull_request if commit else None,
-            delta=self.delta,
-            no_base=checked.no_base,
-        )
 
 
 def hold_output(held: HeldFolder, *, trust_remote_code: bool, beside: bool = False) -> CheckpointFolder:
@@ -340,12 +328,6 @@ class _Checked:
             same = "every value bit-identical" if found.identical else largest
             lines.append(f"{found.mode}, {found.dtype}, {found.tokens:,} tokens of {self.verification.tokens}: {same}")
         return lines
-
-
-def _message(manifest: Manifest, *, delta: bool) -> str:
-    """The commit's message."""
-    operations = ", ".join(entry.op for entry in manifest.operations) or "training"
-    return printable(f"surgeon: {operations}{' (delta)' if delta else ''}")
 
 
 def _own_checks(folder: CheckpointFolder, manifest: Manifest, listener: Listener) -> tuple[Check, ...]:

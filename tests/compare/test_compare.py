@@ -23,9 +23,8 @@ from surgeon.compare import running, workers
 from surgeon.compare.compare import Compared
 from surgeon.compare.config.loading import load_study
 from surgeon.compare.config.settings import suited, training_config
-from surgeon.compare.packed import RUNS_FILE, read_packed
 from surgeon.compare.page import render
-from surgeon.compare.records import Record, losses_of
+from surgeon.compare.records import RUNS_FILE, Record, losses_of, read_packed
 from surgeon.errors import BadInput
 from surgeon.train import blend as blending
 from surgeon.train.config.loading import load_config

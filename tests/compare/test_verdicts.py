@@ -7,8 +7,7 @@ import random
 import pytest
 from scipy import stats
 
-from surgeon.compare.frontier import Interval, interval
-from surgeon.compare.verdicts import Apart, holm, p_value, verdicts
+from surgeon.compare.frontier import Apart, Interval, holm, interval, p_value, verdicts
 
 
 def test_p_values_are_those_of_a_t_test() -> None:

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from surgeon.continual.config.loading import LoadedTasks, json_schema, load_tasks
+from surgeon.continual.config.loading import LoadedTasks, check_texts, json_schema, load_tasks, plans_of, training_of
 from surgeon.continual.config.schema import ExpertSettings, TaskSource, TrainSettings
-from surgeon.continual.config.settings import check_texts, plans_of, training_of
 from surgeon.data.specs import SourceSpec
 from surgeon.errors import BadInput
 from surgeon.operations.pmoe_experts import PMoEExperts

@@ -10,8 +10,7 @@ import pytest
 import surgeon
 from surgeon.common.listener import Quiet
 from surgeon.continual import course
-from surgeon.continual.config.loading import load_tasks
-from surgeon.continual.config.settings import plans_of, training_of
+from surgeon.continual.config.loading import load_tasks, plans_of, training_of
 from surgeon.continual.results import ContinuedRows, continued_view
 from surgeon.errors import BadInput
 from surgeon.plan.shipped import described, shipped_tasks, text_of

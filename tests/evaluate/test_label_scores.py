@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from surgeon.data.scoring import Judged
-from surgeon.evaluate.labels import _scores
+from surgeon.evaluate.texts import _scores
 
 WANTED = np.array([0, 1] * 20)
 

@@ -126,7 +126,7 @@ MISTAKES = (
     _mistake(
         "continual",
         "earlier tasks are replayed as much as the task itself",
-        "config/settings.py",
+        "config/loading.py",
         "(replay if nth < number else 1.0)",
         "(1.0 if nth < number else 1.0)",
     ),
@@ -154,7 +154,7 @@ MISTAKES = (
     _mistake(
         "evaluate",
         "a difference of accuracies has the other sign",
-        "labels.py",
+        "texts.py",
         "found.accuracy_difference(first)",
         "first.accuracy_difference(found)",
     ),

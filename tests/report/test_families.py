@@ -15,8 +15,7 @@ from surgeon.errors import BadInput
 from surgeon.families.decoders import USUAL_DECODERS, USUAL_ENCODERS
 from surgeon.operations import OPERATIONS
 from surgeon.operations.insert_layers import InsertLayers
-from surgeon.report.families import Families, KnownBase
-from surgeon.report.trials import Trial
+from surgeon.report.families import Families, KnownBase, Trial
 from tests import tiny
 from tests.decoders import tiny_decoder
 

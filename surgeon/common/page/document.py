@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 
 from surgeon._version import __version__
+from surgeon.common.page.charts import picture_style
 from surgeon.common.page.markup import Child, Markup, el, join, raw
-from surgeon.common.page.picture import picture_style
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 _STYLE = files(__package__) / "style.css"

@@ -10,9 +10,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from surgeon.common.page.charts import WIDTH
+from surgeon.common.page.charts import WIDTH, drawing
 from surgeon.common.page.markup import Markup, el, join
-from surgeon.common.page.picture import drawing
 
 Pair = tuple[float, float]
 

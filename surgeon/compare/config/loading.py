@@ -29,7 +29,7 @@ from surgeon.common.installation import lacking
 from surgeon.common.places import find_file, from_here, named
 from surgeon.common.yaml import Place, override, parse_yaml, read_text
 from surgeon.compare.config.entries import PEERS, StudyText
-from surgeon.compare.config.schema import Study, spelled_out, study_replays
+from surgeon.compare.config.schema import Study, spelled_out
 from surgeon.errors import BadInput, Mistakes, bad_input, printable
 
 Group = Literal["new", "original", "replayed"]
@@ -109,7 +109,7 @@ def load_study(
     wrong: list[str] = []
     if not config.new:
         wrong.append(f"{loaded.shown}: no text to learn; give `new:`, or --new FILE")
-    if not config.original and not config.replayed and study_replays(config):
+    if not config.original and not config.replayed and config.replays("text"):
         wrong.append(
             f"{loaded.shown}: a remedy replays text, and the study has none; give `original:` (--original"
             " FILE), or let the remedy replay what the base writes (`source: recall`)"
@@ -200,13 +200,9 @@ def _points_of(method: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
 _OF_POINT = {"name": "-", "label": ", "}
 
 
-def _entry_of_text(path: str) -> dict[str, Any]:
-    return {"path": path}
-
-
 _SHORT: dict[str, Callable[[str], dict[str, Any]]] = {
     "methods": spelled_out,
-    **dict.fromkeys(GROUPS, _entry_of_text),
+    **dict.fromkeys(GROUPS, lambda path: {"path": path}),
 }
 
 

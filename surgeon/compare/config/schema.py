@@ -149,7 +149,7 @@ class Study(Entry):
     def all_methods(self) -> list[MethodSpec]:
         """All of them, full fine-tuning first, with the peers that the file left out."""
         there = {method.kind for method in self.methods}
-        added = [_method(kind) for kind in PEERS if self.peers and kind not in there]
+        added = [MethodSpec.model_validate(spelled_out(kind)) for kind in PEERS if self.peers and kind not in there]
         order = {kind: number for number, kind in enumerate(PEERS)}
         return sorted([*self.methods, *added], key=lambda method: order.get(method.kind, len(PEERS)))
 
@@ -200,19 +200,12 @@ class Study(Entry):
     @property
     def recalls(self) -> bool:
         """Whether the base has to write text."""
+        return not self.original or self.replays("recall")
+
+    def replays(self, source: Literal["text", "recall"]) -> bool:
+        """Whether a remedy replays text that is given, or that the base writes."""
         replays = [remedy.replay for _, remedy in self.entries]
-        return not self.original or any(replay is not None and replay.source == "recall" for replay in replays)
-
-
-def study_replays(study: Study) -> bool:
-    """Whether a remedy replays text that is given."""
-    replays = [remedy.replay for _, remedy in study.entries]
-    return any(replay is not None and replay.source == "text" for replay in replays)
-
-
-def _method(name: str) -> MethodSpec:
-    """A method that is given by its name alone: a peer, or a plan."""
-    return MethodSpec.model_validate(spelled_out(name))
+        return any(replay is not None and replay.source == source for replay in replays)
 
 
 def spelled_out(method: str) -> dict[str, Any]:

@@ -8,13 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from pydantic import BaseModel
-
 from surgeon import Checkpoint, GenerateSpec, LoadedPlan, parse_plan
 from surgeon.common.schema import NEW, ORIGINAL, TEMPLATE
 from surgeon.compare.config.entries import MethodSpec, Partial, Remedy, StudyText
 from surgeon.compare.config.loading import LoadedStudy
-from surgeon.compare.config.schema import Study, study_replays
+from surgeon.compare.config.schema import Study
 from surgeon.errors import BadInput, printable
 
 RECALLED = "recalled"
@@ -66,7 +64,7 @@ def training_config(
         "length": study.length,
         **settings,
         **_what(method),
-        **({} if remedy.preserve is None else {"preserve": _given(remedy.preserve)}),
+        **({"preserve": remedy.preserve.model_dump(mode="json", exclude_none=True)} if remedy.preserve else {}),
         "sources": _sources_of_run(loaded, method, remedy, memory),
         # Losses that are compared are measured by `surgeon evaluate`; the trainer's own are not looked at.
         "validation_sequences": 1,
@@ -93,7 +91,7 @@ def sources(loaded: LoadedStudy, remedy: Remedy, memory: str) -> list[dict[str, 
     found = [_source(loaded, text, NEW, (1 - share) * (text.share or 0.0)) for text in loaded.texts("new")]
     original, replayed = loaded.texts("original"), loaded.texts("replayed")
     # Text that no run trains on is measured as a whole.
-    whole = bool(replayed) or not study_replays(loaded.config)
+    whole = bool(replayed) or not loaded.config.replays("text")
     from_text = replay is not None and replay.source == "text"
     for text in original:
         own = share * (text.share or 0.0) if from_text and not replayed else 0.0
@@ -182,11 +180,6 @@ def _what(method: MethodSpec) -> dict[str, Any]:
     if method.lora is not None:
         return {"lora": method.lora.model_dump(mode="json", exclude_none=True)}
     return {}
-
-
-def _given(settings: BaseModel | None) -> dict[str, Any]:
-    """What was said, without what was left out, as plain data."""
-    return {} if settings is None else settings.model_dump(mode="json", exclude_none=True)
 
 
 def suited(loaded: LoadedStudy, base: Checkpoint) -> LoadedStudy:

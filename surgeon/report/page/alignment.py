@@ -1,7 +1,8 @@
-"""The page's section on how far the branches of control blocks are apart."""
+"""The page's sections on weights and states: singular values, and how far the branches of control blocks are apart."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from surgeon.common.page.markup import Markup, el, figure, pair, section, table
@@ -83,3 +84,56 @@ def _alignment_points(last: Alignment) -> Markup:
         links=last.points,
     )
     return figure(flat, f"Layer {last.layer}, both branches on two principal axes of their states.")
+
+
+def spectra_section(findings: Findings) -> Markup | None:
+    """Neutral Residues' Figure 3 for this output."""
+    spectra = [s for s in findings.spectra if s.adapter and s.backbone]
+    if not spectra:
+        return None
+
+    def mean(rows: Sequence[tuple[float, ...]]) -> list[tuple[float, float]]:
+        count = min(map(len, rows))
+        span = max(1, count - 1)
+        step = max(1, count // 64)
+        kept = sorted({*range(0, count, step), count - 1})
+        return [(k / span, sum(row[k] for row in rows) / len(rows)) for k in kept]
+
+    adapters, backbone = mean([s.adapter for s in spectra]), mean([s.backbone for s in spectra])
+    series = [Series("adapters' W_g", adapters, 0), Series("backbone's W_g", backbone, 1)]
+    rows = [
+        (
+            f"{s.layer}{' (branch)' if s.in_branch else ''}",
+            len(s.adapter),
+            f"{_effective(s.adapter):.1f}",
+            len(s.backbone),
+            f"{_effective(s.backbone):.1f}",
+        )
+        for s in spectra
+    ]
+    head = ("layer", "adapter's values", "of them effective", "backbone's values", "of them effective")
+    return section(
+        "spectra",
+        "Singular values of gating matrices",
+        pair(
+            figure(
+                lines(
+                    "Singular values of adapters and backbone",
+                    series,
+                    Axis("rank, as a share of all", 0.0, 1.0),
+                    Axis("σ over the largest", 0.0, 1.0),
+                    key="spectra-lines",
+                ),
+                f"Mean over layers {', '.join(str(s.layer) for s in spectra)}, the backbone's of the same. A"
+                " spectrum that falls more steeply than"
+                " the backbone's has collapsed on few directions (Neutral Residues, Figure 3).",
+            ),
+            table("Effective values: exp of the entropy of σ² as shares", head, rows, numbers=range(5)),
+        ),
+    )
+
+
+def _effective(values: tuple[float, ...]) -> float:
+    squares = [value * value for value in values]
+    total = sum(squares)
+    return math.exp(-sum(s / total * math.log(s / total) for s in squares if s > 0))

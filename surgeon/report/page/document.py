@@ -12,12 +12,11 @@ from surgeon.operations import papers_of
 from surgeon.operations.operation import Paper
 from surgeon.report.findings import Findings
 from surgeon.report.history import Budget
-from surgeon.report.page.alignment import alignment_section
+from surgeon.report.page.alignment import alignment_section, spectra_section
 from surgeon.report.page.measured import (
     curves_section,
     losses_section,
     routing_section,
-    spectra_section,
     transport_section,
 )
 from surgeon.report.page.stack import legend, origin_words, stack_figure

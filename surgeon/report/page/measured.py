@@ -1,20 +1,23 @@
-"""The page's sections on what was measured: transport maps, routers and gates, singular values, losses."""
+"""The page's sections on what was measured: transport maps, routers and gates, losses, learning and forgetting.
+
+Transport maps are pictures too: a PNG of a few hundred bytes in the page itself.
+"""
 
 from __future__ import annotations
 
+import base64
 import math
+import struct
+import zlib
 from collections.abc import Mapping, Sequence
 
 from surgeon.common.page.charts import Bar, bars, grid
-from surgeon.common.page.markup import Child, Markup, el, figure, folded, pair, section, shaded_table, table
+from surgeon.common.page.markup import Child, Markup, el, figure, folded, pair, raw, section, shaded_table, table
 from surgeon.common.page.plots import Axis, Series, lines
 from surgeon.evaluate.results import SourceScores
-from surgeon.report.curves import TrainingRun, curves_of
-from surgeon.report.findings import Findings, HeatMap
-from surgeon.report.page.gate import gate_figures
-from surgeon.report.page.heat import heat_figure
+from surgeon.report.curves import GateActivity, TrainingRun, curves_of
+from surgeon.report.findings import Findings, HeatMap, TextLoss
 from surgeon.report.routing_record import RouterPlace, RoutingReport
-from surgeon.report.text_losses import TextLoss
 from surgeon.report.transport import MapFact
 
 # How many styles there are of lines, and colours of slots.
@@ -68,15 +71,14 @@ def _map_bars(maps: Sequence[MapFact]) -> list[Markup]:
     by_module: dict[str, list[MapFact]] = {}
     for fact in maps:
         by_module.setdefault(fact.module or "map", []).append(fact)
-    means = {module: sum(m.entropy for m in facts) / len(facts) for module, facts in by_module.items()}
-    share = {
-        module: sum(m.entropy / m.uniform if m.uniform else 1 for m in facts) / len(facts)
-        for module, facts in by_module.items()
-    }
-    entropy = [Bar(module, share[module], f"{means[module]:.2f} · {share[module]:.1%}", 2) for module in by_module]
-    worst = {module: max(max(m.row_error, m.column_error) for m in facts) for module, facts in by_module.items()}
-    # Errors span decades: the bar's length is log10 between 1e-12 and 1.
-    error = [Bar(module, 12 + math.log10(max(value, 1e-12)), f"{value:.1e}", 4) for module, value in worst.items()]
+    entropy, error = [], []
+    for module, facts in by_module.items():
+        mean = sum(m.entropy for m in facts) / len(facts)
+        share = sum(m.entropy / m.uniform if m.uniform else 1 for m in facts) / len(facts)
+        worst = max(max(m.row_error, m.column_error) for m in facts)
+        entropy.append(Bar(module, share, f"{mean:.2f} · {share:.1%}", 2))
+        # Errors span decades: the bar's length is log10 between 1e-12 and 1.
+        error.append(Bar(module, 12 + math.log10(max(worst, 1e-12)), f"{worst:.1e}", 4))
     stuck = sum(not m.converged for m in maps)
     converged = "all converged" if not stuck else f"{stuck} of {len(maps)} did not converge"
     return [
@@ -252,59 +254,6 @@ def losses_section(losses: Sequence[TextLoss]) -> Markup | None:
     )
 
 
-def spectra_section(findings: Findings) -> Markup | None:
-    """Neutral Residues' Figure 3 for this output."""
-    spectra = [s for s in findings.spectra if s.adapter and s.backbone]
-    if not spectra:
-        return None
-
-    def mean(rows: Sequence[tuple[float, ...]]) -> list[tuple[float, float]]:
-        count = min(map(len, rows))
-        span = max(1, count - 1)
-        step = max(1, count // 64)
-        kept = sorted({*range(0, count, step), count - 1})
-        return [(k / span, sum(row[k] for row in rows) / len(rows)) for k in kept]
-
-    adapters, backbone = mean([s.adapter for s in spectra]), mean([s.backbone for s in spectra])
-    series = [Series("adapters' W_g", adapters, 0), Series("backbone's W_g", backbone, 1)]
-    rows = [
-        (
-            f"{s.layer}{' (branch)' if s.in_branch else ''}",
-            len(s.adapter),
-            f"{_effective(s.adapter):.1f}",
-            len(s.backbone),
-            f"{_effective(s.backbone):.1f}",
-        )
-        for s in spectra
-    ]
-    head = ("layer", "adapter's values", "of them effective", "backbone's values", "of them effective")
-    return section(
-        "spectra",
-        "Singular values of gating matrices",
-        pair(
-            figure(
-                lines(
-                    "Singular values of adapters and backbone",
-                    series,
-                    Axis("rank, as a share of all", 0.0, 1.0),
-                    Axis("σ over the largest", 0.0, 1.0),
-                    key="spectra-lines",
-                ),
-                f"Mean over layers {', '.join(str(s.layer) for s in spectra)}, the backbone's of the same. A"
-                " spectrum that falls more steeply than"
-                " the backbone's has collapsed on few directions (Neutral Residues, Figure 3).",
-            ),
-            table("Effective values: exp of the entropy of σ² as shares", head, rows, numbers=range(5)),
-        ),
-    )
-
-
-def _effective(values: tuple[float, ...]) -> float:
-    squares = [value * value for value in values]
-    total = sum(squares)
-    return math.exp(-sum(s / total * math.log(s / total) for s in squares if s > 0))
-
-
 def curves_section(findings: Findings) -> Markup | None:
     """Losses by source over training, from the given log, else from the manifests: learning and forgetting."""
     curves = findings.curves or curves_of(findings.runs)
@@ -381,3 +330,86 @@ def _changes(runs: Sequence[TrainingRun]) -> list[Child]:
 
 def _losses(run: TrainingRun) -> str:
     return ", ".join(f"{name} {before:.3f} → {after:.3f}" for name, (before, after) in run.losses.items()) or "none"
+
+
+_OF_ROLES = {"new": 2, "original": 4}
+
+
+def gate_figures(runs: Sequence[TrainingRun]) -> list[Child]:
+    """Draw the shares of new and of original tokens on which a gate was open, for each run that fitted one."""
+    parts: list[Child] = []
+    for nth, run in enumerate(runs, 1):
+        if run.gate is None:
+            continue
+        drawn = [_of_text(run.gate, role, nth) for role in _OF_ROLES]
+        words = (
+            f"Run {nth} fitted a domain gate before its first step. Below: the share of held-out tokens on which it was"
+            " open, by the number of tokens of the document up to them. Where it is closed from a document's beginning"
+            " on, logits are the base's, bit for bit."
+        )
+        parts += [el("h3", "Domain gate"), el("p", words), pair(*drawn)]
+    return parts
+
+
+def _of_text(gate: GateActivity, role: str, nth: int) -> Child:
+    """Bars by length of prefixes on text of one role, and below them all of it."""
+    entries = [
+        Bar(name, share, f"{share:.1%}", _OF_ROLES[role])
+        for name, shares in (*gate.by_length.items(), ("all", gate.shares))
+        if (share := shares.get(role)) is not None
+    ]
+    better = "The higher the more is learned." if role == "new" else "The lower the more is kept."
+    return figure(bars(f"Open on {role} text", entries, full=1.0, key=f"gate-{nth}-{role}", cap="100%"), better)
+
+
+# From no mass to most, dark to light: readable on either background, and in grey.
+_STOPS = ((20, 20, 60), (60, 60, 140), (40, 130, 140), (90, 190, 110), (250, 230, 60))
+
+
+def heat_figure(heat: HeatMap) -> Markup:
+    """The map with the names of its sides, and its colours with the shares at both ends."""
+    low, high = heat_range(heat)
+    colours = ",".join(f"rgb{stop}" for stop in _STOPS)
+    scale = el("i", style=f"background:linear-gradient(to right,{colours})")
+    return el(
+        "div",
+        el("span", f"lower layer: {heat.rows:,} neurons", class_="down"),
+        heat_image(heat),
+        el("span", f"upper layer: {heat.columns:,} neurons", class_="across"),
+        el("span", f"{low:.2g}", scale, f"{high:.2g} of a lower neuron's mass", class_="scale"),
+        class_="heatmap",
+    )
+
+
+def heat_image(heat: HeatMap) -> Markup:
+    """The map on a logarithmic scale, from its smallest cell (at least a millionth of the largest) to its largest."""
+    low, high = heat_range(heat)
+    pixels = b"".join(b"\0" + b"".join(_colour(value, low, high) for value in row) for row in heat.cells)
+    width = len(heat.cells[0]) if heat.cells else 1
+    encoded = base64.b64encode(_png(pixels, width, max(1, len(heat.cells)))).decode("ascii")
+    words = f"transport map {heat.name}, {heat.rows} by {heat.columns}, shares from {low:.3g} to {high:.3g}"
+    return el(
+        "img", src=raw(f"data:image/png;base64,{encoded}"), alt=words, class_="map", width=width, height=len(heat.cells)
+    )
+
+
+def heat_range(heat: HeatMap) -> tuple[float, float]:
+    """The shares of the darkest and the lightest colour."""
+    values = [value for row in heat.cells for value in row if value > 0]
+    high = max(values, default=1.0)
+    return max(min(values, default=high), high * 1e-6), high
+
+
+def _colour(value: float, low: float, high: float) -> bytes:
+    share = 0.0 if value <= low else 1.0 if value >= high else math.log(value / low) / math.log(high / low)
+    at = min(share, 1.0) * (len(_STOPS) - 1)
+    low = min(int(at), len(_STOPS) - 2)
+    return bytes(round(a + (b - a) * (at - low)) for a, b in zip(_STOPS[low], _STOPS[low + 1], strict=True))
+
+
+def _png(pixels: bytes, width: int, height: int) -> bytes:
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(pixels, 9)) + chunk(b"IEND", b"")

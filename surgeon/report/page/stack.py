@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 from surgeon.blueprint.grafts import grafts_of
 from surgeon.common.formatting import show
-from surgeon.common.page.charts import WIDTH
+from surgeon.common.page.charts import WIDTH, drawing, placed
 from surgeon.common.page.markup import Markup, el, join
-from surgeon.common.page.picture import drawing, placed
 from surgeon.operations import legends
 from surgeon.report.history import History, Mark, StackLayer, WiderEnd
 
