@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from surgeon.common.devices import one_thread
 from surgeon.common.library import LOAD_FAILURES, first_line
@@ -20,9 +20,6 @@ from surgeon.grafts.composition import (
     HeadClass,
     SpanClass,
 )
-
-if TYPE_CHECKING:
-    pass
 
 _USE = "use another model, or full fine-tuning"
 

@@ -255,7 +255,7 @@ def check_new_tensors(
 def _silence(
     blueprint: Blueprint, manifest: Manifest, anatomy: Anatomy, folder: CheckpointFolder, out: Mapping[str, str]
 ) -> Check:
-    """Return which tensors of new layers must be which constant: from the anatomy, not from the recipes."""
+    """Check the constants that keep new layers silent: which they are is asked of the anatomy, not of the recipes."""
     trained = manifest.trained
     loud: list[str] = []
     checked = 0
