@@ -62,6 +62,16 @@ class Writer:
             case _:
                 assert beginnings is not None
                 self.prompts = [self.prompter.continuing(line) for line in beginnings.splitlines() if line.strip()]
+        if begin is not None:
+            # A template may write nothing before a user's words; a line may have no tokens.
+            self.prompts = [prompt or [begin] for prompt in self.prompts]
+        if not all(self.prompts):
+            template = beginnings is None
+            why = "its chat template writes nothing before a user's words" if template else "a beginning has no tokens"
+            raise NearlyNothing(
+                f"{shown}: {why}, and it has no begin-of-text token to start from; give `prompts`, a text file with a"
+                " beginning a line"
+            )
         longest = max(map(len, self.prompts))
         self.room = settings["length"] - longest
         if self.room < 1:
