@@ -348,11 +348,9 @@ def _lines(path: str) -> str:
         raise BadInput(f"{printable(path)}: not UTF-8 text (byte {error.start}); save it as UTF-8") from None
     if not text.strip():
         raise BadInput(f"{printable(path)}: no beginnings; write one a line")
-    rows = Path(path).suffix in (".json", ".jsonl")
     with suppress(ValueError, RecursionError):
-        rows = rows or isinstance(json.loads(text.strip().splitlines()[0]), dict)
-    if rows:
-        raise BadInput(f"{printable(path)}: JSON; beginnings are plain text (.txt), one a line")
+        if isinstance(json.loads(text.strip().splitlines()[0]), dict):
+            raise BadInput(f"{printable(path)}: JSON; beginnings are plain text, one a line")
     return text
 
 
@@ -364,8 +362,8 @@ def _writer(folder: CheckpointFolder, settings: dict[str, Any], say: Callable[[s
 
     writer = Writer(folder, settings, lines)
     if found := writer.tokenizer.control_tokens(lines or ""):
-        counted = ", ".join(f"{count:,} `{printable(token, 40)}`" for token, count in found.most_common(5))
-        say(f"{printable(settings['prompts'])}: {counted} in the beginnings are read as tokens")
+        tokens = f"{found.total():,} control tokens ({printable(', '.join(found), 80)})"
+        say(f"{printable(settings['prompts'])}: {tokens} in the beginnings are read as tokens")
     return writer
 
 

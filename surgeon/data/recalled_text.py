@@ -110,11 +110,11 @@ class TextSoFar:
                 raise TypeError("it is no record of a recall")
         except (ValueError, TypeError, KeyError) as error:
             raise _damaged(file, printable(str(error))) from None
-        if record["fingerprint"] != fingerprint and not counts.tokens:
-            # What is there is nothing to go on with.
-            path.unlink(missing_ok=True)
-            return cls._begun(path, fingerprint)
         if record["fingerprint"] != fingerprint:
+            if not counts.tokens:
+                # What is there is nothing to go on with.
+                path.unlink(missing_ok=True)
+                return cls._begun(path, fingerprint)
             raise BadInput(
                 f"{printable(str(work.path))}: holds text of another recall (model or settings differ); remove it, or"
                 " choose another name"
