@@ -12,7 +12,7 @@ from surgeon.errors import BadInput, printable
 def check_readable(path: Path, *, what: str) -> None:
     """BadInput, which names the `what` (in messages), where there is no regular file to read."""
     shown = printable(str(path))
-    if path.is_dir() or not os.path.lexists(path):
+    if path.is_dir() or not path.exists():
         why = "a folder" if path.is_dir() else f"no such file; looked at {printable(str(path.absolute()))}"
         raise BadInput(f"{shown}: cannot read the {what} ({why}); check the path")
     if not os.access(path, os.R_OK):

@@ -53,6 +53,14 @@ def passed_over(model: Any) -> Callable[[str], bool]:
     return lambda name: any(pattern.search(name) for pattern in compiled)
 
 
+def why_nan(model: Any) -> str:
+    """Say that a model computes NaN, and which of its tensors holds one."""
+    holds = next((name for name, each in model.named_parameters() if bool(each.isnan().any())), None)
+    if holds is None:
+        return "it computes NaN or infinity, which no tensor holds; is config.json its own?"
+    return f"it computes NaN, which {printable(holds)} holds; get it again"
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an exception that came from a library, fit for a terminal."""
     if "trust_remote_code" in str(error):

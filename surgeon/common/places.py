@@ -17,7 +17,7 @@ _HUB = re.compile(
     r"(?:(?!datasets/|spaces/)([\w.-]+/[\w.-]+)"
     r"(?:(?:@|/(?:tree|commit)/)([^/?#]+)|/(?:blob|resolve|raw)/([^/?#]+)/[^?#]+)?/?(?:[?#].*)?|.*)"
 )
-_NAMED = re.compile(r"([A-Za-z0-9_-]{1,60})=(.+)", re.S)
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,60}")
 
 
 def meant(given: str) -> str:
@@ -29,10 +29,10 @@ def meant(given: str) -> str:
     if not os.path.lexists(given):
         if found := _HUB.fullmatch(given):
             if found[1] is None:
-                raise BadInput(
-                    f"{printable(given)}: an address of the Hub, but of no model's page; give its id, `user/name` or"
-                    " `user/name@revision`"
-                )
+                way = "but of no model's page; give its id, `user/name` or `user/name@revision`"
+                if "/datasets/" in given:
+                    way = "of a dataset; give dataset:USER/NAME for `--data` or a source, else a file, downloaded first"
+                raise BadInput(f"{printable(given)}: an address of the Hub, {way}")
             revision = found[2] or found[3]
             return f"{found[1]}@{unquote(revision)}" if revision else found[1]
         given = os.path.expandvars(os.path.expanduser(given))  # noqa: PTH111 (it leaves unknown users as they are)
@@ -49,9 +49,17 @@ def meant(given: str) -> str:
 
 
 def named(given: str | Path) -> tuple[str | None, str]:
-    """Split NAME=FILE into both; what is a file as it stands has no name."""
-    found = _NAMED.fullmatch(str(given))
-    return (found[1], found[2]) if found and not Path(given).exists() else (None, str(given))
+    """Split NAME=FILE into both; what is a file as it stands has no name. Raises BadInput for another name."""
+    text = str(given)
+    name, _, file = text.partition("=")
+    if not file or "/" in name or Path(given).exists():
+        return None, text
+    if not _NAME.fullmatch(name):
+        raise BadInput(
+            f"{printable(text)}: no such file, and `{printable(name)}` is no name for one; a name has 1 to 60"
+            " letters, digits, _ and -"
+        )
+    return name, file
 
 
 def from_here(path: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
@@ -79,6 +80,8 @@ def check_shares(shares: Sequence[float | None], *, of: str = "the sources'") ->
 _WORDS = {"integer": "a whole number", "number": "a number", "string": "text", "boolean": "true or false"}
 _LETTERS = {"integer": "N", "number": "X", "string": "TEXT", "boolean": "true"}
 _BOUNDS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
+# Names of sources, models, runs.
+_NAME = re.compile(r"\^\[A-Za-z0-9_-\]\{1,(\d+)\}\$")
 # Beyond it a bound only says that a number fits into a machine's word.
 _LARGEST_BOUND = 2**53
 
@@ -221,6 +224,8 @@ def _shown(value: Any) -> str:
 
 
 def _bounds(form: Mapping[str, Any]) -> str:
+    if name := _NAME.fullmatch(form.get("pattern", "")):
+        return f" of 1 to {name[1]} letters, digits, _ and -"
     said = {key: form.get(key, _LARGEST_BOUND) for key in _BOUNDS}
     given = [
         f" {_BOUNDS[key]} {bound:{',' if isinstance(bound, int) else 'g'}}"

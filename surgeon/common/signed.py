@@ -178,11 +178,13 @@ def check_own(
     take_over: bool,
     say: Callable[[str], None],
     again: str = "start again",
+    unsigned: str = "this user did not write it here, and it does not say who did",
 ) -> None:
     """Raise BadInput where a record was not written here by this user, unless it is to be taken over, which is said.
 
-    `holds` is what lies in `folder`, in words; without the folder the same command does what `again` says. Where this
-    user's key cannot be kept, that is said too: what is cut off will have to be taken over.
+    `holds` is what lies in `folder`, in words; without the folder the same command does what `again` says; `unsigned`
+    is what is known where nothing says who wrote it. Where this user's key cannot be kept, that is said too: what is
+    cut off will have to be taken over.
     """
     why_not = own_key().why_not
     if found is None or found.here:
@@ -195,7 +197,7 @@ def check_own(
     elif found.by:
         whence = f"this user did not write it here; it says, by {printable(found.by, 400)}"
     else:
-        whence = "this user did not write it here, and it does not say who did"
+        whence = unsigned
     if take_over:
         say(f"{shown}: holds {holds}; {whence}. Taken over as it is")
         return

@@ -11,6 +11,7 @@ import codecs
 import gzip
 import itertools
 import os
+import re
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from surgeon.checkpoint.source import open_regular, resolved
-from surgeon.checkpoint.text_lines import parsed, text_lines
+from surgeon.checkpoint.text_lines import MAX_DOCUMENT_BYTES, parsed, text_lines
 from surgeon.common.library import first_line
 from surgeon.data.json_list import entries_of
 from surgeon.data.layouts import Document, columns_of, document_of
@@ -39,6 +40,8 @@ PIECE = 8000
 # Read of each file before anything that takes long is imported; and of one whose name says JSON, to see which.
 _FIRST_ROWS, _BEGINNING = 8, 4096
 _KINDS = (".jsonl", ".json", ".txt", ".parquet")
+# A line that only begins an object.
+_OPEN_OBJECT = re.compile(rb'\{\s*(?:"[^"\\]*"\s*:\s*\[?\s*)?[\r\n]')
 _GZIPPED = b"\x1f\x8b"
 # What begins so is no text whatever its name says, though some of its lines may be.
 _NO_TEXTS = {
@@ -161,9 +164,12 @@ class Documents:
                 for begin, problem in _NO_TEXTS.items():
                     if beginning.startswith(begin):
                         raise BadInput(f"{printable(str(file))}: {problem}")
-                a_list = beginning.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
-                handle.seek(0)
+                beginning = beginning.removeprefix(codecs.BOM_UTF8).lstrip()
+                a_list = beginning.startswith(b"[")
                 read = readers.get(format_of(file), self._entries if a_list else self._lines)
+                if read == self._lines and _OPEN_OBJECT.match(beginning):
+                    _refuse_one_object(beginning + handle.read(MAX_DOCUMENT_BYTES), str(file))
+                handle.seek(0)
                 spans = list(self.rows.kept(read(handle, file), str(file), most))
         except OSError as error:
             raise BadInput(f"{printable(str(file))}: cannot be read ({error.strerror}); check the path") from None
@@ -260,6 +266,18 @@ class Repeated:
         raise NotImplementedError
 
 
+def _refuse_one_object(content: bytes, shown: str) -> None:
+    """Raise BadInput where a file is one object of JSON, over several lines."""
+    try:
+        found = parsed(content, shown, "")
+    except BadInput:
+        # Reading line by line says what is wrong.
+        return
+    key = next((key for key, value in found.items() if isinstance(value, list)), None)
+    rows = "" if key is None else f", with a list under `{printable(key, 40)}`: write that list alone, or"
+    raise BadInput(f"{printable(shown)}: one object of JSON over several lines{rows or '; write'} one object a line")
+
+
 def _plain(content: bytes, where: str) -> str:
     try:
         return content.decode(_UTF8)
@@ -291,7 +309,8 @@ def text_files(path: Path) -> list[Path]:
     if not os.path.lexists(path):
         raise BadInput(f"{shown}: no such file or folder; check the path")
     if not path.is_file():
-        raise BadInput(f"{shown}: not a regular file; give a file or a folder")
+        what = "not a regular file" if path.exists() else "a link to nowhere"
+        raise BadInput(f"{shown}: {what}; give a file or a folder")
     if format_of(path) not in _KINDS:
         do = _OTHERS.get(path.suffix.lower(), "rename it")
         raise BadInput(f"{shown}: the name ends in none of {', '.join(_KINDS)}, so its format is not known; {do}")

@@ -15,6 +15,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ from surgeon.common.files import read_given
 from surgeon.common.json_results import plain_fields
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.names import check_new_name
+from surgeon.common.places import meant
 from surgeon.common.schema import BEGIN, TEMPLATE
 from surgeon.common.signed import UNSIGNED, check_own, read_signed, write_signed
 from surgeon.common.tables import FittedTable
@@ -199,7 +201,7 @@ def recalled(
     if there and not once:
         raise BadInput(f"{printable(str(target))}: exists; choose another name, or move it away")
     # Before the folder is locked: the tokenizer's process would hold the lock too.
-    writer = None if there else _writer(folder, settings)
+    writer = None if there else _writer(folder, settings, listener.say)
     # What would be refused once the work folder is there.
     devices.resolve(device)
     if dtype != "auto":
@@ -265,7 +267,7 @@ def sampled(
     Raises BadInput as it does, and where no document of the batch could be kept.
     """
     settings = _settled(folder, spec) | {"seed": seed, "dtype": dtype}
-    writer = _writer(folder, settings)
+    writer = _writer(folder, settings, say)
     writer.load(devices.resolve(device), say)
     begun = time.perf_counter()
     batch = writer.write(0)
@@ -295,6 +297,9 @@ def _there(expected: Recalled, beside: Path, *, take_over: bool, say: Callable[[
             " written again"
         )
     file, digest = _signed_file(expected.path), hashlib.sha256(content).hexdigest()
+    words = {"again": "have it written again"}
+    if not os.path.lexists(file):
+        words["unsigned"] = "no signed file beside it says that this user did: a call without --once writes none"
     try:
         signed = read_signed(file)
     except ValueError:
@@ -302,7 +307,7 @@ def _there(expected: Recalled, beside: Path, *, take_over: bool, say: Callable[[
     if signed is None or signed.data != digest:
         signed = UNSIGNED
     holds = f"text that this model wrote, {expected.settings['tokens']:,} tokens"
-    check_own(signed, expected.path, holds, take_over=take_over, say=say, again="have it written again")
+    check_own(signed, expected.path, holds, take_over=take_over, say=say, **words)
     if not signed.here:
         write_signed(file, digest)
     return made
@@ -336,23 +341,30 @@ def _settled(folder: CheckpointFolder, spec: GenerateSpec) -> dict[str, Any]:
 
 def _lines(path: str) -> str:
     """Read a file of prompts. Raises BadInput where it cannot be read, or has none."""
-    content = read_given(Path(path), what="file of `prompts`", most=MAX_SIDE_FILE_BYTES)
+    content = read_given(Path(meant(path)), what="file of `prompts`", most=MAX_SIDE_FILE_BYTES)
     try:
-        text = content.decode()
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise BadInput(f"{printable(path)}: not UTF-8 text (byte {error.start}); save it as UTF-8") from None
     if not text.strip():
         raise BadInput(f"{printable(path)}: no beginnings; write one a line")
+    with suppress(ValueError, RecursionError):
+        if isinstance(json.loads(text.strip().splitlines()[0]), dict):
+            raise BadInput(f"{printable(path)}: JSON; beginnings are plain text, one a line")
     return text
 
 
-def _writer(folder: CheckpointFolder, settings: dict[str, Any]) -> Writer:
+def _writer(folder: CheckpointFolder, settings: dict[str, Any], say: Callable[[str], None]) -> Writer:
     """Make the writer for the settings. Raises BadInput where the model has no such beginnings."""
     lines = None if settings["prompts"] in (BEGIN, TEMPLATE) else _lines(settings["prompts"])
 
     from surgeon.data.writing import Writer
 
-    return Writer(folder, settings, lines)
+    writer = Writer(folder, settings, lines)
+    if found := writer.tokenizer.control_tokens(lines or ""):
+        tokens = f"{found.total():,} control tokens ({printable(', '.join(found), 80)})"
+        say(f"{printable(settings['prompts'])}: {tokens} in the beginnings are read as tokens")
+    return writer
 
 
 def _written(made: Recalled, text: TextSoFar, writer: Writer, device: str, listener: Listener) -> Recalled:

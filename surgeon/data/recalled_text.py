@@ -102,10 +102,7 @@ class TextSoFar:
             raise _damaged(file, printable(str(error))) from None
         if found is None:
             check_own(None, work.path, "", take_over=take_over, say=say)
-            part = cls(path, fingerprint, Counts(), hashlib.sha256())
-            # Before the text: a folder with text and no record would be nobody's, where the disk took no more between.
-            part._record(0)
-            return part
+            return cls._begun(path, fingerprint)
         try:
             record = found.data
             counts = Counts(**record["counts"])
@@ -114,6 +111,10 @@ class TextSoFar:
         except (ValueError, TypeError, KeyError) as error:
             raise _damaged(file, printable(str(error))) from None
         if record["fingerprint"] != fingerprint:
+            if not counts.tokens:
+                # What is there is nothing to go on with.
+                path.unlink(missing_ok=True)
+                return cls._begun(path, fingerprint)
             raise BadInput(
                 f"{printable(str(work.path))}: holds text of another recall (model or settings differ); remove it, or"
                 " choose another name"
@@ -130,6 +131,13 @@ class TextSoFar:
         part.seen = {_key(line) for line in written.splitlines()}
         if not found.here:
             part.save(b"")
+        return part
+
+    @classmethod
+    def _begun(cls, path: Path, fingerprint: str) -> TextSoFar:
+        part = cls(path, fingerprint, Counts(), hashlib.sha256())
+        # Before the text: a folder with text and no record would be nobody's, where the disk took no more between.
+        part._record(0)
         return part
 
     @classmethod

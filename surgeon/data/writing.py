@@ -48,20 +48,20 @@ class Writer:
         if begin is None:
             begin = _first_number(folder.config.get("bos_token_id"))
         self.begin = begin
-        self.prompts: list[list[int]] = []
-        match settings["prompts"]:
-            case "begin":
-                if begin is None:
-                    raise NearlyNothing(
-                        f"{shown}: it has no begin-of-text token to start from; give `prompts`, a text file with a"
-                        " beginning a line"
-                    )
-                self.prompts = [[begin]]
-            case "template":
-                self.prompts = [self._before_words()]
-            case _:
-                assert beginnings is not None
-                self.prompts = [self.prompter.continuing(line) for line in beginnings.splitlines() if line.strip()]
+        self.prompts: list[list[int]] = [[]]
+        if settings["prompts"] == TEMPLATE:
+            self.prompts = [self._before_words()]
+        elif beginnings is not None:
+            self.prompts = [self.prompter.continuing(line) for line in beginnings.splitlines() if line.strip()]
+        if begin is not None:
+            # A template may write nothing before a user's words; a line may have no tokens.
+            self.prompts = [prompt or [begin] for prompt in self.prompts]
+        if not all(self.prompts):
+            whys = {BEGIN: "", TEMPLATE: "its chat template writes nothing before a user's words, and "}
+            raise NearlyNothing(
+                f"{shown}: {whys.get(settings['prompts'], 'a beginning has no tokens, and ')}it has no begin-of-text"
+                " token to start from; give `prompts`, a text file with a beginning a line"
+            )
         longest = max(map(len, self.prompts))
         self.room = settings["length"] - longest
         if self.room < 1:

@@ -6,6 +6,7 @@ Classification models are judged on the same labelled texts, text by text.
 from __future__ import annotations
 
 import gc
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,7 @@ from surgeon import (
     score,
     written,
 )
+from surgeon.common.library import why_nan
 from surgeon.common.listener import Listener
 from surgeon.errors import BadInput, printable
 from surgeon.evaluate.results import CellT, Evaluation, LabelScores, ModelScores, SourceScores
@@ -209,6 +211,8 @@ def _run(
     found = {
         name: score(model, windows, batch=how.batch, advance=listener.advance) for name, windows in cut_texts.items()
     }
+    if any(math.isnan(each.loss) for each in found.values()):
+        how.note(f"{checkpoint.name}: {why_nan(model)}")
     answers: list[Answer] = []
     if prompts is not None:
         listener.begin(f"asking {checkpoint.name}", len(prompts.ids), "prompts")
@@ -294,6 +298,8 @@ def _judged(
     model = how.load(checkpoint)
     how.listener.begin(f"judging {checkpoint.name}", sum(map(len, texts)), "texts")
     found = judge(model, texts, checkpoint, length=window, batch=how.batch, advance=how.listener.advance)
+    if any(math.isnan(each.loss.value) for each in found.values()):
+        how.note(f"{checkpoint.name}: {why_nan(model)}")
     # Free the memory for the next model.
     del model
     gc.collect()

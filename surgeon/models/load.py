@@ -19,7 +19,7 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import FLOAT_DTYPES, check_dtype
 from surgeon.checkpoint.peft_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from surgeon.checkpoint.weights import COMPRESSED, QUANTISATION, quantisation
-from surgeon.common.library import LOAD_FAILURES, config_of, described, first_line, quiet_transformers
+from surgeon.common.library import LOAD_FAILURES, config_of, described, first_line, quiet_transformers, why_nan
 from surgeon.errors import BadInput, SurgeonError, printable
 from surgeon.families.anatomy import layer_of, places_of, without_a_place
 from surgeon.families.compressed import cannot_be_loaded
@@ -46,9 +46,9 @@ def running(model: Any) -> Iterator[None]:
         raise
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
         shown = printable(str(getattr(model, "name_or_path", "") or type(model).__name__))
-        raise BadInput(
-            f"{shown}: the model cannot be run ({first_line(error)}); is config.json its own, is memory short?"
-        ) from error
+        why = f"the model cannot be run ({first_line(error)}); is config.json its own, is memory short?"
+        # `generate` cannot draw from such probabilities.
+        raise BadInput(f"{shown}: {why_nan(model) if '`nan`' in str(error) else why}") from error
 
 
 def torch_dtype(name: str) -> torch.dtype:

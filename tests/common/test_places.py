@@ -9,7 +9,7 @@ import pytest
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.hub import locate
-from surgeon.common.places import meant
+from surgeon.common.places import meant, named
 from surgeon.common.yaml import parse_yaml
 from surgeon.errors import BadInput
 
@@ -43,12 +43,24 @@ def test_what_people_give(given: str, found: str, tmp_path: Path, monkeypatch: p
     assert meant(given) == found.replace("HOME", str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    "rest", ["gpt2", "datasets/org/a", "spaces/org/a", "org/a/tree/main/onnx", "org/a/discussions"]
-)
+@pytest.mark.parametrize("rest", ["gpt2", "spaces/org/a", "org/a/tree/main/onnx", "org/a/discussions"])
 def test_an_address_of_no_model_is_led_on(rest: str) -> None:
     with pytest.raises(BadInput, match=r"of no model's page; give its id, `user/name`"):
         locate(f"https://huggingface.co/{rest}", revision=None)
+    for address in ("https://huggingface.co/datasets/org/a", "hf://datasets/org/a/a.jsonl", "hf:/datasets/org/a"):
+        with pytest.raises(BadInput, match="of a dataset; give dataset:USER/NAME for `--data` or a source"):
+            meant(address)
+
+
+def test_a_name_that_is_none_is_at_fault(tmp_path: Path) -> None:
+    file = tmp_path / "a=b.txt"
+    for name in ("my text", "", "a.b", "x" * 61):
+        with pytest.raises(BadInput, match="is no name for one; a name has 1 to 60 letters, digits, _ and -"):
+            named(f"{name}={file}")
+    file.touch()
+    assert named(file) == (None, str(file))
+    assert named("fr=") == (None, "fr=")
+    assert named(f"fr={file}") == ("fr", str(file))
 
 
 def test_what_is_there_is_meant_whatever_it_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,11 @@ class Whole(BaseModel):
     names: list[str] = []
 
 
+def test_a_name_says_its_characters() -> None:
+    (told,) = refusal(DataConfig, {"surgeon_data": 1, "sources": [{"name": "fr text", "path": "a.txt"}]})
+    assert told.endswith('`sources.0.name` is "fr text"; it takes text of 1 to 60 letters, digits, _ and -')
+
+
 def test_every_form_is_said() -> None:
     forms = Forms(Whole.model_json_schema())
     assert forms.words({}, ("which",)) == "all, some or [N, …]"

@@ -165,7 +165,14 @@ def test_json_files_of_texts(tmp_path: Path) -> None:
         marked.write_text({"a.json": '[{"text": "w1"}]', "a.jsonl": '{"text": "w1"}'}.get(name, "w1"), "utf-8-sig")
         assert opened_texts(marked).read(0) == "w1"
     for content, told in (
-        ('{\n"text": "w1"}', "a.json:1: not JSON .*; write one object a line, or a list of objects"),
+        ('{"text": "w1",\n"text": }', "a.json:1: not JSON .*; write one object a line, or a list of objects"),
+        ('{\n"text": }', "a.json:1: not JSON .*; write one object a line, or a list of objects"),
+        ('\n{\n"text": "w1"}', "a.json: one object of JSON over several lines; write one object a line"),
+        ('{ "n": [\n1], "data": [\n{"text": "w1"}]}', "several lines, with a list under `n`: write that list alone"),
+        (
+            '{\n"version": 1, "data": [\n{"text": "w1"}\n]\n}',
+            "a list under `data`: write that list alone",
+        ),
         ('[{"text": "w1"},\n{"text" "w2"}]', "a.json:2: not JSON"),
         (
             '[{"text": "w1"},\n{"text": "w2"}',

@@ -58,6 +58,9 @@ def test_a_folder_of_texts_does_not_lead_out_of_itself(tmp_path: Path) -> None:
     # A link that the command or a config names is its user's own.
     (tmp_path / "named.txt").symlink_to(tmp_path / "secret")
     assert read(tmp_path / "named.txt") == ["secret words\n"]
+    (tmp_path / "named.txt").unlink()
+    (tmp_path / "named.txt").symlink_to("nowhere")
+    assert "named.txt: a link to nowhere; give a file" in refusal(lambda: opened(tmp_path / "named.txt"))
     for target, words in (
         ("../secret", "a link that leads out of the folder"),
         (str(tmp_path / "secret"), "a link that leads out of the folder"),

@@ -222,6 +222,58 @@ def test_what_cannot_be_asked_is_refused(base: Path, tmp_path: Path) -> None:
     assert "it has no begin-of-text token to start from; give `prompts`, a text file with a beginning a line" in said
 
 
+def test_a_beginning_of_no_tokens_is_the_token_that_begins_a_text(base: Path, tmp_path: Path) -> None:
+    """A template may write nothing before a user's words, and a line be of nothing but the token that ends a text."""
+    chats = add_tokenizer(
+        tiny.checkpoint(tmp_path / "chats", "llama", dtype="float32"),
+        template="{% for m in messages %}{{ m.content }} </s> {% endfor %}",
+    )
+    made = surgeon.recall(chats, to=tmp_path / "chats.jsonl", **(SMALL | {"tokens": 60, "batch": 24}))
+    assert {line["messages"][0]["role"] for line in lines_of(made.path)} == {"user"}
+    (tmp_path / "end.txt").write_text("</s>\n")
+    asked = SMALL | {"prompts": str(tmp_path / "end.txt")}
+    assert surgeon.recall(base, to=tmp_path / "end.jsonl", **asked).counts.kept
+    for name in ("config.json", "tokenizer_config.json"):
+        settings = json.loads((chats / name).read_text())
+        settings.pop("bos_token_id", None)
+        settings.pop("bos_token", None)
+        (chats / name).write_text(json.dumps(settings))
+    with pytest.raises(BadInput, match="its chat template writes nothing before a user's words, and it has no begin"):
+        surgeon.recall(chats, to=tmp_path / "none.jsonl", **SMALL)
+    assert not list(tmp_path.glob(".none*"))
+
+
+def test_a_work_folder_without_text_is_in_nobodys_way(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(self: writing.Writer, number: int) -> list[writing.Written]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(writing.Writer, "write", killed)
+    with pytest.raises(KeyboardInterrupt):
+        surgeon.recall(base, to=tmp_path / "cut.jsonl", **SMALL)
+    monkeypatch.undo()
+    assert surgeon.recall(base, to=tmp_path / "cut.jsonl", **(SMALL | {"temperature": 0.9})).counts.kept
+    # Written without `once`, it is not signed, and that is what is said.
+    with pytest.raises(BadInput, match=r"no signed file beside it says .*: a call without --once writes none"):
+        surgeon.recall(base, to=tmp_path / "cut.jsonl", once=True, **(SMALL | {"temperature": 0.9}))
+
+
+def test_a_file_of_beginnings_is_plain_text_at_a_path_as_people_write_it(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "begin.txt").write_text("w1 </s> w2\n", encoding="utf-8-sig")
+    for number, given in enumerate(("~/begin.txt", "$HOME/begin.txt")):
+        listener = Quiet()
+        made = surgeon.recall(base, to=tmp_path / f"{number}.jsonl", prompts=given, listener=listener, **SMALL)
+        assert all(line["text"].startswith("w1 w2") for line in lines_of(made.path))
+        assert f"{given}: 1 control tokens (</s>) in the beginnings are read as tokens" in listener.said
+    (tmp_path / "rows.jsonl").write_text('\n{"text": "w1"}\n{"text": "w2"}\n')
+    with pytest.raises(BadInput, match=r"rows\.jsonl: JSON; beginnings are plain text"):
+        surgeon.recall(base, to=tmp_path / "rows-of.jsonl", prompts=str(tmp_path / "rows.jsonl"), **SMALL)
+
+
 def test_a_run_has_its_model_write_a_source(base: Path, tmp_path: Path) -> None:
     """As if it had been recalled before: the same bytes."""
     surgeon.apply("neutral-residues", str(base), tmp_path / "out")

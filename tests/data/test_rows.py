@@ -47,7 +47,9 @@ def test_all_bad_rows_are_named_at_once(tmp_path: Path) -> None:
     path = some_bad(tmp_path / "a.jsonl")
     unknown, broken = refusal(path)
     assert unknown.startswith(f"{path}:4: no keys of a text (`text`) or a chat (") and "; it has txt;" in unknown
-    assert unknown.endswith("(2 of 100 rows: line 4, line 17; `bad_rows: leave_out` of the source leaves them out)")
+    assert unknown.endswith(
+        "(2 of 100 rows: line 4, line 17; `bad_rows: leave_out` of a source in YAML leaves them out)"
+    )
     assert broken.startswith(f"{path}:90: not JSON (") and "(1 of 100 rows: line 90;" in broken
     found = opened_texts(path, bad_rows="leave_out")
     assert len(found) == 97 and found.read(3) == "w1"

@@ -288,6 +288,11 @@ def test_a_loss_that_is_no_number_is_told_as_one(folder: Path, tmp_path: Path) -
     told = json.loads(json.dumps(found.to_json(), allow_nan=False))
     assert told["models"][0]["sources"]["fr"]["loss"]["value"] == "nan"
     assert isinstance(told["models"][1]["sources"]["fr"]["loss"]["value"], float)
+    assert "broken: it computes NaN, which model.norm.weight holds; get it again" in [
+        note.replace(f"{tmp_path}/", "") for note in found.notes
+    ]
+    with pytest.raises(BadInput, match=r"broken: it computes NaN, which model\.norm\.weight holds; get it again"):
+        surgeon.recall(tmp_path / "broken", tokens=60, to=tmp_path / "x.jsonl", length=16, prompts="begin")
 
 
 def evaluated(folder: Path, model: str, *data: str, **options: Any) -> Evaluation:
