@@ -148,6 +148,11 @@ class AdapterFolder:
         """Its config's path, for messages."""
         return printable(str(self._source.path / ADAPTER_CONFIG))
 
+    @property
+    def shown_weights(self) -> str:
+        """Its tensors' path, for messages."""
+        return printable(str(self._source.path / ADAPTER_WEIGHTS))
+
     def check_settings(self, known: Collection[str], reasons: Mapping[str, str], advice: str) -> None:
         """Raise BadInput for a setting that makes the adapter more than B A times a number at linear modules.
 

@@ -361,7 +361,8 @@ def _norm(folder: AdapterFolder, product: Product) -> float:
     rank, count = product.rank, 1 if product.expert is None else product.expert[1]
     pairs = ((down[e * rank : (e + 1) * rank], up[:, e::count]) for e in range(count))
     if not (np.isfinite(down).all() and np.isfinite(up).all()):
-        raise BadInput(f"{folder.shown}: {printable(product.up.tensor)} or its A holds NaN or infinity; get it again")
+        tensor = printable(product.up.tensor)
+        raise BadInput(f"{folder.shown_weights}: {tensor} or its A holds NaN or infinity; get it again")
     square = sum(float(np.sum((a @ a.T) * (b.T @ b))) for a, b in pairs)
     return abs(product.scale) * math.sqrt(max(0.0, square))
 
