@@ -111,6 +111,8 @@ class AdapterFolder:
     @classmethod
     def open(cls, path: Path, *, id: str, revision: str | None = None) -> AdapterFolder:
         """Open a local folder and hash its tensors. Raises BadInput for what is no LoRA that stands by itself."""
+        if path.is_file():
+            raise BadInput(f"{printable(str(path))}: a file; give the adapter's folder, {printable(str(path.parent))}")
         source = LocalSource(path)
         listing = source.listing()
         check_adapter_files(listing, source.shown, source.tree())

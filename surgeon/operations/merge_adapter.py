@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -18,8 +18,9 @@ from pydantic import ConfigDict, Field
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Adapted, Product, Recipe, Rounding, Step, Trained, one_expert, stacked_experts
+from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.peft_folder import ADAPTER_CONFIG, AdapterFolder, is_of_tokenizer
-from surgeon.checkpoint.strict_json import parse_json_strict
+from surgeon.checkpoint.strict_json import json_object, parse_json_strict
 from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, TokenizerJson
 from surgeon.checkpoint.trust import leads_to_code
 from surgeon.errors import BadInput, printable
@@ -160,10 +161,10 @@ class MergeAdapter(Operation):
             side_files = _brought(base, folders, rows or base.anatomy.sizes.vocabulary)
             return MergeFacts(adapters=found, side_files=side_files)
         base.notes.extend(
-            f"{printable(folder.facts.id)}: a chat template of its own lies in this folder, and the output has the"
-            " base's; `tokenizer: adapter` takes it, with the tokenizer there"
+            f"{printable(folder.facts.id)}: {own} in this folder, and the output has the base's; `tokenizer: adapter`"
+            " takes it, with the tokenizer there"
             for folder in folders
-            if (own := template_of(folder)) and own != template_of(base.folder)
+            if (own := " and ".join(_left(folder, base.folder)))
         )
         return MergeFacts(adapters=found)
 
@@ -304,6 +305,32 @@ def _together(adapters: list[Sorted]) -> dict[str, list[Step]]:
 def _whole_first(steps: list[Step]) -> list[Step]:
     """Steps, each once; those that set every row before others."""
     return sorted(dict.fromkeys(steps), key=lambda step: not sets_whole(step))
+
+
+def _left(folder: AdapterFolder, base: CheckpointFolder) -> Iterator[str]:
+    """Name what the tokenizer files of an adapter have, and an output with those of the base has not."""
+    own = template_of(folder)
+    if own and own != template_of(base):
+        yield "a chat template of its own lies"
+    own_ids, ids = _ids(folder), _ids(base)
+    if any(ids.get(token, number) != number for token, number in own_ids.items()):
+        yield "a tokenizer with other ids lies"
+    elif new := [token for token in own_ids if token not in ids]:
+        named = ", ".join(printable(repr(token), 40) for token in new[:5]) + (", …" if new[5:] else "")
+        yield f"a tokenizer with tokens that the base's lacks ({named}) lies"
+
+
+def _ids(folder: AdapterFolder | CheckpointFolder) -> dict[str, int]:
+    """The ids of a folder's tokens by their contents; none where its tokenizer.json is not there or cannot be read."""
+    found = json_object(folder.read_side_file(TOKENIZER_FILE)) if TOKENIZER_FILE in folder.side_files else {}
+    try:
+        added = {each["content"]: each["id"] for each in found.get("added_tokens") or ()}
+        vocabulary = found["model"]["vocab"]
+        if isinstance(vocabulary, list):
+            vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
+        return {**vocabulary, **added}
+    except (KeyError, TypeError, ValueError):
+        return {}
 
 
 def _brought(base: OpenedBase, folders: list[AdapterFolder], rows: int) -> dict[str, str | None]:

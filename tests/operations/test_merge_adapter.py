@@ -31,7 +31,7 @@ from surgeon.operations import prepare
 from surgeon.operations.adapter_changes import Sorted, name_for_peft
 from surgeon.operations.adapter_places import Model, Settings, settings_of
 from surgeon.operations.merge_adapter import read_adapter
-from tests import mtp, tiny
+from tests import mtp, tiny, vocabularies
 from tests.adapters import lora
 from tests.checkpoints import add_letters, write_plan
 from tests.decoders import tiny_decoder
@@ -338,6 +338,28 @@ def test_its_tokenizer_and_template_come_along(made: Base, tmp_path: Path) -> No
     assert any("no vocabulary lies in the adapter's folder" in note for note in merged(base, tmp_path).preview.notes)
 
 
+@pytest.mark.parametrize(
+    ("new", "said"), [({"<think>": 300}, r"lacks \('<think>'\) lies"), ({"<s>": 9}, "with other ids")]
+)
+def test_a_tokenizer_with_other_tokens_is_said_to_be_left(new: dict[str, int], said: str, tmp_path: Path) -> None:
+    base = vocabularies.byte_level(tiny.checkpoint(tmp_path / "base", "llama", num_hidden_layers=2, vocab_size=320))
+    shutil.copy(base / "tokenizer.json", lora(tmp_path / "adapter", layers=2))
+    asked = write_plan(tmp_path / "plan.yaml", [{"op": "merge_adapter", "from": "adapter"}])
+    assert not any("tokenizer" in note for note in surgeon.preview(asked, base).notes)
+    held = json.loads((base / "tokenizer.json").read_text())
+    held["added_tokens"] += [{"content": content, "id": number} for content, number in new.items()]
+    (tmp_path / "adapter" / "tokenizer.json").write_text(json.dumps(held))
+    (note,) = [note for note in surgeon.preview(asked, base).notes if "tokenizer" in note]
+    assert re.search(said, note) and "`tokenizer: adapter` takes it" in note
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
+def test_a_file_of_an_adapter_leads_to_its_folder(name: str, made: Base, tmp_path: Path) -> None:
+    folder = lora(tmp_path / "adapter", layers=2)
+    with pytest.raises(BadInput, match=f"{name}: a file; give the adapter's folder, {re.escape(str(folder))}$"):
+        merged(made("llama"), tmp_path, **{"from": f"adapter/{name}"})
+
+
 def test_rows_of_tokens_are_all_there_and_count_whole(made: Base, tmp_path: Path) -> None:
     resized(made("llama"), tmp_path / "adapter", 140, target_modules=["q_proj"])
     lora(tmp_path / "other", layers=2)
@@ -420,7 +442,7 @@ def test_modules_of_config_and_file_are_the_same(targets: object, made: Base, tm
 
 def test_a_bias_needs_a_module_that_has_one(made: Base, tmp_path: Path) -> None:
     folder = lora(tmp_path / "adapter", layers=2, lora_bias=True)
-    renamed(folder, lambda name, v: {name: v} | ({f"{name[:-8]}B.bias": v[0]} if "lora_A" in name else {}))
+    renamed(folder, lambda name, v: {name: v} | ({f"{name[:-8]}B.bias": v[0].clone()} if "lora_A" in name else {}))
     with pytest.raises(BadInput, match="`lora_bias` goes into a module's own bias, and this has none"):
         merged(made("llama"), tmp_path)
 
