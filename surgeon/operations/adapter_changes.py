@@ -393,13 +393,11 @@ _LORA_FORMS = ("linear", "turned", "embedding")
 def name_for_peft(tensor: str, model: Model) -> str:
     """What PEFT calls an adapter's tensor, whose name may have more or less before the name of the base's module."""
     name = unwrapped(tensor).removeprefix(_PEFT)
-    if found := _OF_LORA.fullmatch(name):
-        module = found["module"].partition(_BASE)[0]
-        place = model.find(f"{module}.weight")
-        path = "" if place is None else place.parameter.rpartition(".")[0]
-        # Parts of experts, which are no modules any more, PEFT finds by their older names.
-        if path.rpartition(".")[2] == module.rpartition(".")[2]:
-            name = path + name[len(module) :]
+    module, dot, what = name.partition(".lora_")
+    place = model.find(f"{module}.weight")
+    # Parts of experts, which are no modules any more, PEFT finds by their older names.
+    if place is not None and ends(place.parameter, f"{module.rpartition('.')[2]}.weight"):
+        name = place.parameter.removesuffix(".weight") + dot + what
     return _PEFT + name
 
 

@@ -312,24 +312,21 @@ def _left(folder: AdapterFolder, base: CheckpointFolder) -> Iterator[str]:
     own = template_of(folder)
     if own and own != template_of(base):
         yield "a chat template of its own lies"
-    own_ids, ids = _ids(folder), _ids(base)
-    if any(ids.get(token, number) != number for token, number in own_ids.items()):
-        yield "a tokenizer with other ids lies"
-    elif new := [token for token in own_ids if token not in ids]:
-        named = ", ".join(printable(repr(token), 40) for token in new[:5]) + (", …" if new[5:] else "")
-        yield f"a tokenizer with tokens that the base's lacks ({named}) lies"
+    ids = _ids(base)
+    if other := [token for token, number in _ids(folder).items() if ids.get(token) != number]:
+        named = ", ".join(printable(repr(token), 40) for token in other[:5])
+        yield f"a tokenizer with {len(other)} tokens or ids that the base's lacks ({named}) lies"
 
 
 def _ids(folder: AdapterFolder | CheckpointFolder) -> dict[str, int]:
     """The ids of a folder's tokens by their contents; none where its tokenizer.json is not there or cannot be read."""
-    found = json_object(folder.read_side_file(TOKENIZER_FILE)) if TOKENIZER_FILE in folder.side_files else {}
+    if TOKENIZER_FILE not in folder.side_files:
+        return {}
+    content = folder.read_side_file(TOKENIZER_FILE)
     try:
-        added = {each["content"]: each["id"] for each in found.get("added_tokens") or ()}
-        vocabulary = found["model"]["vocab"]
-        if isinstance(vocabulary, list):
-            vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
-        return {**vocabulary, **added}
-    except (KeyError, TypeError, ValueError):
+        added = json_object(content).get("added_tokens") or ()
+        return {**TokenizerJson.parse(content).vocabulary, **{each["content"]: each["id"] for each in added}}
+    except (BadInput, KeyError, TypeError):
         return {}
 
 

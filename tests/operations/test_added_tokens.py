@@ -220,7 +220,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a word": ({"special": ["zebra"], "tokens": ["zebra"]}, r"`tokens` 0 \('zebra'\): already a token"),
     "a byte": (
         {"special": ["é"]},
-        r"0 \('é'\): the vocabulary writes a single byte so \(id 169\).*list it in `tokens`",
+        r"0 \('é'\): the vocabulary writes a single byte so \(id 169\).* in `tokens`",
     ),
     "taken apart": ({"added": ["<s>x"]}, r"still 2 tokens \('<s>', 'x'\): an added token of the base"),
 }

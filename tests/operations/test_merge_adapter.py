@@ -339,7 +339,8 @@ def test_its_tokenizer_and_template_come_along(made: Base, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("new", "said"), [({"<think>": 300}, r"lacks \('<think>'\) lies"), ({"<s>": 9}, "with other ids")]
+    ("new", "said"),
+    [({"<think>": 300}, r"1 tokens or .* lacks \('<think>'\)"), ({"<s>": 9}, r"lacks \('<s>'\)")],
 )
 def test_a_tokenizer_with_other_tokens_is_said_to_be_left(new: dict[str, int], said: str, tmp_path: Path) -> None:
     base = vocabularies.byte_level(tiny.checkpoint(tmp_path / "base", "llama", num_hidden_layers=2, vocab_size=320))
@@ -351,6 +352,15 @@ def test_a_tokenizer_with_other_tokens_is_said_to_be_left(new: dict[str, int], s
     (tmp_path / "adapter" / "tokenizer.json").write_text(json.dumps(held))
     (note,) = [note for note in surgeon.preview(asked, base).notes if "tokenizer" in note]
     assert re.search(said, note) and "`tokenizer: adapter` takes it" in note
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json", "config.json"])
+def test_a_file_in_another_case_is_named(name: str, tmp_path: Path) -> None:
+    base = tiny.checkpoint(tmp_path / "base", "llama", num_hidden_layers=2)
+    file = (base if name == "config.json" else lora(tmp_path / "adapter", layers=2)) / name
+    file.rename(file.with_name(name.title()))
+    with pytest.raises(BadInput, match=f"no {name} here;.* rename {name.title()} to {name}"):
+        merged(base, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
