@@ -82,7 +82,14 @@ def unwrapped(name: str) -> str:
 
 
 def led_below(files: Iterable[str], wanted: str) -> str:
-    """Return which folder to give where `wanted` lies in folders below, the highest checkpoint's; else nothing."""
-    below = [name.removesuffix(f"/{wanted}") for name in files if name.endswith(f"/{wanted}")]
+    """Return what to do where `wanted` is there in letters of another case, or in folders below; else nothing.
+
+    Of folders it is the highest checkpoint's.
+    """
+    names = list(files)
+    for name in names:
+        if name.lower() == wanted:
+            return f"; rename {printable(name)} to {wanted}"
+    below = [name.removesuffix(f"/{wanted}") for name in names if name.endswith(f"/{wanted}")]
     newest = max(below, key=lambda name: (len(name), name), default="")
     return f"; folders below have one: give one of these, as {printable(newest)}" if newest else ""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from surgeon.checkpoint.damages import damage_of
+from surgeon.checkpoint.damages import damage_of, led_below
 from surgeon.checkpoint.header import Header, TensorInfo
 from surgeon.checkpoint.own_code import OwnCode, has_own_code, own_code
 from surgeon.checkpoint.piece_bytes import Gap, OtherBytes, compared, in_files, read_in_order
@@ -289,7 +289,8 @@ def digests_of(folder: CheckpointFolder, names: Iterable[str], advance: Callable
 
 def _config(source: Source, listing: dict[str, int]) -> dict[str, Any]:
     if CONFIG_FILE not in listing and f"{CONFIG_FILE}/" not in listing:
-        raise BadInput(f"{source.shown}: no config.json here; expected the folder of a transformers checkpoint")
+        way_on = led_below(listing, CONFIG_FILE) or "; expected the folder of a transformers checkpoint"
+        raise BadInput(f"{source.shown}: no config.json here{way_on}")
     # Mamba-2's `time_step_limit` ends at infinity.
     config: dict[str, Any] = with_tagged_floats(_object(source, CONFIG_FILE, MAX_CONFIG_BYTES, constants=True))
     for part, where in ((config, ""), *((config.get(key), f"{key}.") for key in ("text_config", "vision_config"))):

@@ -111,6 +111,8 @@ class AdapterFolder:
     @classmethod
     def open(cls, path: Path, *, id: str, revision: str | None = None) -> AdapterFolder:
         """Open a local folder and hash its tensors. Raises BadInput for what is no LoRA that stands by itself."""
+        if path.is_file():
+            raise BadInput(f"{printable(str(path))}: a file; give the adapter's folder, {printable(str(path.parent))}")
         source = LocalSource(path)
         listing = source.listing()
         check_adapter_files(listing, source.shown, source.tree())
@@ -147,6 +149,11 @@ class AdapterFolder:
     def shown(self) -> str:
         """Its config's path, for messages."""
         return printable(str(self._source.path / ADAPTER_CONFIG))
+
+    @property
+    def shown_weights(self) -> str:
+        """Its tensors' path, for messages."""
+        return printable(str(self._source.path / ADAPTER_WEIGHTS))
 
     def check_settings(self, known: Collection[str], reasons: Mapping[str, str], advice: str) -> None:
         """Raise BadInput for a setting that makes the adapter more than B A times a number at linear modules.

@@ -396,16 +396,19 @@ def find_tokenizer(folder: Path) -> tuple[Any, str]:
     return found, ""
 
 
-def with_adapter(model: Any, adapter: Path) -> Any:
+def with_adapter(model: Any, adapter: Path, called: Callable[[str], str]) -> Any:
     """A model with the PEFT adapter of a folder that was opened, in eval mode. Raises BadInput where PEFT refuses it.
 
-    PEFT sees the two files that were checked, and no other.
+    PEFT sees the two files that were checked, and no other, with tensors as `called` renames them: those whose names it
+    does not know, it leaves out in silence.
     """
     from peft import PeftModel
+    from safetensors.torch import load_file, save_file
 
     with tempfile.TemporaryDirectory(prefix="surgeon-") as view:
-        for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
-            (Path(view) / name).symlink_to((adapter / name).resolve())
+        (Path(view) / ADAPTER_CONFIG).symlink_to((adapter / ADAPTER_CONFIG).resolve())
+        tensors = {called(name): value for name, value in load_file(adapter / ADAPTER_WEIGHTS).items()}
+        save_file(tensors, Path(view) / ADAPTER_WEIGHTS, {"format": "pt"})
         try:
             with quiet_transformers():
                 return PeftModel.from_pretrained(model, view, local_files_only=True).eval()

@@ -106,7 +106,8 @@ def check_ids(ids: Sequence[int], tokenizer: Tokenizer, *, rows: int) -> None:
         called = "a token"
     raise BadInput(
         f"{printable(str(tokenizer.folder))}: its tokenizer gives {called} the id {outside}, the model's embedding has"
-        f" only {rows} rows (ids 0 to {rows - 1}); use the model's own tokenizer, or add a row"
+        f" only {rows} rows (ids 0 to {rows - 1}); use the model's own tokenizer, or add rows (`pad_to`,"
+        f" `vocabulary: {outside + 1}`)"
     )
 
 

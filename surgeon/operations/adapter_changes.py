@@ -111,6 +111,15 @@ class Sorted:
         first, module = next(iter(tensors.values())), parameter.rpartition(".")[0]
         place = self._place(parameter, first)
         by_module = path != parameter
+        # By the name that it was trained under, or has in memory; with no targets PEFT has its own, and ties others.
+        called = (path.replace(_BASE, ""), place.parameter.removesuffix(".weight"))
+        named = any(self.settings.names(each, place.form) for each in called) or self._is_tied(place)
+        if by_module and self.settings.targets != [] and not named:
+            raise self._refused(
+                first,
+                "its config's `target_modules` name no such module, so PEFT leaves it out: name it there, or take its"
+                " tensors out",
+            )
         names = ("lora_embedding_A", "lora_embedding_B") if place.form == "embedding" and by_module else _PAIR
         down, up = self._pair(tensors, names)
         if len(place.shape) != 2 or (place.form == "turned" and not by_module):
@@ -285,7 +294,7 @@ class Sorted:
             module, _, key = place.parameter.rpartition(".")
             # Of a tower for images, which PEFT may not have seen, all of a kind or none.
             seen = module.startswith(f"{self.model.stack}.") or not _A_LAYER.search(module) or self._has_kind(module)
-            if seen and key == "weight" and place.form in _LORA_FORMS and settings.names(module):
+            if seen and key == "weight" and place.form in _LORA_FORMS and settings.names(module, place.form):
                 raise self._lacking(place.parameter, "`target_modules`", of_expert=place.expert is not None)
             of_experts = self.model.experts.get(place.parameter)
             if settings.targets_parameter(place.parameter) and not (
@@ -346,6 +355,8 @@ class Sorted:
         found = self.model.find(name)
         if found is None:
             why = "the adapter is for another base"
+            if tensor.endswith(".lora_B.bias") and self.model.find(name.removesuffix("bias") + "weight"):
+                why = "`lora_bias` goes into a module's own bias, and this has none; train it without `lora_bias`"
             if not tensor.startswith(_PEFT) or ".lora_" in name:
                 why = "no adapter of PEFT's has such a name"
             if inner := next((each for each in self.model.places if name.endswith(f".{each}")), ""):
@@ -377,6 +388,17 @@ class Sorted:
 _PAIR = ("lora_A.weight", "lora_B.weight")
 _BESIDE = ("lora_magnitude_vector", "lora_B.bias")
 _LORA_FORMS = ("linear", "turned", "embedding")
+
+
+def name_for_peft(tensor: str, model: Model) -> str:
+    """What PEFT calls an adapter's tensor, whose name may have more or less before the name of the base's module."""
+    name = unwrapped(tensor).removeprefix(_PEFT)
+    module, dot, what = name.partition(".lora_")
+    place = model.find(f"{module}.weight")
+    # Parts of experts, which are no modules any more, PEFT finds by their older names.
+    if place is not None and ends(place.parameter, f"{module.rpartition('.')[2]}.weight"):
+        name = place.parameter.removesuffix(".weight") + dot + what
+    return _PEFT + name
 
 
 def sets_whole(step: Step) -> TypeGuard[Trained]:

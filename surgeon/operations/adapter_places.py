@@ -61,12 +61,14 @@ class Settings(Spec):
     def _matcher(self) -> Matcher:
         return Matcher(ADAPTER_CONFIG)
 
-    def names(self, module: str) -> bool:
-        """Whether `targets` or `pattern` name a module, as PEFT's `check_target_module_exists` reads them."""
+    def names(self, module: str, form: str = "linear") -> bool:
+        """Whether `targets` or `pattern` name a module of a form, as PEFT's `check_target_module_exists` reads them."""
         if self.excluding and self._matcher.whole(self.excluding, module):
             return False
         if any(ends(module, name) for name in self.excluded) or self.saves(module):
             return False
+        if self.pattern.lower() == "all-linear":
+            return form != "embedding" and not ends(module, "lm_head") and not ends(module, "embed_out")
         if self.targets is None:
             return self._matcher.whole(self.pattern, module)
         if module in self.targets or not any(ends(module, name) for name in self.targets):

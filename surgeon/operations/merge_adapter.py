@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -18,8 +18,9 @@ from pydantic import ConfigDict, Field
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Adapted, Product, Recipe, Rounding, Step, Trained, one_expert, stacked_experts
+from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.peft_folder import ADAPTER_CONFIG, AdapterFolder, is_of_tokenizer
-from surgeon.checkpoint.strict_json import parse_json_strict
+from surgeon.checkpoint.strict_json import json_object, parse_json_strict
 from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, TokenizerJson
 from surgeon.checkpoint.trust import leads_to_code
 from surgeon.errors import BadInput, printable
@@ -160,10 +161,10 @@ class MergeAdapter(Operation):
             side_files = _brought(base, folders, rows or base.anatomy.sizes.vocabulary)
             return MergeFacts(adapters=found, side_files=side_files)
         base.notes.extend(
-            f"{printable(folder.facts.id)}: a chat template of its own lies in this folder, and the output has the"
-            " base's; `tokenizer: adapter` takes it, with the tokenizer there"
+            f"{printable(folder.facts.id)}: {own} in this folder, and the output has the base's; `tokenizer: adapter`"
+            " takes it, with the tokenizer there"
             for folder in folders
-            if (own := template_of(folder)) and own != template_of(base.folder)
+            if (own := " and ".join(_left(folder, base.folder)))
         )
         return MergeFacts(adapters=found)
 
@@ -306,6 +307,29 @@ def _whole_first(steps: list[Step]) -> list[Step]:
     return sorted(dict.fromkeys(steps), key=lambda step: not sets_whole(step))
 
 
+def _left(folder: AdapterFolder, base: CheckpointFolder) -> Iterator[str]:
+    """Name what the tokenizer files of an adapter have, and an output with those of the base has not."""
+    own = template_of(folder)
+    if own and own != template_of(base):
+        yield "a chat template of its own lies"
+    ids = _ids(base)
+    if other := [token for token, number in _ids(folder).items() if ids.get(token) != number]:
+        named = ", ".join(printable(repr(token), 40) for token in other[:5])
+        yield f"a tokenizer with {len(other)} tokens or ids that the base's lacks ({named}) lies"
+
+
+def _ids(folder: AdapterFolder | CheckpointFolder) -> dict[str, int]:
+    """The ids of a folder's tokens by their contents; none where its tokenizer.json is not there or cannot be read."""
+    if TOKENIZER_FILE not in folder.side_files:
+        return {}
+    content = folder.read_side_file(TOKENIZER_FILE)
+    try:
+        added = json_object(content).get("added_tokens") or ()
+        return {**TokenizerJson.parse(content).vocabulary, **{each["content"]: each["id"] for each in added}}
+    except (BadInput, KeyError, TypeError):
+        return {}
+
+
 def _brought(base: OpenedBase, folders: list[AdapterFolder], rows: int) -> dict[str, str | None]:
     """Take the files of the adapters' tokenizers into the output; return their digests, and the files left out.
 
@@ -361,7 +385,8 @@ def _norm(folder: AdapterFolder, product: Product) -> float:
     rank, count = product.rank, 1 if product.expert is None else product.expert[1]
     pairs = ((down[e * rank : (e + 1) * rank], up[:, e::count]) for e in range(count))
     if not (np.isfinite(down).all() and np.isfinite(up).all()):
-        raise BadInput(f"{folder.shown}: {printable(product.up.tensor)} or its A holds NaN or infinity; get it again")
+        tensor = printable(product.up.tensor)
+        raise BadInput(f"{folder.shown_weights}: {tensor} or its A holds NaN or infinity; get it again")
     square = sum(float(np.sum((a @ a.T) * (b.T @ b))) for a, b in pairs)
     return abs(product.scale) * math.sqrt(max(0.0, square))
 

@@ -107,7 +107,7 @@ class OpenedBase:
             if path.exists():
                 self.adapters[name] = AdapterFolder.open(path, id=path.resolve().name)
             else:
-                found = locate_adapter(name)
+                found = locate_adapter(meant(name))
                 self.adapters[name] = AdapterFolder.open(found.path, id=found.repo_id or name, revision=found.revision)
         return self.adapters[name]
 
@@ -121,9 +121,9 @@ class OpenedBase:
             if path.exists():
                 self.models[name] = CheckpointFolder.open(path)
             elif self.weights:
-                self.models[name] = CheckpointFolder.open(locate(name, revision=None).path)
+                self.models[name] = CheckpointFolder.open(locate(meant(name), revision=None).path)
             else:
-                self.models[name] = remote_folder(name, None)
+                self.models[name] = remote_folder(meant(name), None)
         return self.models[name]
 
     def _path(self, name: str) -> Path:

@@ -12,9 +12,12 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.peft_folder import AdapterFolder
 from surgeon.common.installation import lacking
 from surgeon.errors import BadInput, printable
+from surgeon.families.anatomy import Anatomy
 from surgeon.families.limits import vocabulary_of
 from surgeon.manifest.facts import facts_of
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest
+from surgeon.operations.adapter_changes import name_for_peft
+from surgeon.operations.adapter_places import Model
 from surgeon.operations.merge_adapter import MergeAdapter, MergeFacts
 from surgeon.plan.plan import recorded_plan
 from surgeon.verify.check import Check
@@ -61,10 +64,17 @@ def opened_adapters(names: Sequence[str], manifest: Manifest, out: CheckpointFol
 
 
 def compare_with_peft(
-    base: CheckpointFolder, out: CheckpointFolder, adapters: Sequence[str], ids: Tensor, *, device: str
+    base: CheckpointFolder,
+    out: CheckpointFolder,
+    adapters: Sequence[str],
+    ids: Tensor,
+    *,
+    anatomy: Anatomy,
+    device: str,
 ) -> tuple[Check, LogitComparison]:
     """Whether the output computes what base and adapters do, in float32, and how their logits compare.
 
+    PEFT gets what was merged by the names of the base, whose `anatomy` is given.
     Weights are the stored ones, so what differs is what their rounding left out. The measure is the base itself: how
     far it is from base and adapters.
     """
@@ -77,7 +87,7 @@ def compare_with_peft(
         model.resize_token_embeddings(vocabulary_of(out.config), mean_resizing=False)
         return model
 
-    adapted = _adapted(loaded(base), adapters)
+    adapted = _adapted(loaded(base), adapters, Model.of(anatomy))
     found, before = (
         compare_models(adapted, loaded(each), ids, device=device, decode_tokens=0)[0] for each in (out, base)
     )
@@ -88,11 +98,11 @@ def compare_with_peft(
     return Check("adapter", holds, detail), replace(found, mode=_MODE)
 
 
-def _adapted(model: Any, adapters: Sequence[str]) -> Any:
+def _adapted(model: Any, adapters: Sequence[str], known: Model) -> Any:
     """The model with its adapters, all but the last one merged by PEFT."""
     from surgeon.models.load import with_adapter
 
     for number, name in enumerate(adapters, start=1):
-        model = with_adapter(model, Path(name))
+        model = with_adapter(model, Path(name), lambda tensor: name_for_peft(tensor, known))
         model = model if number == len(adapters) else model.merge_and_unload()
     return model

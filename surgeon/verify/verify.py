@@ -241,8 +241,10 @@ class _Comparer:
         from surgeon.verify.adapters import compare_with_peft
 
         self.listener.say(f"comparing logits with PEFT (float32) on {self.tokens.source}")
-        base, out = self.pair.base, self.pair.out
-        check, compared = compare_with_peft(base, out, adapters, self.tokens.ids, device=self.device)
+        pair = self.pair
+        check, compared = compare_with_peft(
+            pair.base, pair.out, adapters, self.tokens.ids, anatomy=pair.anatomy, device=self.device
+        )
         return replace(found, checks=[*found.checks, check], comparisons=[*found.comparisons, compared])
 
     def _outputs(self, dtype: str) -> Comparison:

@@ -218,6 +218,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no list": ({"special": "<a>"}, r"`operations.0.special` is \"<a>\"; it takes \[TEXT"),
     "there": ({"special": ["<a>", "<s>", " the"]}, r"1 \('<s>'\): already a token \('<s>', id 1\), and so are 2"),
     "a word": ({"special": ["zebra"], "tokens": ["zebra"]}, r"`tokens` 0 \('zebra'\): already a token"),
+    "a byte": (
+        {"special": ["é"]},
+        r"0 \('é'\): the vocabulary writes a single byte so \(id 169\).* in `tokens`",
+    ),
     "taken apart": ({"added": ["<s>x"]}, r"still 2 tokens \('<s>', 'x'\): an added token of the base"),
 }
 
@@ -228,6 +232,21 @@ def test_what_cannot_be_added_is_refused(case: str, tmp_path: Path) -> None:
     base = base_of(tmp_path / "base", rows=320)
     with pytest.raises(BadInput, match=reason):
         surgeon.preview(plan_of(tmp_path, {"op": "grow_vocabulary", **settings}), base)
+
+
+def test_tokens_that_the_tokenizer_makes_the_same_are_refused(tmp_path: Path) -> None:
+    base = base_of(tmp_path / "base", rows=320)
+    held = json.loads((base / "tokenizer.json").read_text())
+    (base / "tokenizer.json").write_text(json.dumps(held | {"normalizer": {"type": "Lowercase"}}))
+    plan = plan_of(tmp_path, {"op": "grow_vocabulary", "added": ["ZEBRA", "<x>", "Zebra"]})
+    with pytest.raises(BadInput, match=r"2 \('Zebra'\): the tokenizer makes one token of it and of 'ZEBRA', so one"):
+        surgeon.preview(plan, base)
+
+
+def test_more_tokens_than_rows_lead_to_rows(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, {"op": "grow_vocabulary", "special": ["<a>"]})
+    with pytest.raises(BadInput, match=r"add rows first \(`pad_to`, `vocabulary: 300`\)"):
+        surgeon.preview(plan, base_of(tmp_path / "base", rows=290))
 
 
 def test_a_token_that_is_listed_twice_is_added_once(tmp_path: Path) -> None:

@@ -27,10 +27,11 @@ from surgeon.checkpoint.peft_folder import Adapter, AdapterFolder
 from surgeon.errors import BadInput
 from surgeon.families.dissect import dissect
 from surgeon.models.load import load_model
-from surgeon.operations.adapter_changes import Sorted
+from surgeon.operations import prepare
+from surgeon.operations.adapter_changes import Sorted, name_for_peft
 from surgeon.operations.adapter_places import Model, Settings, settings_of
 from surgeon.operations.merge_adapter import read_adapter
-from tests import mtp, tiny
+from tests import mtp, tiny, vocabularies
 from tests.adapters import lora
 from tests.checkpoints import add_letters, write_plan
 from tests.decoders import tiny_decoder
@@ -337,6 +338,38 @@ def test_its_tokenizer_and_template_come_along(made: Base, tmp_path: Path) -> No
     assert any("no vocabulary lies in the adapter's folder" in note for note in merged(base, tmp_path).preview.notes)
 
 
+@pytest.mark.parametrize(
+    ("new", "said"),
+    [({"<think>": 300}, r"1 tokens or .* lacks \('<think>'\)"), ({"<s>": 9}, r"lacks \('<s>'\)")],
+)
+def test_a_tokenizer_with_other_tokens_is_said_to_be_left(new: dict[str, int], said: str, tmp_path: Path) -> None:
+    base = vocabularies.byte_level(tiny.checkpoint(tmp_path / "base", "llama", num_hidden_layers=2, vocab_size=320))
+    shutil.copy(base / "tokenizer.json", lora(tmp_path / "adapter", layers=2))
+    asked = write_plan(tmp_path / "plan.yaml", [{"op": "merge_adapter", "from": "adapter"}])
+    assert not any("tokenizer" in note for note in surgeon.preview(asked, base).notes)
+    held = json.loads((base / "tokenizer.json").read_text())
+    held["added_tokens"] += [{"content": content, "id": number} for content, number in new.items()]
+    (tmp_path / "adapter" / "tokenizer.json").write_text(json.dumps(held))
+    (note,) = [note for note in surgeon.preview(asked, base).notes if "tokenizer" in note]
+    assert re.search(said, note) and "`tokenizer: adapter` takes it" in note
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json", "config.json"])
+def test_a_file_in_another_case_is_named(name: str, tmp_path: Path) -> None:
+    base = tiny.checkpoint(tmp_path / "base", "llama", num_hidden_layers=2)
+    file = (base if name == "config.json" else lora(tmp_path / "adapter", layers=2)) / name
+    file.rename(file.with_name(name.title()))
+    with pytest.raises(BadInput, match=f"no {name} here;.* rename {name.title()} to {name}"):
+        merged(base, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
+def test_a_file_of_an_adapter_leads_to_its_folder(name: str, made: Base, tmp_path: Path) -> None:
+    folder = lora(tmp_path / "adapter", layers=2)
+    with pytest.raises(BadInput, match=f"{name}: a file; give the adapter's folder, {re.escape(str(folder))}$"):
+        merged(made("llama"), tmp_path, **{"from": f"adapter/{name}"})
+
+
 def test_rows_of_tokens_are_all_there_and_count_whole(made: Base, tmp_path: Path) -> None:
     resized(made("llama"), tmp_path / "adapter", 140, target_modules=["q_proj"])
     lora(tmp_path / "other", layers=2)
@@ -362,7 +395,7 @@ def test_an_adapter_that_does_nothing_is_no_success(kind: str, made: Base, tmp_p
         assert text == "2 tensors stay as they are: what was merged adds nothing"
         return
     said = {
-        "not a number": "lora_B.*holds NaN or infinity",
+        "not a number": "adapter_model.safetensors: .*lora_B.*holds NaN or infinity",
         "alpha is zero": "this adapter does nothing: `lora_alpha` is 0",
         "B is zero": "this adapter does nothing: B A is zero in all 2",
     }
@@ -391,6 +424,50 @@ def test_names_of_wrappers_are_read_through(case: str, made: Base, tmp_path: Pat
     renamed(tmp_path / "adapter", lambda name, value: {WRAPPED_NAMES[case](name): value})
     found = tensors(merged(made("llama"), tmp_path).path)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("case", WRAPPED_NAMES)
+def test_verify_gives_peft_the_names_that_it_knows(case: str, made: Base, tmp_path: Path) -> None:
+    """PEFT leaves out others in silence."""
+    base = CheckpointFolder.open(made("llama"))
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    assert name_for_peft(WRAPPED_NAMES[case](name), Model.of(dissect(base.config, base.tensors))) == name
+
+
+def test_verify_holds_for_a_merge_whose_names_were_read_through(made: Base, tmp_path: Path) -> None:
+    lora(tmp_path / "adapter", layers=2)
+    renamed(tmp_path / "adapter", lambda name, value: {WRAPPED_NAMES["DDP within"](name): value})
+    out = merged(made("llama"), tmp_path).path
+    adapters = [str(tmp_path / "adapter")]
+    assert surgeon.verify(made("llama"), out, adapters=adapters, device="cpu", windows=2, window=16).holds
+
+
+@pytest.mark.parametrize("targets", [["k_proj", "q_proj"], ["k_proj"], ".*k_proj", "all-linear"])
+def test_modules_of_config_and_file_are_the_same(targets: object, made: Base, tmp_path: Path) -> None:
+    lora(tmp_path / "adapter", layers=2, target_modules=targets)
+    lacking = targets == "all-linear" or "q_proj" in targets  # type: ignore[operator]
+    with pytest.raises(BadInput, match="nothing for" if lacking else "q_proj.lora_.*: its config's `target_modules`"):
+        merged(made("llama"), tmp_path)
+
+
+def test_a_bias_needs_a_module_that_has_one(made: Base, tmp_path: Path) -> None:
+    folder = lora(tmp_path / "adapter", layers=2, lora_bias=True)
+    renamed(folder, lambda name, v: {name: v} | ({f"{name[:-8]}B.bias": v[0].clone()} if "lora_A" in name else {}))
+    with pytest.raises(BadInput, match="`lora_bias` goes into a module's own bias, and this has none"):
+        merged(made("llama"), tmp_path)
+
+
+def test_a_page_of_the_hub_is_the_adapter_s_id(monkeypatch: pytest.MonkeyPatch, made: Base, tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def located(name: str) -> None:
+        asked.append(name)
+        raise BadInput("asked")
+
+    monkeypatch.setattr(prepare, "locate_adapter", located)
+    with pytest.raises(BadInput, match="asked"):
+        merged(made("llama"), tmp_path, **{"from": "hf://user/adapter"})
+    assert asked == ["user/adapter"]
 
 
 def test_a_text_model_s_adapter_fits_the_class_with_images(tmp_path: Path) -> None:

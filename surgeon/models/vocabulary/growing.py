@@ -31,7 +31,8 @@ class Old:
         if highest >= self.rows:
             raise BadInput(
                 f"{self.shown}: its tokenizer gives {printable(repr(content), 40)} the id {highest}, the embedding has"
-                f" only {self.rows} rows (ids 0 to {self.rows - 1}); use the model's own tokenizer, or add a row first"
+                f" only {self.rows} rows (ids 0 to {self.rows - 1}); use the model's own tokenizer, or add rows first"
+                f" (`pad_to`, `vocabulary: {highest + 1}`)"
             )
 
     @cached_property

@@ -111,6 +111,11 @@ def check_new(
     if there:
         nth, number = next(iter(there.items()))
         as_written = next(content for content, other in old.taken.items() if other == number)
+        if old.read.byte_level and len(as_written) == 1 and not as_written.isascii():
+            raise BadInput(
+                f"{listed.full(nth)} ({printable(repr(cut[nth][0]), 60)}): the vocabulary writes a single byte so (id"
+                f" {number}), which takes the name; list it in `tokens`"
+            )
         raise BadInput(
             f"{listed.full(nth)} ({printable(repr(cut[nth][0]), 60)}): already a token"
             f" ({printable(repr(as_written), 60)}, id {number}){rest(list(there))}"
@@ -172,7 +177,7 @@ def _add_word(maker: Maker, word: str, ids: list[int], shown: str) -> None:
 
 
 def check_words(wanted: Sequence[str], after: Tokenizer, rows: int, listed: Listed) -> None:
-    """Raise BadInput where a requested word is not one token, of an id from `rows` on.
+    """Raise BadInput where a requested word is not one token, of an id from `rows` on that no other word has.
 
     Args:
         wanted: the words.
@@ -180,12 +185,18 @@ def check_words(wanted: Sequence[str], after: Tokenizer, rows: int, listed: List
         rows: the model's rows of embeddings.
         listed: where the words are listed, for the message.
     """
+    seen: dict[int, int] = {}
     for nth, (text, ids) in enumerate(zip(wanted, after.many(wanted), strict=True)):
         if len(ids) == 1 and ids[0] < rows:
             raise BadInput(
                 f"{listed.full(nth)} ({printable(repr(text), 60)}): the tokenizer makes"
                 f" {printable(repr(after.decode(ids)), 30)} of it all the same, as of words that are too long; leave it"
                 " out"
+            )
+        if len(ids) == 1 and (first := seen.setdefault(ids[0], nth)) != nth:
+            raise BadInput(
+                f"{listed.full(nth)} ({printable(repr(text), 60)}): the tokenizer makes one token of it and of"
+                f" {printable(repr(wanted[first]), 60)}, so one of them would never occur; leave one out"
             )
         if len(ids) != 1:
             parts = ", ".join(printable(repr(after.decode([number])), 30) for number in ids[:4])
