@@ -46,9 +46,12 @@ def running(model: Any) -> Iterator[None]:
         raise
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
         shown = printable(str(getattr(model, "name_or_path", "") or type(model).__name__))
-        why = f"the model cannot be run ({first_line(error)}); is config.json its own, is memory short?"
         # `generate` cannot draw from such probabilities.
-        raise BadInput(f"{shown}: {why_nan(model) if '`nan`' in str(error) else why}") from error
+        if "`nan`" in str(error):
+            raise BadInput(f"{shown}: {why_nan(model)}") from error
+        raise BadInput(
+            f"{shown}: the model cannot be run ({first_line(error)}); is config.json its own, is memory short?"
+        ) from error
 
 
 def torch_dtype(name: str) -> torch.dtype:
