@@ -289,8 +289,10 @@ def digests_of(folder: CheckpointFolder, names: Iterable[str], advance: Callable
 
 def _config(source: Source, listing: dict[str, int]) -> dict[str, Any]:
     if CONFIG_FILE not in listing and f"{CONFIG_FILE}/" not in listing:
-        way_on = led_below(listing, CONFIG_FILE) or "; expected the folder of a transformers checkpoint"
-        raise BadInput(f"{source.shown}: no config.json here{way_on}")
+        raise BadInput(
+            f"{source.shown}: no config.json here"
+            f"{led_below(listing, CONFIG_FILE) or '; expected the folder of a transformers checkpoint'}"
+        )
     # Mamba-2's `time_step_limit` ends at infinity.
     config: dict[str, Any] = with_tagged_floats(_object(source, CONFIG_FILE, MAX_CONFIG_BYTES, constants=True))
     for part, where in ((config, ""), *((config.get(key), f"{key}.") for key in ("text_config", "vision_config"))):
