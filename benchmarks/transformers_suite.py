@@ -310,7 +310,7 @@ def page(rows: Mapping[tuple[str, str], Row]) -> str:
         "|---" * (len(OUTPUTS) + 1) + "|",
     ]
     missed: dict[tuple[str, str], dict[str, list[str]]] = {}
-    for base in BASES:
+    for base in (base for base in BASES if (base, "base") in rows):
         cells = []
         for output in OUTPUTS:
             row = rows.get((base, output))
