@@ -81,7 +81,7 @@ def callback(clock: Clock) -> Any:
 def by_surgeon(out: Path, what: str, steps: int, dtype: str) -> float:
     """`surgeon train`, whole."""
     import surgeon
-    from surgeon.train import opening
+    from surgeon.training import opening
 
     clock, work = Clock(), out.parent
     # In the place of trackers, which are called as it is.
@@ -211,7 +211,7 @@ def main() -> None:
     from trl import SFTTrainer
 
     import surgeon
-    from surgeon.train import session
+    from surgeon.training import session
 
     assert SFTTrainer and session
     # A fork has no threads of the process that it is of.

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import remedies  # noqa: E402
-from surgeon.compare.frontier import NARROW, NARROW_SHARE  # noqa: E402
+from surgeon.lab.studies.frontier import NARROW, NARROW_SHARE  # noqa: E402
 from tests import quoted  # noqa: E402
 from tests.studies import RESULTS, STUDIES, findings_of  # noqa: E402
 

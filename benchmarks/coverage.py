@@ -220,7 +220,7 @@ a package that is not installed, or is no decoder), which says nothing of real c
 Where a default config cannot run as it is, `CHANGES` and `WHOLE` in tests/decoders.py say what was changed.
 Two of these make a case easier than real checkpoints are: Jamba's layers were made all alike (of its real pattern
 single copies are refused, whole periods are exact: tests/end_to_end/test_any_decoder.py), and Gemma 4 is without
-embeddings for each layer (with them new layers are exact, branches refused: tests/families/test_parts_of_layers.py).
+embeddings for each layer (with them new layers are exact, branches refused: tests/anatomy/test_parts_of_layers.py).
 """
 
 

@@ -70,8 +70,8 @@ def inner(what: str, base: str, out: str, operation: str = _ADAPTERS) -> None:
     import transformers
 
     import surgeon
-    from surgeon.apply import compute, preflight
     from surgeon.rework import revert
+    from surgeon.writing import compute, preflight
 
     assert torch and transformers and compute and revert
     plan: Path | None = None

@@ -190,7 +190,7 @@ def register() -> None:
 def loaded(work: Path, name: str, dtype: str, device: str) -> Any:
     """The output as training loads it."""
     import surgeon
-    from surgeon.train.steps.packed import builds_no_mask, run_in_one_row
+    from surgeon.training.steps.packed import builds_no_mask, run_in_one_row
 
     model = surgeon.open_checkpoint(work / "out").load(dtype=dtype, attention=name).to(device).train()
     model.config.use_cache = False
@@ -249,7 +249,7 @@ def trained(work: Path, name: str, device: str, small: bool, steps: int) -> dict
     import surgeon
     from surgeon.common.listener import Quiet
     from surgeon.errors import BadInput
-    from surgeon.train import loading
+    from surgeon.training import loading
 
     if name == BROKEN:
         loading.run_in_one_row = lambda _model: None
@@ -344,8 +344,8 @@ def decoders() -> str:
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    from surgeon.train.isolation import probe
-    from surgeon.train.steps.packed import builds_no_mask, give_masks_positions, run_in_one_row
+    from surgeon.training.isolation import probe
+    from surgeon.training.steps.packed import builds_no_mask, give_masks_positions, run_in_one_row
     from tests.decoders import tiny_config
 
     rows, no_model = [], []

@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import surgeon  # noqa: E402
-from tests.continual.paper_texts import base, tasks_of, texts  # noqa: E402
-from tests.train.texts import corpus  # noqa: E402
+from tests.lab.courses.paper_texts import base, tasks_of, texts  # noqa: E402
+from tests.training.texts import corpus  # noqa: E402
 
 SMALL = [
     "train.batch=2",

@@ -41,9 +41,9 @@ def steps(out: Path, share: float, batch: int, length: int, count: int) -> dict[
     import surgeon
     from surgeon.manifest.trainable import trainable_set
     from surgeon.manifest.within import base_within
-    from surgeon.train.losses.cross_entropy import FusedHead
-    from surgeon.train.losses.preserving import Preserving
-    from surgeon.train.trainable.trainable_set import unfreeze
+    from surgeon.training.losses.cross_entropy import FusedHead
+    from surgeon.training.losses.preserving import Preserving
+    from surgeon.training.trainable.trainable_set import unfreeze
 
     opened = surgeon.open_checkpoint(out)
     folder, manifest = opened.folder, opened.manifest
@@ -115,9 +115,9 @@ def whole(base: Path, work: Path, teacher: str, share: float, batch: int, length
     from surgeon.common.listener import Quiet
     from surgeon.data.packing import Batches, Mixture, batch_of
     from surgeon.manifest.within import Within
-    from surgeon.train.losses.cached_teacher import CachedTeacher
-    from surgeon.train.losses.cross_entropy import FusedHead
-    from surgeon.train.losses.preserving import NUMBERS, Preserving
+    from surgeon.training.losses.cached_teacher import CachedTeacher
+    from surgeon.training.losses.cross_entropy import FusedHead
+    from surgeon.training.losses.preserving import NUMBERS, Preserving
 
     opened = surgeon.open_checkpoint(base)
     model = opened.load(dtype="float32")

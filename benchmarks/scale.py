@@ -366,8 +366,8 @@ def main() -> None:
     import transformers.models.llama.modeling_llama
     import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
 
-    import surgeon.apply.compute
-    import surgeon.models.compare_streamed  # noqa: F401
+    import surgeon.models.compare_streamed
+    import surgeon.writing.compute  # noqa: F401
 
     torch.set_num_threads(1)
     chosen = [series for series in SERIES if series in arguments.only]

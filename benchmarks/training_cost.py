@@ -54,7 +54,7 @@ def load(folder: Path, kind: str, device: str) -> Any:
     """The model with exactly the trained tensors unfrozen, copied out of mapped files."""
     import surgeon
     from surgeon.manifest.trainable import trainable_set
-    from surgeon.train.trainable.trainable_set import unfreeze
+    from surgeon.training.trainable.trainable_set import unfreeze
 
     opened = surgeon.open_checkpoint(folder)
     model = opened.load(device=device)
@@ -83,8 +83,8 @@ class Bench:
     def __init__(self, folder: Path, kind: str, shape: tuple[int, int], device: str, cross_entropy: str) -> None:
         import torch
 
-        from surgeon.train.losses.cross_entropy import FusedHead
-        from surgeon.train.steps.optimizer import MasterAdamW
+        from surgeon.training.losses.cross_entropy import FusedHead
+        from surgeon.training.steps.optimizer import MasterAdamW
 
         self.torch = torch
         self.device = device

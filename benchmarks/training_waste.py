@@ -67,7 +67,7 @@ def checkpoints(work: Path, saving: str, steps: int, every: int) -> dict[str, An
     from transformers import TrainerCallback
 
     import surgeon
-    from surgeon.train import footprint, opening, session
+    from surgeon.training import footprint, opening, session
 
     torch.set_num_threads(1)
     ends: list[tuple[float, float, float]] = []
@@ -106,7 +106,7 @@ def attention() -> dict[str, dict[str, float]]:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from surgeon.train.steps.by_document import by_document
+    from surgeon.training.steps.by_document import by_document
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

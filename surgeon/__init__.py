@@ -16,20 +16,13 @@ if sys.argv[:1] == ["-m"] and sys.path[:1] in ([""], [os.getcwd()]):  # noqa: PT
     del sys.path[0]
 
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from surgeon._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from surgeon.apply.apply import Applied as Applied
-    from surgeon.apply.apply import apply as apply
-    from surgeon.apply.preview import preview as preview
-    from surgeon.apply.preview_view import preview_view as preview_view
     from surgeon.checkpoint.staging import check_destination as check_destination
     from surgeon.common.listener import ProgressListener as ProgressListener
-    from surgeon.compare.compare import compare as compare
-    from surgeon.continual.continual import continual as continual
     from surgeon.data.answers import Answer as Answer
     from surgeon.data.answers import EncodedPrompts as EncodedPrompts
     from surgeon.data.answers import answer as answer
@@ -59,12 +52,19 @@ if TYPE_CHECKING:
     from surgeon.errors import Diverged as Diverged
     from surgeon.errors import PromiseBroken as PromiseBroken
     from surgeon.errors import SurgeonError as SurgeonError
-    from surgeon.evaluate.blend import blend as blend
-    from surgeon.evaluate.evaluate import evaluate as evaluate
-    from surgeon.evaluate.open_texts import open_texts as open_texts
-    from surgeon.evaluate.results import Evaluation as Evaluation
-    from surgeon.evaluate.results import LabelScores as LabelScores
-    from surgeon.evaluate.results import SourceScores as SourceScores
+    from surgeon.lab.courses.continual import continual as continual
+    from surgeon.lab.evaluation.blend import blend as blend
+    from surgeon.lab.evaluation.evaluate import evaluate as evaluate
+    from surgeon.lab.evaluation.open_texts import open_texts as open_texts
+    from surgeon.lab.evaluation.results import Evaluation as Evaluation
+    from surgeon.lab.evaluation.results import LabelScores as LabelScores
+    from surgeon.lab.evaluation.results import SourceScores as SourceScores
+    from surgeon.lab.reports.families import families as families
+    from surgeon.lab.reports.inspect import inspect as inspect
+    from surgeon.lab.reports.report import report as report
+    from surgeon.lab.reports.routing import routing_report as routing_report
+    from surgeon.lab.reports.transport import transport_report as transport_report
+    from surgeon.lab.studies.compare import compare as compare
     from surgeon.manifest.checkpoint import Checkpoint as Checkpoint
     from surgeon.manifest.checkpoint import check_model as check_model
     from surgeon.manifest.checkpoint import open_checkpoint as open_checkpoint
@@ -85,11 +85,6 @@ if TYPE_CHECKING:
     from surgeon.plan.shipped import shipped_studies as shipped_studies
     from surgeon.plan.shipped import shipped_tasks as shipped_tasks
     from surgeon.plan.sweep import overrides_of as overrides_of
-    from surgeon.report.families import families as families
-    from surgeon.report.inspect import inspect as inspect
-    from surgeon.report.report import report as report
-    from surgeon.report.routing import routing_report as routing_report
-    from surgeon.report.transport import transport_report as transport_report
     from surgeon.rework.apply_delta import apply_delta as apply_delta
     from surgeon.rework.make_delta import make_delta as make_delta
     from surgeon.rework.merge import merge as merge
@@ -97,124 +92,128 @@ if TYPE_CHECKING:
     from surgeon.rework.revert import revert as revert
     from surgeon.share.export_slot import export_slot as export_slot
     from surgeon.share.push import push as push
-    from surgeon.train.blend import Blend as Blend
-    from surgeon.train.blend import write_blend as write_blend
-    from surgeon.train.config.loading import LoadedConfig as LoadedConfig
-    from surgeon.train.config.loading import load_config as load_config
-    from surgeon.train.config.schema import LoraSpec as LoraSpec
-    from surgeon.train.config.schema import OptimizerSpec as OptimizerSpec
-    from surgeon.train.config.schema import PreserveSpec as PreserveSpec
-    from surgeon.train.config.schema import RunSettings as RunSettings
-    from surgeon.train.config.schema import TeacherSpec as TeacherSpec
-    from surgeon.train.config.schema import TrainConfig as TrainConfig
-    from surgeon.train.config.settings import settle as settle
-    from surgeon.train.publishing import Trained as Trained
-    from surgeon.train.train import check_training as check_training
-    from surgeon.train.train import discard_run as discard_run
-    from surgeon.train.train import rehearse as rehearse
-    from surgeon.train.train import train as train
-    from surgeon.verify.diff import diff as diff
-    from surgeon.verify.verification import Verification as Verification
-    from surgeon.verify.verification import verification_view as verification_view
-    from surgeon.verify.verify import verify as verify
+    from surgeon.training.blend import Blend as Blend
+    from surgeon.training.blend import write_blend as write_blend
+    from surgeon.training.config.loading import LoadedConfig as LoadedConfig
+    from surgeon.training.config.loading import load_config as load_config
+    from surgeon.training.config.schema import LoraSpec as LoraSpec
+    from surgeon.training.config.schema import OptimizerSpec as OptimizerSpec
+    from surgeon.training.config.schema import PreserveSpec as PreserveSpec
+    from surgeon.training.config.schema import RunSettings as RunSettings
+    from surgeon.training.config.schema import TeacherSpec as TeacherSpec
+    from surgeon.training.config.schema import TrainConfig as TrainConfig
+    from surgeon.training.config.settings import settle as settle
+    from surgeon.training.publishing import Trained as Trained
+    from surgeon.training.train import check_training as check_training
+    from surgeon.training.train import discard_run as discard_run
+    from surgeon.training.train import rehearse as rehearse
+    from surgeon.training.train import train as train
+    from surgeon.verification.diff import diff as diff
+    from surgeon.verification.verification import Verification as Verification
+    from surgeon.verification.verification import verification_view as verification_view
+    from surgeon.verification.verify import verify as verify
+    from surgeon.writing.apply import Applied as Applied
+    from surgeon.writing.apply import apply as apply
+    from surgeon.writing.preview import preview as preview
+    from surgeon.writing.preview_view import preview_view as preview_view
 
 # What `import surgeon` offers, and the module that defines it; loaded at first use, so that `surgeon --help` does not
 # wait for pydantic.
 _HOMES = {
     "Answer": "data.answers",
-    "Applied": "apply.apply",
+    "Applied": "writing.apply",
     "BadInput": "errors",
     "Checkpoint": "manifest.checkpoint",
     "Diverged": "errors",
     "EncodedPrompts": "data.answers",
-    "Evaluation": "evaluate.results",
+    "Evaluation": "lab.evaluation.results",
     "FoundPlan": "plan.shipped",
     "GenerateSpec": "data.specs",
     "HeldOut": "data.held_out",
     "Judged": "data.scores",
-    "LabelScores": "evaluate.results",
+    "LabelScores": "lab.evaluation.results",
     "LayersSpec": "manifest.trainable",
-    "LoadedConfig": "train.config.loading",
+    "LoadedConfig": "training.config.loading",
     "LoadedPlan": "plan.plan",
-    "LoraSpec": "train.config.schema",
+    "LoraSpec": "training.config.schema",
     "Manifest": "manifest.manifest",
     "OPERATIONS": "operations",
-    "OptimizerSpec": "train.config.schema",
-    "PreserveSpec": "train.config.schema",
+    "OptimizerSpec": "training.config.schema",
+    "PreserveSpec": "training.config.schema",
     "ProgressListener": "common.listener",
     "PromiseBroken": "errors",
     "Ratio": "data.scores",
     "RouterLoss": "operations.pmoe_experts",
-    "RunSettings": "train.config.schema",
+    "RunSettings": "training.config.schema",
     "Scores": "data.scores",
-    "SourceScores": "evaluate.results",
+    "SourceScores": "lab.evaluation.results",
     "SourceSpec": "data.specs",
     "SurgeonError": "errors",
-    "TeacherSpec": "train.config.schema",
+    "TeacherSpec": "training.config.schema",
     "TextSpec": "data.specs",
-    "TrainConfig": "train.config.schema",
-    "Trained": "train.publishing",
+    "TrainConfig": "training.config.schema",
+    "Trained": "training.publishing",
     "UnlabelledSpec": "data.specs",
-    "Verification": "verify.verification",
+    "Verification": "verification.verification",
     "Windows": "data.scores",
     "add_record": "manifest.run_files",
     "answer": "data.answers",
-    "apply": "apply.apply",
+    "apply": "writing.apply",
     "apply_delta": "rework.apply_delta",
     "check_destination": "checkpoint.staging",
     "check_model": "manifest.checkpoint",
     "check_source": "data.sources",
-    "check_training": "train.train",
-    "compare": "compare.compare",
-    "continual": "continual.continual",
+    "check_training": "training.train",
+    "compare": "lab.studies.compare",
+    "continual": "lab.courses.continual",
     "cut": "data.scored",
-    "diff": "verify.diff",
-    "discard_run": "train.train",
+    "diff": "verification.diff",
+    "discard_run": "training.train",
     "divergence": "data.scored",
     "encode_prompts": "data.answers",
-    "evaluate": "evaluate.evaluate",
+    "evaluate": "lab.evaluation.evaluate",
     "export_slot": "share.export_slot",
-    "families": "report.families",
+    "families": "lab.reports.families",
     "find_plan": "plan.shipped",
     "find_sweep": "plan.shipped",
     "held_out_text": "data.held_out",
-    "inspect": "report.inspect",
+    "inspect": "lab.reports.inspect",
     "is_chat": "data.sources",
     "json_schema": "plan.plan",
     "judge": "data.scored",
-    "load_config": "train.config.loading",
+    "load_config": "training.config.loading",
     "load_named": "plan.shipped",
     "load_plan": "plan.plan",
     "make_delta": "rework.make_delta",
     "merge": "rework.merge",
-    "blend": "evaluate.blend",
-    "Blend": "train.blend",
-    "write_blend": "train.blend",
+    "blend": "lab.evaluation.blend",
+    "Blend": "training.blend",
+    "write_blend": "training.blend",
     "open_checkpoint": "manifest.checkpoint",
     "open_source": "data.sources",
-    "open_texts": "evaluate.open_texts",
+    "open_texts": "lab.evaluation.open_texts",
     "overrides_of": "plan.sweep",
     "pack": "data.scored",
     "parse_plan": "plan.plan",
-    "preview": "apply.preview",
-    "preview_view": "apply.preview_view",
+    "preview": "writing.preview",
+    "preview_view": "writing.preview_view",
     "push": "share.push",
     "recall": "data.recall",
-    "rehearse": "train.train",
-    "report": "report.report",
+    "rehearse": "training.train",
+    "report": "lab.reports.report",
     "refresh": "rework.refresh",
     "revert": "rework.revert",
-    "routing_report": "report.routing",
+    "routing_report": "lab.reports.routing",
     "score": "data.scored",
-    "settle": "train.config.settings",
+    "settle": "training.config.settings",
     "shipped_plans": "plan.shipped",
     "shipped_studies": "plan.shipped",
     "shipped_tasks": "plan.shipped",
     "text_files": "data.documents",
-    "train": "train.train",
-    "transport_report": "report.transport",
-    "verification_view": "verify.verification",
-    "verify": "verify.verify",
+    "train": "training.train",
+    "transport_report": "lab.reports.transport",
+    "verification_view": "verification.verification",
+    "verify": "verification.verify",
     "written": "data.scored",
 }
 
@@ -229,17 +228,3 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-
-
-class _Package(ModuleType):
-    """`surgeon.apply` is the function, whether or not the room `surgeon/apply/` was imported before.
-
-    The import system binds every subpackage to its parent under its name; rooms are named after their command.
-    """
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _HOMES and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

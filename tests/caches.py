@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import LlamaForCausalLM
 
-from surgeon.families.running import cache_argument
+from surgeon.anatomy.running import cache_argument
 from surgeon.runtime.graft import cache_in
 
 __all__ = ["CACHE", "cache_in"]

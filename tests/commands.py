@@ -41,7 +41,7 @@ def run_surgeon(hub: Hub, home: Path, *arguments: str, **environment: str) -> su
 # `surgeon`, whose process is killed as soon as the checkpoint of a step is complete in a folder of some name.
 _KILLED_AT = """
 import os, signal, sys
-from surgeon.train.steps import trainer
+from surgeon.training.steps import trainer
 within, step = sys.argv[1], int(sys.argv[2])
 complete = trainer.complete
 

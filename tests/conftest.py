@@ -133,7 +133,7 @@ def _collected() -> Iterator[None]:
 @pytest.fixture
 def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is tried on a twin first: what a test breaks or counts in the writer is the output's own."""
-    from surgeon.apply import proofs, small_run
+    from surgeon.writing import proofs, small_run
 
     monkeypatch.setattr(small_run, "prove_small", lambda *_: None)
     # Nor is it kept as if it were.

@@ -14,11 +14,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from surgeon.anatomy.growth import grown
+from surgeon.anatomy.kinds import described_kinds, numbered
+from surgeon.anatomy.skeleton import CAUSAL, IMAGE_TEXT, build
+from surgeon.anatomy.twin import fill, fill_buffers, shrunk, twin_of
 from surgeon.errors import BadInput
-from surgeon.families.growth import grown
-from surgeon.families.kinds import described_kinds, numbered
-from surgeon.families.skeleton import CAUSAL, IMAGE_TEXT, build
-from surgeon.families.twin import fill, fill_buffers, shrunk, twin_of
 from tests.pictures import seeing
 from tests.vocabularies import byte_level
 

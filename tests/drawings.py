@@ -14,16 +14,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import surgeon
+from surgeon.anatomy.dissect import dissect
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common.page.charts import placed, standalone
 from surgeon.common.page.markup import Markup, el
 from surgeon.common.page.plots import drawn_lines
-from surgeon.compare.page import panels_of, render
-from surgeon.families.dissect import dissect
+from surgeon.lab.reports.history import History, WiderEnd, layer_history, wider_ends
+from surgeon.lab.reports.page.stack import LEGEND_ROW, drawn_legend, drawn_stack, legend_rows
+from surgeon.lab.studies.page import panels_of, render
 from surgeon.manifest.manifest import OperationEntry
 from surgeon.manifest.reading import manifest_of
-from surgeon.report.history import History, WiderEnd, layer_history, wider_ends
-from surgeon.report.page.stack import LEGEND_ROW, drawn_legend, drawn_stack, legend_rows
 from tests import tiny
 from tests.studies import RESULTS, STUDIES, findings_of
 

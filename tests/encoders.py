@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from surgeon.families.skeleton import BASE, CAUSAL, IMAGE_TEXT, classes_of
-from surgeon.families.twin import shrunk, twin_of
+from surgeon.anatomy.skeleton import BASE, CAUSAL, IMAGE_TEXT, classes_of
+from surgeon.anatomy.twin import shrunk, twin_of
 from surgeon.grafts.composition import ENCODER_AUTOS
 
 # What some default configs lack, or have too large.

@@ -3,9 +3,10 @@
 With `--calls` it prints the calls between rooms while a plan is applied (house_calls.py). `--pin` lowers the numbers of
 size.json to those of the package; a test fails above them. Whoever raises one does it by hand, in a commit of its own.
 
-A room is a folder of `surgeon/`; a loose module stands beside the rooms; an arrow is a room that imports another. A
-floor is a level of the rooms' imports: what imports nothing stands on the first, everything else one above the highest
-that it imports. Ideas are counted from the syntax tree alone, so that any checkout can be measured, importable or not.
+A room is a folder of `surgeon/`, or of `surgeon/lab/`; a loose module stands beside the rooms; an arrow is a room that
+imports another. A floor is a level of the rooms' imports: what imports nothing stands on the first, everything else one
+above the highest that it imports. Ideas are counted from the syntax tree alone, so that any checkout can be measured,
+importable or not.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ RECIPES = "surgeon.blueprint.recipes"
 # By room: classes that have said "bytes of the base at another place", and the one that replaces them.
 BYTE_FORMS = {
     "blueprint": ("Copy", "PerLayer", "Rows", "Joined", "Sliced", "Widened", "Moved"),
-    "apply": ("Origin",),
+    "writing": ("Origin",),
     "manifest": ("Piece", "JoinedPart", "Cut"),
     "checkpoint": ("Pieces",),
 }
@@ -42,7 +43,7 @@ SHARED = (
     "surgeon.blueprint.draft.Draft",
     "surgeon.blueprint.blueprint.Blueprint",
     "surgeon.blueprint.recipes.recipe.Recipe",
-    "surgeon.families.derivation.Derivation",
+    "surgeon.anatomy.derivation.Derivation",
     "surgeon.runtime.rules.Surgery",
 )
 # What a token count leaves out, beside docstrings: comments and the layout.
@@ -81,7 +82,7 @@ class House:
         return {name: ast.parse(file.read_text(encoding="utf-8")) for name, file in self.modules.items()}
 
     def module_of(self, file: Path) -> str:
-        """`surgeon.apply.write`; a package's `__init__` is the package."""
+        """`surgeon.writing.write`; a package's `__init__` is the package."""
         name = ".".join(file.relative_to(self.package.parent).with_suffix("").parts)
         return name.removesuffix(".__init__")
 
@@ -151,7 +152,7 @@ class House:
     def shared_fields(self) -> dict[str, int]:
         """How many members the classes have that everything shares, by their names."""
         found = {name.rpartition(".")[2]: len(self.members(name)) for name in SHARED}
-        schema = "surgeon.train.config.schema"
+        schema = "surgeon.training.config.schema"
         return {**found, "train schema": sum(len(self.members(f"{schema}.{name}")) for name in self._classes(schema))}
 
     def reaches(self) -> Iterator[Site]:
@@ -429,9 +430,9 @@ def _truths(node: ast.AST) -> Iterator[ast.expr]:
 
 
 def room_of(module: str) -> str:
-    """The room of a module; a file at the top is its own."""
+    """The room of a module; a file at the top is its own, and each folder of the laboratory is one."""
     parts = module.split(".")
-    return parts[1] if len(parts) > 1 else "__init__"
+    return "/".join(parts[1 : 3 if parts[1:2] == ["lab"] else 2]) or "__init__"
 
 
 HERE = House(PACKAGE)

@@ -15,13 +15,13 @@ import yaml
 
 from benchmarks import remedies
 from surgeon.common.work_folders import parse_record
-from surgeon.compare.analysis import find, judge, remedied
-from surgeon.compare.compare import write_study
-from surgeon.compare.config.entries import Claim
-from surgeon.compare.config.loading import load_study
-from surgeon.compare.findings import Findings, Point, Row, first_sentence
-from surgeon.compare.records import BASE, RUNS_FILE, Packed, Record, read_packed
-from surgeon.compare.schedule import Run
+from surgeon.lab.studies.analysis import find, judge, remedied
+from surgeon.lab.studies.compare import write_study
+from surgeon.lab.studies.config.entries import Claim
+from surgeon.lab.studies.config.loading import load_study
+from surgeon.lab.studies.findings import Findings, Point, Row, first_sentence
+from surgeon.lab.studies.records import BASE, RUNS_FILE, Packed, Record, read_packed
+from surgeon.lab.studies.schedule import Run
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 STUDIES = sorted(file.parent.name for file in RESULTS.glob("*/comparison.html"))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import surgeon
-from surgeon.apply.apply import Applied
+from surgeon.writing.apply import Applied
 from tests import tiny
 from tests.reference_pages.json_keys import SECTIONS
 

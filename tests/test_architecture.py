@@ -28,23 +28,24 @@ ORDER = (
     "__main__",
     "cli",
     "__init__",
-    "demo",
+    "lab/demonstration",
+    "lab/reports",
+    "lab/studies",
+    "lab/courses",
+    "lab/evaluation",
+    "lab",
     "share",
-    "report",
-    "compare",
-    "continual",
-    "evaluate",
-    "train",
+    "training",
     "rework",
     "data",
-    "apply",
-    "verify",
+    "writing",
+    "verification",
     "manifest",
     "plan",
     "operations",
     "models",
     "blueprint",
-    "families",
+    "anatomy",
     "transport",
     "checkpoint",
     "grafts",
@@ -56,7 +57,7 @@ ORDER = (
 
 # A room too large to be read as one list of files has rooms of its own, in an order too; files beside them stand above
 # or below, as their imports say.
-INNER = {"train": ("steps", "losses", "saved", "trainable", "processes", "config")}
+INNER = {"training": ("steps", "losses", "saved", "trainable", "processes", "config")}
 
 # Folders of data that can compute: what WITHOUT names they import inside functions alone, where they compute.
 COMPUTING = ("blueprint/recipes", "operations")
@@ -69,7 +70,7 @@ WITHOUT = {
     "manifest": ("torch", "numpy", "transformers"),
     # What describes families; what finds out about others builds their models.
     **{
-        f"families/{name}.py": ("torch", "numpy", "transformers")
+        f"anatomy/{name}.py": ("torch", "numpy", "transformers")
         for name in (
             "__init__",
             "family",
@@ -85,12 +86,12 @@ WITHOUT = {
     "grafts": ("torch", "numpy", "transformers"),
     "rework": ("torch", "numpy", "transformers"),
     "share": ("torch", "numpy", "transformers"),
-    **{f"{room}/config": ("torch", "numpy", "transformers") for room in ("train", "continual", "compare")},
-    "train/backends.py": ("torch", "numpy", "transformers"),
-    **{f"train/{name}.py": ("torch", "transformers") for name in ("preparing", "processes/launching", "train")},
-    **{f"compare/{name}.py": ("torch", "numpy", "transformers") for name in ("schedule", "page")},
-    "compare/frontier.py": ("torch", "numpy", "transformers", "surgeon"),
-    "continual/metrics.py": ("torch", "numpy", "transformers", "surgeon"),
+    **{f"{room}/config": ("torch", "numpy", "transformers") for room in ("training", "lab/courses", "lab/studies")},
+    "training/backends.py": ("torch", "numpy", "transformers"),
+    **{f"training/{name}.py": ("torch", "transformers") for name in ("preparing", "processes/launching", "train")},
+    **{f"lab/studies/{name}.py": ("torch", "numpy", "transformers") for name in ("schedule", "page")},
+    "lab/studies/frontier.py": ("torch", "numpy", "transformers", "surgeon"),
+    "lab/courses/metrics.py": ("torch", "numpy", "transformers", "surgeon"),
     **{f"common/{name}.py": ("torch", "numpy", "transformers") for name in ("yaml", "checked_yaml", "formatting")},
 }
 
@@ -123,7 +124,7 @@ def test_imports_run_down_within_a_room_too(room: str) -> None:
 
 
 def inner_room_of(module: str) -> str:
-    """`steps` of `surgeon.train.steps.trainer`; "" of a file that lies beside inner rooms."""
+    """`steps` of `surgeon.training.steps.trainer`; "" of a file that lies beside inner rooms."""
     parts = module.split(".")
     return parts[2] if len(parts) > 3 or (MODULES[module].name == "__init__.py" and len(parts) > 2) else ""
 
@@ -137,7 +138,7 @@ def test_no_module_and_no_room_imports_in_a_circle() -> None:
 def test_the_house_stays_small() -> None:
     """What the rebuilding aimed at: whoever needs more rooms or loose modules says so here."""
     rooms = [name for name in ORDER if (PACKAGE / name).is_dir()]
-    assert len(rooms) <= 23
+    assert len(rooms) <= 24
     assert set(ORDER) - set(rooms) == {"__main__", "__init__", "errors", "_version"}
 
 
@@ -155,7 +156,7 @@ def test_nothing_is_larger_than_it_is_pinned() -> None:
 
 # Studies are written with what `surgeon` offers, as anybody's are; beside it they may import the errors that users read
 # and plumbing that knows nothing of models: listeners, tables, YAML, work folders, devices.
-LABORATORY = ("demo", "compare", "continual", "evaluate")
+LABORATORY = ("lab/demonstration", "lab/studies", "lab/courses", "lab/evaluation")
 _PLUMBING = ("errors", "common")
 
 
@@ -172,15 +173,15 @@ def not_public(tree: ast.Module, *, own: str = "") -> set[str]:
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "surgeon":
-            path = str(node.module).split(".")
+            room = room_of(str(node.module))
             names = {alias.name for alias in node.names}
-            if len(path) == 1:
+            if node.module == "surgeon":
                 found |= {f"surgeon.{name}" for name in names - {*surgeon.__all__, *_PLUMBING}}
-            elif path[1] not in (own, *_PLUMBING):
+            elif room not in (own, *_PLUMBING):
                 found |= {f"{node.module}.{name}" for name in names}
         elif isinstance(node, ast.Import):
-            paths = [alias.name.split(".") for alias in node.names if alias.name.startswith("surgeon.")]
-            found |= {".".join(path) for path in paths if path[1] not in (own, *_PLUMBING)}
+            paths = [alias.name for alias in node.names if alias.name.startswith("surgeon.")]
+            found |= {path for path in paths if room_of(path) not in (own, *_PLUMBING)}
         elif isinstance(node, ast.ImportFrom) and node.level:
             found.add(f"a relative import, line {node.lineno}")
     return found
@@ -190,16 +191,16 @@ BENCHMARKS = sorted((PACKAGE.parent / "benchmarks").glob("*.py"))
 # Benchmarks that time or patch a part of surgeon by itself, and the rooms that it lies in. All others measure what
 # `surgeon` offers.
 INSTRUMENTS = {
-    "beside_trl": {"train"},
-    "claims": {"compare"},
+    "beside_trl": {"training"},
+    "claims": {"lab"},
     "grown_tokenizer": {"models"},
-    "moving": {"apply", "rework"},
-    "packed_isolation": {"data", "train"},
-    "remembering": {"data", "manifest", "train"},
-    "scale": {"apply", "models"},
+    "moving": {"rework", "writing"},
+    "packed_isolation": {"data", "training"},
+    "remembering": {"data", "manifest", "training"},
+    "scale": {"models", "writing"},
     "streamed_verify": {"models"},
-    "training_cost": {"manifest", "train"},
-    "training_waste": {"train"},
+    "training_cost": {"manifest", "training"},
+    "training_waste": {"training"},
     "transport_bf16": {"transport"},
     "transport_cpu": {"transport"},
     "transport_gpu": {"transport"},
@@ -230,13 +231,13 @@ def test_what_an_instrument_imports_is_there(name: str) -> None:
     [
         "from surgeon.models.load import load_model",
         "from surgeon import models",
-        "import surgeon.train.session",
-        "def f():\n    from surgeon.verify import verify",
-        "from ..train import session",
+        "import surgeon.training.session",
+        "def f():\n    from surgeon.verification import verify",
+        "from ..training import session",
     ],
 )
 def test_an_import_below_the_public_api_is_noticed(line: str) -> None:
-    assert not_public(ast.parse(line), own="compare")
+    assert not_public(ast.parse(line), own="lab/studies")
     assert not not_public(ast.parse("from surgeon import apply, errors\nfrom surgeon.common.yaml import where"))
 
 
@@ -353,7 +354,7 @@ _RENAMED = re.compile(r"past_key_values|cache_params")
 
 def test_no_code_knows_a_cache_by_a_name_that_transformers_has_renamed() -> None:
     """A graft that looks for it by one loses its state in silence; where one is needed, the model is asked."""
-    asks = {"families/running.py"}
+    asks = {"anatomy/running.py"}
     for file in FILES:
         if str(file.relative_to(PACKAGE)) in asks:
             continue
@@ -376,21 +377,21 @@ def imported_by(code: str) -> set[str]:
 
 def test_bytes_only_work_imports_neither_torch_nor_the_hub() -> None:
     """What keeps `apply` of a copying plan at the memory and start-up of a file copy."""
-    loaded = imported_by("import surgeon.apply.apply, surgeon.verify.static, surgeon.rework.revert")
-    assert "surgeon.apply.write" in loaded
+    loaded = imported_by("import surgeon.writing.apply, surgeon.verification.static, surgeon.rework.revert")
+    assert "surgeon.writing.write" in loaded
     for heavy in ("torch", "numpy", "transformers", "huggingface_hub", "safetensors", "scipy", "ot"):
         assert heavy not in loaded, heavy
 
 
 def test_help_imports_no_more_than_the_command_line() -> None:
     loaded = imported_by("import surgeon.cli")
-    for heavy in ("pydantic", "yaml", "torch", "surgeon.apply", "surgeon.plan"):
+    for heavy in ("pydantic", "yaml", "torch", "surgeon.writing", "surgeon.plan"):
         assert heavy not in loaded, heavy
 
 
 def test_no_public_function_waits_for_torch_before_its_arguments_are_checked() -> None:
     """What a command refuses, it refuses at once: torch and transformers are imported where work begins."""
     loaded = imported_by("import surgeon\nfor name in surgeon.__all__:\n    if name.islower(): getattr(surgeon, name)")
-    assert {"surgeon.train.train", "surgeon.evaluate.evaluate", "surgeon.report.report"} <= loaded
+    assert {"surgeon.training.train", "surgeon.lab.evaluation.evaluate", "surgeon.lab.reports.report"} <= loaded
     for heavy in ("torch", "transformers", "tokenizers"):
         assert heavy not in loaded, heavy

@@ -29,14 +29,14 @@ from typer.testing import CliRunner
 import surgeon
 from benchmarks import claims
 from benchmarks.walks import a_real_base, first_hour
+from surgeon.anatomy.skeleton import IMAGE_TEXT
 from surgeon.cli import app
 from surgeon.cli.entries import ENTRIES
 from surgeon.common.yaml import parse_yaml
-from surgeon.compare.config.loading import load_study
-from surgeon.families.skeleton import IMAGE_TEXT
+from surgeon.lab.studies.config.loading import load_study
 from surgeon.operations import OPERATIONS
 from surgeon.plan.shipped import find_sweep, swept
-from surgeon.train import gate_fitting
+from surgeon.training import gate_fitting
 from tests import quoted, reference_pages, tiny
 from tests.decoders import tiny_decoder
 from tests.house import PACKAGE

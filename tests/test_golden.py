@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 import surgeon
-from surgeon.apply.preview import Preview
+from surgeon.anatomy.decoders import USUAL_DECODERS
 from surgeon.common.cache import VARIABLE
-from surgeon.families.decoders import USUAL_DECODERS
+from surgeon.writing.preview import Preview
 from tests import tiny
 from tests.shipped_plans import SHIPPED
 

@@ -96,10 +96,10 @@ def test_no_field_stands_in_pydantics_own_namespace() -> None:
     """Before 2.10 pydantic warns of fields that begin with `model_`, once for each, wherever surgeon is imported."""
     for module in (
         "manifest.manifest",
-        "train.config.schema",
-        "compare.config.schema",
-        "continual.config.schema",
-        "report.routing_record",
+        "training.config.schema",
+        "lab.studies.config.schema",
+        "lab.courses.config.schema",
+        "lab.reports.routing_record",
         "rework.make_delta",
     ):
         importlib.import_module(f"surgeon.{module}")

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from surgeon.families.twin import fill_buffers
+from surgeon.anatomy.twin import fill_buffers
 
 COMMON: dict[str, Any] = {
     "vocab_size": 128,

@@ -10,6 +10,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from surgeon.anatomy.anatomy import Anatomy, LayerKind, layer_of, with_dtype
+from surgeon.anatomy.family import MOST_LAYERS, with_fields
+from surgeon.anatomy.grafted_config import native_config
+from surgeon.anatomy.rows_of_ids import VOCABULARY_KEY
+from surgeon.anatomy.vocabulary import vocabulary_tensors, with_vocabulary
 from surgeon.blueprint.blueprint import (
     Blueprint,
     GraftNote,
@@ -39,11 +44,6 @@ from surgeon.blueprint.recipes import (
 from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
 from surgeon.checkpoint.trimmed_vocabulary import with_tokens
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy, LayerKind, layer_of, with_dtype
-from surgeon.families.family import MOST_LAYERS, with_fields
-from surgeon.families.grafted_config import native_config
-from surgeon.families.rows_of_ids import VOCABULARY_KEY
-from surgeon.families.vocabulary import vocabulary_tensors, with_vocabulary
 from surgeon.grafts.bundle import CODE_FILE
 from surgeon.runtime.rules import BRANCH
 from surgeon.runtime.states_rules import BANK

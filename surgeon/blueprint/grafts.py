@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from surgeon.anatomy.anatomy import in_branch, owner_of
+from surgeon.anatomy.grafted_config import is_grafted
 from surgeon.blueprint.recipes import Constant, Random, Recipe
-from surgeon.families.anatomy import in_branch, owner_of
-from surgeon.families.grafted_config import is_grafted
 from surgeon.grafts.kinds import Kind
 from surgeon.grafts.ranges import by_ranges
 from surgeon.grafts.registry import GRAFTS, kinds

@@ -68,7 +68,7 @@ def preview(
 ) -> None:
     """Show what a plan does to a base, from headers and config alone."""
     short()
-    from surgeon.apply.preview_view import preview_view
+    from surgeon.writing.preview_view import preview_view
 
     with listening(quiet) as listener:
         listener.wait("reading headers")
@@ -106,7 +106,7 @@ def apply(
             put = surgeon.apply_delta(plan, base, out, **kept, listener=listener)
         show(put, applied_delta_view, as_json=as_json, quiet=quiet)
         return
-    from surgeon.apply.apply import applied_view
+    from surgeon.writing.apply import applied_view
 
     with joined() as ranks, listening(quiet or not ranks.leads) as listener:
         applied = surgeon.apply(_plan(plan, overrides), base, out, **given, listener=listener, ranks=ranks)
@@ -144,12 +144,12 @@ def train(
 
     Under torchrun (`torchrun --nproc-per-node N --no-python surgeon train …`) N processes share every step's sequences.
     """
-    from surgeon.train.config.loading import load_config
+    from surgeon.training.config.loading import load_config
 
     # A mistake in it is shown before anything else is even imported.
     load_config(config, overrides)
 
-    from surgeon.train.train import rehearsal_view, trained_view
+    from surgeon.training.train import rehearsal_view, trained_view
 
     with sigterm_interrupts(), listening(quiet or not Ranks.of_environment().leads) as listener:
         both: dict[str, Any] = {
@@ -287,7 +287,7 @@ def report(
 def _inspect(checkpoint: Declared, as_json: AsJson = False, **given: Any) -> None:
     """Show a checkpoint's family and sizes, its surgeries and new tensors, and code that it brings; none of it runs."""
     short()
-    from surgeon.report.inspect import inspection_view
+    from surgeon.lab.reports.inspect import inspection_view
 
     show(surgeon.inspect(checkpoint, **given), inspection_view, as_json=as_json)
 
@@ -295,7 +295,7 @@ def _inspect(checkpoint: Declared, as_json: AsJson = False, **given: Any) -> Non
 @command("families")
 def families(base: Declared = None, as_json: AsJson = False, quiet: QuietOption = False, **given: Any) -> None:
     """List the model families; with BASE what is known or found out about it, and which operations it takes."""
-    from surgeon.report.families import families_view
+    from surgeon.lab.reports.families import families_view
 
     with listening(quiet) as listener:
         listener.wait("reading headers")
@@ -317,13 +317,13 @@ def schema(
     if len(chosen) > 1:
         raise BadInput(f"{' and '.join(chosen)} exclude each other; give one of them")
     if study:
-        from surgeon.compare.config.loading import json_schema
+        from surgeon.lab.studies.config.loading import json_schema
     elif sweep:
         from surgeon.plan.sweep import json_schema
     elif tasks:
-        from surgeon.continual.config.loading import json_schema
+        from surgeon.lab.courses.config.loading import json_schema
     elif training:
-        from surgeon.train.config.loading import json_schema
+        from surgeon.training.config.loading import json_schema
     else:
         from surgeon.plan.plan import json_schema
     print_json(json_schema())
@@ -356,7 +356,7 @@ def demo(
     quiet: QuietOption = False,
 ) -> None:
     """Make a small base without network, grow it, prove that nothing was lost, and show what training learns."""
-    from surgeon.demo.demo import demo_view, run_demo
+    from surgeon.lab.demonstration.demo import demo_view, run_demo
 
     with listening(quiet) as listener:
         shown = run_demo(folder or Path("surgeon-demo"), seconds=seconds, listener=listener)
@@ -382,7 +382,7 @@ def _plan(given: str, overrides: Sequence[str] | None) -> LoadedPlan:
     """The plan that is named, or the one on stdin (`-`), whose relative paths start in this folder."""
     overrides = overrides or ()
     if given != "-":
-        from surgeon.apply.preview import loaded_plan
+        from surgeon.writing.preview import loaded_plan
 
         return loaded_plan(given, overrides)
     from surgeon.common.yaml import LARGEST_FILE, decoded

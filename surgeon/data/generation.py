@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from surgeon.anatomy.limits import vocabulary_of
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.strict_json import json_object
 from surgeon.errors import BadInput, printable
-from surgeon.families.limits import vocabulary_of
 from surgeon.models.load import running
 from surgeon.models.tokenizer import open_tokenizer
 

@@ -24,6 +24,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from surgeon._version import __version__
+from surgeon.anatomy.grafted_config import is_encoder
+from surgeon.anatomy.limits import context_of
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
 from surgeon.checkpoint.hub import locate
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
@@ -43,8 +45,6 @@ from surgeon.data.layouts import Document, document_of
 from surgeon.data.recalled_text import RECORD, Counts, NearlyNothing, TextSoFar, judge
 from surgeon.data.specs import GenerateSpec, RowsSpec
 from surgeon.errors import BadInput, printable
-from surgeon.families.grafted_config import is_encoder
-from surgeon.families.limits import context_of
 from surgeon.models.templates import template_of
 
 if TYPE_CHECKING:

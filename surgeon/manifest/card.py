@@ -11,13 +11,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from surgeon.anatomy.format_depth import other_scale
+from surgeon.anatomy.kinds import broken_pattern
 from surgeon.blueprint.blueprint import Layer
 from surgeon.checkpoint.card_metadata import Metadata, block_of
 from surgeon.checkpoint.header import DTYPE_BITS
 from surgeon.common.promises import CONDITION, PROMISE_STYLES
 from surgeon.errors import printable
-from surgeon.families.format_depth import other_scale
-from surgeon.families.kinds import broken_pattern
 from surgeon.manifest.manifest import MANIFEST_FILE, LayerEntry, Manifest, NewTensor
 from surgeon.manifest.moves import has_other_names
 from surgeon.operations import papers_of

@@ -9,6 +9,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from surgeon.anatomy.anatomy import Anatomy, within
+from surgeon.anatomy.dissect import dissect_folder
+from surgeon.anatomy.grafted_config import is_encoder
+from surgeon.anatomy.limits import context_of, vocabulary_of
+from surgeon.anatomy.skeleton import wordless_auto
 from surgeon.checkpoint.folder import RECORD_FILE, CheckpointFolder, digests_of
 from surgeon.checkpoint.header import TensorInfo, check_dtype
 from surgeon.checkpoint.hub import id_and_revision, locate
@@ -16,11 +21,6 @@ from surgeon.checkpoint.labels import is_classifier, label_names
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
 from surgeon.common.places import meant
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy, within
-from surgeon.families.dissect import dissect_folder
-from surgeon.families.grafted_config import is_encoder
-from surgeon.families.limits import context_of, vocabulary_of
-from surgeon.families.skeleton import wordless_auto
 from surgeon.grafts.composition import ATTENTION, FFN
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, StoredTensor
 from surgeon.manifest.moves import recorded_tensors

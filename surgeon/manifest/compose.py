@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from surgeon._version import __version__
+from surgeon.anatomy.anatomy import Anatomy
+from surgeon.anatomy.decoders import HINTS
+from surgeon.anatomy.grafted_config import is_grafted, native_config
 from surgeon.blueprint.blueprint import Blueprint
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.families.anatomy import Anatomy
-from surgeon.families.decoders import HINTS
-from surgeon.families.grafted_config import is_grafted, native_config
 from surgeon.grafts.bundle import CODE_FILE
 from surgeon.grafts.registry import plugins_in
 from surgeon.manifest.facts import sections_of

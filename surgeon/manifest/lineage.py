@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from surgeon.anatomy.dissect import dissect
 from surgeon.blueprint.blueprint import weakest
 from surgeon.checkpoint.folder import MANIFEST_FILE, CheckpointFolder
 from surgeon.checkpoint.header import TensorInfo
@@ -20,7 +21,6 @@ from surgeon.checkpoint.pieces import Pieces
 from surgeon.checkpoint.trust import MAX_CODE_BYTES
 from surgeon.common.formatting import at_revision
 from surgeon.errors import BadInput, printable
-from surgeon.families.dissect import dissect
 from surgeon.grafts.bundle import CODE_FILE, bundle
 from surgeon.grafts.composition import composition_of
 from surgeon.manifest.manifest import Base, Manifest

@@ -2,7 +2,7 @@
 
 It is a claim: whoever writes a checkpoint writes its manifest too. On reading, each surgery in it must have the seal
 that its content asks for, so that no field was edited alone; who seals it anew is found out by the base alone, of which
-`verify` makes the manifest again (`surgeon/verify/claims.py`), or by a digest of the base that was noted elsewhere.
+`verify` makes the manifest again (`surgeon/verification/claims.py`), or by a digest of the base noted elsewhere.
 """
 
 # pydantic copies defaults.
@@ -258,7 +258,7 @@ class ModelEntry(Entry):
 
 
 class FitEntry(Entry):
-    """How well a network that predicted matrices fits those that it learned from (`surgeon.apply.prediction.Fit`)."""
+    """How well a network that predicted matrices fits those that it learned from (`surgeon.writing.prediction.Fit`)."""
 
     explained: Annotated[float, Field(le=1, allow_inf_nan=False)]
     cosine: Annotated[float, Field(allow_inf_nan=False)]

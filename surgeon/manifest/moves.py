@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+from surgeon.anatomy.anatomy import of_graft, places_of
 from surgeon.checkpoint.pieces import Pieces, Span, turned
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import of_graft, places_of
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, StoredTensor, Surgery
 
 # Of a part of a tensor, (from, to) along every axis.

@@ -14,12 +14,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from surgeon.anatomy.anatomy import Anatomy
+from surgeon.anatomy.dissect import dissect_folder
 from surgeon.checkpoint.folder import MANIFEST_FILE, CheckpointFolder
 from surgeon.checkpoint.header import DTYPE_BITS
 from surgeon.common.formatting import show_layers
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy
-from surgeon.families.dissect import dissect_folder
 from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import Manifest
 from surgeon.manifest.moves import Box, boxes_of

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from surgeon.anatomy.anatomy import layer_of
 from surgeon.checkpoint.folder import MANIFEST_FILE, CheckpointFolder
 from surgeon.common.formatting import at_revision
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import layer_of
 from surgeon.manifest.lineage import Lineage, State, instead_of, shown_name
 from surgeon.manifest.manifest import Manifest
 from surgeon.manifest.moves import recorded_tensors

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from surgeon.anatomy.running import cache_argument, cache_of
 from surgeon.blueprint.recipes import HEAD_BLOCK
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.weights import quantisation
 from surgeon.errors import BadInput, PromiseBroken
-from surgeon.families.running import cache_argument, cache_of
 from surgeon.models.load import attention_of, load_model, opened, running, torch_dtype
 
 PREFILL = "prefill"

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from surgeon.anatomy.running import cache_argument
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import PromiseBroken
-from surgeon.families.running import cache_argument
 from surgeon.models import lockstep
 from surgeon.models.compare import (
     CACHED_DECODE,

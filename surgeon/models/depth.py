@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from surgeon.anatomy.twin import stored_buffers
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common import devices
 from surgeon.common.formatting import show_layers
 from surgeon.common.library import first_line
 from surgeon.common.listener import Listener
 from surgeon.errors import BadInput, printable
-from surgeon.families.twin import stored_buffers
 from surgeon.models.layer_choice import LayersOut, Stack, collapsed, runs_above
 from surgeon.models.load import running
 from surgeon.models.stream import StreamedModel

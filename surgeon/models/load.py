@@ -15,16 +15,16 @@ from typing import Any
 
 import torch
 
+from surgeon.anatomy.anatomy import layer_of, places_of, without_a_place
+from surgeon.anatomy.compressed import cannot_be_loaded
+from surgeon.anatomy.names import made_of, stored_twice
+from surgeon.anatomy.skeleton import CAUSAL, IMAGE_TEXT, auto_of
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import FLOAT_DTYPES, check_dtype
 from surgeon.checkpoint.peft_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from surgeon.checkpoint.weights import COMPRESSED, QUANTISATION, quantisation
 from surgeon.common.library import LOAD_FAILURES, config_of, described, first_line, quiet_transformers, why_nan
 from surgeon.errors import BadInput, SurgeonError, printable
-from surgeon.families.anatomy import layer_of, places_of, without_a_place
-from surgeon.families.compressed import cannot_be_loaded
-from surgeon.families.names import made_of, stored_twice
-from surgeon.families.skeleton import CAUSAL, IMAGE_TEXT, auto_of
 from surgeon.grafts.bundle import import_bundle
 from surgeon.grafts.composition import composition_of
 from surgeon.models.view import PROCESSOR_FILES, TOKENIZER_FILES, view_of_model, view_of_tokenizer

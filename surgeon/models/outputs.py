@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from surgeon.anatomy.grafted_config import is_encoder
+from surgeon.anatomy.skeleton import BASE, encoder_auto, wordless_auto
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput, PromiseBroken
-from surgeon.families.grafted_config import is_encoder
-from surgeon.families.skeleton import BASE, encoder_auto, wordless_auto
 from surgeon.grafts.composition import ENCODER_AUTOS, composition_of
 from surgeon.models.compare import ROUNDING
 from surgeon.models.load import load_model, opened, running

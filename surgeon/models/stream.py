@@ -22,14 +22,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from surgeon.anatomy.dissect import dissect_folder
+from surgeon.anatomy.names import as_loaded, made_of
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.checkpoint.ranges import fill
 from surgeon.checkpoint.weights import quantisation
 from surgeon.common.library import first_line
 from surgeon.errors import BadInput, SurgeonError, printable
-from surgeon.families.dissect import dissect_folder
-from surgeon.families.names import as_loaded, made_of
 from surgeon.models import lockstep
 from surgeon.models.load import (
     HEAD,

@@ -14,12 +14,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
+from surgeon.anatomy.anatomy import Anatomy
+from surgeon.anatomy.family import Expert, Part
 from surgeon.blueprint.recipes import ExpertLayout
 from surgeon.checkpoint.peft_folder import ADAPTER_CONFIG, AdapterFolder, matched, numbers_of
 from surgeon.common.patterns import Matcher
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy
-from surgeon.families.family import Expert, Part
 from surgeon.operations.operation import Spec
 
 # From this release on PEFT reads a parameter of all experts as experts by outputs by inputs; before, the other way

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from surgeon.anatomy.anatomy import Anatomy
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft, LayerDraft
 from surgeon.errors import BadInput
-from surgeon.families.anatomy import Anatomy
 from surgeon.operations.mixtures import (
     Cost,
     ExpertNumber,

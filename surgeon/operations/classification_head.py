@@ -9,11 +9,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from surgeon.anatomy.heads import head_of, labelled
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.grafts import recipe_of
 from surgeon.errors import BadInput, printable
-from surgeon.families.heads import head_of, labelled
 from surgeon.operations.operation import Operation
 
 

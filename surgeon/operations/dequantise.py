@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any, ClassVar, Literal
 
+from surgeon.anatomy.compressed import OF_ACTIVATIONS, packs_of
+from surgeon.anatomy.quantised import is_scale, packed_of
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft, Outer
 from surgeon.blueprint.recipes import Copy, Dequantised, Recipe, Unpacked
 from surgeon.checkpoint.header import QUANTISED_DTYPES, TensorInfo
 from surgeon.checkpoint.weights import COMPRESSED, QUANTISATION, quantisation
 from surgeon.errors import BadInput, printable
-from surgeon.families.compressed import OF_ACTIVATIONS, packs_of
-from surgeon.families.quantised import is_scale, packed_of
 from surgeon.operations.operation import Operation, Paper, TrainingDefaults
 
 # What transformers makes of the numbers where config.json does not say, and what they are stored in.

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from surgeon.anatomy.anatomy import Anatomy
+from surgeon.anatomy.family import Part
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft, LayerDraft
 from surgeon.blueprint.recipes import Copy, Recipe, rows, side_by_side, whole
 from surgeon.errors import BadInput
-from surgeon.families.anatomy import Anatomy
-from surgeon.families.family import Part
 from surgeon.operations.mixtures import (
     EXPERT_NUMBER,
     Cost,

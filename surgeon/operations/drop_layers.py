@@ -13,6 +13,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from surgeon.anatomy.anatomy import Anatomy
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Constant, Recipe, Summed
@@ -21,7 +22,6 @@ from surgeon.checkpoint.header import DTYPE_BITS
 from surgeon.common.formatting import layers_have, show_layers
 from surgeon.common.schema import Many
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy
 from surgeon.models.layer_choice import By, LayersOut, Stack, collapsed, runs_above
 from surgeon.operations.operation import Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.prepare import Facts, OpenedBase, digest_of_file

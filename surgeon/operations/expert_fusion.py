@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from surgeon.anatomy.family import Part, Role
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import (
     IDENTITY,
@@ -23,7 +24,6 @@ from surgeon.blueprint.recipes import (
     one_expert,
     stacked_experts,
 )
-from surgeon.families.family import Part, Role
 
 
 def of_experts(suffix: str) -> str:

@@ -11,13 +11,13 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from surgeon.anatomy.family import Role
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.grafts import Graft
 from surgeon.blueprint.recipes import Constant, Recipe
 from surgeon.common.formatting import show_layers
 from surgeon.errors import BadInput
-from surgeon.families.family import Role
 from surgeon.operations.gated_adapters import GatedAdapters
 from surgeon.operations.operation import Operation, Paper, TrainingDefaults
 from surgeon.operations.widths import ROUNDING, check_alone, check_free, divisor_of, widen

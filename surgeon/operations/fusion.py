@@ -14,6 +14,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from surgeon.anatomy.anatomy import Anatomy, LayerKind
+from surgeon.anatomy.family import Part, Role, Slot, Space
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import (
     IDENTITY,
@@ -28,8 +30,6 @@ from surgeon.blueprint.recipes import (
     average,
 )
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy, LayerKind
-from surgeon.families.family import Part, Role, Slot, Space
 from surgeon.operations.expert_fusion import fuse_experts, is_of_experts, of_experts, router_of
 
 _ROWS, _COLUMNS = 0, 1

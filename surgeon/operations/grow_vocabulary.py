@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from surgeon.anatomy.family import LARGEST_SIZE
+from surgeon.anatomy.rows_of_ids import VOCABULARY_KEY
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import HEAD_BLOCK, extended
@@ -29,8 +31,6 @@ from surgeon.checkpoint.trimmed_vocabulary import OTHER_VOCABULARIES, ids_named
 from surgeon.common.json_results import plain_fields
 from surgeon.common.schema import Many
 from surgeon.errors import BadInput, printable
-from surgeon.families.family import LARGEST_SIZE
-from surgeon.families.rows_of_ids import VOCABULARY_KEY
 from surgeon.operations.operation import Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.prepare import Facts, OpenedBase, Scale
 

@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from surgeon.anatomy.anatomy import Anatomy, LayerKind
+from surgeon.anatomy.decoders import USUAL_DECODERS
+from surgeon.anatomy.family import Part, Role, Sizes, inner_width
+from surgeon.anatomy.growth import part_of
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Constant, Copy, Joined, Recipe, side_by_side, sliced_along
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy, LayerKind
-from surgeon.families.decoders import USUAL_DECODERS
-from surgeon.families.family import Part, Role, Sizes, inner_width
-from surgeon.families.growth import part_of
 
 # Of experts: 16 bytes of bfloat16.
 _OF_EXPERTS = 8

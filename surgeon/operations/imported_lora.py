@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
+from surgeon.anatomy.anatomy import layer_of
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Imported, Recipe
 from surgeon.checkpoint.damages import unwrapped
@@ -17,7 +18,6 @@ from surgeon.checkpoint.peft_folder import Adapter, AdapterFolder, AdapterTensor
 from surgeon.common.json_results import plain_fields
 from surgeon.common.schema import Many
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import layer_of
 from surgeon.operations.operation import OneOf, Spec
 from surgeon.operations.prepare import Facts
 from surgeon.runtime.experts_rules import slot_name

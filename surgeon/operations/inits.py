@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, Union
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from surgeon.anatomy.anatomy import Anatomy
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Constant, Predicted, Random, Recipe, Shuffled, TextSupport, average
 from surgeon.common.formatting import show_layers
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy
 from surgeon.operations.fusion import Flow, Heads, Order, Unaligned, fuse_layers, ways
 from surgeon.operations.operation import Origin, Paper, Spec
 

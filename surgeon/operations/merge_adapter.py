@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
+from surgeon.anatomy.rows_of_ids import VOCABULARY_KEY
+from surgeon.anatomy.vocabulary import further_rows
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Adapted, Product, Recipe, Rounding, Step, Trained, one_expert, stacked_experts
@@ -24,8 +26,6 @@ from surgeon.checkpoint.strict_json import json_object, parse_json_strict
 from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, TokenizerJson
 from surgeon.checkpoint.trust import leads_to_code
 from surgeon.errors import BadInput, printable
-from surgeon.families.rows_of_ids import VOCABULARY_KEY
-from surgeon.families.vocabulary import further_rows
 from surgeon.models.templates import template_of
 from surgeon.operations.adapter_changes import Sorted, deltas, sets_whole
 from surgeon.operations.adapter_places import Model, Place, Settings, settings_of

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from pydantic import Field
 
+from surgeon.anatomy.anatomy import Anatomy
+from surgeon.anatomy.family import Part
+from surgeon.anatomy.growth import part_of
 from surgeon.blueprint.draft import Draft, LayerDraft
 from surgeon.blueprint.recipes import Below, Constant, Copy, Recipe, rows, side_by_side, sliced_along, whole
 from surgeon.common.schema import Many
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy
-from surgeon.families.family import Part
-from surgeon.families.growth import part_of
 from surgeon.operations.operation import Spec
 from surgeon.operations.prepare import OpenedBase, digest_of_file
 

@@ -15,12 +15,12 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from surgeon.anatomy.family import LARGEST_SIZE, Role
+from surgeon.anatomy.rows_of_ids import VOCABULARY_KEY
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft, LayerDraft
 from surgeon.blueprint.recipes import HEAD_BLOCK, Constant, Copy, Recipe, extended, side_by_side, sliced_along
 from surgeon.errors import BadInput
-from surgeon.families.family import LARGEST_SIZE, Role
-from surgeon.families.rows_of_ids import VOCABULARY_KEY
 from surgeon.operations.grow_vocabulary import bound_of_rows, claim_of_rows
 from surgeon.operations.growing import inner_widths, lengthen, norms_of_all_heads, shown_growth, wider_ffns, wider_heads
 from surgeon.operations.operation import NEURONS, Operation, Paper, TrainingDefaults

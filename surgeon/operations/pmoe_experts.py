@@ -15,13 +15,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from surgeon.anatomy.anatomy import within
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.grafts import Graft, recipes_of
 from surgeon.blueprint.recipes import Recipe
 from surgeon.common.formatting import show
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import within
 from surgeon.grafts.composition import ATTENTION
 from surgeon.grafts.experts import column_births, slot_births
 from surgeon.operations.imported_lora import (

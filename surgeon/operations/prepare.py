@@ -16,6 +16,7 @@ from typing import ClassVar, Self
 
 from pydantic import ConfigDict
 
+from surgeon.anatomy.anatomy import Anatomy
 from surgeon.blueprint.blueprint import Blueprint
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.hub import locate, locate_adapter, remote_folder
@@ -28,7 +29,6 @@ from surgeon.common.listener import Listener, Quiet
 from surgeon.common.places import meant
 from surgeon.common.schema import Bounded
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy
 
 
 @dataclass(frozen=True)

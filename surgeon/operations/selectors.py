@@ -13,9 +13,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field
 
+from surgeon.anatomy.kinds import period_of
 from surgeon.common.formatting import show
 from surgeon.errors import BadInput, printable
-from surgeon.families.kinds import period_of
 from surgeon.operations.operation import Spec
 
 Position = Literal["all", "top_half", "bottom_half", "middle", "top_and_bottom"]

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from surgeon.anatomy.family import Part, Role
+from surgeon.anatomy.sparse.dense import Mixture, Take
+from surgeon.anatomy.sparse.target import Made
 from surgeon.blueprint.draft import Draft
 from surgeon.common.formatting import show
 from surgeon.errors import BadInput, printable
-from surgeon.families.family import Part, Role
-from surgeon.families.sparse.dense import Mixture, Take
-from surgeon.families.sparse.target import Made
 from surgeon.grafts.composition import ATTENTION, FFN
 from surgeon.operations.growing import IN_SHARED
 from surgeon.operations.selectors import LayerSelector, select_layers

@@ -16,12 +16,12 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from surgeon.anatomy.family import MOST_LAYERS
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft, LayerDraft
 from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.common.formatting import layers_have, show
 from surgeon.errors import BadInput, printable
-from surgeon.families.family import MOST_LAYERS
 from surgeon.operations.drop_layers import check_grafts
 from surgeon.operations.insert_layers import InsertLayers
 from surgeon.operations.operation import Operation, Paper, TrainingDefaults

@@ -13,6 +13,9 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from surgeon.anatomy.rows_of_ids import VOCABULARY_KEY
+from surgeon.anatomy.skeleton import wordless_auto
+from surgeon.anatomy.vocabulary import further_rows
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft, Outer
 from surgeon.blueprint.recipes import HEAD_BLOCK, Copy, kept_rows
@@ -21,9 +24,6 @@ from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE
 from surgeon.checkpoint.trimmed_vocabulary import from_bits, to_bits
 from surgeon.common.json_results import plain_fields
 from surgeon.errors import BadInput, printable
-from surgeon.families.rows_of_ids import VOCABULARY_KEY
-from surgeon.families.skeleton import wordless_auto
-from surgeon.families.vocabulary import further_rows
 from surgeon.operations.grow_vocabulary import Paths, TextCounts, lines_of, paths_of
 from surgeon.operations.operation import Operation, Paper, TrainingDefaults
 from surgeon.operations.prepare import Facts, OpenedBase, Scale

@@ -13,11 +13,11 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from surgeon.anatomy.family import LARGEST_SIZE
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Random, Recipe
 from surgeon.errors import BadInput
-from surgeon.families.family import LARGEST_SIZE
 from surgeon.grafts.adapters import VARIANCES
 from surgeon.operations.growing import New, inner_widths, lengthen, shown_growth, wider_ffns
 from surgeon.operations.operation import NEURONS, OneOf, Operation, Paper, TrainingDefaults

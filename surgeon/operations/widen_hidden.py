@@ -13,15 +13,15 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from surgeon.anatomy.anatomy import Anatomy
+from surgeon.anatomy.decoders import USUAL_DECODERS
+from surgeon.anatomy.family import LARGEST_SIZE, Axes, Axis, Part, Role, Stream
+from surgeon.anatomy.growth import part_of
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Constant, Copy, Joined, Recipe, side_by_side, sliced_along
 from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy
-from surgeon.families.decoders import USUAL_DECODERS
-from surgeon.families.family import LARGEST_SIZE, Axes, Axis, Part, Role, Stream
-from surgeon.families.growth import part_of
 from surgeon.operations.operation import Operation, Paper, TrainingDefaults
 from surgeon.operations.widths import ROUNDING, check_alone
 

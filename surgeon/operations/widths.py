@@ -11,11 +11,11 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
+from surgeon.anatomy.family import Part, Role
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Constant, Copy, Joined, Random, Recipe, side_by_side, sliced
 from surgeon.common.formatting import show_layers
 from surgeon.errors import BadInput, printable
-from surgeon.families.family import Part, Role
 
 # K-quants pack so many numbers together; no kernel needs more.
 MOST_DIVIDED = 256

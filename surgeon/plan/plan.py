@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
+from surgeon.anatomy.anatomy import Anatomy
 from surgeon.blueprint.blueprint import Blueprint
 from surgeon.blueprint.draft import Draft
 from surgeon.checkpoint.own_code import builds_models, has_own_code
@@ -20,7 +21,6 @@ from surgeon.common.formatting import listed
 from surgeon.common.schema import Bounded
 from surgeon.common.yaml import Place, override, parse_yaml, read_text, written_yaml
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy
 from surgeon.operations import OPERATIONS, AnyOperation
 from surgeon.operations.classification_head import ClassificationHead
 from surgeon.operations.operation import Operation, Spec

@@ -12,10 +12,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from surgeon.apply.job import Job, Twin, index_of
-from surgeon.apply.linked_shards import Moved
-from surgeon.apply.readback import ReadBack
-from surgeon.apply.write import check_output, execute
+from surgeon.anatomy.dissect import dissect
 from surgeon.blueprint.blueprint import Output
 from surgeon.blueprint.recipes import Copy
 from surgeon.blueprint.shards import Shard
@@ -31,14 +28,17 @@ from surgeon.common.formatting import at_revision, size
 from surgeon.common.json_results import plain_fields, same_json
 from surgeon.common.listener import Listener, Quiet, Stopwatch
 from surgeon.errors import BadInput, printable
-from surgeon.families.dissect import dissect
 from surgeon.manifest.compose import surgeries_of
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, StoredTensor
 from surgeon.manifest.moves import kept_as_they_are, made_of_base
 from surgeon.manifest.run_files import ADAPTER_WEIGHTS_FILE, name_of_kept
 from surgeon.rework.make_delta import Delta
-from surgeon.verify.claims import manifest_differences
-from surgeon.verify.static import Drawn
+from surgeon.verification.claims import manifest_differences
+from surgeon.verification.static import Drawn
+from surgeon.writing.job import Job, Twin, index_of
+from surgeon.writing.linked_shards import Moved
+from surgeon.writing.readback import ReadBack
+from surgeon.writing.write import check_output, execute
 
 # The name of the delta among the sources of the job, whose first is the base.
 _DELTA = "delta"

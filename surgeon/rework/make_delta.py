@@ -20,9 +20,6 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from surgeon._version import __version__
-from surgeon.apply.job import Job, copied, in_order, places_in, twins_in
-from surgeon.apply.readback import ReadBack
-from surgeon.apply.write import check_output, execute
 from surgeon.blueprint.shards import Shard
 from surgeon.checkpoint.card_metadata import Metadata, metadata_of
 from surgeon.checkpoint.folder import (
@@ -53,6 +50,9 @@ from surgeon.manifest.reading import checked, manifest_of, parse
 from surgeon.manifest.run_files import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, KEPT_FOLDER, kept_name
 from surgeon.models.templates import TEMPLATE_FILE
 from surgeon.rework.side_files import Beside, other_than_trained
+from surgeon.writing.job import Job, copied, in_order, places_in, twins_in
+from surgeon.writing.readback import ReadBack
+from surgeon.writing.write import check_output, execute
 
 # What the output's own files are called in a delta, whose README.md is its own; nothing there may read as an adapter.
 _CALLED = {CARD_FILE: "README.output.md", ADAPTER_CONFIG_FILE: "adapter_config.output.json"}

@@ -10,14 +10,14 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 
-from surgeon.apply.apply import Applied, applied_view, apply
 from surgeon.checkpoint.peft_folder import ADAPTER_CONFIG, AdapterFolder
 from surgeon.common.json_results import plain_fields
 from surgeon.common.listener import Listener
 from surgeon.errors import BadInput, printable
 from surgeon.plan.plan import LoadedPlan, parse_plan
-from surgeon.verify.verification import Verification, verification_view
-from surgeon.verify.verify import verify
+from surgeon.verification.verification import Verification, verification_view
+from surgeon.verification.verify import verify
+from surgeon.writing.apply import Applied, applied_view, apply
 
 
 @dataclass(frozen=True)

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from surgeon.apply.job import copied
+from surgeon.anatomy.dissect import dissect_folder
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common.json_results import plain_fields
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.work_folders import write_durably
 from surgeon.errors import BadInput, PromiseBroken, printable
-from surgeon.families.dissect import dissect_folder
 from surgeon.grafts.bundle import CODE_FILE, bundle
 from surgeon.grafts.composition import composition_of
 from surgeon.manifest.manifest import MANIFEST_FILE
 from surgeon.manifest.reading import manifest_of
-from surgeon.verify.own_manifest import check_own_manifest
+from surgeon.verification.own_manifest import check_own_manifest
+from surgeon.writing.job import copied
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def refresh(out: str | Path, *, listener: Listener | None = None) -> Refreshed:
 
 def _check_fits(folder: CheckpointFolder) -> None:
     """Raise BadInput where the shipped code asks for other tensors than the folder holds."""
-    from surgeon.apply.preflight import check_skeleton
+    from surgeon.writing.preflight import check_skeleton
 
     check_skeleton(folder.config, [copied(name, info) for name, info in folder.tensors.items()])
 

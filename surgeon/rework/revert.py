@@ -11,10 +11,6 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from surgeon.apply.job import Job, manifest_and_card, model_files, places_in, twins_in
-from surgeon.apply.linked_shards import Moved as HowMoved
-from surgeon.apply.readback import ReadBack
-from surgeon.apply.write import check_output, execute
 from surgeon.blueprint.blueprint import Output
 from surgeon.blueprint.recipes import Copy
 from surgeon.blueprint.shards import lay_out
@@ -33,6 +29,10 @@ from surgeon.manifest.lineage import Lineage, State, instead_of, shown_name
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest
 from surgeon.manifest.reading import manifest_of
 from surgeon.manifest.run_files import kept_tensors, with_kept
+from surgeon.writing.job import Job, manifest_and_card, model_files, places_in, twins_in
+from surgeon.writing.linked_shards import Moved as HowMoved
+from surgeon.writing.readback import ReadBack
+from surgeon.writing.write import check_output, execute
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from surgeon.apply.job import in_order
 from surgeon.blueprint.blueprint import Output
 from surgeon.blueprint.recipes import Copy
 from surgeon.blueprint.shards import Shard
@@ -30,6 +29,7 @@ from surgeon.manifest.run_files import (
     kept_tensors,
     name_of_kept,
 )
+from surgeon.writing.job import in_order
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from surgeon.apply.job import Job, copied, places_in
-from surgeon.apply.write import check_output, execute
+from surgeon.anatomy.anatomy import Anatomy
+from surgeon.anatomy.dissect import dissect_folder
+from surgeon.anatomy.grafted_config import is_grafted
 from surgeon.blueprint.grafts import grafts_of
 from surgeon.blueprint.shards import Shard
 from surgeon.checkpoint.folder import CheckpointFolder
@@ -28,13 +29,12 @@ from surgeon.common.formatting import at_revision, show, size
 from surgeon.common.json_results import plain_fields
 from surgeon.common.listener import Listener, Quiet, Stopwatch
 from surgeon.errors import BadInput, printable
-from surgeon.families.anatomy import Anatomy
-from surgeon.families.dissect import dissect_folder
-from surgeon.families.grafted_config import is_grafted
 from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest
 from surgeon.manifest.reading import manifest_of
 from surgeon.operations import OPERATIONS
+from surgeon.writing.job import Job, copied, places_in
+from surgeon.writing.write import check_output, execute
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from surgeon.anatomy.dissect import dissect_folder
 from surgeon.checkpoint.card_metadata import NOTHING_KNOWN, Metadata, check_license, metadata_of, read_metadata
 from surgeon.checkpoint.folder import CARD_FILE, CONFIG_FILE, MAX_CARD_BYTES, RECORD_FILE, CheckpointFolder
 from surgeon.checkpoint.hub import locate
@@ -27,18 +28,17 @@ from surgeon.common.listener import Listener, Quiet
 from surgeon.common.tables import FittedTable
 from surgeon.common.work_folders import working_in, write_durably
 from surgeon.errors import BadInput, printable
-from surgeon.families.dissect import dissect_folder
 from surgeon.manifest.card import HUB_ID, card
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest
 from surgeon.manifest.reading import manifest_of
 from surgeon.manifest.run_files import files_beside
 from surgeon.rework.make_delta import make_delta_of
 from surgeon.share.parcel import Upload, pack, pack_delta
-from surgeon.verify.check import Check
-from surgeon.verify.claims import check_beside
-from surgeon.verify.own_manifest import check_own_manifest
-from surgeon.verify.verification import Verification, verdict
-from surgeon.verify.verify import verify
+from surgeon.verification.check import Check
+from surgeon.verification.claims import check_beside
+from surgeon.verification.own_manifest import check_own_manifest
+from surgeon.verification.verification import Verification, verdict
+from surgeon.verification.verify import verify
 
 # Says of the folder beside OUT, in which a delta is made to be pushed, that a push made it.
 _MARKER = "push"

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from surgeon.anatomy.dissect import dissect
 from surgeon.blueprint.blueprint import Blueprint
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Constant, Copy
 from surgeon.blueprint.shards import lay_out
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
-from surgeon.families.dissect import dissect
 from surgeon.plan.plan import draw, parse_plan
 from tests import tiny
 

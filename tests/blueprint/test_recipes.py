@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from surgeon.anatomy.compressed import Code
 from surgeon.blueprint import recipes as known
 from surgeon.blueprint.recipes import (
     Adapted,
@@ -59,7 +60,6 @@ from surgeon.blueprint.recipes import (
     stacked_experts,
 )
 from surgeon.checkpoint.header import TensorInfo
-from surgeon.families.compressed import Code
 from tests.blueprint.table import BASE, ELSEWHERE, NAMES, WHOLE, ZEROS, Mixing, Table, base, pieces_by_run
 
 A, B, C = (BASE[name].double() for name in "abc")

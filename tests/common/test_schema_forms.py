@@ -10,16 +10,16 @@ from pydantic import BaseModel
 
 from surgeon.common.checked_yaml import check_yaml
 from surgeon.common.schema import Forms
-from surgeon.compare.config.schema import Study
-from surgeon.continual.config.schema import TasksConfig
 from surgeon.errors import BadInput, Mistakes
-from surgeon.evaluate.open_texts import DataConfig
+from surgeon.lab.courses.config.schema import TasksConfig
+from surgeon.lab.evaluation.open_texts import DataConfig
+from surgeon.lab.studies.config.schema import Study
 from surgeon.operations import OPERATIONS
 from surgeon.operations.operation import Operation
 from surgeon.plan.plan import Plan, parse_plan
 from surgeon.plan.sweep import Sweep
-from surgeon.train.config.loading import HABITS
-from surgeon.train.config.schema import TrainConfig
+from surgeon.training.config.loading import HABITS
+from surgeon.training.config.schema import TrainConfig
 
 FILES: list[type[BaseModel]] = [Plan, Sweep, TrainConfig, TasksConfig, Study, DataConfig]
 # Of no type that a key may have.

@@ -10,16 +10,16 @@ import pytest
 from rich.console import Console, RenderableType
 
 import surgeon
-from surgeon.apply.preview_view import preview_view
 from surgeon.common.json_results import by_number
 from surgeon.common.tables import FittedTable
 from surgeon.data.scores import Ratio
-from surgeon.evaluate.evaluate import evaluation_view
-from surgeon.evaluate.results import Evaluation, ModelScores, SourceScores
+from surgeon.lab.evaluation.evaluate import evaluation_view
+from surgeon.lab.evaluation.results import Evaluation, ModelScores, SourceScores
 from surgeon.models.compare import LogitComparison
-from surgeon.verify.check import Check
-from surgeon.verify.diff import difference_view
-from surgeon.verify.verification import Verification, verification_view
+from surgeon.verification.check import Check
+from surgeon.verification.diff import difference_view
+from surgeon.verification.verification import Verification, verification_view
+from surgeon.writing.preview_view import preview_view
 from tests import tiny
 from tests.test_api import check_json
 

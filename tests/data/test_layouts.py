@@ -16,7 +16,7 @@ from surgeon.data.layouts import columns_of, document_of
 from surgeon.data.specs import RowsSpec
 from surgeon.errors import BadInput
 from surgeon.models.templates import MARKS, TEMPLATES, TemplateName, unknown_marks
-from tests.train.texts import add_tokenizer, opened_texts
+from tests.training.texts import add_tokenizer, opened_texts
 
 ASKED, ANSWERED = Message("user", "w1 w2"), Message("assistant", "w3")
 SYSTEM = Message("system", "w9")

@@ -26,7 +26,7 @@ from surgeon.data.sources import saved_table
 from surgeon.data.specs import RowsSpec
 from surgeon.errors import BadInput
 from surgeon.models.tokens import documents_of
-from tests.train.texts import opened_texts
+from tests.training.texts import opened_texts
 
 TEXTS = [f"text {number} – ж" for number in range(5)]
 

@@ -25,7 +25,7 @@ from surgeon.data.packing import (
 )
 from surgeon.errors import BadInput
 from tests import tiny
-from tests.train.texts import CHAT_TEMPLATE, add_tokenizer, corpus, json_lines, opened_texts, text
+from tests.training.texts import CHAT_TEMPLATE, add_tokenizer, corpus, json_lines, opened_texts, text
 
 
 @pytest.fixture

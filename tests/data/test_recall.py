@@ -24,8 +24,8 @@ from surgeon.errors import BadInput
 from surgeon.models.load import load_model
 from tests import tiny
 from tests.test_api import check_json
-from tests.train.test_train import config, digests
-from tests.train.texts import CHAT_TEMPLATE, WORDS, add_tokenizer, corpus, opened_texts
+from tests.training.test_train import config, digests
+from tests.training.texts import CHAT_TEMPLATE, WORDS, add_tokenizer, corpus, opened_texts
 
 SMALL: dict[str, Any] = {"tokens": 200, "length": 16, "batch": 6, "device": "cpu"}
 

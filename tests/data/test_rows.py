@@ -18,8 +18,8 @@ from surgeon.data.rows import Rows
 from surgeon.data.sources import check_source
 from surgeon.data.specs import RowsSpec, TextSpec
 from surgeon.errors import BadInput
-from tests.train.test_train import base_of, config
-from tests.train.texts import json_lines, opened_texts, text
+from tests.training.test_train import base_of, config
+from tests.training.texts import json_lines, opened_texts, text
 
 GOOD = json.dumps({"text": "w1"})
 

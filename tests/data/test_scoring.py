@@ -18,7 +18,7 @@ from surgeon.data.scores import Scores, difference, ratio
 from surgeon.data.scoring import score_sequences
 from surgeon.models.load import load_model
 from tests import tiny
-from tests.train.texts import add_tokenizer, corpus, opened_texts
+from tests.training.texts import add_tokenizer, corpus, opened_texts
 
 
 def drawn(units: int, seed: int) -> tuple[np.ndarray, np.ndarray]:

@@ -18,10 +18,10 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.data.chats import Chat, Message
 from surgeon.data.sources import OpenedSource, open_source
 from surgeon.errors import BadInput
-from surgeon.train.config.loading import load_config
+from surgeon.training.config.loading import load_config
 from tests.checkpoint.stand_in_hub import COMMIT, Hub, serve
-from tests.train.test_train import base_of, config, digests
-from tests.train.texts import text
+from tests.training.test_train import base_of, config, digests
+from tests.training.texts import text
 from tests.warm import warm
 
 datasets = pytest.importorskip("datasets")
@@ -241,7 +241,7 @@ def test_the_hubs_datasets(tmp_path: Path) -> None:
 CUT_OFF = """
 import os
 from surgeon import cli
-from surgeon.train import session
+from surgeon.training import session
 session._publish = lambda *_, **__: os._exit(9)
 cli.main()
 """

@@ -22,13 +22,13 @@ from safetensors.torch import load_file, save_file
 from transformers.utils import is_torchvision_available
 
 import surgeon
-from surgeon.apply import small_run
+from surgeon.anatomy.skeleton import CAUSAL, IMAGE_TEXT
 from surgeon.errors import BadInput
-from surgeon.families.skeleton import CAUSAL, IMAGE_TEXT
 from surgeon.models.compare import CACHED_DECODE, CACHED_DECODE_IMAGE, PREFILL, PREFILL_IMAGE, compare_with_image
 from surgeon.models.load import load_model
 from surgeon.models.tokenizer import open_processor
-from surgeon.verify.verification import Verification
+from surgeon.verification.verification import Verification
+from surgeon.writing import small_run
 from tests.checkpoints import add_letters, same_bytes, weights
 from tests.decoders import tiny_decoder
 from tests.elsewhere import WITHOUT_SURGEON
@@ -36,7 +36,7 @@ from tests.pictures import add_processor
 from tests.quantised import quantised
 from tests.runtime.grafting import perturbed
 from tests.runtime.test_born import left_padded, prefill_and_decode
-from tests.train.texts import corpus
+from tests.training.texts import corpus
 from tests.warm import warm
 
 # Model types by auto class, and changes to their tiny configs.

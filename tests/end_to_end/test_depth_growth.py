@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import surgeon
-from surgeon.families.decoders import USUAL_DECODERS
+from surgeon.anatomy.decoders import USUAL_DECODERS
 from tests import tiny
 from tests.checkpoints import attaches_grafts, weights
 from tests.elsewhere import load_elsewhere

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 import surgeon
-from surgeon.families.skeleton import BASE
+from surgeon.anatomy.skeleton import BASE
 from surgeon.models.outputs import auto_class
 from tests.checkpoints import weights
 from tests.decoders import tiny_decoder

@@ -10,7 +10,7 @@ import pytest
 import surgeon
 from tests.checkpoint.stand_in_hub import COMMIT, Hub, files_of, serve
 from tests.commands import run_surgeon
-from tests.train.texts import add_tokenizer, corpus
+from tests.training.texts import add_tokenizer, corpus
 
 
 def test_preview_apply_and_offline(base: Path, tmp_path: Path) -> None:

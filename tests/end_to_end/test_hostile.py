@@ -19,11 +19,11 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import surgeon
-from surgeon.apply.finiteness import FiniteCheck
 from surgeon.cli import app
 from surgeon.common.names import check_new_name
 from surgeon.errors import BadInput
 from surgeon.models.tokens import token_batches
+from surgeon.writing.finiteness import FiniteCheck
 from tests import tiny
 from tests.models.test_tokens import byte_tokenizer
 
@@ -269,7 +269,7 @@ def test_nan_in_a_copied_weight_is_said(read_back: str, made: Path, tmp_path: Pa
 
 
 # Rooms that meet files which anybody may have written.
-ROOMS = ("checkpoint", "families", "data", "plan", "train/config", "models/tokens.py", "common/yaml.py")
+ROOMS = ("checkpoint", "anatomy", "data", "plan", "training/config", "models/tokens.py", "common/yaml.py")
 
 
 def refusals() -> Iterator[tuple[str, str]]:

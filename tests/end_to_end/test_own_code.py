@@ -13,17 +13,17 @@ import torch
 import yaml
 
 import surgeon
+from surgeon.anatomy.dissect import dissect_folder
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.trust import check_written
 from surgeon.errors import BadInput
-from surgeon.families.dissect import dissect_folder
 from surgeon.models.load import load_model
 from tests import tiny
 from tests.checkpoints import add_letters
 from tests.elsewhere import WITHOUT_SURGEON
 from tests.end_to_end.test_any_decoder import TRAINING
 from tests.own_code import AUTO_MAP, pebble
-from tests.train.texts import corpus
+from tests.training.texts import corpus
 from tests.warm import warm
 
 INSERT = "surgeon: 1\noperations:\n  - {op: insert_layers, where: {every: 1}, init: {kind: copy}}\n"

@@ -14,10 +14,10 @@ import torch
 from typer.testing import CliRunner
 
 from surgeon._version import __version__
+from surgeon.anatomy.skeleton import build
 from surgeon.cli import app
-from surgeon.families.skeleton import build
 from surgeon.models.compare import LogitComparison
-from surgeon.verify.verification import Verification
+from surgeon.verification.verification import Verification
 from tests.checkpoints import INDEX, edit_config, edit_tensor
 from tests.commands import refused
 

@@ -29,7 +29,7 @@ from surgeon.models.load import find_processor, find_tokenizer, load_model
 from surgeon.models.view import view_of_model
 from tests import tiny
 from tests.models.test_tokens import byte_tokenizer
-from tests.train.texts import add_tokenizer, corpus
+from tests.training.texts import add_tokenizer, corpus
 
 GROWN: list[dict[str, Any]] = [
     {"op": "control_llm", "layers": [1]},

@@ -46,7 +46,7 @@ def main() -> int:
     import torch  # noqa: F401
 
     import surgeon.share.push
-    import surgeon.train.session  # noqa: F401
+    import surgeon.training.session  # noqa: F401
 
     wrong: list[str] = []
     with tempfile.TemporaryDirectory() as folder:

@@ -62,7 +62,7 @@ COMMANDS = (
 def inputs(folder: Path) -> Path:
     """What the commands work on, made once: nothing in it is written to again."""
     from tests import tiny
-    from tests.train.texts import add_tokenizer, corpus
+    from tests.training.texts import add_tokenizer, corpus
 
     base = add_tokenizer(tiny.checkpoint(folder / "base", "llama", num_hidden_layers=8))
     plans = {"deeper": "llama-pro", "slots": "pmoe", "branched": "control-llm", "gated": "domain-gate"}

@@ -23,7 +23,7 @@ from surgeon.errors import SurgeonError
 
 DISK = {"killed": 0, "no space": errno.ENOSPC, "input/output error": errno.EIO}
 _CALLS = ("fsync", "ftruncate", "truncate", "rename", "replace", "mkdir", "unlink", "rmdir", "chmod")
-_LIBRARIES = (("safetensors.torch", "save_file"), ("torch", "save"), ("surgeon.train.publishing", "save_file"))
+_LIBRARIES = (("safetensors.torch", "save_file"), ("torch", "save"), ("surgeon.training.publishing", "save_file"))
 # Seconds after which a run that hangs is ended, by a signal that no trial expects.
 _PATIENCE = 300
 

@@ -20,7 +20,7 @@ from surgeon.checkpoint.staging import Staging
 from surgeon.cli import app
 from surgeon.common.listener import Quiet
 from surgeon.errors import BadInput, PromiseBroken
-from surgeon.train import gate_fitting
+from surgeon.training import gate_fitting
 from tests.injection.command import Command
 from tests.injection.commands import COMMANDS, inputs
 from tests.injection.trials import at_random, injected, killed_at
@@ -119,7 +119,7 @@ def test_no_room(name: str, made: Path, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_no_room_for_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from surgeon.demo import demo
+    from surgeon.lab.demonstration import demo
 
     monkeypatch.setattr(demo, "documentation", list)
     monkeypatch.setattr(demo, "make_base", lambda folder, *_, **__: (folder / "model").write_bytes(bytes(20_000)))
@@ -235,7 +235,7 @@ def test_out_on_another_file_system_than_its_staging(
 
 def test_two_at_once_onto_one_run(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second is refused while the first works, and leaves its folder alone: also where it came when none was."""
-    from surgeon.train import session
+    from surgeon.training import session
 
     given = (made / "deeper", made / "train.yaml", tmp_path / "out")
     train, exists, refused = session._train, Path.exists, []

@@ -18,7 +18,7 @@ from surgeon.errors import BadInput
 from surgeon.manifest.manifest import Manifest, NewTensor
 from surgeon.manifest.moves import boxes_of, has_other_names, left_at, made_of_base
 from surgeon.manifest.reading import manifest_of, parse
-from surgeon.verify.static import Drawn
+from surgeon.verification.static import Drawn
 from tests import tiny
 from tests.decoders import tiny_decoder
 from tests.manifest.edits import resealed

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from surgeon.anatomy.twin import stored_buffers
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput, PromiseBroken
-from surgeon.families.twin import stored_buffers
 from surgeon.models import compare_streamed as compare_streamed_module
 from surgeon.models import stored_matrix
 from surgeon.models.compare_streamed import StreamedComparison, compare_streamed

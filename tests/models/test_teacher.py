@@ -18,7 +18,7 @@ from surgeon.manifest.within import Within, base_within
 from surgeon.models.load import load_model
 from surgeon.models.teacher import BaseWithin
 from surgeon.operations import OPERATIONS
-from surgeon.train.trainable.trainable_set import unfreeze
+from surgeon.training.trainable.trainable_set import unfreeze
 from tests import tiny
 from tests.decoders import tiny_decoder
 

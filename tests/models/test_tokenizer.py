@@ -16,7 +16,7 @@ from surgeon.data.chats import Chat, Message
 from surgeon.data.encoding import Encoder
 from surgeon.errors import BadInput
 from surgeon.models.tokenizer import open_tokenizer
-from tests.train.texts import CHAT_TEMPLATE, add_tokenizer
+from tests.training.texts import CHAT_TEMPLATE, add_tokenizer
 
 CHAT = Chat((Message("user", "w1 w2"), Message("assistant", "w3")))
 

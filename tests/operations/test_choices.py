@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from surgeon.families.decoders import USUAL_DECODERS, USUAL_ENCODERS
+from surgeon.anatomy.decoders import USUAL_DECODERS, USUAL_ENCODERS
 from surgeon.grafts import adapters, control, gate, states
 from surgeon.grafts.registry import INTERPOLATORS
 from surgeon.operations.inits import INITS

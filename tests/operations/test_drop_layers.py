@@ -15,10 +15,10 @@ import transformers
 from typer.testing import CliRunner
 
 import surgeon
+from surgeon.anatomy.skeleton import CAUSAL
 from surgeon.cli import app
 from surgeon.common.listener import Listener, Quiet
 from surgeon.errors import BadInput
-from surgeon.families.skeleton import CAUSAL
 from surgeon.models.layer_choice import collapsed
 from tests import tiny, vocabularies
 from tests.checkpoints import add_letters, weights

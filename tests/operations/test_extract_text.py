@@ -12,8 +12,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import surgeon
+from surgeon.anatomy.skeleton import CAUSAL, IMAGE_TEXT
 from surgeon.errors import BadInput
-from surgeon.families.skeleton import CAUSAL, IMAGE_TEXT
 from tests import tiny
 from tests.checkpoints import add_letters, edit_config, same_bytes, weights, write_plan
 from tests.decoders import tiny_decoder

@@ -22,15 +22,15 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import surgeon
-from surgeon.apply.compute import Evaluator
+from surgeon.anatomy.decoders import USUAL_DECODERS
+from surgeon.anatomy.skeleton import CAUSAL, IMAGE_TEXT
 from surgeon.blueprint.blueprint import Output
 from surgeon.blueprint.recipes import recipe
 from surgeon.cli import app
 from surgeon.errors import BadInput, PromiseBroken
-from surgeon.families.decoders import USUAL_DECODERS
-from surgeon.families.skeleton import CAUSAL, IMAGE_TEXT
 from surgeon.models.compare import Tally
-from surgeon.verify.verification import verification_view
+from surgeon.verification.verification import verification_view
+from surgeon.writing.compute import Evaluator
 from tests import tiny, vocabularies
 from tests.checkpoints import add_letters, weights
 from tests.decoders import tiny_decoder

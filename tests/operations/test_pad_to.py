@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import surgeon
+from surgeon.anatomy.skeleton import CAUSAL
 from surgeon.errors import BadInput
-from surgeon.families.skeleton import CAUSAL
 from surgeon.operations import pad_to
 from tests import tiny, vocabularies
 from tests.checkpoints import add_letters, weights, write_plan

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from surgeon.anatomy.format_depth import other_scale
+from surgeon.anatomy.kinds import broken_pattern, period_of
 from surgeon.common.formatting import show
 from surgeon.errors import BadInput
-from surgeon.families.format_depth import other_scale
-from surgeon.families.kinds import broken_pattern, period_of
 from surgeon.operations.selectors import (
     After,
     Every,

@@ -20,10 +20,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 import surgeon
+from surgeon.anatomy.skeleton import CAUSAL, IMAGE_TEXT
 from surgeon.checkpoint.tokenizer_files import TokenizerJson
 from surgeon.checkpoint.trimmed_vocabulary import Closure, from_bits, to_bits, trimmed_files
 from surgeon.errors import BadInput
-from surgeon.families.skeleton import CAUSAL, IMAGE_TEXT
 from surgeon.models.tokenizer import open_tokenizer
 from surgeon.models.vocabulary.growing import Old, check_ids
 from surgeon.runtime.graft import cache_in

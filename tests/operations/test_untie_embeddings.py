@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import linear
 
 import surgeon
+from surgeon.anatomy.skeleton import CAUSAL, IMAGE_TEXT
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Constant, Recipe
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.errors import BadInput
-from surgeon.families.skeleton import CAUSAL, IMAGE_TEXT
 from surgeon.manifest.reading import manifest_of
 from surgeon.manifest.within import base_within
 from tests import tiny, vocabularies

@@ -24,7 +24,7 @@ from tests import tiny
 from tests.checkpoints import weights
 from tests.decoders import checkpoint_of, tiny_decoder
 from tests.operations.test_grow_vocabulary import assert_same
-from tests.train.texts import add_tokenizer, corpus
+from tests.training.texts import add_tokenizer, corpus
 
 OP = "upcycle_experts"
 # d_ff a multiple of 32, no window: what every target holds to the bit.

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 
 import surgeon
 from benchmarks.published import published
+from surgeon.anatomy.skeleton import IMAGE_TEXT
+from surgeon.anatomy.stream_sides import Probe
 from surgeon.errors import BadInput
-from surgeon.families.skeleton import IMAGE_TEXT
-from surgeon.families.stream_sides import Probe
 from tests.checkpoints import weights
 from tests.decoders import tiny_decoder
 from tests.operations.test_grow_vocabulary import assert_same, plan_of, train

@@ -16,8 +16,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import surgeon
+from surgeon.anatomy.skeleton import CAUSAL
 from surgeon.errors import BadInput
-from surgeon.families.skeleton import CAUSAL
 from tests import tiny, vocabularies
 from tests.checkpoints import add_letters, weights
 from tests.decoders import tiny_decoder

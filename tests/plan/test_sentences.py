@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from surgeon.continual.config.loading import load_tasks
 from surgeon.errors import BadInput
-from surgeon.evaluate.open_texts import open_texts
+from surgeon.lab.courses.config.loading import load_tasks
+from surgeon.lab.evaluation.open_texts import open_texts
 from surgeon.plan.plan import load_plan
-from surgeon.train.config.loading import load_config
+from surgeon.training.config.loading import load_config
 from tests.house import PACKAGE
 
 VALIDATING = [

@@ -17,7 +17,7 @@ from tests.checkpoints import weights
 from tests.decoders import tiny_decoder
 from tests.elsewhere import WITHOUT_SURGEON, load_elsewhere, run_elsewhere
 from tests.plugin.packages import COMMAND, install, run
-from tests.train.test_train import CONFIG, base_of
+from tests.training.test_train import CONFIG, base_of
 
 SCALE: dict[str, Any] = {"op": "scale_ffn", "layers": [0, 2, 3]}
 CONTROL: dict[str, Any] = {"op": "control_llm", "layers": [2], "interpolator": {"kind": "channels"}}
@@ -202,7 +202,7 @@ BROKEN = {
     ),
     "its family is none": (
         "[surgeon.families]\nspoilt = json:dumps\n",
-        ["surgeon-spoilt 0.1", "must be a surgeon.families.decoders.Hint"],
+        ["surgeon-spoilt 0.1", "must be a surgeon.anatomy.decoders.Hint"],
     ),
     "its part is none": (
         "[surgeon.runtime]\nspoilt = json:dumps\n",

@@ -5,21 +5,19 @@ from __future__ import annotations
 import inspect
 import re
 
-from surgeon.apply.apply import Applied
-from surgeon.apply.preview import Preview
 from surgeon.cli.entries import ENTRIES
 from surgeon.common.json_results import Result
-from surgeon.compare.compare import Compared
-from surgeon.compare.findings import Findings
-from surgeon.continual.results import Continued, ContinuedRows
 from surgeon.data.recall import Recalled
-from surgeon.evaluate.blend import Blended
-from surgeon.evaluate.results import Evaluation
-from surgeon.report.families import Families, KnownBase
-from surgeon.report.inspect import Inspection
-from surgeon.report.report import Reported
-from surgeon.report.routing_record import RoutingReport
-from surgeon.report.transport import TransportReport
+from surgeon.lab.courses.results import Continued, ContinuedRows
+from surgeon.lab.evaluation.blend import Blended
+from surgeon.lab.evaluation.results import Evaluation
+from surgeon.lab.reports.families import Families, KnownBase
+from surgeon.lab.reports.inspect import Inspection
+from surgeon.lab.reports.report import Reported
+from surgeon.lab.reports.routing_record import RoutingReport
+from surgeon.lab.reports.transport import TransportReport
+from surgeon.lab.studies.compare import Compared
+from surgeon.lab.studies.findings import Findings
 from surgeon.rework.apply_delta import AppliedDelta
 from surgeon.rework.make_delta import MadeDelta
 from surgeon.rework.merge import Merged
@@ -27,11 +25,13 @@ from surgeon.rework.refresh import Refreshed
 from surgeon.rework.revert import Reverted
 from surgeon.share.export_slot import Exported
 from surgeon.share.push import Pushed
-from surgeon.train.blend import Blend
-from surgeon.train.dry_run import Rehearsal
-from surgeon.train.publishing import Trained
-from surgeon.verify.diff import Difference
-from surgeon.verify.verification import Verification
+from surgeon.training.blend import Blend
+from surgeon.training.dry_run import Rehearsal
+from surgeon.training.publishing import Trained
+from surgeon.verification.diff import Difference
+from surgeon.verification.verification import Verification
+from surgeon.writing.apply import Applied
+from surgeon.writing.preview import Preview
 
 HEAD = """\
 # What --json prints

@@ -7,13 +7,13 @@ import re
 from typing import Any
 
 from surgeon.common.schema import Bounded
-from surgeon.compare.config.loading import json_schema as study_schema
-from surgeon.continual.config.loading import json_schema as tasks_schema
+from surgeon.lab.courses.config.loading import json_schema as tasks_schema
+from surgeon.lab.studies.config.loading import json_schema as study_schema
 from surgeon.operations import OPERATIONS
 from surgeon.operations.operation import TrainingDefaults
 from surgeon.plan.plan import json_schema
-from surgeon.train.config.loading import json_schema as training_schema
-from surgeon.train.config.settings import FINETUNING
+from surgeon.training.config.loading import json_schema as training_schema
+from surgeon.training.config.settings import FINETUNING
 
 HEAD = """\
 # Plan reference

@@ -21,7 +21,7 @@ from surgeon.errors import BadInput
 from surgeon.manifest.manifest import seal_of
 from surgeon.rework import make_delta as making
 from surgeon.rework.apply_delta import applying_job
-from surgeon.train.saved.work_folder import work_folder
+from surgeon.training.saved.work_folder import work_folder
 from tests import tiny
 from tests.checkpoint.stand_in_hub import Hub
 from tests.checkpoints import train, write_plan
@@ -29,9 +29,9 @@ from tests.commands import refused
 from tests.decoders import tiny_decoder
 from tests.rework.test_revert import ADAPTERS, CONTROL, INSERT
 from tests.share.test_push import hub as hub  # the fixture
-from tests.train.test_train import config, grown
-from tests.train.texts import add_tokenizer
-from tests.verify.test_claims import DELETE, edited, edits, field_of, places
+from tests.training.test_train import config, grown
+from tests.training.texts import add_tokenizer
+from tests.verification.test_claims import DELETE, edited, edits, field_of, places
 
 GRAFTS: list[dict[str, Any]] = [
     INSERT,

@@ -21,10 +21,10 @@ from surgeon.cli import app
 from surgeon.common.listener import Quiet
 from surgeon.errors import BadInput
 from tests import tiny
-from tests.apply.test_interruptions import fail_after
 from tests.checkpoints import train, weights, write_plan
 from tests.commands import refused
 from tests.manifest.edits import edited
+from tests.writing.test_interruptions import fail_after
 
 INSERT: dict[str, Any] = {"op": "insert_layers", "where": {"after": [0, 3]}, "init": {"kind": "copy"}}
 ADAPTERS: dict[str, Any] = {"op": "gated_adapters", "layers": [1, 5], "size": 8}

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from surgeon.families.derivation import composition_for
-from surgeon.families.grafted_config import native_config
+from surgeon.anatomy.derivation import composition_for
+from surgeon.anatomy.grafted_config import native_config
 from surgeon.grafts.adapters import GATES
 from surgeon.grafts.bundle import import_bundle
 from surgeon.grafts.composition import PREFIX, Composition, upcycled

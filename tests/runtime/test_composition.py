@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import surgeon
+from surgeon.anatomy.grafted_config import changed_fields, native_config
 from surgeon.errors import BadInput
-from surgeon.families.grafted_config import changed_fields, native_config
 from surgeon.grafts.bundle import CODE_FILE, bundle
 from surgeon.grafts.composition import composition_of, read_composition
 from tests.decoders import tiny_decoder

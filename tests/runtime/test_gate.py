@@ -18,7 +18,7 @@ from surgeon.errors import BadInput
 from surgeon.runtime.gate import DomainGate, Gating
 from surgeon.runtime.gate_rules import GateRules, GateSpec
 from surgeon.runtime.graft import cache_in
-from surgeon.train.gate_fitting import scores
+from surgeon.training.gate_fitting import scores
 from tests import tiny
 from tests.caches import CACHE
 from tests.runtime.grafting import (

@@ -20,16 +20,16 @@ from typer.testing import CliRunner
 import surgeon
 from surgeon.cli import app
 from surgeon.errors import BadInput
+from surgeon.lab.reports.routing_record import read_routing
 from surgeon.models.load import load_model
 from surgeon.models.tokens import token_batches
-from surgeon.report.routing_record import read_routing
 from tests import tiny
 from tests.checkpoints import train, weights
 from tests.decoders import tiny_decoder
 from tests.models.test_tokens import byte_tokenizer
 from tests.operations.test_grow_vocabulary import assert_same
 from tests.operations.test_upcycle_experts import trained
-from tests.train.texts import add_tokenizer
+from tests.training.texts import add_tokenizer
 
 EXPERTS = 4
 # Of each family how many experts a token takes, and into how many segments each is cut.

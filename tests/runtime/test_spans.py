@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from surgeon.families.derivation import composition_for
-from surgeon.families.twin import twin_of_small
+from surgeon.anatomy.derivation import composition_for
+from surgeon.anatomy.twin import twin_of_small
 from surgeon.grafts.bundle import import_bundle
 from surgeon.grafts.composition import ATTENTION, FFN, PREFIX
 from tests.decoders import tiny_config

@@ -415,9 +415,9 @@ def test_the_place_where_a_delta_is_made_is_ours_and_gone_afterwards(hub: Hub, o
 def test_it_is_checked_against_the_base_that_it_names(
     hub: Hub, grown: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from surgeon.apply import apply
     from surgeon.checkpoint.hub import Located
     from surgeon.share import push
+    from surgeon.writing import apply
 
     there = Located(grown / "base", "user/base", "a" * 40)
     monkeypatch.setattr(apply, "locate", lambda *_, **__: there)

@@ -9,10 +9,10 @@ import importlib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from surgeon.anatomy.compressed import Code
 from surgeon.blueprint.recipes.copies import Copy
 from surgeon.blueprint.recipes.recipe import Bench, Place, Recipe
 from surgeon.common.library import LOAD_FAILURES, first_line
-from surgeon.families.compressed import Code
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class Predicted(Recipe):
     """What a network predicts between matrices `below` and `below + 1` of `stack`, one of each layer (LESA).
 
-    `settings` are those of `surgeon.apply.prediction.PredictionSettings`, as sorted pairs; draws are seeded from (the
+    `settings` are those of `surgeon.writing.prediction.PredictionSettings`, as sorted pairs; draws are seeded from (the
     plan's seed, `key`). Recipes of one stack, key and settings share the network, whose fit is recorded as `fit`. A
     network that explains no variance is refused unless `keep_poor`.
     """

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
+from surgeon.anatomy.anatomy import of_graft
 from surgeon.blueprint.recipes.alignment import MapRef
 from surgeon.checkpoint.header import DTYPE_BITS
 from surgeon.checkpoint.pieces import Pieces
 from surgeon.common.formatting import listed
-from surgeon.families.anatomy import of_graft
 
 if TYPE_CHECKING:
     import numpy as np

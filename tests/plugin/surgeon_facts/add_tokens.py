@@ -7,12 +7,12 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from surgeon.anatomy.rows_of_ids import VOCABULARY_KEY
+from surgeon.anatomy.vocabulary import vocabulary_tensors
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Copy, extended
 from surgeon.errors import BadInput
-from surgeon.families.rows_of_ids import VOCABULARY_KEY
-from surgeon.families.vocabulary import vocabulary_tensors
 from surgeon.operations.grow_vocabulary import VocabularyFacts
 from surgeon.operations.operation import Operation, TrainingDefaults
 from surgeon.operations.prepare import Facts, OpenedBase

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from surgeon.families.decoders import Hint
+from surgeon.anatomy.decoders import Hint
 
 MPT = Hint("mpt", {"attn.Wqkv": ("query", "key", "value")})

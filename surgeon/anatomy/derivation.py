@@ -1,0 +1,507 @@
+"""What a checkpoint of a derived model type can be asked: grown configs, grafts, and proofs on a twin."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import datetime
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, lru_cache, partial, wraps
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast, get_type_hints
+
+from pydantic import JsonValue, TypeAdapter
+
+from surgeon.anatomy.composing import activation_in, composition_of
+from surgeon.anatomy.derived import Derived, derive, read_otherwise
+from surgeon.anatomy.encoder_blocks import encoder_composition
+from surgeon.anatomy.family import Axes, Packed, Part, Space, Stream, hidden_axis
+from surgeon.anatomy.grafted_config import config_with_grafts, head_with_grafts
+from surgeon.anatomy.growth import grown, layer_axis, shared_places
+from surgeon.anatomy.inner_spaces import heads_move, inner_spaces
+from surgeon.anatomy.names import Names, stored_name, words_of
+from surgeon.anatomy.quantised import left_out, renumbered, skips
+from surgeon.anatomy.rows_of_ids import rows_of_ids
+from surgeon.anatomy.running import run_cached
+from surgeon.anatomy.shared import shared_in
+from surgeon.anatomy.silence import some_tokens
+from surgeon.anatomy.skeleton import Skeleton, build, wordless_auto
+from surgeon.anatomy.stream_blocks import told_class
+from surgeon.anatomy.stream_width import wider_stream
+from surgeon.anatomy.text_tower import text_model
+from surgeon.anatomy.twin import twin_of
+from surgeon.anatomy.widening import Growth, growths, inner_fields
+from surgeon.checkpoint.weights import QUANTISATION
+from surgeon.common.cache import digest_of
+from surgeon.common.devices import one_thread
+from surgeon.common.formatting import show
+from surgeon.common.library import LOAD_FAILURES
+from surgeon.errors import BadInput, printable
+from surgeon.grafts.composition import FFN, Composition
+
+_TIED = "tie_word_embeddings"
+
+
+_Asked = ParamSpec("_Asked")
+_Answer = TypeVar("_Answer")
+
+
+class Seen(NamedTuple):
+    """What a base was found to be, which takes torch and transformers."""
+
+    config: Mapping[str, Any]
+    derived: Derived
+    names: Names
+    packed: tuple[Mapping[str, Packed], ...]
+    parts: tuple[tuple[Part, ...], ...]
+
+
+def kept(ask: Callable[Concatenate[Derivation, _Asked], _Answer]) -> Callable[Concatenate[Derivation, _Asked], _Answer]:
+    """Give the answer that a question had before, in an earlier command too; refusals are made anew each time."""
+
+    @wraps(ask)
+    def asked(self: Derivation, /, *given: _Asked.args, **named: _Asked.kwargs) -> _Answer:
+        question = digest_of([ask.__name__, *given, named])
+        if question in self.answers:
+            kind = get_type_hints(ask)["return"]
+            return cast("_Answer", TypeAdapter(kind).validate_python(self.answers[question]))
+        answer = ask(self, *given, **named)
+        self.answers[question] = json.loads(json.dumps(answer))
+        self.is_new = True
+        return answer
+
+    return asked
+
+
+class Derivation:
+    """What was found out about a model type, and what can be done with it.
+
+    `find` looks at the base, where there is no answer yet. `answers` are those of an earlier command, of `day`, by
+    their questions; `is_new` is whether there are more since.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[], Seen],
+        answers: Mapping[str, JsonValue] | None = None,
+        day: datetime.date | None = None,
+    ) -> None:
+        self._find, self.day = find, day
+        self.answers = dict(answers or {})
+        self.is_new = day is None
+
+    @cached_property
+    def seen(self) -> Seen:
+        """What is asked for answers."""
+        return self._find()
+
+    @property
+    def evidence(self) -> str:
+        """What was proven of the model type, what config.json says otherwise than is read, whether that is kept."""
+        found = self._evidence()
+        return found if self.is_new else f"{found} (on {self.day}, kept in the cache)"
+
+    @kept
+    def _evidence(self) -> str:
+        skeleton = self.seen.derived.skeleton
+        misread = read_otherwise(self.seen.config, skeleton.model.config, skeleton.path)
+        return f"{self.seen.derived.evidence}; {misread}" if misread else self.seen.derived.evidence
+
+    @property
+    @kept
+    def stack(self) -> str:
+        """The name of the list of decoder layers in transformers' model."""
+        return self.seen.derived.skeleton.stack
+
+    @property
+    @kept
+    def path(self) -> tuple[str, ...]:
+        """Where the fields of the text decoder stand in config.json."""
+        return self.seen.derived.skeleton.path
+
+    @property
+    def composition(self) -> Composition:
+        """The classes that carry grafts. Raises BadInput where there are none."""
+        return composition_for(json.dumps(self.seen.config, sort_keys=True))
+
+    @property
+    @kept
+    def activation(self) -> str:
+        """The config's field that names the backbone's activation; empty where it has none."""
+        return self.composition.activation
+
+    @kept
+    def own_activation(self, layer: int) -> str:
+        """The activation that base layer `layer`'s FFN applies, as a twin shows; empty where adapters have none such.
+
+        For models whose config names none.
+        """
+        block = self.blocks(layer).get(FFN)
+        if block is None:
+            return ""
+        twin = twin_of(self.seen.config, heads=self.seen.derived.heads)
+        own, *others = block.split()
+        return activation_in(twin, twin.layers[layer] if others else twin.layers[layer].get_submodule(own))
+
+    @kept
+    def blocks(self, layer: int) -> dict[str, str]:
+        """What base layer `layer` calls the blocks beside which grafts can stand, by their usual name (ATTENTION, FFN).
+
+        A block that is no module goes by those that it is made of, with a space between. A layer need not have both
+        blocks. Raises BadInput where the model's code cannot carry grafts.
+        """
+        held = {name: told_class(type(each)) for name, each in self.seen.derived.skeleton.layers[layer].named_modules()}
+        found: dict[str, str] = {}
+        for site in self.composition.sites:
+            if held.get(site.block) == site.native:
+                found.setdefault(site.role, site.block)
+        for span in self.composition.spans:
+            if (held.get(span.reads), held.get(span.writes)) == (span.reader, span.writer):
+                found.setdefault(span.role, span.modules)
+        return found
+
+    @kept
+    def whole_heads(self, layer: int) -> bool:
+        """Whether whole heads of attention can change places in base layer `layer`, as tried on a twin.
+
+        Then they lie in its tensors one after the other.
+        """
+        kind, first, places = self._places(layer)
+        return heads_move(self.seen.config, first, self.seen.parts[kind], places, self.seen.derived.sizes)
+
+    @kept
+    def spaces(self, layer: int) -> tuple[Space, ...]:
+        """The spaces inside base layer `layer` whose units can change places, by suffix, as tried on a twin.
+
+        Those of which a tensor is stored as another than it is in memory are left out.
+        """
+        kind, first, places = self._places(layer)
+        if self.seen.packed[kind]:
+            return ()
+        back = {name: suffix for suffix, name in places.items()}
+        derived = self.seen.derived
+        found = inner_spaces(self.seen.config, derived.skeleton, first, derived.sizes.heads)
+        return tuple(
+            space._replace(slots=tuple(slot._replace(suffix=back[slot.suffix]) for slot in space.slots))
+            for space in found
+            if back.keys() >= {slot.suffix for slot in space.slots}
+        )
+
+    def _places(self, layer: int) -> tuple[int, int, dict[str, str]]:
+        """A layer's kind, the lowest layer of it, and the names in memory of what is there as it is on disk."""
+        kind = self.seen.derived.kind_of[layer]
+        first = self.seen.derived.kind_of.index(kind)
+        stem = f"{self.seen.names.stem}{first}."
+        return (
+            kind,
+            first,
+            {
+                part.suffix: targets[0]
+                for part in self.seen.parts[kind]
+                if len(targets := self.seen.names.layers[first][part.suffix]) == 1
+                and f"{stem}{part.suffix}" not in self.seen.names.converted
+            },
+        )
+
+    @kept
+    def linear(self, layer: int) -> dict[str, tuple[int, ...]]:
+        """The linear modules of base layer `layer` by their path in it, with their shape (out × in)."""
+        modules = self.seen.derived.skeleton.layers[layer].named_modules()
+        elsewhere = _of_other_tokens(json.dumps(self.seen.config, sort_keys=True), self.seen.derived.heads)[layer]
+        shapes = {name: _linear_shape(each) for name, each in modules if name not in elsewhere}
+        return {name: shape for name, shape in shapes.items() if shape is not None}
+
+    @kept
+    def inner_fields(self, *, by: int = 0, multiple_of: int = 1) -> dict[str, int]:
+        """The config's fields with which every FFN, and every expert, is so much wider, or as wide as divides.
+
+        Raises BadInput where no field is known by which one of them becomes wider.
+        """
+        skeleton = self.seen.derived.skeleton
+        return inner_fields(self.seen.config, skeleton, self._firsts, self.seen.parts, by=by, multiple_of=multiple_of)
+
+    @kept
+    def growths(self, fields: Mapping[str, int]) -> tuple[dict[str, Growth], ...]:
+        """Of each kind of layers the tensors that grow with these fields, as `Growth` says, by suffix on disk.
+
+        Raises BadInput where one grows in a way that cannot be followed.
+        """
+        return growths(self.seen.config, self.seen.derived.skeleton, self._firsts, fields)
+
+    @kept
+    def stream(self, times: int) -> Stream:
+        """What grows in a model whose stream is so many times as wide, by names on disk, and what is new of it.
+
+        Raises BadInput where no twin with random values computes what the base's does.
+        """
+        fields, kinds, outer = wider_stream(self.seen.config, self.seen.derived, times)
+        found = [self._stored_axes(kind, grown) for kind, grown in enumerate(kinds)]
+        outside = {name: outer[target] for name, target in self.seen.names.outer.items() if target in outer}
+        return dict(fields), tuple(found), outside
+
+    def _stored_axes(self, kind: int, grown: Mapping[str, Axes]) -> dict[str, Axes]:
+        """The axes of a kind's tensors as they are stored, of those in memory. Raises BadInput for one made of others.
+
+        Experts that transformers gathers are matrices of their own on disk.
+        """
+        first = self.seen.derived.kind_of.index(kind)
+        found: dict[str, Axes] = {}
+        for part in self.seen.parts[kind]:
+            targets = self.seen.names.layers[first][part.suffix]
+            axes = next((grown[target] for target in targets if target in grown), None)
+            if axes is None:
+                continue
+            if len(targets) > 1 or f"{self.seen.names.stem}{first}.{part.suffix}" in self.seen.names.converted:
+                if part.expert is None or len(axes) != 1:
+                    raise BadInput(
+                        f"layer {first} ({printable(part.suffix)}): transformers makes other tensors of it"
+                        f" ({printable(', '.join(targets))}), and which side of it is the stream is not known;"
+                        " widen_ffn may widen it"
+                    )
+                axes = (axes[0]._replace(axis=hidden_axis(part)),)
+            found[part.suffix] = axes
+        return found
+
+    @property
+    def _firsts(self) -> list[tuple[int, Mapping[str, tuple[str, ...]]]]:
+        """Of each kind the lowest layer, and its names in memory by suffix on disk."""
+        lowest = (self.seen.derived.kind_of.index(kind) for kind in range(len(self.seen.parts)))
+        return [(index, self.seen.names.layers[index]) for index in lowest]
+
+    @kept
+    def grafted(
+        self, trunk: Mapping[str, Any], order: Sequence[int], twins: Sequence[int], modules: Sequence[str]
+    ) -> dict[str, Any]:
+        """The config.json of a model with grafts, but for its `surgery`; `trunk` is that of its layers alone.
+
+        Layer `n` of the trunk is as layer `order[n]` of the base; those of numbers `twins` have an expanded twin.
+        `modules` are the grafts', which are in full precision also where the base is quantised. Raises BadInput where
+        there is none.
+        """
+        composition, shared = self.composition, shared_in(self.seen.derived.skeleton)
+        odd = [twin for twin in twins if shared is not None and shared.owner[order[twin]] is not None]
+        if shared is not None and odd:
+            free = [index for index, source in enumerate(order) if shared.owner[source] is None]
+            raise BadInput(
+                f"layer {odd[0]} runs a block that layers share (`{shared.paths[0]}`): transformers ties it, and keeps"
+                f" its cache, by the number of a layer, which a branch does not have; choose `layers` among"
+                f" {show(free)}, or use `expansion: stack`"
+            )
+        head = head_with_grafts(composition, trunk)
+        made = copy.deepcopy(dict(trunk))
+        if twins:
+            whole = [*order, *(order[twin] for twin in twins)]
+            made = self._grown(whole, trunk=len(order))
+            # It names modules of the trunk's layers, whose numbers branches do not change.
+            made |= {key: copy.deepcopy(trunk[key]) for key in (QUANTISATION,) if key in trunk}
+        made = left_out(made, modules, self.seen.derived.skeleton)
+        return config_with_grafts(composition, head, trunk, made)
+
+    @kept
+    def grown(self, order: Sequence[int], opened: Sequence[int] = ()) -> dict[str, Any]:
+        """The config.json of a model whose layer `n` is as layer `order[n]`. Raises BadInput where there is none.
+
+        `opened` are numbers of layers that are not quantised any more.
+        """
+        made = self._grown(order)
+        stack = f"{self.seen.derived.skeleton.stack}."
+        made = renumbered(self.seen.config, made, order, (self.seen.names.stem, stack))
+        before = skips(self.seen.config, self.seen.derived.skeleton)
+        after = skips(made, _skeleton(json.dumps(made, sort_keys=True))) if any(before) else [()] * len(order)
+        for index, source in enumerate(order):
+            if before[source] != after[index]:
+                name = min(set(before[source]) ^ set(after[index]))
+                raise BadInput(
+                    f"config.json: `quantization_config` names modules in a way that surgeon cannot renumber: {name} of"
+                    f" layer {index} would not be stored as layer {source}'s is; write out the names of its modules"
+                )
+        packed = {index: self.seen.packed[self.seen.derived.kind_of[order[index]]].values() for index in opened}
+        modules = dict.fromkeys(f"{stack}{index}.{each.module}" for index in opened for each in packed[index])
+        return left_out(made, list(modules), self.seen.derived.skeleton)
+
+    def _grown(self, order: Sequence[int], trunk: int | None = None) -> dict[str, Any]:
+        return copy.deepcopy(grown(self.seen.config, self.seen.derived.skeleton, order, trunk))
+
+    @kept
+    def shared_places(self, order: Sequence[int]) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """The tensors of blocks that layers share in a model whose layer `n` is as layer `order[n]`, by name.
+
+        Of each its name in the base, and the numbers of the new model's layers that compute with it. Raises BadInput
+        where they cannot be told.
+        """
+        names, heads = self.seen.names, self.seen.derived.heads
+        return shared_places(self.seen.config, self._grown(order), order, names.outer, names.stem, heads=heads)
+
+    @kept
+    def vocabulary_tensors(self, rows: int) -> dict[str, bool]:
+        """The tensors with a row for each of the vocabulary's `rows`; True where rows are embeddings of what is read.
+
+        Raises BadInput where another tensor than embeddings and output head grows with the vocabulary.
+        """
+        return rows_of_ids(self.seen.config, self.seen.derived.skeleton, self.seen.names.outer, rows)
+
+    @kept
+    def parameters(self) -> dict[str, tuple[str, str]]:
+        """Every parameter of transformers' model, by its name: where it is stored, and its form.
+
+        It is stored as a tensor of its own (its name on disk), or as several, or as another's (empty). The form is one
+        of `FORMS`.
+        """
+        names, stack = self.seen.names, self.stack
+        # What several layers compute with is more than the parameter of one of them.
+        model = self.seen.derived.skeleton.model
+        shared = {of for name, of in model.all_tied_weights_keys.items() if name.startswith(f"{stack}.")}
+        stored = {target: name for name, target in names.outer.items() if target and target not in shared}
+        for index, layer in enumerate(names.layers):
+            for suffix, targets in layer.items():
+                name = f"{names.stem}{index}.{suffix}"
+                if len(targets) == 1 and name not in names.converted:
+                    stored[f"{stack}.{index}.{targets[0]}"] = name
+        return {
+            f"{path}.{key}".removeprefix("."): (stored.get(f"{path}.{key}".removeprefix("."), ""), _form(module, key))
+            for path, module in model.named_modules()
+            for key, value in module._parameters.items()
+            if value is not None
+        }
+
+    @kept
+    def untied(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """A config.json like the base's, as that of a model whose output head has tensors of its own."""
+        made = copy.deepcopy(dict(config))
+        part = made
+        part[_TIED] = False
+        for key in self.path:
+            part = part.setdefault(key, {})
+            part[_TIED] = False
+        skeleton = self.seen.derived.skeleton
+        return left_out(made, [name.removesuffix(".") for name in words_of(skeleton.model)], skeleton)
+
+    @kept
+    def head_tensors(self) -> dict[str, str]:
+        """The tensors that an untied head needs and the base does not store, by name, and the one that each now is.
+
+        Raises BadInput where the head cannot be untied.
+        """
+        before = self.seen.derived.skeleton.model
+        if (other := wordless_auto(self.seen.config)) is not None:
+            raise BadInput(
+                f"config.json: its head ({other.removeprefix('AutoModelFor')}) returns no words, so no head is tied to"
+                " the embeddings; operate on the model with its language head"
+            )
+        after = _skeleton(json.dumps(self.untied(self.seen.config), sort_keys=True)).model
+        left = after.all_tied_weights_keys
+        pairs = {name: of for name, of in before.all_tied_weights_keys.items() if name not in left}
+        words = words_of(before)
+        if not any(name.startswith(words) for pair in pairs.items() for name in pair):
+            raise BadInput(
+                f"config.json: with `{_TIED}: false` transformers still builds this model with a head tied to"
+                " something else, or with none, so it cannot have a tensor of its own; leave `untie_embeddings` out"
+            )
+        stored = {target: name for name, target in self.seen.names.outer.items() if target}
+        found: dict[str, str] = {}
+        for name, of in pairs.items():
+            lacking, held = (name, of) if of in stored else (of, name)
+            if lacking not in stored:
+                found[stored_name(after, lacking, as_in_memory=stored[held] == held)] = stored[held]
+        return found
+
+    @kept
+    def text_model(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """The text tower of an image-text model as a causal model: its config.json, and its tensors' names in it.
+
+        Names are by those that they have now; tensors of other towers have none. Raises BadInput where no causal class
+        of transformers holds the tower.
+        """
+        return text_model(self.seen.config, self.seen.derived.skeleton, self.seen.names, self.seen.derived.heads)
+
+    @kept
+    def layer_axes(self, grown: Mapping[str, Any], layers: int) -> dict[str, int]:
+        """The axes along which tensors outside the layers, by name, hold a part for each layer; others are left out.
+
+        `grown` is a config of the base's type for so many `layers`, another number than the base's.
+        """
+        built = _skeleton(json.dumps(grown, sort_keys=True))
+        before, after = (each.model.state_dict(keep_vars=True) for each in (self.seen.derived.skeleton, built))
+        found: dict[str, int] = {}
+        for name, place in self.seen.names.outer.items():
+            if place not in before or place not in after or after[place].shape == before[place].shape:
+                continue
+            shapes = tuple(before[place].shape), tuple(after[place].shape)
+            axis = layer_axis(*shapes, len(self.seen.derived.kind_of), layers)
+            if axis is not None:
+                found[name] = axis
+        return found
+
+
+def _linear_shape(module: Any) -> tuple[int, int] | None:
+    """A linear module's outputs and inputs, GPT-2's `Conv1D`, which stores its matrix transposed, among them."""
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    if not isinstance(module, nn.Linear | Conv1D):
+        return None
+    first, second = module.weight.shape
+    return (second, first) if isinstance(module, Conv1D) else (first, second)
+
+
+def _form(module: Any, key: str) -> str:
+    """The form of a module's parameter, one of `FORMS`."""
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    if key == "weight" and isinstance(module, nn.Linear | Conv1D | nn.Embedding):
+        return "turned" if isinstance(module, Conv1D) else "linear" if isinstance(module, nn.Linear) else "embedding"
+    if module._parameters[key].ndim == 3:
+        return "turned experts" if getattr(module, "is_transposed", False) else "experts"
+    return "other"
+
+
+@lru_cache(maxsize=8)
+def _of_other_tokens(kept: str, heads: int) -> tuple[frozenset[str], ...]:
+    """Of each layer the linear modules that a twin runs on other tokens than the layer's own, by their path in it.
+
+    Attention over a compressed cache (MLA) expands at every step what earlier tokens left there; experts see some of
+    the tokens. What is decided for each token of a layer says nothing of those.
+    """
+    import torch
+    from torch import nn
+
+    twin = twin_of(json.loads(kept), heads=heads)
+    found: list[set[str]] = [set() for _ in twin.layers]
+    handles = []
+    for layer, others in zip(twin.layers, found, strict=True):
+        own = [0]
+
+        def begins(_: nn.Module, given: Any, named: Any, own: list[int] = own) -> None:
+            own[0] = (given[0] if given else named["hidden_states"]).shape[:-1].numel()
+
+        def runs(_: nn.Module, given: Any, named: Any, own: Any, name: str, others: set[str]) -> None:
+            if (given[0] if given else next(iter(named.values()))).shape[:-1].numel() != own[0]:
+                others.add(name)
+
+        handles.append(layer.register_forward_pre_hook(begins, with_kwargs=True))
+        for name, module in layer.named_modules():
+            if _linear_shape(module) is not None:
+                hook = partial(runs, own=own, name=name, others=others)
+                handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+    # What cannot be run with a cache is found out, and refused, elsewhere.
+    with one_thread(), torch.no_grad(), contextlib.suppress(*LOAD_FAILURES):
+        run_cached(twin, some_tokens(twin))
+    for handle in handles:
+        handle.remove()
+    return tuple(map(frozenset, found))
+
+
+@lru_cache(maxsize=8)
+def composition_for(kept: str) -> Composition:
+    """The classes that carry grafts for a config.json, given as JSON text. Raises BadInput where there are none."""
+    config = json.loads(kept)
+    found = derive(config)
+    firsts = [found.kind_of.index(kind) for kind in range(len(found.titles))]
+    compose = encoder_composition if found.skeleton.encoder else composition_of
+    return compose(config, found.skeleton, twin_of(config, heads=found.heads), firsts)
+
+
+@lru_cache(maxsize=2)
+def _skeleton(kept: str) -> Skeleton:
+    return build(json.loads(kept))

@@ -1,0 +1,210 @@
+"""What is found out about a model type from a config alone: its layers, their kinds, and what silences each.
+
+The model is built without weights, and a twin with random ones is probed. Cached by the config.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from surgeon.anatomy.family import OWN_CONFIG, Sizes
+from surgeon.anatomy.kinds import described_kinds, numbered
+from surgeon.anatomy.mixture import Mixture, mixtures
+from surgeon.anatomy.quantised import skips
+from surgeon.anatomy.silence import Silence, in_words, silences, some_tokens
+from surgeon.anatomy.skeleton import Skeleton, build
+from surgeon.anatomy.twin import twin_of
+from surgeon.common.devices import one_thread
+from surgeon.common.library import LOAD_FAILURES, first_line
+from surgeon.errors import BadInput, printable
+
+# Some divide their width by three, or have norms as wide as one head.
+_ENCODER_HEADS = (2, 3, 1)
+_NO_LAYERS = "layers are added to decoders alone"
+# A twin has two heads; some code wants more.
+_HEADS = (2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A model type as it was found: `kind_of[i]` is the number of layer `i`'s kind, `silence[kind]` what silences it.
+
+    `mixture[kind]` are its experts, where it has any that are understood. `titles[kind]` names a kind for people;
+    `heads` is how many a twin has. `seconds` is what finding it all took.
+    """
+
+    skeleton: Skeleton
+    kind_of: tuple[int, ...]
+    titles: tuple[str, ...]
+    silence: tuple[Silence, ...]
+    mixture: tuple[Mixture | None, ...]
+    heads: int
+    seconds: float
+
+    @property
+    def evidence(self) -> str:
+        """What was found, in one line."""
+        if self.skeleton.encoder:
+            kinds = f", {len(self.titles)} kinds" if len(self.titles) > 1 else ""
+            return f"an encoder of {len(self.kind_of)} layers{kinds}; its controls are proven on a twin"
+        found = in_words([each.values for each in self.silence])
+        return f"found on a twin in {self.seconds:.1f} s: {found}"
+
+    @property
+    def sizes(self) -> Sizes:
+        """The model's sizes, by its config's own names for them; 0 for one that differs between layers."""
+        fields, names = self.skeleton.text.to_dict(), self.skeleton.text.attribute_map
+
+        def of(key: str) -> int:
+            value = fields.get(names.get(key, key))
+            return value if type(value) is int else 0
+
+        heads = of("num_attention_heads")
+        return Sizes(
+            layers=len(self.kind_of),
+            hidden=of("hidden_size"),
+            intermediate=of("intermediate_size"),
+            heads=heads,
+            kv_heads=of("num_key_value_heads") or heads,
+            head_dim=of("head_dim") or (of("hidden_size") // heads if heads else 0),
+            vocabulary=of("vocab_size"),
+        )
+
+
+def derive(config: Mapping[str, Any]) -> Derived:
+    """Find out about the model of a config.json. Raises BadInput where transformers cannot build it, or no stack."""
+    return _derived(json.dumps(config, sort_keys=True))
+
+
+@lru_cache(maxsize=8)
+def _derived(kept: str) -> Derived:
+    config = json.loads(kept)
+    began = time.perf_counter()
+    skeleton = build(config)
+    count = len(skeleton.layers)
+    if count < 1:
+        raise BadInput(f"config.json: {count} layers; at least 1 is needed; {OWN_CONFIG}")
+    keys = described_kinds(skeleton)
+    left = skips(config, skeleton)
+    kind_of = numbered(list(zip(keys, left, strict=True)))
+    firsts = [kind_of.index(kind) for kind in range(max(kind_of) + 1)]
+    found, mixed, heads = _unprobed(config, firsts) if skeleton.encoder else _probed(config, firsts)
+    return Derived(
+        skeleton=skeleton,
+        kind_of=tuple(kind_of),
+        titles=tuple(_title(keys[index], skeleton, index, _left_of(left[index], left)) for index in firsts),
+        silence=tuple(found[index] for index in firsts),
+        mixture=tuple(mixed[index] for index in firsts),
+        heads=heads,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _unprobed(
+    config: Mapping[str, Any], layers: list[int]
+) -> tuple[dict[int, Silence], dict[int, Mixture | None], int]:
+    """The same of an encoder, to which no layer is added."""
+    return dict.fromkeys(layers, Silence({}, _NO_LAYERS, {})), dict.fromkeys(layers), _encoder_heads(config)
+
+
+def _encoder_heads(config: Mapping[str, Any]) -> int:
+    """With how many heads a twin of an encoder runs; where it never does, what seeks its blocks will say why."""
+    import torch
+
+    for heads in _ENCODER_HEADS:
+        with one_thread(), torch.no_grad(), contextlib.suppress(*LOAD_FAILURES):
+            twin = twin_of(config, heads=heads)
+            twin.model(input_ids=some_tokens(twin))
+            return heads
+    return _ENCODER_HEADS[0]
+
+
+def _probed(config: Mapping[str, Any], layers: list[int]) -> tuple[dict[int, Silence], dict[int, Mixture | None], int]:
+    """What silences these layers and what experts they have, found on a twin, and how many heads the twin has.
+
+    These are as few as its code can run with.
+    """
+    failed: Exception | None = None
+    for heads in _HEADS:
+        try:
+            with one_thread():
+                twin = twin_of(config, heads=heads)
+                return silences(twin, layers), mixtures(twin, layers), heads
+        except Exception as error:  # whatever a model's code raises on sizes that it was not written for
+            failed = failed or error
+    assert failed is not None
+    raise BadInput(
+        f"config.json: a tiny twin of this {printable(str(config.get('model_type')))} does not run"
+        f" ({first_line(failed)}), so nothing can be proven of it; {OWN_CONFIG}, or update transformers"
+    ) from failed
+
+
+def _left_of(left: tuple[str, ...], all_left: list[tuple[str, ...]]) -> list[str]:
+    """What a layer does not quantise, where some other layer does."""
+    return [name for name in left if any(name not in other for other in all_left)]
+
+
+def _title(key: Any, skeleton: Skeleton, index: int, left: list[str]) -> str:
+    """A kind by its type in the config, or by the classes of its blocks."""
+    listed = [value.strip("'") for name, value in key[1] if name.endswith(("types", "type"))]
+    blocks = [type(child).__name__ for _, child in skeleton.layers[index].named_children()]
+    shown = ", ".join(dict.fromkeys(listed)) or ", ".join(name for name in blocks if "Norm" not in name)
+    return f"{shown}, {left[0]} not quantised" if left else shown
+
+
+# What describes no model, or is read for each layer.
+_NOT_READ = frozenset({"architectures", "auto_map", "model_type", "transformers_version"})
+_MOST = 60
+
+
+def read_otherwise(config: Mapping[str, Any], made: Any, path: Sequence[str]) -> str:
+    """What of a config.json the object that transformers made of it has otherwise, in words; nothing where nothing is.
+
+    The text's part stands at `path`. Values that fill in for none, switch something off or spell the same in new words
+    are no other values.
+    """
+    # JSON has no infinity.
+    parts: list[tuple[str, Any, Any]] = [("", made._decode_special_floats(dict(config)), made)]
+    for key in path:
+        name, part, read = parts[-1]
+        inner = part.get(key)
+        parts.append((f"{name}{key}.", inner if isinstance(inner, Mapping) else {}, getattr(read, key, None)))
+    found = [each for name, part, read in parts for each in _of_part(name, part, read)]
+    more = f", and {len(found) - 1} more so" if found[1:] else ""
+    return (
+        f"config.json: {found[0]}{more}, as another field overrules it: surgery follows transformers" if found else ""
+    )
+
+
+def _of_part(name: str, part: Mapping[str, Any], made: Any) -> Iterator[str]:
+    for key, value in part.items():
+        if key in _NOT_READ or key.startswith("_") or isinstance(value, Mapping):
+            continue
+        try:
+            read = getattr(made, key)
+        except LOAD_FAILURES:
+            # No field of this class, or one that differs from layer to layer.
+            continue
+        if not _same(value, read):
+            yield f"transformers reads `{name}{printable(key)}` as {_shown(read)}, not {_shown(value)}"
+
+
+def _same(value: Any, read: Any) -> bool:
+    if value is None or not read or isinstance(read, Mapping) or type(read).__module__ == "torch":
+        return value is None or not read or isinstance(read, Mapping) or str(read) == f"torch.{value}"
+    if isinstance(read, tuple | list) and isinstance(value, list):
+        pairs = set(zip(map(str, value), map(str, read), strict=False))
+        words = all(isinstance(each, str) for each in (*value, *read))
+        renamed = words and len(pairs) == len({old for old, _ in pairs}) == len({new for _, new in pairs})
+        return len(value) == len(read) and (list(read) == value or renamed)
+    return bool(value == read)
+
+
+def _shown(value: Any) -> str:
+    return printable(str(value), _MOST)

@@ -1,0 +1,372 @@
+"""A config.json for more layers: every field that speaks of layers rewritten, and the result judged by building it.
+
+A field may hold an entry for each layer, name layers by number, or count them from one end. What it means is not
+guessed: the grown model is built on the meta device, and each of its layers must be of the kind that was intended.
+
+Where the tensors of blocks that layers share then stand is found on twins. A block may hold tensors for each layer that
+runs it, numbered in it (adapters of Zamba 2): with more layers they are others, and have other numbers. Which of a
+block's tensors a layer computes with, its gradients show.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from surgeon.anatomy.kinds import described_kinds, holds_numbers, numbered, period_of
+from surgeon.anatomy.shared import Shared, first_of_another, shared_in, within
+from surgeon.anatomy.silence import captured
+from surgeon.anatomy.skeleton import Skeleton, build
+from surgeon.anatomy.twin import twin_of
+from surgeon.common.devices import one_thread
+from surgeon.common.formatting import show, show_layers
+from surgeon.errors import BadInput, printable
+
+# Fields that may count layers from the bottom or the top, or be the number of one.
+_COUNTS = re.compile(r"dense|layers?(_|$)|_idx$|_index$|start|shared")
+# Fields that may hold an entry for each layer; others may be as long as the stack by chance.
+_ENTRIES = re.compile(r"layer|types?(_|$)|pattern|intermediate_size|top_?k|experts?(_|$)")
+# Labels have numbers as layers have.
+_LABELS = "id2label"
+_MOST_TRIALS = 48
+
+
+def layer_axis(before: tuple[int, ...], after: tuple[int, ...], old: int, new: int) -> int | None:
+    """The axis along which a tensor holds a part for each layer; None where its shapes tell of no such axis."""
+    if len(before) != len(after):
+        return None
+    differing = [axis for axis, (one, other) in enumerate(zip(before, after, strict=True)) if one != other]
+    if len(differing) != 1:
+        return None
+    axis = differing[0]
+    fits = before[axis] % old == 0 and after[axis] % new == 0 and before[axis] // old == after[axis] // new
+    return axis if fits else None
+
+
+def part_of(config: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
+    """The part of a config.json at `path`."""
+    found: Any = config
+    for key in path:
+        found = found.get(key) or {}
+    return dict(found)
+
+
+def _with_part(config: Mapping[str, Any], path: Sequence[str], part: Mapping[str, Any]) -> dict[str, Any]:
+    if not path:
+        return copy.deepcopy(dict(part))
+    held = copy.deepcopy(dict(config))
+    held[path[0]] = _with_part(held.get(path[0]) or {}, path[1:], part)
+    return held
+
+
+def grown(
+    config: Mapping[str, Any], skeleton: Skeleton, order: Sequence[int], trunk: int | None = None
+) -> dict[str, Any]:
+    """The config.json of a model whose layer `n` is as layer `order[n]` of the model of `config`, whose skeleton it is.
+
+    Above the `trunk` (None: all layers) only the config's entries for a layer count: what is built there is not used.
+    Raises BadInput naming the first layer that comes out another, where no reading of the config's fields is right, or
+    a tensor outside the layers that cannot follow.
+    """
+    part = part_of(config, skeleton.path)
+    kinds, shared = described_kinds(skeleton), shared_in(skeleton)
+    wanted = [kinds[source] for source in order]
+    worst, found, others = -1, "", list[Any]()
+    for trial in itertools.islice(_trials(part, skeleton, order), _MOST_TRIALS):
+        made, words = _with_part(config, skeleton.path, trial), ""
+        try:
+            built = build(made)
+            wrong = _first_other(built, wanted, len(order) if trunk is None else trunk, shared)
+        except BadInput as error:
+            wrong, words = 0, str(error)
+        else:
+            if wrong is None and trunk is None:
+                wrong, words = first_of_another(built, shared, order)
+            if wrong is None:
+                _check_outside(skeleton, built)
+                return made
+            made_kinds = described_kinds(built, shared.paths if shared is not None else ())
+            words = words or _difference(made_kinds[wrong], wanted[wrong]) if wrong < len(made_kinds) else ""
+            others = others or made_kinds
+        if wrong > worst:
+            worst, found = wrong, words
+    advice = _advice(kinds, others, shared)
+    if trunk is not None and trunk <= worst < len(others):
+        like = [index for index, kind in enumerate(kinds) if kind == others[worst]]
+        if like:
+            advice = f"the highest of `layers` must be one of {show(like)} there, or use `expansion: stack`"
+    raise BadInput(
+        f"config.json: a model of {len(order)} layers cannot be described: its layer {worst}, which is to be as layer"
+        f" {order[worst]} of the base, would be another kind ({printable(found, 200)});"
+        f" {advice}"
+    )
+
+
+def _advice(kinds: Sequence[Any], others: Sequence[Any], shared: Shared | None) -> str:
+    """What to do where layers cannot stand at the places asked for; `others` are kinds of such a model."""
+    if shared is not None and len({*shared.owner} - {None}) > 1:
+        free = [index for index, owner in enumerate(shared.owner) if owner is None]
+        return (
+            f"layers take turns with the {len({*shared.owner} - {None})} blocks that they share: change as many of them"
+            f" together as there are blocks, or others alone ({show_layers(free)})"
+        )
+    if others and not set(kinds) & set(others):
+        return (
+            "its code computes something of every layer from how many there are, so use adapters, slots or control"
+            " states, which keep the depth"
+        )
+    period = period_of(numbered([*kinds]))
+    if period is not None and period > 1:
+        return (
+            f"its kinds of layers repeat every {period} layers, by a rule and not by a list: add whole periods"
+            f" (`every_period`), or take out {period} layers that follow each other"
+        )
+    return "choose other places"
+
+
+def _check_outside(skeleton: Skeleton, built: Skeleton) -> None:
+    """Raise BadInput where what stands outside the layers depends on their number in a way that cannot be followed.
+
+    That is tensors which come and go with the layers, one for each, and those in which no axis has a part for each.
+    """
+    old, new = len(skeleton.layers), len(built.layers)
+    before, after = (
+        {
+            name: tuple(value.shape)
+            for name, value in each.model.state_dict(keep_vars=True).items()
+            if not name.startswith(f"{each.stack}.")
+        }
+        for each in (skeleton, built)
+    )
+    for name in sorted(before.keys() | after.keys()):
+        one, other = before.get(name), after.get(name)
+        if one == other or (one and other and layer_axis(one, other, old, new) is not None):
+            continue
+        change = (
+            f"there with {old if one else new} layers, not with {new if one else old}"
+            if one is None or other is None
+            else f"{list(one)} with {old} layers, {list(other)} with {new}"
+        )
+        raise BadInput(
+            f"{printable(name)}: stands outside the layers and depends on their number ({change}), which surgeon cannot"
+            " follow; use operations that leave the layers as they are"
+        )
+
+
+def _first_other(built: Skeleton, wanted: Sequence[Any], trunk: int, shared: Shared | None) -> int | None:
+    """The number of the first layer that is not of the kind wanted; None where all are."""
+    made = described_kinds(built, shared.paths if shared is not None else ())
+    # Lists that the grown config alone has, or has no more, are no difference of kind.
+    for index, (one, other) in enumerate(zip(made, wanted, strict=False)):
+        common = {key for key, _ in one[1]} & {key for key, _ in other[1]}
+        if (index < trunk and one[0] != other[0]) or any(dict(one[1])[key] != dict(other[1])[key] for key in common):
+            return index
+    return None if len(made) == len(wanted) else min(len(made), len(wanted) - 1)
+
+
+def _difference(one: Any, other: Any) -> str:
+    for (name, kind, shapes, settings), (_, kind2, shapes2, settings2) in zip(one[0], other[0], strict=False):
+        if kind != kind2:
+            return f"{kind} in place of {kind2}"
+        if shapes != shapes2:
+            return f"{name or kind}: tensors of other shapes"
+        if settings != settings2:
+            key, value = next(iter(set(settings) - set(settings2)), ("", ""))
+            return f"{name or kind}: `{key}` {value!r}"
+    for key, value in dict(one[1]).items():
+        if dict(other[1]).get(key) != value:
+            return f"`{key}` {value} in place of {dict(other[1]).get(key)}"
+    return "other modules"
+
+
+def _trials(part: Mapping[str, Any], skeleton: Skeleton, order: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Readings of the config's fields, the likeliest first."""
+    count = len(skeleton.layers)
+    stated = grown_part(part, count, skeleton.count_key, order)
+    full = skeleton.text.to_dict()
+    # What the class derives from other fields (a pattern, an interval) and would derive anew, and wrongly.
+    derived = {
+        key: value
+        for key, value in full.items()
+        if key not in part and isinstance(value, list) and len(value) == count and count > 1 and _ENTRIES.search(key)
+    }
+    for extra in ({}, derived):
+        whole = dict(part) | extra
+        yield from _unlike(stated, grown_part(whole, count, skeleton.count_key, order), bool(extra))
+        if not extra:
+            yield from (stated | more for more in _by_chance(part, stated, order, count))
+        choices = [
+            (key, change)
+            for key, changes in _counted(whole | {k: full[k] for k in full if k not in whole}, order, count).items()
+            for change in changes
+        ]
+        for picked in (*itertools.combinations(choices, 1), *itertools.combinations(choices, 2)):
+            if len({key for key, _ in picked}) == len(picked):
+                yield grown_part(whole, count, skeleton.count_key, order, dict(picked))
+
+
+def _unlike(first: dict[str, Any], second: dict[str, Any], later: bool) -> Iterator[dict[str, Any]]:
+    if not later or first != second:
+        yield second
+
+
+def _by_chance(
+    part: Mapping[str, Any], stated: Mapping[str, Any], order: Sequence[int], count: int
+) -> Iterator[dict[str, Any]]:
+    """Readings of lists by other names that are as long as the stack, maybe by chance: one of each layer's, or all."""
+    made = {
+        key: [value[source] for source in order]
+        for key, value in part.items()
+        if isinstance(value, list) and len(value) == count > 1 and stated.get(key) == value and "token" not in key
+    }
+    for size in {*range(1, min(len(made), 2) + 1), len(made)} - {0}:
+        yield from ({key: made[key] for key in keys} for keys in itertools.combinations(made, size))
+
+
+def _counted(fields: Mapping[str, Any], order: Sequence[int], count: int) -> dict[str, list[int]]:
+    """Of each field that may count layers or be a layer's number, the values that it may get."""
+    found: dict[str, list[int]] = {}
+    for key, value in fields.items():
+        if type(value) is not int or not 0 < value <= count or not _COUNTS.search(key):
+            continue
+        below = sum(source < value for source in order)
+        above = sum(source >= count - value for source in order)
+        at = list(order).index(value) if value in order else value
+        found[key] = [other for other in dict.fromkeys((below, above, at)) if other != value]
+    return {key: values for key, values in found.items() if values}
+
+
+def grown_part(
+    part: Mapping[str, Any],
+    count: int,
+    count_key: str | None,
+    order: Sequence[int],
+    counted: Mapping[str, int] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """A reading of a config's fields for other layers, which says nothing of whether a model so built is the right one.
+
+    Args:
+        part: The fields, those of the text decoder.
+        count: How many layers they are for.
+        count_key: The field that says so.
+        order: Layer `n` of the result is as layer `order[n]`.
+        counted: The new values of fields that count layers, or are the number of one.
+    """
+    made: dict[str, Any] = {}
+    for key, value in part.items():
+        if key == count_key:
+            made[key] = len(order)
+        elif key in counted:
+            made[key] = counted[key]
+        elif isinstance(value, list) and value and holds_numbers(key, value, count):
+            made[key] = [index for index, source in enumerate(order) if source in value]
+        elif isinstance(value, list) and len(value) == count and count > 1 and _ENTRIES.search(key):
+            made[key] = [value[source] for source in order]
+        elif isinstance(value, str) and len(value) == count and "pattern" in key:
+            made[key] = "".join(value[source] for source in order)
+        elif key != _LABELS and isinstance(value, Mapping) and value and all(str(each).isdecimal() for each in value):
+            held = {int(number): (len(str(number)), entry) for number, entry in value.items()}
+            made[key] = {
+                str(index).zfill(held[source][0]): copy.deepcopy(held[source][1])
+                for index, source in enumerate(order)
+                if source in held
+            }
+        else:
+            made[key] = copy.deepcopy(value)
+    return made | {key: value for key, value in counted.items() if key not in made}
+
+
+# By its name in a grown model: the tensor's name in the model before, and the layers that compute with it.
+Places = dict[str, tuple[str, tuple[int, ...]]]
+
+
+def shared_places(
+    config: Mapping[str, Any],
+    grown: Mapping[str, Any],
+    order: Sequence[int],
+    outer: Mapping[str, str],
+    stem: str,
+    *,
+    heads: int,
+) -> Places:
+    """The tensors of shared blocks in a model of the config `grown`, by name on disk, and what each is in the base.
+
+    Layer `n` is as layer `order[n]` of the base, whose tensors outside the layers `outer` are, by name on disk, by the
+    name in memory; layers are stored as `{stem}{i}.…`. Raises BadInput where a block is not stored once, under the
+    model's own names, or what layers use cannot be told.
+    """
+    base = twin_of(config, heads=heads)
+    found = places_between(base, twin_of(grown, heads=heads), order)
+    stack = f"{base.stack}."
+    named = {target: name for name, target in outer.items() if target.startswith(stack)}
+    blocks = shared_in(base)
+    owners = {str(owner) for owner in blocks.owner} if blocks is not None else set()
+    odd = [
+        name
+        for target, name in named.items()
+        if name != stem + target.removeprefix(stack) or target.removeprefix(stack).partition(".")[0] not in owners
+    ]
+    odd += [source for source, _ in found.values() if source not in named]
+    if odd:
+        raise BadInput(
+            f"{printable(odd[0])}: a block that several layers run is not stored once, under the name that it has in"
+            " the lowest of them, so other layers cannot be described; save the model with transformers once, or use"
+            " operations that leave the layers as they are"
+        )
+    return {stem + name.removeprefix(stack): (named[source], users) for name, (source, users) in sorted(found.items())}
+
+
+def places_between(base: Skeleton, result: Skeleton, order: Sequence[int]) -> Places:
+    """The same of two twins, by names in memory: layer `n` of the second is as layer `order[n]` of the first.
+
+    Empty where no layers share a block. Raises BadInput where the twins' blocks do not correspond.
+    """
+    shared = shared_in(base)
+    if shared is None:
+        return {}
+    found = shared_in(result, shared.paths)
+    before, after = _used(base, shared.paths), _used(result, shared.paths)
+    sizes, larger = ({name: value.shape for name, value in each.model.state_dict().items()} for each in (base, result))
+    places: dict[str, tuple[str, list[int]]] = {}
+    for index, source in enumerate(order):
+        owner, old = found.owner[index] if found is not None else None, shared.owner[source]
+        if owner is None or old is None:
+            continue
+        pairs = list(zip(before[source], after[index], strict=False))
+        whole = [(f"{result.stack}.{owner}.{new}", f"{base.stack}.{old}.{was}") for was, new in pairs]
+        fits = len(before[source]) == len(after[index]) and all(larger[one] == sizes[two] for one, two in whole)
+        for name, was in whole:
+            held, users = places.setdefault(name, (was, []))
+            users.append(index)
+            fits = fits and held == was
+        if not fits:
+            raise BadInput(
+                f"on twins layer {index} computes with other tensors of a shared block than layer {source} of the base"
+                " does, so the layers of this model cannot change; use operations that leave them as they are"
+            )
+    return {name: (was, tuple(users)) for name, (was, users) in places.items()}
+
+
+def _used(twin: Skeleton, paths: Sequence[str]) -> dict[int, list[str]]:
+    """Of each layer that has a block at `paths`, the block's tensors that its output depends on, in their order."""
+    import torch
+
+    held = {
+        index: {name: value for name, value in layer.named_parameters(remove_duplicate=False) if within(name, paths)}
+        for index, layer in enumerate(twin.layers)
+    }
+    runs = captured(twin, [index for index, tensors in held.items() if tensors])
+    used: dict[int, list[str]] = {}
+    for index, run in runs.items():
+        draws = torch.Generator().manual_seed(0)
+        with one_thread(), torch.enable_grad():
+            output = run.output()
+            (output * torch.randn(output.shape, generator=draws)).sum().backward()
+        used[index] = [n for n, value in held[index].items() if value.grad is not None and bool(value.grad.any())]
+        for parameter in twin.model.parameters():
+            parameter.grad = None
+    return used

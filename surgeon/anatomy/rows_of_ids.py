@@ -1,0 +1,90 @@
+"""Which tensors have a row for each id: the model is built once more, with more ids, and what grew is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from surgeon.anatomy.family import with_fields
+from surgeon.anatomy.growth import part_of
+from surgeon.anatomy.skeleton import Skeleton, build
+from surgeon.errors import BadInput, printable
+
+VOCABULARY_KEY = "vocab_size"
+# Ids by which a model is built larger to see what grows with its vocabulary.
+_MORE_WORDS = 1024
+
+
+def vocabulary_fields(part: Mapping[str, Any], rows: int) -> list[str]:
+    """The fields of a text decoder's part of a config that say how many ids there are; Gemma 4 has two."""
+    return [VOCABULARY_KEY, *(key for key in part if key.startswith(f"{VOCABULARY_KEY}_") and part[key] == rows)]
+
+
+def rows_of_ids(config: Mapping[str, Any], skeleton: Skeleton, outer: Mapping[str, str], rows: int) -> dict[str, bool]:
+    """The tensors that have a row for each id, by name on disk; True for embeddings of what is read.
+
+    `outer` names the place in memory of each tensor outside the layers. Raises BadInput where something else has such
+    rows.
+    """
+    fields = vocabulary_fields(part_of(config, skeleton.path), rows)
+    others = _other_embeddings(skeleton, fields)
+    # As many as keep any padding inside the model as it was.
+    more = with_fields(config, skeleton.path, dict.fromkeys(fields, rows + _MORE_WORDS))
+    after = build(more).model.state_dict(keep_vars=True)
+    held = skeleton.model.state_dict(keep_vars=True)
+    wider = {
+        name for name, value in held.items() if name not in after or tuple(after[name].shape) != tuple(value.shape)
+    }
+    reads = skeleton.model.get_input_embeddings()
+    writes = skeleton.model.get_output_embeddings()
+    known = {
+        id(value): module is not writes or module is reads
+        for module in (writes, *others, reads)
+        if module is not None
+        for value in module.parameters()
+    }
+    found: dict[str, bool] = {}
+    for name, target in outer.items():
+        if target not in wider:
+            continue
+        wider.discard(target)
+        grew = [other - one for one, other in zip(held[target].shape, after[target].shape, strict=False)]
+        if id(held[target]) not in known or grew != [_MORE_WORDS, *[0] * (held[target].ndim - 1)]:
+            raise BadInput(
+                f"{printable(name)}: has a part for each id of the vocabulary and is neither the embedding nor the"
+                " output head, so this model's vocabulary cannot change; leave it as it is"
+            )
+        found[name] = known[id(held[target])]
+    # What is tied to the embedding is not stored.
+    if left := sorted(wider - set(skeleton.model.all_tied_weights_keys)):
+        raise BadInput(
+            f"{printable(left[0])}: has a part for each id of the vocabulary and is not stored as surgeon expects;"
+            " this model's vocabulary cannot change; leave it as it is"
+        )
+    return found
+
+
+def _other_embeddings(skeleton: Skeleton, fields: Sequence[str]) -> list[Any]:
+    """The embeddings beside the first by which a decoder reads tokens, as Gemma 4 does for its layers.
+
+    Raises BadInput for one whose size is none of `fields`, which say how many ids there are.
+    """
+    from torch import nn
+
+    reads = skeleton.model.get_input_embeddings()
+    told = skeleton.text.to_dict()
+    sizes = {told[key]: key for key in told if "vocab_size" in key and key not in fields}
+    sizes |= {told[key]: key for key in fields[1:]}
+    found = []
+    for name, module in skeleton.model.get_submodule(skeleton.stack.rpartition(".")[0]).named_modules():
+        if not isinstance(module, nn.Embedding) or module is reads or module.num_embeddings not in sizes:
+            continue
+        field = sizes[module.num_embeddings]
+        if field not in fields:
+            raise BadInput(
+                f"{printable(name)}: tokens are read by this embedding too, of {module.num_embeddings} rows"
+                f" (`{field}`), and config.json does not say that it has one for each of the {told['vocab_size']} ids;"
+                " this model's vocabulary cannot change; leave it as it is"
+            )
+        found.append(module)
+    return found

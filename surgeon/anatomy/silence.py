@@ -1,0 +1,294 @@
+"""Which tensors of a layer must be null so that it adds exactly nothing to the residual stream: found by trial.
+
+Every parameter of the layer is nulled, then given back in the order in which modules run; what must stay null is the
+last writer of each residual branch: a projection with its bias, experts' included, or the scale of a norm behind it
+(stored as 0, or as −1 where the norm multiplies by one plus it). What acts on the stream by itself, stored buffers
+among it, becomes 1 where it scales it, 0 where it shifts it. Proof is the layer's own output, bit for bit.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from surgeon.anatomy.shared import shared_in, within
+from surgeon.anatomy.skeleton import Skeleton
+from surgeon.anatomy.twin import stored_buffers
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+_TOKENS = (1, 12)
+# Of so many tensors that act on the stream by themselves every choice of 0 and 1 is tried; of more, 1 for all.
+_MOST_ACTING = 6
+
+
+@dataclass(frozen=True)
+class Silence:
+    """What was found of one layer: `values` to store, by the tensor's name in the layer; `reason` why there is none.
+
+    `identities` are the values with which norms leave their input as it is, by name: 1, or 0 where they add one.
+    """
+
+    values: dict[str, float]
+    reason: str
+    identities: dict[str, float]
+
+
+def in_words(kinds: Sequence[Mapping[str, float]]) -> str:
+    """Return which tensors are null in silenced layers of each of these kinds, by their modules, and how many kinds."""
+    values = sorted({(name, value) for each in kinds for name, value in each.items()})
+    silent = ", ".join(_short([name for name, value in values if value != 1.0])) or "nothing"
+    scales = "".join(f", {name} = 1" for name in _short([name for name, value in values if value == 1.0]))
+    several = f", {len(kinds)} kinds of layers" if len(kinds) > 1 else ""
+    return f"{silent} silent{scales}{several}"
+
+
+def _short(names: list[str]) -> list[str]:
+    """Parameters by their modules: `o_proj` for weight and bias of `self_attn.o_proj`, `experts.down_proj`."""
+    found = []
+    for name in names:
+        parts = name.split(".")
+        parts = parts[:-1] if parts[-1] in ("weight", "bias") else parts
+        found.append(".".join(parts[-2:]) if len(parts) > 1 and "expert" in parts[-2] else parts[-1])
+    return list(dict.fromkeys(found))
+
+
+@dataclass
+class Run:
+    """A layer with what a run of the model gave it."""
+
+    layer: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def stream(self) -> Tensor:
+        """What the layer adds to, (batch, positions, width)."""
+        stream: Tensor = self.args[0] if self.args else self.kwargs["hidden_states"]
+        return stream
+
+    def output(self, stream: Tensor | None = None) -> Any:
+        """What the layer makes of it, or of another `stream`."""
+        # A copy: a layer may change in place what it gets, and would then always give back what it got.
+        stream = self.stream.clone() if stream is None else stream
+        if self.args:
+            given = self.layer(stream, *self.args[1:], **self.kwargs)
+        else:
+            given = self.layer(**(self.kwargs | {"hidden_states": stream}))
+        return given[0] if isinstance(given, tuple | list) else given
+
+
+def silences(twin: Skeleton, layers: list[int]) -> dict[int, Silence]:
+    """For each of these layers of a twin what silences it; the twin's weights stay as they were."""
+    runs, shared = captured(twin, layers), shared_in(twin)
+    paths = shared.paths if shared is not None else ()
+    return {
+        index: _search(runs[index], paths) if index in runs else _refused("it does not run on text alone")
+        for index in layers
+    }
+
+
+def _refused(reason: str) -> Silence:
+    return Silence({}, reason, {})
+
+
+def captured(twin: Skeleton, layers: list[int]) -> dict[int, Run]:
+    """What each layer gets when the model reads a text."""
+    import torch
+
+    runs: dict[int, Run] = {}
+
+    def keep(index: int) -> Callable[..., None]:
+        def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            # Keys and values that layers leave for those above: each run then has those of the model's own.
+            own = {
+                name: copy.copy(value) if isinstance(value, MutableMapping) else value for name, value in kwargs.items()
+            }
+            runs.setdefault(index, Run(layer, args, own))
+
+        return hook
+
+    hooks = [twin.layers[index].register_forward_pre_hook(keep(index), with_kwargs=True) for index in layers]
+    try:
+        with torch.no_grad():
+            twin.model(input_ids=some_tokens(twin), use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return runs
+
+
+def some_tokens(twin: Skeleton, *, seed: int = 1) -> Tensor:
+    """Random token ids that a twin's vocabulary has, sequences by positions."""
+    import torch
+
+    draws = torch.Generator().manual_seed(seed)
+    return torch.randint(5, min(twin.text.vocab_size, 120), _TOKENS, generator=draws)
+
+
+def _search(run: Run, shared: Sequence[str]) -> Silence:
+    """What silences a layer; blocks at `shared` are other layers' too, and stay as they are."""
+    import torch
+
+    held = {name: value for name, value in run.layer.named_parameters() if not within(name, shared)}
+    buffers = {name: value for name, value in stored_buffers(run.layer).items() if not within(name, shared)}
+    kept = {name: value.detach().clone() for name, value in (*held.items(), *buffers.items())}
+    order = [name for name in _order(run) if name in held]
+    with torch.no_grad():
+        nulls, identities = _nulls(run.layer, kept)
+        try:
+            for name, value in held.items():
+                value.fill_(nulls[name])
+            values: dict[str, float] = {}
+            if not _silent(run):
+                found = _of_stream(run, held, buffers, kept, identities)
+                if found is None:
+                    own = f" but those that it shares with others ({', '.join(shared)})" if shared else ""
+                    return _refused(f"even with all its weights{own} zero a layer changes what passes through it")
+                nulls |= found
+                values = {name: value for name, value in found.items() if name in buffers}
+            for name in order:
+                held[name].copy_(kept[name])
+                if not _silent(run):
+                    held[name].fill_(nulls[name])
+                    values[name] = nulls[name]
+            dead = _without_gradient(run, held, values)
+        finally:
+            for name, tensor in (*held.items(), *buffers.items()):
+                tensor.copy_(kept[name])
+            for parameter in run.layer.parameters():
+                parameter.grad = None
+    if dead:
+        return _refused(f"{dead[0]} would have to be zero and would then never learn")
+    return Silence(values, "", identities)
+
+
+def _silent(run: Run) -> bool:
+    """Whether the layer gives what it gets, bit for bit."""
+    import torch
+
+    output = run.output()
+    return isinstance(output, torch.Tensor) and torch.equal(output, run.stream)
+
+
+def _of_stream(
+    run: Run,
+    held: Mapping[str, nn.Parameter],
+    buffers: Mapping[str, Tensor],
+    kept: Mapping[str, Tensor],
+    identities: Mapping[str, float],
+) -> dict[str, float] | None:
+    """The values of what acts on the stream by itself, a scale or a shift of it, that leave it as it is.
+
+    Sought among stored buffers, and among parameters of one number or one for each dimension, all others being null.
+    They have those values then; None where no choice of 0 and 1 does.
+    """
+    # Norms and biases are null already.
+    vectors = {n: v for n, v in held.items() if v.ndim < 2 and n not in identities and not n.endswith("bias")}
+    sought: dict[str, Tensor] = {**vectors, **buffers}
+    for name, vector in vectors.items():
+        vector.copy_(kept[name])
+    acting = [name for name, tensor in sought.items() if _acts(run, tensor)]
+    for name, vector in vectors.items():
+        if name not in acting:
+            vector.fill_(0.0)
+    every = itertools.product((1.0, 0.0), repeat=len(acting)) if len(acting) <= _MOST_ACTING else [(1.0,) * len(acting)]
+    for choice in every:
+        values = dict(zip(acting, choice, strict=True))
+        for name, value in values.items():
+            sought[name].fill_(value)
+        if _silent(run):
+            return values
+    return None
+
+
+def _acts(run: Run, value: Tensor) -> bool:
+    """Whether the layer's output depends on this tensor, the others being as they are."""
+    import torch
+
+    before, kept = run.output(), value.clone()
+    value.mul_(0.5).add_(0.25)
+    after = run.output()
+    value.copy_(kept)
+    return not (isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor) and torch.equal(before, after))
+
+
+def _without_gradient(run: Run, held: dict[str, nn.Parameter], values: dict[str, float]) -> list[str]:
+    """Those of the silenced parameters that training would leave where they are; buffers it leaves anyway."""
+    import torch
+
+    draws = torch.Generator().manual_seed(0)
+    with torch.enable_grad():
+        output = run.output(run.stream.detach().requires_grad_().clone())
+        (output * torch.randn(output.shape, generator=draws)).sum().backward()
+    return [name for name in values if name in held and ((grad := held[name].grad) is None or not bool(grad.any()))]
+
+
+def _order(run: Run) -> list[str]:
+    """The layer's parameters in the order in which their modules run; first those of modules that never run as such."""
+    import torch
+
+    ran: list[nn.Module] = []
+    hooks = [
+        module.register_forward_pre_hook(lambda module, _args: ran.append(module) if module not in ran else None)
+        for module in run.layer.modules()
+        if module._parameters
+    ]
+    try:
+        with torch.no_grad():
+            run.output()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    names = {module: f"{name}." if name else "" for name, module in run.layer.named_modules()}
+    apart = [module for module in names if module._parameters and module not in ran]
+    return [
+        f"{names[module]}{key}"
+        for module in (*apart, *ran)
+        for key, held in module._parameters.items()
+        if held is not None
+    ]
+
+
+def _nulls(layer: nn.Module, kept: dict[str, Tensor]) -> tuple[dict[str, float], dict[str, float]]:
+    """For every parameter the value that makes it add nothing; for norms' scales also the one that changes nothing."""
+    nulls = dict.fromkeys(kept, 0.0)
+    identities: dict[str, float] = {}
+    for prefix, module in layer.named_modules():
+        scale = module._parameters.get("weight")
+        name = f"{prefix}.weight"
+        if scale is None or name not in kept or scale.ndim != 1 or "norm" not in type(module).__name__.lower():
+            continue
+        null = null_of(module, scale, kept[name])
+        if null is not None:
+            nulls[name], identities[name] = null, null + 1.0
+    return nulls, identities
+
+
+def null_of(module: nn.Module, scale: nn.Parameter, kept: Tensor) -> float | None:
+    """The stored scale with which a norm gives zeros, whatever it is given; None where neither 0 nor −1 does."""
+    import torch
+
+    shift = module._parameters.get("bias")
+    sample = torch.randn(3, scale.shape[0], generator=torch.Generator().manual_seed(0))
+    held = None if shift is None else shift.detach().clone()
+    try:
+        if shift is not None:
+            shift.zero_()
+        for null in (0.0, -1.0):
+            scale.fill_(null)
+            try:
+                output = module(sample)
+            except (RuntimeError, TypeError, ValueError, AttributeError):  # a norm that wants more than one input
+                return None
+            if isinstance(output, torch.Tensor) and not bool(output.any()):
+                return null
+        return None
+    finally:
+        scale.copy_(kept)
+        if shift is not None and held is not None:
+            shift.copy_(held)

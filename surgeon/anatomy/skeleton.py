@@ -1,0 +1,313 @@
+"""A model as transformers builds it from a config: its class, and the stack of its text decoder's layers.
+
+Classes are those of the installed transformers; of a checkpoint that brings its own code, and that the user trusts,
+those of that code. On the meta device a model of
+any size takes no memory for weights.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from surgeon.anatomy.family import LARGEST_SIZE, OWN_CONFIG
+from surgeon.anatomy.own_classes import code_of, own_class
+from surgeon.checkpoint.weights import QUANTISATION
+from surgeon.common.library import LOAD_FAILURES, config_of, first_line, quiet_transformers
+from surgeon.errors import BadInput, printable
+from surgeon.grafts.composition import ENCODER_AUTOS, OTHER_AUTOS, PREFIX
+
+if TYPE_CHECKING:
+    from torch import nn
+
+CAUSAL = "AutoModelForCausalLM"
+IMAGE_TEXT = "AutoModelForImageTextToText"
+BASE = "AutoModel"
+# Where transformers says which classes each auto class finds.
+_NAMES = {
+    BASE: "MODEL_MAPPING_NAMES",
+    CAUSAL: "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    IMAGE_TEXT: "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "AutoModelForMaskedLM": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "AutoModelForSequenceClassification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "AutoModelForTokenClassification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+    "AutoModelForQuestionAnswering": "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
+}
+
+# Towers beside the text decoder, which surgery leaves alone; a decoder's own encoder is one too.
+_TOWER = re.compile(r"(^|[._])(vision|visual|vit|vq|image|audio|speech|encoder|qformer|perceiver|mtp)")
+# Beside an encoder's layers.
+_BESIDE = re.compile(r"(^|[._])(vision|visual|vit|image|audio|speech|decoder|initial|final)")
+# Counts of modules: a config that asks for a billion of them would be built one by one.
+_COUNT = re.compile(r"(^|_)(num|n|max)_.*(layers?|blocks?|experts?)$|^(depth|n_layer|layers)$")
+_MOST_EXPERTS = 4096
+_MOST_BUILT = 1000
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """A built model: `text` is its text decoder's config object, which stands at `path` in config.json.
+
+    `stack` is the name of the list of layers in `model`, `count_key` the field that says how many there are. An
+    `encoder` reads a text in both directions.
+    """
+
+    model: Any
+    text: Any
+    path: tuple[str, ...]
+    stack: str
+    count_key: str | None
+    encoder: bool = False
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The decoder's, or encoder's, layers."""
+        return list(self.model.get_submodule(self.stack))
+
+    @property
+    def holder(self) -> str:
+        """The path of the model of transformers that holds the layers: an encoder's base model, else the smallest."""
+        from transformers import PreTrainedModel
+
+        above = self.stack.rpartition(".")[0]
+        if self.encoder:
+            prefix = self.model.base_model_prefix
+            return prefix if self.model.base_model is not self.model and above.startswith(prefix) else ""
+        while not isinstance(self.model.get_submodule(above), PreTrainedModel):
+            above = above.rpartition(".")[0]
+        return above
+
+
+def is_known(config: Mapping[str, Any]) -> bool:
+    """Whether the installed transformers, or the checkpoint's own code, has a text model for this config."""
+    return code_of(config) is not None or encoder_auto(config) is not None or auto_of(config) is not None
+
+
+def classes_of(model_type: object, auto: str) -> tuple[str, ...]:
+    """The names of the classes that an auto class finds for a model type; none where it finds none."""
+    from transformers.models.auto import modeling_auto
+
+    found = getattr(modeling_auto, _NAMES[auto]).get(model_type, ())
+    return (found,) if isinstance(found, str) else tuple(found)
+
+
+def encoder_auto(config: Mapping[str, Any]) -> str | None:
+    """The auto class that finds an encoder as its config names it; None for what is no encoder of text.
+
+    An encoder's type has a masked-language head, or heads for sequences and tokens and none that generates. Where the
+    config names a head that none of these auto classes knows, it is taken without its head.
+    """
+    model_type, named = config.get("model_type"), [str(name) for name in config.get("architectures") or ()]
+    generating = [*classes_of(model_type, CAUSAL), *classes_of(model_type, IMAGE_TEXT)]
+    heads = {auto: classes_of(model_type, auto) for auto in ENCODER_AUTOS}
+    masked, others = heads.pop(ENCODER_AUTOS[0]), any(heads.values())
+    if not classes_of(model_type, BASE) or not (masked or (others and not generating)):
+        return None
+    if set(named) & set(generating) or (config.get("is_decoder") is True and generating):
+        return None
+    stated = {auto for auto in ENCODER_AUTOS if set(named) & set(classes_of(model_type, auto))}
+    return next((auto for auto in ENCODER_AUTOS if auto in stated), BASE)
+
+
+def wordless_auto(config: Mapping[str, Any]) -> str | None:
+    """The auto class of a head for labels or answers that a decoder's config names; None where it names none."""
+    named = {str(name).removeprefix("Upcycled") for name in config.get("architectures") or ()}
+    model_type = str(config.get("model_type")).removeprefix(PREFIX)
+    return next((auto for auto in OTHER_AUTOS if named & set(classes_of(model_type, auto))), None)
+
+
+def auto_of(config: Mapping[str, Any]) -> str | None:
+    """The auto class that finds the model of a config: causal or image-text; None where there is neither."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
+
+    model_type = config.get("model_type")
+    named = {
+        auto: (names[model_type],) if isinstance(names[model_type], str) else tuple(names[model_type])
+        for auto, names in (
+            (CAUSAL, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+            (IMAGE_TEXT, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
+        )
+        if model_type in names
+    }
+    architectures = config.get("architectures") or ()
+    stated = next((auto for auto, classes in named.items() if set(classes) & set(map(str, architectures))), None)
+    return stated or next(iter(named), None)
+
+
+def reads_images(config: Mapping[str, Any]) -> bool:
+    """Whether the head of a config's model, as transformers has it, reads images beside text."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    named = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.get("model_type"), ())
+    classes = {named} if isinstance(named, str) else set(named)
+    stated = {*map(str, config.get("architectures") or ())}
+    return bool(classes & stated) or (bool(classes) and auto_of(config) == IMAGE_TEXT)
+
+
+def build(config: Mapping[str, Any], *, buffers: bool = False) -> Skeleton:
+    """The model of a config.json on the meta device, in float32 and eval mode; with `buffers`, these are real.
+
+    Raises BadInput where the installed transformers has no decoder of this type, cannot build it, or no stack of
+    decoder layers is found in it.
+    """
+    from accelerate import init_empty_weights
+    from transformers.initialization import no_init_weights
+
+    encoder = code_of(config) is None and encoder_auto(config) is not None
+    shown = printable(str(config.get("model_type")))
+    check_counts(config)
+    kind, model = _classes(config, shown)
+    # In full precision: what is quantised changes where numbers are stored, not what is computed.
+    config = {key: value for key, value in config.items() if key != QUANTISATION}
+    try:
+        with quiet_transformers(), no_init_weights(), init_empty_weights(include_buffers=not buffers):
+            model = model._from_config(_fitting(model, config_of(config, kind)))
+    except LOAD_FAILURES as error:
+        builder = "transformers" if code_of(config) is None else "its own code"
+        raise BadInput(
+            f"config.json: {builder} cannot build this {shown} ({first_line(error)}); {OWN_CONFIG}"
+        ) from error
+    text, path = _text_part(model.config)
+    if encoder and path:
+        raise BadInput(
+            f"config.json: the text encoder is a part of this {shown} ({'.'.join(path)}), whose other parts no control"
+            " can stand beside; operate on an encoder of text alone"
+        )
+    stack = _stack(model, text, shown, encoder=encoder)
+    return Skeleton(model.eval(), text, path, stack, _count_key(text), encoder)
+
+
+def _classes(config: Mapping[str, Any], shown: str) -> tuple[Any, Any]:
+    """The classes of a config and its model. Raises BadInput where there are none."""
+    import transformers
+    from transformers import CONFIG_MAPPING
+
+    code = code_of(config)
+    if code is not None:
+        model = own_class(code, CAUSAL)
+        if model is None:
+            raise BadInput(
+                f"config.json: its `auto_map` names no {CAUSAL}, so it has no decoder to operate on; name it there"
+            )
+        return own_class(code, "AutoConfig") or model.config_class, model
+    encoder = encoder_auto(config)
+    auto = encoder or auto_of(config)
+    if auto is None:
+        raise BadInput(
+            f"config.json: transformers {transformers.__version__} has no text decoder of model_type {shown!r};"
+            " update it, or get a model that it knows"
+        )
+    kind = CONFIG_MAPPING[str(config["model_type"])]
+    if encoder is not None and (config.get("is_encoder_decoder") or kind().is_encoder_decoder):
+        raise BadInput(
+            f"config.json: {shown} has an encoder and a decoder that reads it; surgery knows models of one stack alone"
+        )
+    model = getattr(transformers, auto)._model_mapping[kind]
+    return kind, model[0] if isinstance(model, tuple) else model
+
+
+def _fitting(model: Any, settings: Any) -> Any:
+    """The part of a config that a model class takes: some causal models are built of the text part alone."""
+    wanted = getattr(model, "config_class", None)
+    if wanted is None or isinstance(settings, wanted):
+        return settings
+    text = settings.get_text_config()
+    return text if isinstance(text, wanted) else settings
+
+
+def check_counts(config: Mapping[str, Any]) -> None:
+    """Raise BadInput for a count of modules, or any number, that is beyond all that a model has.
+
+    A number beside a list, `[["global", "local"], 12]`, says how often it stands (GPT-Neo's `attention_types`).
+    """
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            check_counts(value)
+        elif isinstance(value, list) and (times := [n for each in value for n in _repeats(each) if n > _MOST_BUILT]):
+            raise BadInput(
+                f"config.json: `{printable(key)}` repeats a list {times[0]} times; more than {_MOST_BUILT} is refused;"
+                f" {OWN_CONFIG}"
+            )
+        elif type(value) is int and abs(value) > LARGEST_SIZE:
+            raise BadInput(f"config.json: `{printable(key)}` is {value}; beyond 2^31 is refused; {OWN_CONFIG}")
+        elif type(value) is int and _COUNT.search(key):
+            most = _MOST_EXPERTS if "expert" in key else _MOST_BUILT
+            if value > most:
+                raise BadInput(f"config.json: `{printable(key)}` is {value}; more than {most} is refused; {OWN_CONFIG}")
+
+
+def _repeats(entry: object) -> list[int]:
+    """The numbers in a list that stand beside a list."""
+    if not isinstance(entry, list) or not any(isinstance(each, list) for each in entry):
+        return []
+    return [each for each in entry if type(each) is int]
+
+
+def _text_part(settings: Any) -> tuple[Any, tuple[str, ...]]:
+    """The config object of the text decoder, and where its fields stand in config.json."""
+    try:
+        text = settings.get_text_config(decoder=True)
+    except ValueError as error:
+        raise BadInput(f"config.json: {first_line(error)}; {OWN_CONFIG}") from error
+    if text is settings:
+        return settings, ()
+    for key in settings.sub_configs:
+        part = getattr(settings, key, None)
+        if part is text:
+            return text, (key,)
+        for inner in getattr(part, "sub_configs", {}):
+            if getattr(part, inner, None) is text:
+                return text, (key, inner)
+    raise BadInput(
+        f"config.json: the text part of this {printable(str(settings.model_type))} is not found in it; {OWN_CONFIG}"
+    )
+
+
+def _count_key(text: Any) -> str | None:
+    """The field of config.json that counts the layers; None where a list of them does."""
+    key = text.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    return key if key in text.to_dict() else None
+
+
+def _stack(model: Any, text: Any, shown: str, *, encoder: bool) -> str:
+    from torch import nn
+
+    count = getattr(text, "num_hidden_layers", None)
+    others = _BESIDE if encoder else _TOWER
+    lists = [
+        (len(module), sum(value.numel() for value in module.parameters()), name)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and not others.search(name)
+    ]
+    found = [(size, name) for length, size, name in lists if length == count]
+    if not found and not encoder:
+        # A stack that generates keeps an encoder's name where it was one first (BERT's, as a decoder).
+        named = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+        inside = [(name, module) for name, module in named if name.startswith(f"{model.base_model_prefix}.encoder.")]
+        found = [(sum(v.numel() for v in m.parameters()), name) for name, m in inside if len(m) == count]
+    beside = [name for _, name in found if encoder and name.rpartition(".")[0] == found[0][1].rpartition(".")[0]]
+    if len(beside) > 1:
+        raise BadInput(
+            f"config.json: this {shown} keeps the parts of its layers in lists of their own ({', '.join(beside)}), so"
+            " nothing holds a layer that a control could stand in; use another model, or full fine-tuning"
+        )
+    if not found:
+        kind = "encoder" if encoder else "decoder"
+        fewer = [(length, name) for length, _, name in lists if encoder and type(count) is int and length < count]
+        parted = [(length, name) for length, _, name in lists if length > 1 and count and not count % length]
+        if parted and not encoder:
+            raise BadInput(
+                f"config.json: this {shown} counts {count} layers in a stack of {parted[0][0]} (`{parted[0][1]}`):"
+                " each attends several times, so none has a number of its own; use another model"
+            )
+        seen = f" (`{fewer[0][1]}` has {fewer[0][0]}: layers that share weights cannot differ)" if fewer else ""
+        raise BadInput(
+            f"config.json: no stack of {count} {kind} layers is found in this {shown}{seen}; is it a text {kind}?"
+        )
+    longest: str = max(found)[1]
+    return longest

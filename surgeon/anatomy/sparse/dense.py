@@ -1,0 +1,238 @@
+"""A dense base as experts are made of it: its MLP and attention, by the names in its layers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from surgeon.anatomy.skeleton import Skeleton
+from surgeon.errors import BadInput, printable
+
+Form = Literal["shared", "copies"]
+# What a plan can do instead.
+BESIDE = "use `form: shared` without `target`, which brings modules of its own"
+
+QUERY, KEY, VALUE, JOINT = (f"self_attn.{name}.weight" for name in ("q_proj", "k_proj", "v_proj", "qkv_proj"))
+STEM = "model.layers."
+# Gate, up and down of an FFN by their names below a layer. Gate and up of one name are halves of one matrix; an FFN
+# without a gate has an empty one.
+_FFNS = (
+    ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+    ("mlp.gate_up_proj", "mlp.gate_up_proj", "mlp.down_proj"),
+    ("feed_forward.gate_proj", "feed_forward.up_proj", "feed_forward.down_proj"),
+    ("feed_forward.w1", "feed_forward.w3", "feed_forward.w2"),
+    ("shared_mlp.input_linear", "shared_mlp.input_linear", "shared_mlp.output_linear"),
+    ("", "mixer.up_proj", "mixer.down_proj"),
+)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """What a mixture is to be: `experts` copies of the base's MLP, each cut into `segments`, `top_k` of them a token.
+
+    So there are experts · segments experts, of which top_k · segments are chosen. `balance` is the coefficient of the
+    loss that spreads tokens over experts; 0 is none. `plain` are the layers that keep their MLP.
+    """
+
+    form: Form
+    experts: int
+    top_k: int
+    segments: int = 1
+    balance: float = 0.0
+    plain: tuple[int, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """How many experts a layer has."""
+        return self.experts * self.segments
+
+    @property
+    def chosen(self) -> int:
+        """How many of them a token takes."""
+        return self.top_k * self.segments
+
+
+class NoTarget(BadInput):
+    """No class of transformers that is known here holds a base; any that a plan may ask for by name was tried."""
+
+
+def check_divides(mixture: Mixture, width: int) -> None:
+    """Raise BadInput where an FFN of so many neurons cannot be cut into the mixture's segments."""
+    if width % mixture.segments:
+        raise BadInput(
+            f"`fine_grained: {mixture.segments}` does not divide the {width} neurons of its MLP; give a divisor"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Dense:
+    """A base: its config.json, the same with transformers' defaults (`full`), and the shapes in each layer, by suffix.
+
+    `stem` is what the names of layers begin with.
+    """
+
+    config: Mapping[str, Any]
+    full: Mapping[str, Any]
+    layers: tuple[Mapping[str, tuple[int, ...]], ...]
+    stem: str = STEM
+
+    @classmethod
+    def of(
+        cls,
+        config: Mapping[str, Any],
+        skeleton: Skeleton,
+        layers: Iterable[Mapping[str, tuple[int, ...]]],
+        stem: str = STEM,
+    ) -> Dense:
+        """A base by what transformers builds of it. Raises NoTarget where its layers are not what classes have."""
+        dense = cls(config, skeleton.text.to_dict(), tuple(layers), stem)
+        dense.check()
+        return dense
+
+    def check(self) -> None:
+        """Raise NoTarget for layers that have no FFN of plain matrices, BadInput where all FFNs have experts."""
+        mixed = next((index for index, shapes in enumerate(self.layers) if _experts_in(shapes)), None)
+        if mixed is not None and self.holders:
+            raise NoTarget(
+                f"layer {mixed} has experts already, and those of the classes known here are all alike; {BESIDE}"
+            )
+        check_no_experts(suffix for shapes in self.layers for suffix in shapes)
+        if not self.holders:
+            raise NoTarget(
+                "its layers have no MLP of gate_proj, up_proj and down_proj (or gate_up_proj), and experts of the"
+                f" classes known here have just these; {BESIDE}"
+            )
+        ffns = tuple({name.partition(".")[0] for name in self.ffn if name})
+        biased = next((s for s in self.shapes if s.startswith(ffns) and s.endswith(".bias")), None)
+        if biased is not None:
+            raise NoTarget(
+                f"{printable(biased)}: an MLP with biases, which experts of the classes known here have not; {BESIDE}"
+            )
+        odd = next((i for i in self.holders if any(self.layers[i][s] != self.shapes[s] for s in self.matrices)), None)
+        if odd is not None:
+            raise NoTarget(
+                f"the MLP of layer {odd} is of another width than that of layer {self.holders[0]}, and experts of the"
+                f" classes known here have one; {BESIDE}"
+            )
+
+    @functools.cached_property
+    def ffn(self) -> tuple[str, str, str]:
+        """The names of gate, up and down below a layer."""
+        return next(names for names in _FFNS if any(_has(shapes, names) for shapes in self.layers))
+
+    @functools.cached_property
+    def holders(self) -> tuple[int, ...]:
+        """The layers that have the FFN; none where no layer has one that is known."""
+        held = ([i for i, shapes in enumerate(self.layers) if _has(shapes, names)] for names in _FFNS)
+        return tuple(next((found for found in held if found), ()))
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shapes in the first layer that has the FFN."""
+        return self.layers[self.holders[0]]
+
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        """The suffixes of the FFN's matrices, each once."""
+        return tuple(dict.fromkeys(f"{name}.weight" for name in self.ffn if name))
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Gate, up and down as far as the FFN has them."""
+        return ("gate", "up", "down")[not self.ffn[0] :]
+
+    @functools.cached_property
+    def kinds(self) -> dict[int, Mapping[str, tuple[int, ...]]]:
+        """The layers that hold other tensors than all before them, by number."""
+        found: dict[int, Mapping[str, tuple[int, ...]]] = {}
+        for index, shapes in enumerate(self.layers):
+            if all(shapes != other for other in found.values()):
+                found[index] = shapes
+        return found
+
+    @property
+    def width(self) -> int:
+        """How many neurons the MLP has."""
+        return self.shapes[self.matrices[-1]][1]
+
+    @property
+    def hidden(self) -> int:
+        """The width of the residual stream."""
+        return self.shapes[self.matrices[-1]][0]
+
+    @property
+    def fused(self) -> bool:
+        """Whether gate and up are one matrix."""
+        return self.ffn[0] == self.ffn[1]
+
+    @property
+    def head_dim(self) -> int:
+        """The size of an attention head."""
+        return int(self.full.get("head_dim") or self.full["hidden_size"] // self.full["num_attention_heads"])
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """How many heads queries have, and keys and values."""
+        heads = int(self.full["num_attention_heads"])
+        return heads, int(self.full.get("num_key_value_heads") or heads)
+
+    @property
+    def window(self) -> int | None:
+        """The attention window of all layers; None where there is none, or none that shortens anything.
+
+        Raises BadInput where layers differ in it.
+        """
+        window, types = self.full.get("sliding_window"), self.full.get("layer_types") or []
+        if window is None or self.full.get("use_sliding_window") is False:
+            return None
+        if types and set(types) == {"full_attention"}:
+            return None
+        if window >= self.full["max_position_embeddings"]:
+            return None
+        if len(set(types)) > 1:
+            raise BadInput("some of its layers have an attention window and some have none; use another base")
+        return int(window)
+
+    def source(self, role: str) -> Take:
+        """Where the rows of a matrix of attention or MLP stand in the base's layer."""
+        gate, up, down = (f"{name}.weight" for name in self.ffn)
+        whole = {"gate": gate, "up": up, "down": down, "query": QUERY, "key": KEY, "value": VALUE}[role]
+        if self.fused and role in ("gate", "up"):
+            begin = 0 if role == "gate" else self.width
+            return Take(whole, begin, begin + self.width)
+        if whole in self.shapes:
+            return Take(whole, 0, self.shapes[whole][0])
+        heads, kv_heads = (count * self.head_dim for count in self.heads)
+        begin = {"query": 0, "key": heads, "value": heads + kv_heads}[role]
+        return Take(JOINT, begin, begin + (heads if role == "query" else kv_heads))
+
+
+def _has(shapes: Mapping[str, tuple[int, ...]], names: tuple[str, str, str]) -> bool:
+    return all(f"{name}.weight" in shapes for name in names if name)
+
+
+def check_no_experts(suffixes: Iterable[str]) -> None:
+    """Raise BadInput where a layer's tensors, by suffix, have experts among them."""
+    if experts := _experts_in(suffixes):
+        raise BadInput(f"{printable(experts)}: the base is a mixture of experts already; use its dense original")
+
+
+def _experts_in(suffixes: Iterable[str]) -> str:
+    """The first tensor of experts; empty where there is none."""
+    return next((suffix for suffix in suffixes if "expert" in suffix or "moe." in suffix), "")
+
+
+@dataclass(frozen=True)
+class Take:
+    """Rows `start:stop` of a tensor of the base's layer."""
+
+    suffix: str
+    start: int
+    stop: int
+
+    def part(self, number: int, of: int) -> Take:
+        """Part `number` of these rows, cut into `of` equal ones."""
+        size = (self.stop - self.start) // of
+        return Take(self.suffix, self.start + number * size, self.start + (number + 1) * size)

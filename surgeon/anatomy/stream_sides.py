@@ -1,0 +1,308 @@
+"""Which side of a tensor the residual stream is, found on a twin, and what a wider one then computes.
+
+Of a tensor's slice that is changed, one channel of its module's output tells of writing, all of them of reading. What
+no output tells of is tried both ways.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from surgeon.anatomy.derived import Derived
+from surgeon.anatomy.family import Axes, Axis, Sizes
+from surgeon.anatomy.running import agree, run_prefill
+from surgeon.anatomy.silence import null_of, some_tokens
+from surgeon.anatomy.skeleton import Skeleton
+from surgeon.anatomy.widening import flat_fields
+from surgeon.common.library import LOAD_FAILURES
+from surgeon.errors import BadInput, printable
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+HIDDEN = "hidden_size"
+KEYS = re.compile(r"(.*[._])?num_(global_)?(key_value|kv)_heads|(.*\.)?kv_n_heads")
+# How an axis may be put together: of queries, keys and values, of matrices as wide as the stream, or as one thing.
+_SPLITS = ("heads", "hidden", "whole")
+_MOST_TRIALS = 16
+_SLICE = 3
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A reading of what grows: the side of each axis (whether it writes), by tensor in memory, and how axes split."""
+
+    writes: Mapping[tuple[str, int], bool]
+    split: str
+
+
+class Probe:
+    """A twin and a wider one, with what the base's computes where."""
+
+    def __init__(self, base: Skeleton, wide: Skeleton, derived: Derived, times: int) -> None:
+        self._base, self._wide, self._kind_of, self._times = base, wide, derived.kind_of, times
+        self._derived = derived
+        self._shapes = {
+            id(each): {name: value.shape for name, value in each.model.state_dict(keep_vars=True).items()}
+            for each in (base, derived.skeleton)
+        }
+        self._calls: dict[str, tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = {}
+        self._record()
+        held, grown = (
+            {
+                name: value
+                for name, value in each.model.state_dict().items()
+                if name not in each.model.all_tied_weights_keys
+            }
+            for each in (base, wide)
+        )
+        self._held, self._grown = held, grown
+        self._grows = {
+            name: [
+                axis
+                for axis, pair in enumerate(zip(value.shape, grown[name].shape, strict=False))
+                if pair[0] != pair[1]
+            ]
+            for name, value in held.items()
+            if name in grown and value.shape != grown[name].shape
+        }
+        others = [
+            name
+            for name in held.keys() | grown.keys()
+            if name not in held
+            or name not in grown
+            or any(grown[name].shape[axis] != held[name].shape[axis] * times for axis in self._grows.get(name, ()))
+        ]
+        # What a wider model has in another shape than one so many times as large.
+        self.odd = f"{printable(min(others))} would be another" if others else ""
+
+    def _record(self) -> None:
+        """Keep what each module gets first, in the order in which they run."""
+        handles = []
+        for path, module in self._base.model.named_modules():
+
+            def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], path: str = path) -> None:
+                self._calls.setdefault(path, (module, args, kwargs))
+
+            handles.append(module.register_forward_pre_hook(keep, with_kwargs=True))
+        self._base.model(input_ids=some_tokens(self._base), use_cache=False)
+        for handle in handles:
+            handle.remove()
+
+    def trials(self) -> Iterator[Trial]:
+        """Readings, the likeliest first: what a module's output tells of, and both sides of what it does not tell of.
+
+        Raises BadInput for a tensor of which the twin's logits do not depend.
+        """
+        if self.odd:
+            return
+        known: dict[tuple[str, int], bool] = {}
+        unknown: list[tuple[str, int]] = []
+        for name, axes in self._first_ones():
+            for axis in axes:
+                side = self._writes(name, axis)
+                if side is None:
+                    unknown.append((name, axis))
+                    self._check_used(name, axis)
+                else:
+                    known[name, axis] = side
+        choices = itertools.product((True, False), repeat=len(unknown))
+        for sides in itertools.islice(choices, _MOST_TRIALS):
+            for split in _SPLITS:
+                yield Trial(known | dict(zip(unknown, sides, strict=True)), split)
+
+    def _first_ones(self) -> Iterator[tuple[str, list[int]]]:
+        """What grows outside the layers, and in the lowest layer of each kind."""
+        firsts = {self._kind_of.index(kind) for kind in self._kind_of}
+        for name, axes in self._grows.items():
+            layer = self._layer_of(name)
+            if layer is None or layer[0] in firsts:
+                yield name, axes
+
+    def _layer_of(self, name: str) -> tuple[int, str] | None:
+        """The layer that a tensor is of, and its name there; None where it is of none."""
+        stem = f"{self._base.stack}."
+        if not name.startswith(stem):
+            return None
+        number, _, rest = name.removeprefix(stem).partition(".")
+        return int(number), rest
+
+    def _writes(self, name: str, axis: int) -> bool | None:
+        """Whether a slice along the axis changes the one channel of its module's output that has its number.
+
+        None: the module does not run as such, or nothing of its output changes.
+        """
+        import torch
+
+        call = self._calls.get(name.rpartition(".")[0])
+        if call is None:
+            return None
+        module, args, kwargs = call
+        size = self._held[name].shape[axis]
+        before = _numbers(module(*args, **kwargs))
+        with _moved(self._held[name], axis):
+            after = _numbers(module(*args, **kwargs))
+        differing = [one != other for one, other in zip(before, after, strict=True) if not torch.equal(one, other)]
+        if not differing:
+            return None
+        return all(_tells_of(changed, size) for changed in differing)
+
+    def _check_used(self, name: str, axis: int) -> None:
+        """Raise BadInput for a tensor that no text reaches, as one beside images: nothing would be proven of it."""
+        import torch
+
+        tokens = some_tokens(self._base)
+        before = run_prefill(self._base, tokens)
+        with _moved(self._held[name], axis):
+            after = run_prefill(self._base, tokens)
+        if torch.equal(before, after):
+            raise BadInput(
+                f"{printable(name)}: grows with `{HIDDEN}`, and no text reaches it on a twin, so that nothing can be"
+                " proven of a wider one; widen_ffn may widen this model"
+            )
+
+    def holds(self, trial: Trial) -> bool:
+        """Whether the wider twin, filled so, computes what the base's does."""
+        import torch
+
+        for name, value in self._grown.items():
+            made = self._held[name]
+            for axis in self._axes(name, trial, self._base):
+                made = widened(made, axis, self._times)
+            if made.shape != value.shape:
+                return False
+            value.copy_(made)
+        self._wide.model.tie_weights()
+        try:
+            with torch.no_grad():
+                return agree(self._base, self._wide) and (_goes_on(self._wide) or not _goes_on(self._base))
+        except LOAD_FAILURES:
+            return False
+
+    def _axes(self, name: str, trial: Trial, of: Skeleton) -> Axes:
+        """How a tensor grows, in a model of the sizes of `of`, which is the twin or the base."""
+        layer = self._layer_of(name)
+        like = name
+        if layer is not None:
+            like = f"{self._base.stack}.{self._kind_of.index(self._kind_of[layer[0]])}.{layer[1]}"
+        return tuple(
+            Axis(
+                axis, self._behind(name) if trial.writes[like, axis] else 0.0, self._shares(name, axis, trial.split, of)
+            )
+            for axis in self._grows.get(name, ())
+        )
+
+    def _shares(self, name: str, axis: int, split: str, of: Skeleton) -> tuple[int, ...]:
+        """The parts that an axis has both in the twin and in the base, in the proportion that they have in `of`."""
+        found: list[tuple[int, ...]] = []
+        for each in (self._base, self._derived.skeleton):
+            size, sizes, heads = int(self._shapes[id(each)][name][axis]), sizes_of(each), heads_of(each)
+            if split == "hidden" and size % sizes.hidden == 0:
+                found.append((1,) * (size // sizes.hidden))
+            elif split == "heads" and size == sum(heads) * sizes.head_dim:
+                found.append(heads)
+        fits = len(found) > 1 and len(found[0]) == len(found[1])
+        return found[of is not self._base] if fits else (1,)
+
+    def _behind(self, name: str) -> float | None:
+        """What is new of a tensor that writes: None, copies; of what stands behind the layers of tied embeddings, null.
+
+        The head, which reads every copy, then gets nothing but the first.
+        """
+        model, (path, _, key) = self._base.model, name.rpartition(".")
+        head, words = model.get_output_embeddings(), model.get_input_embeddings()
+        tied = head is not None and words is not None and head.weight is words.weight
+        last = f"{self._base.stack}.{len(self._kind_of) - 1}"
+        order = list(self._calls)
+        if not tied or self._layer_of(name) is not None or path not in order or order.index(path) < order.index(last):
+            return None
+        module = model.get_submodule(path)
+        scale = module._parameters.get("weight")
+        if key != "weight" or scale is None or scale.ndim != 1:
+            return 0.0
+        return null_of(module, scale, scale.detach().clone()) or 0.0
+
+    def by_kind(self, trial: Trial) -> tuple[tuple[dict[str, Axes], ...], dict[str, Axes]]:
+        """What grows in each kind of layers of the base, and outside of them."""
+        kinds: list[dict[str, Axes]] = [{} for _ in range(max(self._kind_of) + 1)]
+        outer: dict[str, Axes] = {}
+        for name, _ in self._first_ones():
+            layer, axes = self._layer_of(name), self._axes(name, trial, self._derived.skeleton)
+            if layer is None:
+                outer[name] = axes
+            else:
+                kinds[self._kind_of[layer[0]]][layer[1]] = axes
+        return tuple(kinds), outer
+
+
+@contextlib.contextmanager
+def _moved(value: Tensor, axis: int) -> Iterator[None]:
+    """A slice of a tensor with other numbers, for a while."""
+    part = value.select(axis, min(_SLICE, value.shape[axis] - 1))
+    kept = part.clone()
+    part.mul_(0.5).add_(0.25)
+    try:
+        yield
+    finally:
+        part.copy_(kept)
+
+
+def _numbers(given: Any) -> list[Tensor]:
+    """The tensors of floating-point numbers in what a module gives."""
+    import torch
+
+    if isinstance(given, torch.Tensor):
+        return [given.clone()] if given.is_floating_point() else []
+    if isinstance(given, Mapping):
+        given = list(given.values())
+    return [value for each in given for value in _numbers(each)] if isinstance(given, tuple | list) else []
+
+
+def _tells_of(changed: Tensor, size: int) -> bool:
+    """Whether along one axis that long nothing changed but what has the slice's number."""
+    number = min(_SLICE, size - 1)
+    return any(
+        length == size and changed.movedim(axis, 0).flatten(1).any(1).nonzero().flatten().tolist() == [number]
+        for axis, length in enumerate(changed.shape)
+    )
+
+
+def _goes_on(twin: Skeleton) -> bool:
+    """Whether a model that keeps its state in its modules, and gives no cache, reads a token after others."""
+    tokens = some_tokens(twin)
+    try:
+        twin.model(input_ids=tokens, use_cache=True)
+        twin.model(input_ids=tokens[:, -1:], use_cache=True)
+    except LOAD_FAILURES:
+        return False
+    return True
+
+
+def widened(value: Tensor, axis: Axis, times: int) -> Tensor:
+    """A tensor with what is new along an axis, behind each of its parts."""
+    import torch
+
+    size = value.shape[axis.axis]
+    pieces: list[Tensor] = []
+    for part in torch.split(value, [size * share // sum(axis.shares) for share in axis.shares], dim=axis.axis):
+        pieces += [part] * (times if axis.new is None else 1)
+        pieces += [] if axis.new is None else [torch.full_like(part, axis.new)] * (times - 1)
+    return torch.cat(pieces, dim=axis.axis)
+
+
+def heads_of(twin: Skeleton) -> tuple[int, int, int]:
+    """How many heads queries, keys and values have."""
+    heads = sizes_of(twin).heads
+    keys = (value for key, value in flat_fields(twin.text.to_dict()) if KEYS.fullmatch(key) and type(value) is int)
+    count = next(keys, heads)
+    return heads, count, count
+
+
+def sizes_of(twin: Skeleton) -> Sizes:
+    """The sizes of a model."""
+    return Derived(twin, tuple(range(len(twin.layers))), (), (), (), 0, 0.0).sizes

@@ -1,0 +1,192 @@
+"""What a wider residual stream changes: which axes of which tensors grow, and what the new part of each holds.
+
+Along an axis that writes (to the stream, or to what a module computes of it channel by channel) the new part is copies
+of the old one, along an axis that reads it is zeros: then every copy holds what the stream held, and all that is read
+is the first. Which axes grow is found by building transformers' class wider. Which side each is, is found on a twin: of
+a tensor's slice that is changed, one channel of its module's output tells of writing, all of them of reading. What a
+class makes of the hidden size besides (head sizes, state spaces) is held by the config's fields, or becomes so many
+times as many. Nothing counts but what a twin with random values then computes: the base's logits, up to rounding.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import operator
+import re
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from surgeon.anatomy.derived import Derived
+from surgeon.anatomy.family import Sizes, Stream, with_fields
+from surgeon.anatomy.growth import part_of
+from surgeon.anatomy.running import run_prefill
+from surgeon.anatomy.shared import shared_in
+from surgeon.anatomy.silence import some_tokens
+from surgeon.anatomy.skeleton import Skeleton, build
+from surgeon.anatomy.stream_sides import HIDDEN, KEYS, Probe, heads_of, sizes_of
+from surgeon.anatomy.twin import WIDTHS, shrunk, twin_of_small
+from surgeon.anatomy.widening import flat_fields
+from surgeon.common.devices import one_thread
+from surgeon.common.library import LOAD_FAILURES
+from surgeon.errors import BadInput, printable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_HEADS = "num_attention_heads"
+# Fields that say how many times as wide as the stream something is.
+_EXPAND = re.compile(r"(.*[._])?expand(_factor)?")
+_SEED, _WIDE_SEED = 3, 7
+
+
+def wider_stream(config: Mapping[str, Any], derived: Derived, times: int) -> Stream:
+    """What grows in a model whose stream is so many `times` as wide, by names in memory (below a layer, and whole).
+
+    Raises BadInput where nothing can be proven.
+    """
+    import torch
+
+    skeleton = derived.skeleton
+    told = printable(str(config.get("model_type")))
+    if skeleton.path:
+        raise BadInput(
+            f"{told}: other parts of it put states as wide as the stream among the text's, where no text shows them;"
+            " `extract_text` makes a text model, which may become wider"
+        )
+    if (shared := shared_in(skeleton)) is not None:
+        raise BadInput(
+            f"{told}: its layers share a block (`{shared.paths[0]}`), and which sides of its tensors are the stream is"
+            " not known; insert layers, or use grafts"
+        )
+    failed = ""
+    with one_thread(), torch.no_grad():
+        found: list[tuple[int, dict[str, int], Skeleton, Skeleton]] = []
+        choices = _choices(config, skeleton, derived.sizes, times)
+        for fields in ({json.dumps(choice): choice for choice in choices}).values():
+            try:
+                base, wide = stream_twins(config, derived, fields)
+                wide.model(input_ids=some_tokens(base))
+            except (BadInput, *LOAD_FAILURES) as error:
+                failed = failed or str(error).partition("\n")[0]
+                continue
+            # Another field may have the last word on the width (Bloom's n_embed).
+            if sizes_of(wide).hidden == times * sizes_of(base).hidden:
+                found.append((sum(value.numel() for value in wide.model.parameters()), fields, base, wide))
+        refused = ""
+        for _, fields, base, wide in sorted(found, key=lambda each: (each[0], len(each[1]))):
+            probe = Probe(base, wide, derived, times)
+            for trial in probe.trials():
+                if probe.holds(trial):
+                    return fields, *probe.by_kind(trial)
+                refused = refused or why_not(base, wide, told, f"`{HIDDEN}`")
+            failed = failed or probe.odd
+    raise BadInput(
+        refused or f"{told}: no model with a stream {times} times as wide is known ({failed}); widen_ffn may widen it"
+    )
+
+
+def why_not(base: Skeleton, wide: Skeleton, told: str, grows: str) -> str:
+    """Why a twin with a wider stream does not compute what the base's does, in words."""
+    if _embeddings_differ(base, wide):
+        return (
+            f"{told}: its code multiplies embeddings by a number that depends on {grows}, as a twin shows, so a wider"
+            " stream would change them; widen_ffn and widen_attention leave that as it is"
+        )
+    return (
+        f"on a twin of this {told} the logits are not the base's once {grows} grows: something else in its code depends"
+        " on it; widen something else, or insert layers"
+    )
+
+
+def _embeddings_differ(base: Skeleton, wider: Skeleton) -> bool:
+    """Whether what reaches the first layer begins otherwise than in the base already."""
+    import torch
+
+    reached: list[Tensor] = []
+    for twin in (base, wider):
+
+        def reach(_module: Any, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+            reached.append(given[0] if given else named["hidden_states"])
+
+        handle = twin.layers[0].register_forward_pre_hook(reach, with_kwargs=True)
+        with torch.no_grad():
+            run_prefill(twin, some_tokens(base))
+        handle.remove()
+    one, other = reached
+    return not torch.allclose(one, other[..., : one.shape[-1]])
+
+
+def stream_twins(config: Mapping[str, Any], derived: Derived, fields: Mapping[str, int]) -> tuple[Skeleton, Skeleton]:
+    """A twin of the base, and one of other weights that has these `fields` in the proportion in which they change.
+
+    What a field of the base's is not said of, is in the wider one as the base's twin has it. Raises BadInput.
+    """
+    small = shrunk(config, heads_left=derived.heads)
+    heads, keys, _ = heads_of(derived.skeleton)
+    called = {_HEADS, derived.skeleton.text.attribute_map.get(_HEADS, _HEADS)}
+    if called & fields.keys() and keys and heads % keys == 0:
+        # Groups as large as the base's, so that what holds queries, keys and values has them in the same proportion.
+        left = max(derived.heads, heads // keys)
+        small = shrunk(config, heads_left=left)
+        part = dict(flat_fields(part_of(small, derived.skeleton.path)))
+        grouped = {name: left * keys // heads for name, value in part.items() if KEYS.fullmatch(name) and value}
+        small = with_fields(small, derived.skeleton.path, grouped)
+    base = twin_of_small(small, seed=_SEED)
+    before, own = (
+        {"head_dim": sizes_of(each).head_dim} | dict(flat_fields(each.text.to_dict()))
+        for each in (derived.skeleton, base)
+    )
+    made = {
+        name: own.get(name, after) * after // before.get(name, after) if before.get(name) else after
+        for name, after in fields.items()
+    }
+    return base, twin_of_small(with_fields(small, base.path, made), seed=_WIDE_SEED)
+
+
+def _choices(config: Mapping[str, Any], skeleton: Skeleton, sizes: Sizes, times: int) -> Iterator[dict[str, int]]:
+    """The fields of configs that may describe the wider model, in no order."""
+    part, full = part_of(config, skeleton.path), dict(flat_fields(skeleton.text.to_dict()))
+    stated = dict(flat_fields(part))
+    called = skeleton.text.attribute_map
+
+    def spelled(key: str) -> list[str]:
+        names = dict.fromkeys((called.get(key, key), key))
+        return [name for name in names if name in stated] or [next(iter(names))]
+
+    wider = dict.fromkeys(spelled(HIDDEN), sizes.hidden * times)
+    held = _derived_from_width(config, skeleton, full, wider)
+    narrower = {
+        key: value // times
+        for key, value in (full | stated).items()
+        if _EXPAND.fullmatch(key) and type(value) in (int, float) and value % times == 0
+    }
+    narrower = {key: int(value) for key, value in narrower.items()}
+    heads = dict.fromkeys(spelled(_HEADS), sizes.heads * times) if sizes.heads else {}
+    heads |= {key: value * times for key, value in stated.items() if KEYS.fullmatch(key) and type(value) is int}
+    stated_heads = {"head_dim": sizes.head_dim} if sizes.heads and "head_dim" not in held else {}
+    # Each of several choices is one of these, or none.
+    others = {
+        key: value * times
+        for key, value in (full | stated).items()
+        if WIDTHS.fullmatch(key) and value == sizes.hidden and key not in wider and key not in called
+    }
+    for more in itertools.product(({}, held), ({}, others), ({}, narrower), ({}, stated_heads, heads)):
+        yield functools.reduce(operator.or_, more, wider)
+
+
+def _derived_from_width(
+    config: Mapping[str, Any], skeleton: Skeleton, before: Mapping[str, Any], wider: Mapping[str, int]
+) -> dict[str, int]:
+    """The numbers that the config's class makes of the hidden size where config.json leaves them out, as they are."""
+    try:
+        built = build(with_fields(config, skeleton.path, wider))
+    except BadInput:  # which each choice then says
+        return {}
+    after = dict(flat_fields(built.text.to_dict()))
+    return {
+        key: value
+        for key, value in before.items()
+        if type(value) is int and key not in wider and type(after.get(key)) is int and after[key] != value
+    }

@@ -1,0 +1,178 @@
+"""Which fields of a config.json widen which tensors of a layer, and how, found by building the wider model.
+
+A field is not known by its name alone: with it larger, transformers builds other shapes, and these say whose width it
+is. A class that rounds a width gets the value of which it makes the width that is wanted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from surgeon.anatomy.family import LARGEST_SIZE, Part, inner_width, with_fields
+from surgeon.anatomy.growth import part_of
+from surgeon.anatomy.skeleton import Skeleton, build
+from surgeon.errors import BadInput, printable
+
+# Fields that may be the width of an FFN, or of an expert; in a part of the config of their own, with that before a dot.
+_INNER = re.compile(r"(.*\.)?.*(intermediate|n_inner|d_inner|ffn_?dim|ff_dim|ffn_hidden|dim_ff|dff|d_ff|mlp_dim).*")
+# How one tensor of a layer grows: along which axis, from and to how many, as transformers' model has it.
+Growth = tuple[int, int, int]
+# The number of one layer of each kind, and its names in memory by suffix on disk.
+_Layers = Sequence[tuple[int, Mapping[str, tuple[str, ...]]]]
+# Of each kind of layers, the tensors that grow, by their suffix on disk.
+Growths = tuple[dict[str, Growth], ...]
+
+
+def growths(
+    config: Mapping[str, Any],
+    skeleton: Skeleton,
+    layers: _Layers,
+    fields: Mapping[str, int],
+) -> Growths:
+    """The tensors of `layers` that have another shape in a model with these fields.
+
+    `layers` are the number of one layer of each kind, and its names in memory by suffix on disk. Raises BadInput where
+    no such model can be built, or a tensor grows along several axes or stands outside the layers.
+    """
+    built = build(with_fields(config, skeleton.path, fields))
+    before, after = (each.model.state_dict(keep_vars=True) for each in (skeleton, built))
+    changed = {name for name in before.keys() | after.keys() if _shape(before, name) != _shape(after, name)}
+    words = " and ".join(f"`{key}`" for key in fields)
+    if outside := sorted(name for name in changed if not name.startswith(f"{skeleton.stack}.")):
+        raise BadInput(
+            f"{printable(outside[0])}: its shape depends on {words} too, and it stands outside the layers; widen"
+            " something else"
+        )
+    found: list[dict[str, Growth]] = []
+    for index, names in layers:
+        here: dict[str, Growth] = {}
+        for suffix, targets in names.items():
+            grew = [name for target in targets if (name := f"{skeleton.stack}.{index}.{target}") in changed]
+            if not grew:
+                continue
+            one, other = _shape(before, grew[0]), _shape(after, grew[0])
+            axes = [axis for axis, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]]
+            if len(targets) > 1 or len(one) != len(other) or len(axes) != 1:
+                raise BadInput(
+                    f"layer {index} ({printable(suffix)}): {words} changes it in a way that surgeon cannot follow"
+                    f" ({list(one)}, then {list(other)}); widen something else"
+                )
+            here[suffix] = (axes[0], one[axes[0]], other[axes[0]])
+        found.append(here)
+    return tuple(found)
+
+
+def inner_fields(
+    config: Mapping[str, Any],
+    skeleton: Skeleton,
+    layers: _Layers,
+    parts: Sequence[Sequence[Part]],
+    *,
+    by: int = 0,
+    multiple_of: int = 1,
+) -> dict[str, int]:
+    """The fields, with their new values, of a model whose every FFN, and every expert, is wider.
+
+    Args:
+        config: The base's config.json.
+        skeleton: The base's model.
+        layers: As `growths` says.
+        parts: Of each kind its tensors, with their roles.
+        by: How many neurons more; of FFNs whose width is so many times a field's, so many times more.
+        multiple_of: Instead, what every width is to be a multiple of.
+
+    Returns:
+        New values by field. Empty where nothing has to grow. Raises BadInput where an FFN's width follows from no
+        field that is known, or cannot be what is wanted.
+    """
+    lacking = {
+        (kind, part.suffix): inner_width(part)
+        for kind, held in enumerate(parts)
+        for part in held
+        if part.kind == "weight" and any(role == "down" for role, _ in part.blocks)
+    }
+    found: dict[str, int] = {}
+    for field, value in _candidates(config, skeleton):
+        if not lacking:
+            break
+        # A class that rounds may make nothing of a little more.
+        mine: dict[tuple[int, str], int] = {}
+        for more in (by or multiple_of, 3 * value):
+            with contextlib.suppress(BadInput):
+                grown = growths(config, skeleton, layers, {field: value + more})
+                mine = mine or {place: width for place, width in lacking.items() if place[1] in grown[place[0]]}
+        if not mine:
+            continue
+        lacking = {place: width for place, width in lacking.items() if place not in mine}
+        (kind, suffix), width = next(iter(mine.items()))
+        # A shared expert is as wide as several.
+        times = width // value if width % value == 0 else 1
+        more = by or -(width // times) % multiple_of
+        if more:
+            place, wanted = (kind, suffix, width), width + times * more
+            found[field] = _value_for(config, skeleton, layers, (field, value), place, wanted, value + more)
+    if lacking:
+        (kind, suffix), width = next(iter(lacking.items()))
+        raise BadInput(
+            f"layer {layers[kind][0]} ({printable(suffix)}): no field of config.json is known by which its {width}"
+            " neurons become more; widen something else"
+        )
+    return found
+
+
+def _shape(held: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    return tuple(held[name].shape) if name in held else ()
+
+
+def _candidates(config: Mapping[str, Any], skeleton: Skeleton) -> Iterator[tuple[str, int]]:
+    """Fields that may be a width, with their values: those that config.json has, then those that the class adds."""
+    seen: set[str] = set()
+    for fields in (part_of(config, skeleton.path), skeleton.text.to_dict()):
+        for name, value in flat_fields(fields):
+            if name not in seen and type(value) is int and 1 < value <= LARGEST_SIZE and _INNER.fullmatch(name):
+                seen.add(name)
+                yield name, value
+
+
+def flat_fields(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The fields of a part of a config, those of parts of it with a dot behind the part's name."""
+    for key, value in fields.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{key}.{name}", inner) for name, inner in value.items())
+        else:
+            yield key, value
+
+
+def _value_for(
+    config: Mapping[str, Any],
+    skeleton: Skeleton,
+    layers: _Layers,
+    field: tuple[str, int],
+    place: tuple[int, str, int],
+    wanted: int,
+    first: int,
+) -> int:
+    """The value of a field of which the class makes the wanted width: `first`, or the least. Raises BadInput."""
+    (name, value), (kind, suffix, width) = field, place
+
+    def made_of(number: int) -> int:
+        grew = growths(config, skeleton, layers, {name: number})[kind].get(suffix)
+        return width if grew is None else width * grew[2] // grew[1]
+
+    if made_of(first) == wanted:
+        return first
+    low, high = value, 2 * value
+    while made_of(high) < wanted:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if made_of(middle) >= wanted else (middle, high)
+    if (found := made_of(high)) != wanted:
+        raise BadInput(
+            f"config.json: of `{name}` transformers' class makes FFNs of {made_of(high - 1)} or {found} neurons, and"
+            f" none of {wanted}; from {width} they become wider `by: {found - width}`"
+        )
+    return high

@@ -1,0 +1,296 @@
+"""tasks.yaml, read: values as the schema has them, the line of each, and texts that are there.
+
+And what each task of a continual run takes: its plan, its training config, and what its base allows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from surgeon import (
+    Checkpoint,
+    LoadedConfig,
+    LoadedPlan,
+    OptimizerSpec,
+    SourceSpec,
+    TextSpec,
+    TrainConfig,
+    check_source,
+    load_named,
+    load_plan,
+    overrides_of,
+    parse_plan,
+    settle,
+    shipped_tasks,
+)
+from surgeon.common.checked_yaml import Loaded, check_yaml, editor_schema, where
+from surgeon.common.formatting import did_you_mean
+from surgeon.common.places import find_file, from_here
+from surgeon.common.schema import ORIGINAL
+from surgeon.common.yaml import Place, override, parse_yaml, read_text, written_yaml
+from surgeon.errors import BadInput, bad_input, printable
+from surgeon.lab.courses.config.schema import NOTHING, GeneralSource, TasksConfig, TaskSource, TaskSpec
+
+_WHAT = "tasks file"
+
+# The operation whose settings a tasks file may give in a plan's place.
+SLOTS = "pmoe_experts"
+
+
+@dataclass(frozen=True)
+class LoadedTasks(Loaded[TasksConfig]):
+    """A tasks file as read, of one row where it has rows, whose settings are `given` too."""
+
+    def where_surgery(self, number: int) -> str:
+        """How an error about what task `number` (from 0) adds begins; of a default, with the task's own line."""
+        general: Place = ("next_plan",) if number and self._has(("next_plan",)) else ("plan",)
+        places: list[Place] = [("tasks", number, "plan"), general, ("tasks", number)]
+        return self.where(*next(place for place in places if self._has(place)))
+
+    def _has(self, place: Place) -> bool:
+        return place in self.lines or any(at[: len(place)] == place for at in self.given)
+
+
+def load_tasks(
+    tasks: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    texts: Mapping[str, str | Path] | None = None,
+    row: str | None = None,
+) -> dict[str, LoadedTasks]:
+    """Read and check a tasks file, or the shipped one of this name: once for each of its rows, by their names.
+
+    Args:
+        tasks: the file or its name.
+        overrides: values that replace the file's and the rows': `train.steps=10`.
+        texts: files by the names of sources, which take the place of the `path` of those.
+        row: this row alone.
+
+    Returns:
+        What was read by row; of a file without rows, by an empty name.
+
+    Raises:
+        BadInput: with file and line, of all that is wrong with the first row that is not as it must be.
+    """
+    path = find_file(tasks, shipped_tasks(), what=_WHAT)
+    text = read_text(path, what=_WHAT)
+    # Read anew for each row, which changes what was read.
+    rows = _rows(path, _parsed(path, text)[0])
+    if row is not None and row not in rows:
+        has = f"; its rows: {', '.join(rows)}" if "" not in rows else ", which has no `rows`"
+        raise BadInput(f"--row {printable(row)}: no row of {printable(str(path))}{has}")
+    chosen = rows if row is None else {row: rows[row]}
+    return {name: _load(path, text, name, settings, overrides, texts or {}) for name, settings in chosen.items()}
+
+
+def _parsed(path: Path, text: str) -> tuple[dict[str, Any], dict[Place, int]]:
+    return parse_yaml(text, str(path), what=_WHAT, needs="`surgeon_continual: 1` and `tasks:`")
+
+
+def _rows(path: Path, data: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The settings of each row; what is no row is refused with the rest of the file."""
+    rows = data.get("rows")
+    well = isinstance(rows, dict) and rows and all(isinstance(settings, dict) for settings in rows.values())
+    return {str(name): settings for name, settings in rows.items()} if well and isinstance(rows, dict) else {"": {}}
+
+
+def _load(
+    path: Path,
+    text: str,
+    row: str,
+    settings: Mapping[str, Any],
+    overrides: Sequence[str],
+    texts: Mapping[str, str | Path],
+) -> LoadedTasks:
+    data, lines = _parsed(path, text)
+    rows = {key: data.pop(key) for key in ("rows",) if row}
+    given = override(data, overrides_of(settings), example="train.steps=10", called=f"row {row}:")
+    given |= override(data, overrides, example="train.steps=10")
+    unknown = dict(texts)
+    for place, name, source in _named(data):
+        if name in texts:
+            unknown.pop(name, None)
+            source["path"] = from_here(str(texts[name]))
+            given[(*place, "path")] = f"--text {name}={texts[name]}"
+    config = check_yaml(TasksConfig, data | rows, lines, str(path), what=_WHAT, given=given)
+    config = config.model_copy(update={"rows": None})
+    loaded = LoadedTasks(config, path, lines, given)
+    if unknown:
+        name, file = next(iter(unknown.items()))
+        guess = did_you_mean(name, [known for _, known, _ in _named(data)])
+        raise BadInput(f"--text {printable(name)}={printable(str(file))}: the file has no such source{guess}")
+    if lacking := [(place, name) for place, name, source in _named(data) if not source.get("path")]:
+        raise bad_input(
+            [
+                f"{loaded.where(*place)}source {name} has no `path`; add one, or --text {name}=FILE"
+                for place, name in lacking
+            ]
+        )
+    return loaded
+
+
+def _named(data: Mapping[str, Any]) -> Iterator[tuple[Place, str, dict[str, Any]]]:
+    """The sources of a file as it was read: the place of each, its name, and itself. What is no source is left out."""
+    for number, task in enumerate(_mappings(data.get("tasks"))):
+        for nth, source in enumerate(_mappings(task.get("sources"))):
+            default = str(task.get("name")) if nth == 0 else f"{task.get('name')}-{nth + 1}"
+            yield ("tasks", number, "sources", nth), str(source.get("name") or default), source
+    for key in ("memory", "general"):
+        for number, source in enumerate(_mappings(data.get(key))):
+            yield (key, number), str(source.get("name")), source
+
+
+def _mappings(found: Any) -> list[dict[str, Any]]:
+    """The entries of a list, an empty mapping for what is none."""
+    return [entry if isinstance(entry, dict) else {} for entry in found] if isinstance(found, list) else []
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema of tasks files, for editors that complete YAML by it."""
+    return editor_schema(TasksConfig, "surgeon tasks file")
+
+
+def surgery_name(loaded: LoadedTasks, number: int) -> str:
+    """Return what errors call the plan that settings of task `number` become."""
+    return f"{loaded.source} (surgery of {loaded.config.tasks[number].name})"
+
+
+@contextlib.contextmanager
+def at_line(loaded: LoadedTasks, number: int) -> Iterator[None]:
+    """Errors about the surgery of task `number` (from 0) name the line of the tasks file, not of the plan."""
+    try:
+        yield
+    except BadInput as error:
+        made = re.escape(printable(surgery_name(loaded, number)))
+        message = re.sub(rf"^{made}:\d+: (operations\[0\] \({SLOTS}\): )?", "", str(error))
+        if message == str(error) and isinstance(loaded.config.surgery(number), dict):
+            # Of the base or the disk, not of what was asked.
+            raise
+        raise BadInput(f"{loaded.where_surgery(number)}{message}") from None
+
+
+def training_of(config: TasksConfig, number: int) -> TrainConfig:
+    """Return the training config of task `number` (from 0): its own sources, earlier ones and the memory by `replay`.
+
+    Earlier tasks come first, so that `domain_ids` of task k are k and its slot k - 1, whatever is replayed.
+    """
+    task = config.tasks[number]
+    replay = config.replay if task.replay is None else task.replay
+    memory = [SourceSpec(**text.model_dump(), share=1.0, role=ORIGINAL, validation=0.0) for text in config.memory]
+    unit = 1 / (1 + replay * (number + len(memory)))
+    sources = [
+        _source(name, source, share * unit * (replay if nth < number else 1.0), config.tasks[nth].name)
+        for nth in range(number + 1)
+        for name, source, share in _taught(config.tasks[nth], whole=nth == number)
+    ]
+    sources += [text.model_copy(update={"share": replay * unit}) for text in memory if replay]
+    return TrainConfig(
+        surgeon_train=1,
+        sources=sources,
+        seed=(config.seed + number) % 2**32,
+        validation_sequences=config.validation_sequences,
+        optimizer=OptimizerSpec(**{**config.train.given_optimizer(), **task.train.given_optimizer()}),
+        **config.training(number),
+    )
+
+
+def _taught(task: TaskSpec, *, whole: bool) -> list[tuple[str, TaskSource, float]]:
+    """Sources of a training config, shares renormalised to 1: of an earlier task those of its own role alone."""
+    named = [entry for entry in task.named_sources() if whole or entry[1].role == "task"]
+    total = math.fsum(share for _, _, share in named)
+    return [(name, source, share / total) for name, source, share in named]
+
+
+def _source(name: str, source: TaskSource, share: float, task: str) -> SourceSpec:
+    return SourceSpec(
+        name=name,
+        path=source.path,
+        share=min(share, 1.0),
+        role=ORIGINAL if source.role == "original" else f"task:{task}",
+        validation=source.validation,
+        **source.reading,
+    )
+
+
+def own_sources(config: TasksConfig, number: int) -> list[SourceSpec]:
+    """Return the sources of task `number` (from 0), as a training config names them, without earlier tasks' ones."""
+    task = config.tasks[number]
+    return [_source(name, source, share, task.name) for name, source, share in task.named_sources()]
+
+
+def texts_of(sources: Sequence[GeneralSource]) -> list[TextSpec]:
+    """Return the texts that no task trains on, or those that every task replays, as a training config has texts."""
+    return [TextSpec(**text.model_dump()) for text in sources]
+
+
+def check_texts(loaded: LoadedTasks) -> None:
+    """Raise BadInput with every text of the tasks file that is not there, by its line."""
+    named: list[tuple[Place, TextSpec]] = [
+        (("tasks", number, "sources", nth), source)
+        for number in range(len(loaded.config.tasks))
+        for nth, source in enumerate(own_sources(loaded.config, number))
+    ]
+    for key, listed in (("general", loaded.config.general), ("memory", loaded.config.memory)):
+        named += [((key, nth), text) for nth, text in enumerate(texts_of(listed))]
+    wrong = [
+        where((*place, key), loaded.lines, str(loaded.source)) + why
+        for place, text in named
+        for key, why in check_source(text, loaded)
+    ]
+    if wrong:
+        raise bad_input(wrong)
+
+
+def plans_of(loaded: LoadedTasks) -> list[LoadedPlan | None]:
+    """The plan of each task; None where nothing is added. Raises BadInput."""
+    return [_plan_of(loaded, number) for number in range(len(loaded.config.tasks))]
+
+
+def _plan_of(loaded: LoadedTasks, number: int) -> LoadedPlan | None:
+    asked = loaded.config.surgery(number)
+    if asked == NOTHING:
+        return None
+    if isinstance(asked, str):
+        beside = loaded.resolve(asked)
+        if beside.is_file():
+            return load_plan(beside)
+        with at_line(loaded, number):
+            return load_named(asked)
+    # Seeds differ by the slot's number in tensors' names.
+    plan = {"surgeon": 1, "seed": loaded.config.seed, "operations": [{"op": SLOTS, **asked}]}
+    with at_line(loaded, number):
+        return parse_plan(written_yaml(plan), source=surgery_name(loaded, number))
+
+
+def check_tasks(loaded: LoadedTasks, plans: Sequence[LoadedPlan | None], base: Checkpoint) -> None:
+    """Raise BadInput for settings that a later task's training would refuse."""
+    context = base.context
+    operations: list[str] = []
+    for number, plan in enumerate(plans):
+        if plan is not None:
+            operations = [operation.op for operation in plan.plan.operations]
+        settle(
+            LoadedConfig(training_of(loaded.config, number), loaded.source), operations, context=context, processes=1
+        )
+    surgery = base.config.get("surgery")
+    held = surgery if isinstance(surgery, dict) else {}
+    asks = any(operation.needs_task_ids for plan in plans if plan is not None for operation in plan.plan.operations)
+    none = next((number for number, plan in enumerate(plans) if plan is None), None)
+    if asks and none is not None:
+        raise BadInput(
+            f"{loaded.where_surgery(none)}task {none + 1} gets no slot, and"
+            " `router_loss: {kind: task_id}` takes each task for a slot of its own; leave `router_loss` out, or let the"
+            " task add one"
+        )
+    inherited = held.get("router_loss") or {}
+    if held.get("expert_router") and (asks or (isinstance(inherited, dict) and inherited.get("task_id"))):
+        raise BadInput(
+            f"{printable(str(base.path))}: has slots already, and the router's loss takes the first task for the first"
+            " slot; leave `router_loss` out (or say `router_loss: none`), or begin from the base without slots"
+        )

@@ -1,0 +1,182 @@
+"""`surgeon continual`: tasks one after the other, each with a surgery, a training and a measurement of all so far."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from surgeon import Checkpoint, LoadedPlan, open_checkpoint, preview
+from surgeon.common import devices
+from surgeon.common.disk_space import writing
+from surgeon.common.distributed import Ranks
+from surgeon.common.files import read_given
+from surgeon.common.listener import Listener, Quiet
+from surgeon.errors import BadInput, printable
+from surgeon.lab.courses.config.loading import LoadedTasks, at_line, check_tasks, check_texts, load_tasks, plans_of
+from surgeon.lab.courses.metrics import Measured
+from surgeon.lab.courses.results import Continued, ContinuedRows
+from surgeon.lab.courses.results import continued_view as continued_view
+
+if TYPE_CHECKING:
+    from surgeon.lab.courses.course import Course, Request
+
+# What `add_record` calls the file of measurements in a run.
+RECORD_FILE = "continual.json"
+_LARGEST_RECORD = 100_000_000
+
+
+def continual(
+    tasks: str | Path,
+    base: str | Path,
+    run: str | Path,
+    *,
+    overrides: Sequence[str] = (),
+    texts: Mapping[str, Path | None] | None = None,
+    row: str | None = None,
+    revision: str | None = None,
+    keep: bool = False,
+    take_over: bool = False,
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    listener: Listener | None = None,
+) -> Continued | ContinuedRows:
+    """Learn tasks one by one, and publish the model after the last as the folder `run`.
+
+    For each task: a surgery (PMoE: a slot), a training of what is new on the task's text and a little of the earlier
+    ones', and a measurement of all tasks so far. `run` is a complete checkpoint with the measurements in
+    `continual.json`, absent or complete at any moment; the same call continues what was cut off, between tasks and
+    within one. Each row of a file with `rows` is such a run by itself, in the folder `run`/ROW; complete rows stay.
+
+    Args:
+        tasks: The tasks file, or the name of a shipped one.
+        base: The base checkpoint: a folder or a Hub id.
+        run: The folder of the model after the last task, or of the rows' runs.
+        overrides: Values that replace the file's and its rows': `train.steps=10`.
+        texts: Files by the names of sources, which take the place of the `path` of those.
+        row: The only row to run.
+        revision: Branch, tag or commit of a Hub id.
+        keep: Whether the earlier tasks' runs are kept, in `run`-tasks.
+        take_over: Whether to continue what this user did not begin in this place.
+        device: auto, cpu or cuda.
+        trust_remote_code: Whether the base's own code may run.
+        listener: Receives progress and notes.
+
+    Returns:
+        Performance on every task after every task, and what the paper makes of it; of a file with rows, by row.
+
+    Raises:
+        BadInput: The tasks file, its texts or the base are not as they must be, or changed since the run began; also
+            what `apply` and `train` raise.
+    """
+    devices.check(device)
+    if Ranks.of_environment().size > 1:
+        raise BadInput("torchrun: `surgeon continual` runs in one process; `surgeon train` takes several")
+    given = {name: path for name, path in (texts or {}).items() if path is not None}
+    rows = load_tasks(tasks, overrides, texts=given, row=row)
+    whole = Path(run)
+    if "" not in rows:
+        _check_room(whole)
+    from surgeon.lab.courses.course import Request, Shared
+
+    listener, shared = listener or Quiet(), Shared()
+    # All of them before the first one begins.
+    requests = {}
+    for name, loaded in rows.items():
+        # A course of many hours is of the commit that is read here, whatever becomes of a branch.
+        plans, opened = _checked(loaded, base, revision, trust_remote_code=trust_remote_code)
+        chosen = devices.resolve(device)
+        requests[name] = Request(
+            loaded, plans, opened, whole / name, keep, chosen, trust_remote_code, listener, take_over, shared
+        )
+    if "" in requests:
+        return _carried_out(requests[""])
+    whole.mkdir(exist_ok=True)
+    done: dict[str, Continued] = {}
+    for name, each in requests.items():
+        listener.say(f"row {len(done) + 1} of {len(requests)}: {name}")
+        done[name] = _complete(each) or _carried_out(each)
+    return ContinuedRows(whole, done)
+
+
+def _check_room(folder: Path) -> None:
+    """Refuse a place where rows' runs cannot lie. Raises BadInput."""
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()) or (folder / "config.json").exists():
+        raise BadInput(f"{printable(str(folder))}: exists, and holds no rows' runs; choose another folder")
+    if not folder.absolute().parent.is_dir():
+        raise BadInput(f"{printable(str(folder))}: its folder does not exist; make it first")
+
+
+def _carried_out(request: Request) -> Continued:
+    """Carry out what is left of a run. Raises BadInput, and what `apply` and `train` raise."""
+    from surgeon.lab.courses.course import run_course
+
+    with writing(request.target, kept="what is complete is kept: the same command continues"):
+        course = run_course(request, lambda course: _continued(request, course).text())
+    return _continued(request, course)
+
+
+def _complete(request: Request) -> Continued | None:
+    """What a row that an earlier call completed was; None where there is none. Raises BadInput for another run's."""
+    from surgeon.lab.courses.course import Course, is_under_way
+
+    file = request.target / RECORD_FILE
+    if not os.path.lexists(file) or is_under_way(request.target):
+        return None
+    try:
+        record = json.loads(read_given(file, what="record", most=_LARGEST_RECORD))
+        rows = [
+            {name: Measured(found["tokens"], found["right"], found["nats"]) for name, found in row.items()}
+            for row in record["measured"]
+        ]
+        course = Course(rows, record["trainings"], record["fingerprint"], resumed_after=len(rows) - 1)
+        found = _continued(request, course)
+        found.text()
+    except (ValueError, TypeError, KeyError, AttributeError, LookupError, ZeroDivisionError):
+        raise BadInput(
+            f"{printable(str(file))}: damaged or edited; move {printable(str(request.target))} away, and the row is"
+            " run again"
+        ) from None
+    if course.fingerprint != request.fingerprint():
+        raise BadInput(
+            f"{printable(str(request.target))}: of another run (the tasks file, its texts, the base or surgeon"
+            " changed); undo the change, or choose another RUN"
+        )
+    request.listener.say(f"{printable(str(request.target))} was already complete")
+    return found
+
+
+def _checked(
+    loaded: LoadedTasks, base: str | Path, revision: str | None, *, trust_remote_code: bool
+) -> tuple[list[LoadedPlan | None], Checkpoint]:
+    """Return the tasks' surgeries (None: a task has none) and the opened base.
+
+    Raises BadInput where the tasks' texts, plans and trainings do not fit each other or the base.
+    """
+    check_texts(loaded)
+    plans = plans_of(loaded)
+    if plans[0] is not None:
+        with at_line(loaded, 0):
+            preview(plans[0], base, revision=revision, trust_remote_code=trust_remote_code)
+    opened = open_checkpoint(base, revision=revision, trust_remote_code=trust_remote_code)
+    check_tasks(loaded, plans, opened)
+    return plans, opened
+
+
+def _continued(request: Request, course: Course) -> Continued:
+    """Return what a finished course made of the base of its request."""
+    config = request.loaded.config
+    return Continued(
+        path=request.target,
+        base=request.base.id,
+        tasks=tuple(task.name for task in config.tasks),
+        general=tuple(source.name for source in config.general),
+        rows=tuple(course.rows),
+        trainings=tuple(course.trainings),
+        config=config.model_dump(mode="json", exclude_unset=True),
+        fingerprint=course.fingerprint,
+        resumed_after=course.resumed_after,
+        kept=course.kept,
+    )

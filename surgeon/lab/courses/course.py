@@ -1,0 +1,414 @@
+"""A continual run: base, then task by task a surgery, a training and a measurement; a kill costs one checkpoint.
+
+In the work folder lie the output of the task under way (`02-NAME.grown`), the runs that are complete (`01-NAME`) and
+`course.json` with what was measured. Folders there are absent or complete, and a task is done once its row is written,
+so the same command always knows where it stands: after the last row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from surgeon import (
+    Checkpoint,
+    LoadedConfig,
+    LoadedPlan,
+    __version__,
+    add_record,
+    apply,
+    check_destination,
+    open_checkpoint,
+    train,
+)
+from surgeon.common.json_results import plain
+from surgeon.common.listener import Listener
+from surgeon.common.signed import Signed, check_own, read_signed, write_signed
+from surgeon.common.work_folders import WorkFolder, sync, working_in
+from surgeon.errors import BadInput, printable
+from surgeon.lab.courses.config.loading import LoadedTasks, at_line, training_of
+from surgeon.lab.courses.measuring import Measure
+from surgeon.lab.courses.metrics import Measured, Measurement
+
+STATE_FILE = "course.json"
+
+# What decides on which text is held out, beside lengths and packing.
+_OF_TEXTS: Any = {"tasks": {"__all__": {"name", "sources"}}, "general": True, "validation_sequences": True}
+# What has no part in any number.
+_IRRELEVANT = ("micro_batch", "log_every", "checkpointing")
+
+
+@dataclass
+class Shared:
+    """What is read once for all rows of a file: the base's digests, and held-out texts, by what decides about them."""
+
+    digests: dict[str, str] = field(default_factory=dict)
+    measures: dict[str, Measure] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a course is to do, with everything checked that can be checked before.
+
+    `plans` are the tasks' surgeries (None: a task has none), `base` is the opened base, `target` is RUN. With `keep`
+    the runs of earlier tasks are kept; with `take_over` a work folder that came from elsewhere is gone on with.
+    """
+
+    loaded: LoadedTasks
+    plans: Sequence[LoadedPlan | None]
+    base: Checkpoint
+    target: Path
+    keep: bool
+    device: str
+    trust_remote_code: bool
+    listener: Listener
+    take_over: bool = False
+    shared: Shared = field(default_factory=Shared)
+
+    def measure(self) -> Measure:
+        """What performance is measured on. Raises BadInput for texts that are not as they must be."""
+        config = self.loaded.config.model_dump(mode="json", include=_OF_TEXTS)
+        config["lengths"] = [training_of(self.loaded.config, nth).length for nth in range(len(self.plans))]
+        config["packing"], config["length"] = self.loaded.config.train.packing, self.loaded.config.train.length
+        key = json.dumps(config, sort_keys=True)
+        if key not in self.shared.measures:
+            self.shared.measures[key] = Measure(self.loaded, self.base)
+        return self.shared.measures[key]
+
+    def fingerprint(self) -> str:
+        """Digest of all that the course's numbers depend on; reads the base. Raises BadInput as `measure` does."""
+        measure = self.measure()
+        if not self.shared.digests:
+            self.listener.begin("reading", self.base.nbytes)
+            self.shared.digests.update(self.base.digests(self.listener.advance))
+        config = self.loaded.config.model_dump(mode="json")
+        for settings in (config["train"], *(task["train"] for task in config["tasks"])):
+            for key in _IRRELEVANT:
+                settings.pop(key)
+        content = {
+            "version": __version__,
+            "config": config,
+            "base": self.shared.digests,
+            "base_config": self.base.config,
+            "data": measure.identity(),
+        }
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass
+class Course:
+    """A finished course: rows of performance (the base's, then one after each task), and what each training was."""
+
+    rows: list[dict[str, Measured]]
+    trainings: list[dict[str, Any]]
+    fingerprint: str
+    resumed_after: int = 0
+    kept: Path | None = None
+
+
+@dataclass
+class _State:
+    """`course.json`."""
+
+    fingerprint: str
+    rows: list[dict[str, Measured]] = field(default_factory=list)
+    trainings: list[dict[str, Any]] = field(default_factory=list)
+    # Inode and device of the last run when it was about to become RUN.
+    published: list[int] | None = None
+    # By the name of a complete folder: digests of its files but for the shards, of which surgery.json has its own.
+    made: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path) -> tuple[_State, Signed] | None:
+        """The state at `path` and who wrote it where, None where there is none.
+
+        Raises BadInput for one that is not as it was written.
+        """
+        try:
+            found = read_signed(path)
+            if found is None:
+                return None
+            data = dict(found.data)
+            rows = [{name: Measured(**sums) for name, sums in row.items()} for row in data.pop("rows")]
+            return cls(rows=rows, **data), found
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise BadInput(
+                f"{printable(str(path))}: damaged or edited ({printable(str(error))}); remove"
+                f" {printable(str(path.parent))}, and the run starts from the beginning"
+            ) from None
+
+    def write(self, path: Path) -> None:
+        """Replace the state at `path`, durably."""
+        write_signed(path, {each.name: plain(getattr(self, each.name)) for each in fields(self)})
+
+
+def work_folder(target: Path) -> Path:
+    """Where a course keeps what it has until it is done: beside RUN, `.NAME.continual`."""
+    return target.with_name(f".{target.name}.continual")
+
+
+def kept_folder(target: Path) -> Path:
+    """Where the tasks' runs but the last lie, where they are kept: beside RUN, `NAME-tasks`."""
+    return target.with_name(f"{target.name}-tasks")
+
+
+def is_under_way(target: Path) -> bool:
+    """Whether an earlier call was cut off: RUN may stand, but not all beside it is cleaned up."""
+    return (work_folder(target) / STATE_FILE).exists()
+
+
+def run_course(request: Request, record: Callable[[Course], str]) -> Course:
+    """Carry out what is left of a course and publish the last run, with what `record` says of it in continual.json.
+
+    Raises BadInput for what cannot be done, and what `apply` and `train` raise; everything that is complete stays for
+    the same call. With `keep` the earlier runs end up in `kept_folder`.
+    """
+    base, target, listener = request.base, request.target, request.listener
+    _check_places(target, base.path, keep=request.keep)
+    measure, fingerprint = request.measure(), request.fingerprint()
+    work = work_folder(target)
+    with working_in(work, target=target, marker=STATE_FILE) as folder:
+        state = _begun_or_new(request, fingerprint, work)
+        course = _Course(request, measure, state)
+        done = Course(state.rows, state.trainings, fingerprint, resumed_after=max(0, len(state.rows) - 1))
+        if course.is_published():
+            listener.say(f"{printable(str(target))} was already complete; nothing to do")
+        else:
+            for note in measure.notes:
+                listener.say(note)
+            course.go_back()
+            done.resumed_after = max(0, len(state.rows) - 1)
+            course.carry_out()
+            folder.check_there()
+            course.publish(record(done))
+        done.kept = course.clean_up(folder)
+    return done
+
+
+class _Course:
+    """A course under way."""
+
+    def __init__(self, request: Request, measure: Measure, state: _State) -> None:
+        self.request = request
+        self.measure = measure
+        self.state = state
+        self.config = request.loaded.config
+        self.work = work_folder(request.target)
+
+    def run_of(self, number: int) -> Path:
+        """The run of task `number` (from 0)."""
+        return self.work / f"{number + 1:02}-{self.config.tasks[number].name}"
+
+    def go_back(self) -> None:
+        """Forget what can no longer be trusted: rows of runs that are gone or changed, and their folders."""
+        done = len(self.state.rows) - 1
+        # What the next task begins with, or RUN is made of; with `keep` every run is needed.
+        needed = range(done) if self.request.keep else range(max(0, done - 1), done)
+        while wrong := next(((n, why) for n in needed if (why := self._damage(self.run_of(n)))), None):
+            number, why = wrong
+            self.request.listener.say(f"{why}, so task {number + 1} is learnt again")
+            del self.state.rows[number + 1 :]
+            needed = range(number) if self.request.keep else range(max(0, number - 1), number)
+        for number in range(max(0, len(self.state.rows) - 1), len(self.config.tasks)):
+            for folder in (self.run_of(number), self._grown_of(number)):
+                if folder.exists() and (why := self._damage(folder)):
+                    self.request.listener.say(f"{why}, so it is made again")
+                    shutil.rmtree(folder)
+
+    def _damage(self, folder: Path) -> str | None:
+        """Why a complete folder is not what was made there, in words; None where it is."""
+        shown = printable(folder.name)
+        if not folder.exists():
+            return f"{shown} is gone"
+        try:
+            opened = open_checkpoint(folder, trust_remote_code=self.request.trust_remote_code)
+            found = opened.side_digests()
+            if (listed := self.state.made.get(folder.name)) is None:
+                # Its own manifest alone would speak for it.
+                return f"{shown} is not in {STATE_FILE}"
+            for name in sorted(found.keys() | listed.keys()):
+                if found.get(name) != listed.get(name):
+                    return f"{shown}/{printable(name)} is not what was written"
+            if changed := opened.changed_tensors():
+                return f"{shown}: {printable(changed[0])} is not what was written"
+        except BadInput as error:
+            return f"{shown} cannot be used ({error})"
+        return None
+
+    def _note_made(self, folder: Path) -> None:
+        opened = open_checkpoint(folder, trust_remote_code=self.request.trust_remote_code)
+        self.state.made[folder.name] = opened.side_digests()
+        self.state.write(self.work / STATE_FILE)
+
+    def carry_out(self) -> None:
+        """Every step whose row is not written yet."""
+        tasks, say = self.config.tasks, self.request.listener.say
+        general = [source.name for source in self.config.general]
+        if not self.state.rows:
+            self._measure(self.request.base.path, [*(task.name for task in tasks), *general], "the base")
+        else:
+            say(f"continuing after {len(self.state.rows) - 1} of {len(tasks)} tasks")
+        for number in range(len(self.state.rows) - 1):
+            self._drop(number)
+        for number in range(len(self.state.rows) - 1, len(tasks)):
+            task = tasks[number]
+            say(f"task {number + 1} of {len(tasks)}: {task.name}")
+            before = self.run_of(number - 1) if number else self.request.base.path
+            run = self.run_of(number)
+            if not run.exists():
+                self._train(number, self._grown(number, before), run)
+                self._note_made(run)
+            self.state.trainings[number:] = [_training_of(run)]
+            so_far = [each.name for each in tasks[: number + 1]]
+            self._measure(run, [*so_far, *general], f"after {task.name}")
+            self._drop(number)
+
+    def _grown(self, number: int, before: Path) -> Path:
+        """What task `number` trains: its surgery's output, made of `before`, or `before` itself."""
+        request, plan = self.request, self.request.plans[number]
+        if plan is None:
+            return before
+        grown = self._grown_of(number)
+        if not grown.exists():
+            # The base by the name it was given: what the manifest calls it.
+            source, revision = (request.base.name, request.base.revision) if number == 0 else (str(before), None)
+            with at_line(request.loaded, number):
+                apply(
+                    plan,
+                    source,
+                    grown,
+                    revision=revision,
+                    device=request.device,
+                    trust_remote_code=request.trust_remote_code,
+                    listener=request.listener,
+                )
+            self._note_made(grown)
+        return grown
+
+    def _grown_of(self, number: int) -> Path:
+        """The output of task `number`'s surgery."""
+        return self.run_of(number).with_name(f"{self.run_of(number).name}.grown")
+
+    def _train(self, number: int, grown: Path, run: Path) -> None:
+        request = self.request
+        train(
+            grown,
+            LoadedConfig(training_of(self.config, number), request.loaded.source),
+            run,
+            device=request.device,
+            trust_remote_code=request.trust_remote_code,
+            listener=request.listener,
+            take_over=request.take_over,
+        )
+
+    def _measure(self, folder: Path, names: list[str], what: str) -> None:
+        listener = self.request.listener
+        listener.begin(f"measuring {what}", self.measure.sequences(names), "sequences")
+        row: Measurement = self.measure.of(
+            folder,
+            names,
+            device=self.request.device,
+            attention=self.config.train.attention,
+            trust_remote_code=self.request.trust_remote_code,
+            advance=listener.advance,
+        )
+        self.state.rows.append(dict(row))
+        self.state.write(self.work / STATE_FILE)
+        listener.say(f"{what}: " + ", ".join(f"{name} {found.accuracy:.1%}" for name, found in row.items()))
+
+    def _drop(self, number: int) -> None:
+        """Remove what task `number`, which is done, was made of."""
+        run = self.run_of(number)
+        made_of = [self._grown_of(number)]
+        if number and not self.request.keep:
+            made_of.append(self.run_of(number - 1))
+        for folder in (*made_of, *self.work.glob(f".{run.name}*")):
+            if folder.is_dir():
+                shutil.rmtree(folder)
+
+    def is_published(self) -> bool:
+        """Whether an earlier call was cut off after RUN stood complete."""
+        if self.state.published is None or not self.request.target.is_dir():
+            return False
+        found = self.request.target.stat()
+        return [found.st_ino, found.st_dev] == self.state.published
+
+    def publish(self, result: str) -> None:
+        """The last run becomes RUN."""
+        last = self.run_of(len(self.config.tasks) - 1)
+        add_record(last, result)
+        found = last.stat()
+        self.state.published = [found.st_ino, found.st_dev]
+        self.state.write(self.work / STATE_FILE)
+        if os.path.lexists(self.request.target):
+            raise BadInput(
+                f"{printable(str(self.request.target))}: exists now; it was not there when the run began. Nothing lost:"
+                " move it away and run the same command again"
+            )
+        last.rename(self.request.target)
+        sync(self.request.target.parent)
+
+    def clean_up(self, folder: WorkFolder) -> Path | None:
+        """Remove the work folder; what of it is kept goes where it is seen."""
+        runs = [self.run_of(number) for number in range(len(self.config.tasks) - 1)]
+        kept = kept_folder(self.request.target)
+        if self.request.keep and any(run.exists() for run in runs):
+            kept.mkdir(exist_ok=True)
+            if kept.is_symlink():
+                raise BadInput(f"{printable(str(kept))}: a link; --keep puts the tasks' runs there, remove it")
+            for run in runs:
+                if run.exists():
+                    run.rename(kept / run.name)
+        # The state goes last: while it is there, the same command knows that RUN is its own.
+        folder.remove(last=STATE_FILE)
+        return kept if self.request.keep and kept.is_dir() else None
+
+
+def _check_places(target: Path, base: Path, *, keep: bool) -> None:
+    """Refuse a RUN that cannot be made; one that a killed call left complete but not cleaned up passes."""
+    found = _State.read(work_folder(target) / STATE_FILE)
+    if found is not None and found[0].published is not None and target.is_dir():
+        return
+    check_destination(target, base)
+    if target.is_dir():
+        raise BadInput(f"{printable(str(target))}: exists; give a name in it that is new, such as run")
+    kept = kept_folder(target)
+    if keep and os.path.lexists(kept):
+        raise BadInput(f"{printable(str(kept))}: exists; --keep puts the tasks' runs there, move it away")
+
+
+def _training_of(run: Path) -> dict[str, Any]:
+    """What `surgery.json` says of the last training, but for its config and its tensors."""
+    manifest = open_checkpoint(run, trust_remote_code=True).manifest
+    assert manifest is not None
+    entry = manifest.training[-1]
+    return {
+        "operations": [operation.op for operation in manifest.operations],
+        "settings": entry.settings,
+        "steps": entry.steps,
+        "tokens": entry.tokens,
+        "losses": entry.losses,
+        "tensors": len(entry.tensors),
+    }
+
+
+def _begun_or_new(request: Request, fingerprint: str, work: Path) -> _State:
+    """The state to go on from. Raises BadInput where it is of another run, or came from elsewhere."""
+    found = _State.read(work / STATE_FILE)
+    state, origin = (_State(fingerprint), None) if found is None else found
+    if state.fingerprint != fingerprint:
+        raise BadInput(
+            f"{printable(str(work))}: holds another run (the tasks file, its texts, the base or surgeon changed); undo"
+            " the change, or remove it, or choose another RUN"
+        )
+    holds = f"this run after {max(0, len(state.rows) - 1)} of its tasks"
+    check_own(origin, work, holds, take_over=request.take_over, say=request.listener.say)
+    if origin is not None and not origin.here:
+        state.write(work / STATE_FILE)
+    return state

@@ -1,0 +1,133 @@
+"""Performance on tasks: what of each source is held out, and how well a model predicts it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from surgeon import (
+    Checkpoint,
+    HeldOut,
+    SourceSpec,
+    Windows,
+    held_out_text,
+    open_checkpoint,
+    open_source,
+    pack,
+    score,
+    text_files,
+)
+from surgeon.common.schema import ORIGINAL
+from surgeon.errors import BadInput, printable
+from surgeon.lab.courses.config.loading import LoadedTasks, own_sources, texts_of, training_of
+from surgeon.lab.courses.metrics import Measured
+
+_MICRO_BATCH = 8
+# The longest sequences where no length is given.
+_LONGEST = 2048
+
+
+class Measure:
+    """What performance is measured on, by task and by general source; every text is opened and checked here."""
+
+    def __init__(self, loaded: LoadedTasks, base: Checkpoint) -> None:
+        """Raises BadInput for a text that is not as it must be, of whatever task, and for a base without tokenizer."""
+        config = loaded.config
+        self.notes: list[str] = []
+        self._loaded = loaded
+        longest = min(base.context or _LONGEST, _LONGEST)
+        # By the length of their sequences, whose texts they are: each by itself, those of one length read together.
+        texts: dict[int, list[tuple[str, HeldOut]]] = {}
+        for number, task in enumerate(config.tasks):
+            length = training_of(config, number).length or longest
+            for source in own_sources(config, number):
+                if source.role == ORIGINAL:
+                    open_source(source, loaded)
+                elif (text := held_out_text(source, loaded, say=self.notes.append)) is not None:
+                    texts.setdefault(length, []).append((task.name, text))
+        for general in texts_of(config.general):
+            if (text := held_out_text(general, loaded, say=self.notes.append)) is not None:
+                texts.setdefault(config.train.length or longest, []).append((general.name, text))
+        for memory in texts_of(config.memory):
+            open_source(memory, loaded)
+        self._held: dict[str, list[Windows]] = {}
+        for length, named in texts.items():
+            packed = self._packed([text for _, text in named], base, length)
+            for (name, _), windows in zip(named, packed, strict=True):
+                self._held.setdefault(name, []).append(windows)
+
+    def _packed(self, texts: list[HeldOut], base: Checkpoint, length: int) -> list[Windows]:
+        """The texts' sequences. Raises BadInput for a text with hardly a token."""
+        config = self._loaded.config
+        packing = config.train.packing or "isolated"
+        packed = pack(texts, base, length=length, packing=packing, most=config.validation_sequences)
+        if lacking := next((name for name, windows in packed.items() if not len(windows)), None):
+            raise BadInput(
+                f"{printable(str(self._loaded.source))}: the held-out part of source {lacking} has fewer"
+                " than two tokens"
+            )
+        return list(packed.values())
+
+    def identity(self) -> list[Any]:
+        """Name, size and mtime of every file of every source."""
+        found = []
+        config = self._loaded.config
+        own = [source for number in range(len(config.tasks)) for source in own_sources(config, number)]
+        for source in (*own, *texts_of([*config.general, *config.memory])):
+            held_out = _held_out_file(source) if isinstance(source, SourceSpec) else None
+            for path in filter(None, (source.path, held_out)):
+                found.append([path, source.reading, self._files(path)])
+        return found
+
+    def _files(self, path: str) -> list[Any]:
+        if path.startswith(("dataset:", "split:")):
+            return []
+        stats = [(file.name, file.stat()) for file in text_files(self._loaded.resolve(path))]
+        return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+
+    def of(
+        self,
+        folder: Path,
+        names: Iterable[str],
+        *,
+        device: str,
+        attention: str | None,
+        trust_remote_code: bool,
+        advance: Callable[[int], None],
+    ) -> dict[str, Measured]:
+        """Return the checkpoint's performance on the named tasks and general sources.
+
+        Args:
+            folder: The checkpoint.
+            names: Tasks and general sources.
+            device: A torch device.
+            attention: The attention implementation; None: transformers' choice.
+            trust_remote_code: Whether the checkpoint's own code may run.
+            advance: Receives how many sequences are done.
+
+        Returns:
+            Sums over tokens, by name.
+
+        Raises:
+            BadInput: The checkpoint cannot be loaded.
+        """
+        model = open_checkpoint(folder, trust_remote_code=trust_remote_code).load(device=device, attention=attention)
+        found: dict[str, Measured] = {}
+        for name in names:
+            scores = [score(model, each, batch=_MICRO_BATCH, advance=advance) for each in self._held[name]]
+            found[name] = Measured(
+                sum(int(each.tokens.sum()) for each in scores),
+                sum(int(each.right.sum()) for each in scores),
+                sum(float(each.nats.sum()) for each in scores),
+            )
+        return found
+
+    def sequences(self, names: Iterable[str]) -> int:
+        """How many sequences that is, for a progress bar."""
+        return sum(len(each) for name in names for each in self._held[name])
+
+
+def _held_out_file(source: SourceSpec) -> str:
+    """The file that a source names to be held out; empty where it is a share."""
+    return source.validation if isinstance(source.validation, str) else ""

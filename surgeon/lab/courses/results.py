@@ -1,0 +1,189 @@
+"""What a continual run comes to, as plain data and for the terminal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from surgeon.common.json_results import plain, plain_fields
+from surgeon.common.tables import FittedTable
+from surgeon.errors import printable
+from surgeon.lab.courses.metrics import Measurement, backward_transfer, general_ability_delta, overall_performance
+
+_MEASURE = Text("token accuracy on held-out labels; BWT and ΔR in points", style="dim")
+
+
+@dataclass(frozen=True)
+class Continued:
+    """What a continual run made of a base, task by task.
+
+    `rows[0]` is what was measured of the base, on every task and general source, `rows[t]` after the t-th task, on the
+    tasks so far and the general sources. Performance is token accuracy on held-out labels, where the paper has
+    benchmark scores. `trainings` are the tasks' (settings, steps, tokens, losses), `kept` is the folder of the earlier
+    tasks' runs where they were kept, `config` the tasks file.
+    """
+
+    path: Path
+    base: str
+    tasks: tuple[str, ...]
+    general: tuple[str, ...]
+    rows: tuple[Measurement, ...]
+    trainings: tuple[dict[str, Any], ...]
+    config: dict[str, Any]
+    fingerprint: str
+    resumed_after: int = 0
+    kept: Path | None = None
+
+    def __repr__(self) -> str:
+        delta = "" if self.delta[-1] is None else f", ΔR {self.delta[-1]:+.4f}"
+        shown = f"OP {self.overall[-1]:.4f}, BWT {self.backward[-1]:+.4f}{delta}"
+        return f"Continued({str(self.path)!r}, {len(self.tasks)} tasks, {shown})"
+
+    @property
+    def matrix(self) -> list[list[float]]:
+        """R[t][i]: performance on task i after training on task t, i ≤ t, from 0."""
+        return [[row[name].accuracy for name in self.tasks[: number + 1]] for number, row in enumerate(self.rows[1:])]
+
+    @property
+    def overall(self) -> list[float]:
+        """OP after each task."""
+        return [overall_performance(self.matrix, t) for t in range(len(self.tasks))]
+
+    @property
+    def backward(self) -> list[float]:
+        """BWT after each task."""
+        return [backward_transfer(self.matrix, t) for t in range(len(self.tasks))]
+
+    @property
+    def delta(self) -> list[float | None]:
+        """ΔR after each task; None where there are no general sources."""
+        before, *after = ([row[name].accuracy for name in self.general] for row in self.rows)
+        return [general_ability_delta(before, row) for row in after]
+
+    def record(self) -> dict[str, Any]:
+        """As plain data: what `continual.json` of the run holds."""
+        return {
+            "surgeon_continual": 1,
+            "base": self.base,
+            "tasks": list(self.tasks),
+            "general": list(self.general),
+            "performance": "token accuracy on held-out labels",
+            "base_accuracy": {name: found.accuracy for name, found in self.rows[0].items()},
+            "matrix": self.matrix,
+            "overall_performance": self.overall,
+            "backward_transfer": self.backward,
+            "general_ability_delta": self.delta,
+            "measured": [
+                {name: plain(found) | {"accuracy": found.accuracy, "loss": found.loss} for name, found in row.items()}
+                for row in self.rows
+            ],
+            "trainings": list(self.trainings),
+            "config": self.config,
+            "fingerprint": self.fingerprint,
+        }
+
+    def text(self) -> str:
+        """The record as `continual.json` of the run has it."""
+        return json.dumps(self.record(), indent=1, ensure_ascii=False) + "\n"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data for `--json`.
+
+        Keys:
+            `path`, `kept`, `resumed_after`: of this call, and not in `continual.json`: the run; with `--keep` the
+                earlier tasks' models; the tasks that were done before
+            `surgeon_continual`, `base`, `tasks`, `general`: version of the format; the base; names of the tasks in
+                order, and of general sources
+            `performance`, `base_accuracy`: the measure, in words; the base's, by task and general source
+            `matrix`: after each task, its accuracy on that task and on all before it
+            `overall_performance`, `backward_transfer`, `general_ability_delta`: OP, BWT and ΔR after each task; ΔR is
+                null without general sources
+            `measured`: for the base and after each task, by task and general source: `right`, `tokens`, `nats`,
+                `accuracy`, `loss`
+            `trainings`: each task's `operations`, `settings`, `steps`, `tokens`, `losses` (by source, before and
+                after), `tensors` (how many trained)
+            `config`, `fingerprint`: the tasks file as it was read; the digest of everything that the numbers depend on
+        """
+        return {
+            "path": str(self.path),
+            "kept": plain(self.kept),
+            "resumed_after": self.resumed_after,
+            **self.record(),
+        }
+
+
+@dataclass(frozen=True)
+class ContinuedRows:
+    """What the rows of a tasks file made of a base, each in its folder of `path`, by name in the file's order."""
+
+    path: Path
+    rows: Mapping[str, Continued]
+
+    def __repr__(self) -> str:
+        return f"ContinuedRows({str(self.path)!r}, {', '.join(self.rows)})"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data for `--json`.
+
+        Keys:
+            `path`, `rows`: the folder of the rows' runs; by row, in the file's order, the keys above
+        """
+        return plain_fields(self)
+
+
+def continued_view(continued: Continued | ContinuedRows) -> RenderableType:
+    """Performance on every task after every task, and what the paper makes of it; of rows, after the last task."""
+    if isinstance(continued, ContinuedRows):
+        return _rows_view(continued)
+    names = (*continued.tasks, *continued.general)
+    table = FittedTable("accuracy (loss) after")
+    for name in names:
+        table.add_column(name)
+    for column in ("OP", "BWT", "ΔR"):
+        table.add_column(column, style="bold")
+    for number, row in enumerate(continued.rows):
+        judged = _judged(continued, number) if number else ("", "", "")
+        called = continued.tasks[number - 1] if number else Text("(the base)", style="dim")
+        table.add_row(called, *_cells(row, names), *judged)
+    notes = [_MEASURE]
+    if not continued.general:
+        notes.append(Text("no `general:` sources, so ΔR was not measured", style="dim"))
+    done = Text(f"{printable(str(continued.path))} is complete", style="bold green")
+    kept = [] if continued.kept is None else [Text(f"earlier tasks' models: {printable(str(continued.kept))}")]
+    return Group(table, *notes, Text(), done, *kept)
+
+
+def _rows_view(continued: ContinuedRows) -> RenderableType:
+    """A line for each row: performance after the last task, beside the base's."""
+    first = next(iter(continued.rows.values()))
+    names = list(dict.fromkeys(name for row in continued.rows.values() for name in (*row.tasks, *row.general)))
+    table = FittedTable("accuracy (loss) after all tasks")
+    for name in names:
+        table.add_column(name)
+    for column in ("OP", "BWT", "ΔR"):
+        table.add_column(column, style="bold")
+    table.add_row(Text("(the base)", style="dim"), *_cells(first.rows[0], names), "", "", "")
+    for name, row in continued.rows.items():
+        table.add_row(name, *_cells(row.rows[-1], names), *_judged(row, len(row.tasks)))
+    done = Text(f"{printable(str(continued.path))} has a complete run of each row", style="bold green")
+    return Group(table, _MEASURE, Text(), done)
+
+
+def _cells(row: Measurement, names: Sequence[str]) -> list[str]:
+    return [f"{row[name].accuracy:.1%} ({row[name].loss:.3f})" if name in row else "" for name in names]
+
+
+def _judged(continued: Continued, number: int) -> tuple[str, str, str]:
+    """OP, BWT and ΔR after so many tasks."""
+    delta = continued.delta[number - 1]
+    return (
+        f"{continued.overall[number - 1]:.1%}",
+        f"{100 * continued.backward[number - 1]:+.1f}",
+        "" if delta is None else f"{100 * delta:+.1f}",
+    )

@@ -1,0 +1,309 @@
+"""An output through all its surgeries: the origin of each layer, its grafts, and how many parameters came when."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from surgeon.anatomy.anatomy import Anatomy, layer_of, owner_of
+from surgeon.blueprint.grafts import Graft, grafts_of
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.header import DTYPE_BITS, TensorInfo
+from surgeon.errors import BadInput, printable
+from surgeon.manifest.lineage import Lineage
+from surgeon.manifest.manifest import MANIFEST_FILE, GraftEntry, Manifest, StoredTensor
+from surgeon.manifest.moves import layers_of
+from surgeon.operations import origin_of
+from surgeon.operations.operation import Origin as Made
+from surgeon.runtime.states_rules import BANK
+
+Origin = Literal["base", "widened", "changed"] | Made
+
+
+@dataclass(frozen=True)
+class Mark:
+    """One graft of a layer: `text` in words, `sign` as its letter in the picture, `surgery` that added it (from 1)."""
+
+    kind: str
+    sign: str
+    text: str
+    surgery: int | None
+    trains: bool
+
+
+@dataclass(frozen=True)
+class StackLayer:
+    """One layer of the output.
+
+    `base` is its number in the first base, None for one made by surgery number `surgery`, in its operation number
+    `operation`, from the layers `sources` (numbers in this output). `trains`: the layer's own weights train, not only
+    its grafts. A layer of the base whose weights a surgery replaced is `changed`, in the way that `init` says. One with
+    rows or columns beside the base's is `widened`, and `share` of its numbers is new.
+    """
+
+    index: int
+    base: int | None
+    origin: Origin
+    init: str
+    sources: tuple[int, ...]
+    surgery: int | None
+    operation: int | None
+    trains: bool
+    marks: tuple[Mark, ...]
+    share: float = 0.0
+
+
+@dataclass(frozen=True)
+class WiderEnd:
+    """A matrix outside the layers that grew, rows × columns; `below`: it holds the embeddings that layer 0 reads."""
+
+    name: str
+    before: tuple[int, int]
+    after: tuple[int, int]
+    below: bool
+
+    @property
+    def share(self) -> float:
+        """The share of its numbers that the first base does not have."""
+        return 1 - math.prod(self.before) / math.prod(self.after)
+
+
+@dataclass(frozen=True)
+class History:
+    """The surgeries of an output, and its layers."""
+
+    lineage: Lineage
+    layers: tuple[StackLayer, ...]
+
+    @property
+    def surgeries(self) -> dict[int, Manifest]:
+        """The manifests by the surgery's number, from 1, oldest first."""
+        return dict(enumerate(self.lineage.surgeries, 1))
+
+    @property
+    def base_layers(self) -> int:
+        """The number of layers of the first base."""
+        return self.lineage.surgeries[0].base.layers
+
+
+def layer_history(folder: CheckpointFolder, manifest: Manifest) -> History:
+    """Follow every layer back through the lineage. Raises BadInput for a broken one."""
+    lineage = Lineage.of(manifest, file=str(folder.path / MANIFEST_FILE))
+    _check(lineage, folder)
+    grafts = grafts_of(folder.config)
+    own = _layers_with_new_weights(manifest)
+    everything = any(entry.trains == "all" for entry in manifest.operations)
+    layers = [
+        _layer(lineage, index, grafts.get(index, []), trains=everything or index in own)
+        for index in range(len(manifest.layers))
+    ]
+    return History(lineage, tuple(_widened(layers, folder, lineage.surgeries[0])))
+
+
+def _widened(layers: Sequence[StackLayer], folder: CheckpointFolder, first: Manifest) -> Iterator[StackLayer]:
+    """Mark layers of the base that are larger than they were there, and in no other way changed."""
+    before, after = _numbers(first.base.tensors), _numbers(folder.tensors)
+    for layer in layers:
+        was = before.get(layer.base, {}) if layer.origin == "base" else {}
+        there = {suffix: size for suffix, size in after.get(layer.index, {}).items() if suffix in was}
+        wider = [suffix for suffix, size in there.items() if size > was[suffix]]
+        if not wider:
+            yield layer
+            continue
+        blocks = dict.fromkeys(suffix.partition(".")[0] for suffix in wider)
+        share = 1 - sum(was[suffix] for suffix in there) / sum(there.values())
+        # The whole layer is wider where its norms are.
+        named = "" if len(blocks) > 2 else " and ".join(blocks)
+        yield replace(layer, origin="widened", init=f"wider {named}".rstrip(), share=share)
+
+
+def _numbers(tensors: Mapping[str, TensorInfo] | Mapping[str, StoredTensor]) -> dict[int | None, dict[str, int]]:
+    """How many numbers each tensor of each layer has, by suffix."""
+    found: dict[int | None, dict[str, int]] = {}
+    for name, tensor in tensors.items():
+        if (place := layer_of(name)) is not None:
+            found.setdefault(place[1], {})[place[2]] = math.prod(tensor.shape)
+    return found
+
+
+def wider_ends(folder: CheckpointFolder, history: History, anatomy: Anatomy) -> tuple[WiderEnd, ...]:
+    """Return the embeddings and the output head that are larger than in the first base, and other such matrices."""
+    first = history.lineage.surgeries[0].base.tensors
+    grown = [
+        (name, (was.shape[0], was.shape[1]), (info.shape[0], info.shape[1]))
+        for name, info in folder.tensors.items()
+        if layer_of(name) is None and (was := first.get(name)) is not None
+        if len(info.shape) == len(was.shape) == 2 and info.numel > math.prod(was.shape)
+        # Where a surgery added layers, a matrix may have got a part for each.
+        if len(_sizes_since(name, history)) == 1
+    ]
+    if not grown:
+        return ()
+    words = anatomy.derivation.vocabulary_tensors(anatomy.sizes.vocabulary)
+    return tuple(WiderEnd(name, before, after, words.get(name, False)) for name, before, after in grown)
+
+
+def _check(lineage: Lineage, folder: CheckpointFolder) -> None:
+    """Raise BadInput where a manifest contradicts itself, or the last one the weights beside it."""
+    file = lineage.file
+    there = {place[1] for name in folder.tensors if (place := layer_of(name)) is not None}
+    if len(lineage.last.layers) != max(there, default=-1) + 1:
+        raise BadInput(
+            f"{printable(file)}: `layers` lists {len(lineage.last.layers)} layers, where there are"
+            f" {max(there, default=-1) + 1} layers; was it edited by hand?"
+        )
+    for manifest in lineage.surgeries:
+        layers_of(manifest, file=file)
+        numbers = {layer.operation for layer in manifest.layers if layer.operation is not None}
+        if any(not 0 <= number < len(manifest.operations) for number in numbers):
+            raise BadInput(
+                f"{printable(file)}: `layers` names operations {sorted(numbers)}, where there are"
+                f" {len(manifest.operations)} operations; was it edited by hand?"
+            )
+        sources = [source for layer in manifest.layers for source in layer.sources]
+        if any(not 0 <= source < len(manifest.layers) for source in sources):
+            raise BadInput(f"{printable(file)}: `layers` names a source that is not a layer; was it edited by hand?")
+
+
+def _layers_with_new_weights(manifest: Manifest) -> set[int]:
+    found: set[int] = set()
+    for name in manifest.new_tensors:
+        place = layer_of(name)
+        if place is not None and BANK not in name and owner_of(place[2]) is None:
+            found.add(place[1])
+    return found
+
+
+def _layer(lineage: Lineage, index: int, grafts: Sequence[Graft], *, trains: bool) -> StackLayer:
+    """Walk down from the last surgery until one made the layer, or the first base had it."""
+    surgeries = lineage.surgeries
+    brought: dict[str, int] = {}
+    here, changed, changed_by = index, "", None
+    made_by: int | None = None
+    for nth in reversed(range(len(surgeries))):
+        entry = surgeries[nth].layers[here]
+        for graft in entry.grafts:
+            if graft.operation is not None:
+                brought.setdefault(graft.text, nth + 1)
+        if entry.base is not None and entry.init and not changed:
+            changed, changed_by = entry.init, nth + 1
+        if entry.base is None:
+            made_by = nth
+            break
+        here = entry.base
+    marks = _marks(surgeries[-1].layers[index].grafts, grafts, brought)
+    if made_by is None:
+        origin: Origin = "changed" if changed else "base"
+        return StackLayer(index, here, origin, changed, (), changed_by, None, trains, marks)
+    entry = surgeries[made_by].layers[here]
+    places = lineage.layers(made_by + 1)
+    by = "" if entry.operation is None else surgeries[made_by].operations[entry.operation].op
+    return StackLayer(
+        index=index,
+        base=None,
+        origin=origin_of(by, entry.init),
+        init=entry.init,
+        sources=tuple(sorted({places[source] for source in entry.sources if source in places})),
+        surgery=made_by + 1,
+        operation=entry.operation,
+        trains=trains,
+        marks=marks,
+    )
+
+
+def _marks(last: Sequence[GraftEntry], grafts: Sequence[Graft], brought: Mapping[str, int]) -> tuple[Mark, ...]:
+    """Marks of a layer's grafts as the last manifest names them; `brought` are the surgeries, by those names."""
+    kinds = {graft.text: (graft.kind, graft.sign) for graft in grafts}
+    return tuple(
+        Mark(*kinds.get(graft.text, ("other", "?")), graft.text, brought.get(graft.text), graft.operation is not None)
+        for graft in last
+    )
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Counts of parameters; tied embeddings count once. `base` + `earlier` + `new` is the whole output.
+
+    `earlier` come from surgeries before the last. `stored_bytes` are those of the files. Of training in the stored
+    dtypes, `gradient_bytes` are the gradients', `optimizer_bytes` those of AdamW's state as `surgeon train` keeps it:
+    two moments in float32, and a float32 master of what is narrower; `optimizer_bytes_of_all` if everything trained.
+    """
+
+    base: int
+    earlier: int
+    new: int
+    trainable: int
+    stored_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    optimizer_bytes_of_all: int
+
+    @property
+    def total(self) -> int:
+        """All parameters of the output."""
+        return self.base + self.earlier + self.new
+
+
+def parameter_budget(folder: CheckpointFolder, manifest: Manifest, history: History) -> Budget:
+    """Count the output's parameters from its headers, manifest and lineage."""
+    counts = {"base": 0, "earlier": 0, "new": 0}
+    # Of what holds a part for each layer, parts are counted where layers were added; none of them trains.
+    fixed = 0
+    new: list[TensorInfo] = []
+    for name, info in folder.tensors.items():
+        sizes = _sizes_since(name, history)
+        if len(sizes) == 1:
+            origin = _origin(name, manifest, history)
+            counts[origin] += info.numel
+            if origin == "new":
+                new.append(info)
+            continue
+        first, before, now = sizes[0], sizes[-2], sizes[-1]
+        for origin, size in (("base", first), ("earlier", before - first), ("new", now - before)):
+            counts[origin] += size
+        fixed += now - before
+    total = sum(counts.values())
+    everything = any(entry.trains == "all" for entry in manifest.operations)
+    trains = folder.tensors.values() if everything else new
+    return Budget(
+        **counts,
+        trainable=total if everything else counts["new"] - fixed,
+        stored_bytes=sum(info.nbytes for info in folder.tensors.values()),
+        gradient_bytes=sum(info.nbytes for info in trains),
+        optimizer_bytes=_optimizer_bytes(trains),
+        optimizer_bytes_of_all=_optimizer_bytes(folder.tensors.values()),
+    )
+
+
+def _optimizer_bytes(tensors: Iterable[TensorInfo]) -> int:
+    """Two moments in float32 each, and a float32 master where the tensor is narrower (train/steps/optimizer.py)."""
+    return sum(info.numel * (8 if DTYPE_BITS[info.dtype] >= 32 else 12) for info in tensors)
+
+
+def _sizes_since(name: str, history: History) -> list[int]:
+    """The sizes of a tensor outside the layers that holds a part for each: in each state from the first base on.
+
+    One for any other tensor.
+    """
+    surgeries = history.lineage.surgeries
+    made = [surgery.new_tensors.get(name) for surgery in surgeries]
+    if not any(each is not None and each.stays for each in made):
+        return [0]
+    first = surgeries[0].base.tensors.get(name)
+    sizes = [0 if first is None else math.prod(first.shape)]
+    for each in made:
+        sizes.append(sizes[-1] if each is None else math.prod(each.shape))
+    return sizes
+
+
+def _origin(name: str, manifest: Manifest, history: History) -> str:
+    if name in manifest.new_tensors:
+        return "new"
+    place = layer_of(name)
+    if place is None:
+        return "earlier" if BANK in name else "base"
+    _, index, suffix = place
+    grafted = owner_of(suffix) is not None or history.layers[index].base is None
+    return "earlier" if grafted else "base"

@@ -1,0 +1,188 @@
+"""A loaded model that records what its routers and gates choose, text by text."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from surgeon.anatomy.anatomy import Anatomy
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.errors import printable
+from surgeon.lab.reports.routing_record import (
+    ExpertChoices,
+    GateChoices,
+    NothingChooses,
+    RouterChoices,
+    RouterPlace,
+    Site,
+    TextChoices,
+)
+from surgeon.models.load import load_model, running
+from surgeon.models.outputs import auto_class, check_window, load_encoder
+from surgeon.models.tokenizer import Tokenizer
+
+# How many tokens of each text are kept one by one, to colour them by slot (PMoE, Figure 5).
+_EXAMPLES = 256
+_BATCH = 4
+
+
+def observer_of(
+    folder: CheckpointFolder, anatomy: Anatomy, window: int, device: str, say: Callable[[str], None]
+) -> Observer:
+    """The checkpoint's model, loaded to be observed. Raises BadInput where nothing in it chooses."""
+    if anatomy.family.encoder:
+        auto = auto_class(folder.config)
+        model = load_encoder(folder, device=device, auto=auto)
+        check_window(model, window)
+    else:
+        model = load_model(folder, device=device, say=say)
+    observer = Observer(model, encoder=anatomy.family.encoder)
+    if not observer.chooses:
+        raise NothingChooses(
+            f"{printable(str(folder.path))}: its grafts have neither router nor gate whose choices are recorded;"
+            " give another output"
+        )
+    return observer
+
+
+def _decoder(model: Any, stack: str) -> Any:
+    """The text decoder of an upcycled model, whose layers are called `stack`: it may be one of several parts."""
+    return next(module for module in model.modules() if hasattr(module, "surgery") and hasattr(module, stack))
+
+
+class Observer:
+    """A loaded model that records the choices of its routers and gates."""
+
+    def __init__(self, model: Any, *, encoder: bool) -> None:
+        self.model = model
+        # From the code that was loaded with the checkpoint, which need not be the installed one.
+        self._flow = sys.modules[type(model).__module__].Flow
+        stack = getattr(model, "stack", "layers")
+        trunk = model.base_model if encoder else _decoder(model, stack)
+        surgery = trunk.surgery
+        # An encoder has no cache and no logits to leave out, and its layers have no gates.
+        self._asked = {} if encoder else {"use_cache": False, "logits_to_keep": 1}
+        router = surgery.of["experts"].router if "experts" in surgery.of else None
+        self.router = None if router is None else RouterPlace(router.layer, len(router.slots))
+        self.bank: Any = getattr(trunk, "control_bank", None)
+        routed = self.bank is not None and self.bank.spec.top_k > 0
+        self.sites: tuple[Site, ...] = tuple(surgery.of["states"].sites) if routed else ()
+        self._gates: dict[str, list[Tensor]] = {}
+        self._loudness: dict[str, list[Tensor]] = {}
+        # Of routed experts by layer: how many tokens took each, and the sum of its weights.
+        self._experts: dict[str, tuple[Tensor, Tensor]] = {}
+        for layer, module in enumerate(() if encoder else getattr(trunk, stack)):
+            self._observe(str(layer), module)
+            if "expanded" in module._modules:
+                self._observe(f"{layer}.branch", module.expanded)
+
+    @property
+    def chooses(self) -> bool:
+        """True where the model has routers or gates."""
+        return bool(self.router or self.sites or self._gates or self._experts)
+
+    def run(self, ids: Tensor, tokenizer: Tokenizer | None, advance: Callable[[int], None]) -> TextChoices:
+        """Run one text's windows (windows, window) and return the choices; `advance` counts windows."""
+        for heard in (self._gates, self._loudness):
+            for parts in heard.values():
+                parts.clear()
+        for sums in self._experts.values():
+            for each in sums:
+                each.zero_()
+        routing: list[Tensor] = []
+        states = torch.zeros(len(self.sites), len(self.sites), dtype=torch.float64)
+        for batch in torch.split(ids, _BATCH):
+            flow = self._flow()
+            # A file where nothing is to be recorded has no such field.
+            flow.records_choices = True
+            with torch.inference_mode(), running(self.model):
+                self.model(batch, **self._asked, surgery_flow=flow)
+            if self.router:
+                routing.append(flow.routing.flatten(0, 1).double().cpu())
+            if self.sites:
+                self._add(states, flow.mixing.choices)
+            advance(len(batch))
+        return TextChoices(
+            tokens=ids.numel(),
+            router=_router_choices(torch.cat(routing), ids.flatten().tolist(), tokenizer) if routing else None,
+            states=tuple(tuple(row) for row in (states / ids.numel()).tolist()),
+            gates={name: self._gate(name) for name in self._gates},
+            experts={
+                place: ExpertChoices(tuple((taken / ids.numel()).tolist()), tuple((weight / ids.numel()).tolist()))
+                for place, (taken, weight) in self._experts.items()
+            },
+        )
+
+    def _add(self, states: Tensor, choices: list[tuple[int, Tensor, Tensor]]) -> None:
+        for site, chosen, weights in choices:
+            row = torch.zeros(len(self.sites), dtype=torch.float64)
+            numbers = torch.tensor(self.bank.choice_of(site))[chosen.flatten().cpu()]
+            states[site] += row.index_add(0, numbers, weights.flatten().double().cpu())
+
+    def _observe(self, place: str, layer: nn.Module) -> None:
+        adapter = getattr(getattr(layer, "mlp", None), "adapter", None)
+        if adapter is not None and adapter.gate is not None:
+            adapter.register_forward_hook(self._record_adapter(f"{place}.adapter"))
+        routed = getattr(getattr(layer, "mlp", None), "routed", None)
+        if routed is not None:
+            routed.register_forward_hook(self._record_experts(place, len(routed.router)))
+        interpolator = getattr(layer, "interpolator", None)
+        if interpolator is not None:
+            interpolator.register_forward_hook(self._record_share(f"{place}.interpolator"))
+
+    def _record_adapter(self, name: str) -> Callable[..., None]:
+        gates, loudness = self._gates.setdefault(name, []), self._loudness.setdefault(name, [])
+
+        def record(module: Any, _inputs: Any, result: tuple[Tensor, Tensor]) -> None:
+            output, score = result
+            gates.append(module.opening(score).flatten().cpu())
+            loudness.append(output.abs().float().mean(dim=-1).flatten().cpu())
+
+        return record
+
+    def _record_experts(self, place: str, count: int) -> Callable[..., None]:
+        taken, summed = self._experts.setdefault(
+            place, (torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64))
+        )
+
+        def record(_module: Any, _inputs: Any, result: tuple[Tensor, ...]) -> None:
+            _, _, chosen, weights = result
+            numbers = chosen.flatten().cpu()
+            taken.add_(torch.bincount(numbers, minlength=count))
+            summed.index_add_(0, numbers, weights.flatten().double().cpu())
+
+        return record
+
+    def _record_share(self, name: str) -> Callable[..., None]:
+        gates = self._gates.setdefault(name, [])
+
+        def record(_module: Any, inputs: tuple[Tensor, ...], result: tuple[Tensor, float | Tensor]) -> None:
+            share = torch.as_tensor(result[1], dtype=torch.float32).cpu()
+            gates.append(share.expand(*inputs[0].shape[:2], 1).flatten() if share.dim() < 2 else share.flatten())
+
+        return record
+
+    def _gate(self, name: str) -> GateChoices:
+        values = torch.cat(self._gates[name]).double()
+        loudness = self._loudness.get(name)
+        return GateChoices(
+            mean=float(values.mean()),
+            closed=float((values == 0).double().mean()),
+            loudness=float(torch.cat(loudness).double().mean()) if loudness else None,
+        )
+
+
+def _router_choices(weights: Tensor, ids: list[int], tokenizer: Tokenizer | None) -> RouterChoices:
+    largest = weights.argmax(dim=-1)
+    shares = torch.bincount(largest, minlength=weights.shape[-1]).double() / len(largest)
+    shown = ids[:_EXAMPLES]
+    words = [str(token) for token in shown] if tokenizer is None else [tokenizer.decode([token]) for token in shown]
+    return RouterChoices(
+        mean=tuple(weights.mean(dim=0).tolist()),
+        largest=tuple(shares.tolist()),
+        examples=tuple(zip(words, largest.tolist(), strict=False)),
+    )

@@ -1,0 +1,389 @@
+"""Entropies of transport maps: how widely neurons correspond to their neighbours' (OpT-DeUS, section 7.3, Table 8).
+
+For each inserted layer and each module, the transport problem of Algorithm 1 is solved between the base layer below
+and the new layer, and between the new layer and the base layer above, its cost taken of the rows as they stand, as the
+algorithm is printed: after T_in, the map of gate and up beside a layer whose attention output is zero would be uniform
+whatever the layer is. It reports the entropy of T: in nats, at most
+log(n·m), where every neuron corresponds to every other equally. This compares layers of any initialisation.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from surgeon.anatomy.dissect import dissect_folder
+from surgeon.blueprint.blueprint import Blueprint
+from surgeon.blueprint.draft import Draft
+from surgeon.blueprint.recipes import Coupling, MapRef
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.common import devices
+from surgeon.common.json_results import plain_fields
+from surgeon.common.listener import Listener, Quiet, Stopwatch
+from surgeon.common.tables import FittedTable
+from surgeon.errors import BadInput, printable
+from surgeon.lab.reports.history import History, layer_history
+from surgeon.manifest.manifest import MANIFEST_FILE, Manifest
+from surgeon.manifest.reading import manifest_of
+from surgeon.operations.fusion import fuse_layers
+from surgeon.operations.inits import OtFusion
+from surgeon.plan.plan import recorded_plan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MODULES = ("query", "key", "value", "output", "gate", "up", "down")
+# Those of a layer's experts, and one of them by the name of its map.
+_OF_EXPERTS = ("expert gate", "expert up", "expert down")
+_EXPERT = re.compile(r"experts\.\d{1,6}\.(?P<role>\w+)")
+# How a manifest names the maps of new layers.
+_LABEL = re.compile(
+    r"operations\[(?P<operation>\d{1,6})\]\.(?P<place>after\[(?P<gap>\d{1,6})\]\.(?P<nth>\d{1,6}))\.(?P<module>[\w.]+)"
+)
+
+
+@dataclass(frozen=True)
+class MapReport:
+    """One transport map: between inserted layer `layer` and its neighbour, a base layer `below` or `above` it.
+
+    `entropy` is in nats, in the checkpoint itself; `trained` the same in the trained checkpoint;
+    `uniform` the largest possible. Marginal errors are L1 distances from uniform. Of experts, those of the upper layer
+    are counted: `experts.5.gate`.
+    """
+
+    layer: int
+    neighbour: str
+    module: str
+    entropy: float
+    trained: float | None
+    uniform: float
+    iterations: int
+    converged: bool
+    row_error: float
+    column_error: float
+
+    @property
+    def name(self) -> str:
+        """The map's name: `12.below.query`."""
+        return f"{self.layer}.{self.neighbour}.{self.module}"
+
+    @property
+    def group(self) -> str:
+        """The module, the same for all experts."""
+        return _group(self.module)
+
+
+@dataclass(frozen=True)
+class MapFact:
+    """One map that was solved to make a layer, between the two layers it was fused from.
+
+    `module` is the same for all experts. `layer` is the made layer's number in this output, as text (its label where
+    that is not known). `entropy` is in nats, at most `uniform`. Errors are L1 distances of T's marginals from uniform.
+    """
+
+    layer: str
+    module: str
+    entropy: float
+    uniform: float
+    row_error: float
+    column_error: float
+    iterations: int
+    converged: bool
+
+
+@dataclass(frozen=True)
+class TransportReport:
+    """The maps of a checkpoint."""
+
+    maps: tuple[MapReport, ...]
+
+    def __repr__(self) -> str:
+        means = ", ".join(f"{module} {self.mean(module):.3g}" for module in self.modules)
+        return f"TransportReport({len(self.maps)} maps, entropy in nats: {means})"
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Those that have maps, in the order of a layer, after its spaces (latents, heads); all experts' as one."""
+        groups = dict.fromkeys(found.group for found in self.maps)
+        spaces = [group for group in groups if group not in (*MODULES, *_OF_EXPERTS)]
+        return (*spaces, *(module for module in (*MODULES, *_OF_EXPERTS) if module in groups))
+
+    def mean(self, module: str, *, trained: bool = False) -> float | None:
+        """Entropy of a module's maps, mean over inserted layers, both neighbours and all experts; None without any."""
+        found = [m.trained if trained else m.entropy for m in self.maps if m.group == module]
+        values = [value for value in found if value is not None]
+        return sum(values) / len(values) if values else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data for `--json`.
+
+        Keys:
+            `entropy`, `trained`: by module, the mean over maps; the second after training
+            `maps`: each map's place, entropies, iterations and errors
+        """
+        return {
+            "entropy": {module: self.mean(module) for module in self.modules},
+            "trained": {module: self.mean(module, trained=True) for module in self.modules},
+            "maps": [{"name": m.name, **plain_fields(m)} for m in self.maps],
+        }
+
+
+def transport_report(
+    out: str | Path,
+    *,
+    trained: str | Path | None = None,
+    device: str = "auto",
+    listener: Listener | None = None,
+) -> TransportReport:
+    """Solve for the transport maps of inserted layers, and report their entropies (Table 8).
+
+    Settings are those of the operation that fused the layers, else Algorithm 1's (reg 0.06).
+
+    Args:
+        out: the output's folder
+        trained: the same model after training, to compare with
+        device: where maps are solved
+        listener: gets progress
+
+    Returns:
+        the maps' entropies and marginal errors
+
+    Raises:
+        BadInput: where nothing was inserted, and for checkpoints that do not fit
+    """
+    folder = CheckpointFolder.open(Path(out))
+    drawn = _drawn(folder)
+    device, progress = devices.resolve(device), (listener or Quiet()).say
+    before = _solve(folder, drawn, device, progress)
+    after: dict[str, Any] = {}
+    if trained is not None:
+        other = CheckpointFolder.open(Path(trained))
+        if {n: i.shape for n, i in other.tensors.items()} != {n: i.shape for n, i in folder.tensors.items()}:
+            raise BadInput(
+                f"{printable(str(trained))}: not this model trained: names or shapes of tensors differ;"
+                " give RUN of `train`"
+            )
+        after = _solve(other, drawn, device, progress)
+    return TransportReport(tuple(_map_report(name, found, after.get(name)) for name, found in before.items()))
+
+
+def see_maps(
+    folder: CheckpointFolder,
+    maps: Sequence[str],
+    see: Callable[[str, Tensor], None],
+    device: str,
+    listener: Listener,
+) -> None:
+    """Solve for an output's maps and call `see` with those of these names. Raises BadInput for a name of no map."""
+    drawn = _drawn(folder)
+    _check_names(maps, [name for couplings in drawn for name in couplings])
+    _solve(folder, drawn, devices.resolve(device), listener.say, maps, see)
+
+
+def _drawn(folder: CheckpointFolder) -> list[dict[str, Coupling]]:
+    """Return the maps of each inserted layer and neighbour. Raises BadInput where there are none."""
+    pairs = _pairs(layer_history(folder, manifest_of(folder)))
+    if not pairs:
+        raise BadInput(
+            f"{printable(str(folder.path))}: no operation inserted a layer between two of the base, so it has no maps;"
+            " give another output"
+        )
+    drawn = [made for pair in pairs if (made := _draw(folder, *pair)) is not None]
+    if not drawn:
+        raise BadInput(
+            f"{printable(str(folder.path))}: the inserted layers and their neighbours are of different kinds, so no"
+            " modules of theirs correspond; give another output"
+        )
+    return drawn
+
+
+def _map_report(name: str, found: Mapping[str, Any], after: Mapping[str, Any] | None) -> MapReport:
+    """Return what was found of a map, `after` training too."""
+    layer, neighbour, module = name.split(".", 2)
+    return MapReport(
+        layer=int(layer),
+        neighbour=neighbour,
+        module=module,
+        trained=after["entropy"] if after else None,
+        uniform=math.log(found["rows"] * found["columns"]),
+        **{key: found[key] for key in ("entropy", "iterations", "converged", "row_error", "column_error")},
+    )
+
+
+def _pairs(history: History) -> list[tuple[int, str, int, int, Mapping[str, object]]]:
+    """Return, by inserted layer and neighbour, lower and upper layer of the pair, and the settings to solve it with.
+
+    In a chain of surgeries these are the layers that any of them inserted, at their present place.
+    """
+    plans = {
+        number: recorded_plan(manifest.plan, source=f"{MANIFEST_FILE} (plan)").plan
+        for number, manifest in history.surgeries.items()
+    }
+    kept = [layer.index for layer in history.layers if layer.base is not None]
+    pairs = []
+    for layer in history.layers:
+        index = layer.index
+        below = max((k for k in kept if k < index), default=None)
+        above = min((k for k in kept if k > index), default=None)
+        if layer.base is not None or layer.operation is None or below is None or above is None:
+            continue
+        assert layer.surgery is not None
+        operation = plans[layer.surgery].operations[layer.operation]
+        settings = operation.transport_settings or OtFusion(kind="ot_fusion").transport_settings
+        pairs += [(index, "below", below, index, settings), (index, "above", index, above, settings)]
+    return pairs
+
+
+def _group(module: str) -> str:
+    of_expert = _EXPERT.fullmatch(module)
+    return module if of_expert is None else f"expert {of_expert['role']}"
+
+
+def _draw(
+    folder: CheckpointFolder, layer: int, neighbour: str, lower: int, upper: int, settings: Mapping[str, object]
+) -> dict[str, Coupling] | None:
+    """The maps between two layers, by name; None where these are of two kinds."""
+    draft = Draft(dissect_folder(folder), folder.config, seed=0)
+    draft.layers = [draft.layers[lower], draft.layers[upper]]
+    if not draft.kind_of(0).is_like(draft.kind_of(1)):
+        return None
+    label, nothing = f"{layer}.{neighbour}", frozenset[str]()
+    fuse_layers(
+        draft,
+        below=0,
+        label=label,
+        flow="opt_deus",
+        heads="free",
+        settings=settings,
+        skip=nothing,
+        unaligned="average",
+        order="cost_first",
+    )
+    return draft.couplings
+
+
+def _solve(
+    folder: CheckpointFolder,
+    drawn: list[dict[str, Coupling]],
+    device: str,
+    progress: Callable[[str], None],
+    seen: Sequence[str] = (),
+    see: Callable[[str, Tensor], None] | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Reports of all maps by name; each pair's maps are freed before the next pair's are solved."""
+    from surgeon.writing.compute import Evaluator
+
+    found: dict[str, dict[str, Any]] = {}
+    for number, couplings in enumerate(drawn, 1):
+        layer, neighbour = next(iter(couplings)).split(".")[:2]
+        progress(f"solving the maps of layer {layer} and its neighbour {neighbour} ({number} of {len(drawn)})")
+        only_maps = Blueprint(0, (), couplings, (), (), folder.config)
+        evaluator = Evaluator(only_maps, folder, device=device, stopwatch=Stopwatch())
+        for name, coupling in couplings.items():
+            solved = evaluator.map_of(MapRef(name))
+            if see is not None and name in seen:
+                see(name, solved.matrix())
+            if _EXPERT.search(name):  # nothing is made with it
+                evaluator.forget([name])
+            if coupling.groups is None:
+                found[name] = evaluator.maps.reports[name]
+    return found
+
+
+def _check_names(given: Sequence[str], names: list[str]) -> None:
+    for name in given:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"the first of {len(names)} is {names[0]}"
+            raise BadInput(f"--maps {printable(name)}: there is no such map; {hint}")
+
+
+def map_facts(history: History) -> tuple[MapFact, ...]:
+    """Return every map of every known surgery, oldest first. Incomplete entries of a manifest are left out."""
+    found: list[MapFact] = []
+    for surgery, manifest in history.surgeries.items():
+        numbers, places = _numbers(manifest), history.lineage.layers(surgery)
+        for name, recorded in manifest.transport_maps.items():
+            label = _LABEL.fullmatch(name)
+            if label is None:
+                layer, module = printable(name), ""
+            else:
+                index = numbers.get((int(label["operation"]), label["place"]))
+                layer = label["place"] if index not in places else str(places[index])
+                module = _group(label["module"])
+            if "partners" in recorded:  # which expert is which, not a map between neurons
+                continue
+            if (fact := _fact(layer, module, recorded)) is not None:
+                found.append(fact)
+    return tuple(found)
+
+
+def _numbers(manifest: Manifest) -> dict[tuple[int, str], int]:
+    """Layers by (operation, place in its labels): an operation's labels, in order, are its new layers, in order."""
+    labels: dict[int, set[tuple[int, int, str]]] = {}
+    for name in manifest.transport_maps:
+        if label := _LABEL.fullmatch(name):
+            known = labels.setdefault(int(label["operation"]), set())
+            known.add((int(label["gap"]), int(label["nth"]), label["place"]))
+    numbers: dict[tuple[int, str], int] = {}
+    for operation, places in labels.items():
+        made = [i for i, layer in enumerate(manifest.layers) if layer.base is None and layer.operation == operation]
+        if len(made) == len(places):
+            numbers |= {(operation, place): i for (_, _, place), i in zip(sorted(places), made, strict=True)}
+    return numbers
+
+
+def _fact(layer: str, module: str, recorded: dict[str, Any]) -> MapFact | None:
+    values = {
+        key: recorded.get(key) for key in ("entropy", "row_error", "column_error", "rows", "columns", "iterations")
+    }
+    numbers = {key: float(value) for key, value in values.items() if isinstance(value, int | float)}
+    if len(numbers) < len(values) or not all(map(math.isfinite, numbers.values())):
+        return None
+    if numbers["rows"] < 1 or numbers["columns"] < 1:
+        return None
+    return MapFact(
+        layer=layer,
+        module=module,
+        entropy=numbers["entropy"],
+        uniform=math.log(numbers["rows"] * numbers["columns"]),
+        row_error=numbers["row_error"],
+        column_error=numbers["column_error"],
+        iterations=int(numbers["iterations"]),
+        converged=bool(recorded.get("converged")),
+    )
+
+
+def transport_view(report: TransportReport) -> RenderableType:
+    """A row for each module: entropies, the largest possible, and the worst marginal error of its maps."""
+    table = FittedTable("module")
+    after = any(found.trained is not None for found in report.maps)
+    for column in ("entropy (nats)", *(["after training"] if after else []), "at most", "iterations", "L1 error"):
+        table.add_column(column)
+    for module in report.modules:
+        maps = [found for found in report.maps if found.group == module]
+        trained = report.mean(module, trained=True)
+        table.add_row(
+            module,
+            f"{report.mean(module):.2f}",
+            *([f"{trained:.2f}"] if trained is not None else []),
+            f"{maps[0].uniform:.2f}",
+            str(max(found.iterations for found in maps)),
+            f"{max(max(found.row_error, found.column_error) for found in maps):.1e}",
+        )
+    layers = len({found.layer for found in report.maps})
+    lines: list[RenderableType] = [
+        Text(f"mean over {layers} inserted layer{'s' * (layers != 1)} and the base layers below and above"),
+        table,
+    ]
+    if open_ones := [found.name for found in report.maps if not found.converged]:
+        lines.append(Text(f"not converged: {', '.join(open_ones[:6])}", style="yellow"))
+    return Group(*lines)

@@ -1,0 +1,268 @@
+"""study.yaml, read: values as the schema has them, the line of each, plans that methods name, texts that are there."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from surgeon import (
+    FoundPlan,
+    LoadedPlan,
+    SourceSpec,
+    check_source,
+    find_plan,
+    find_sweep,
+    load_plan,
+    overrides_of,
+    shipped_studies,
+    text_files,
+)
+from surgeon.common.checked_yaml import Loaded, check_yaml, editor_schema
+from surgeon.common.installation import lacking
+from surgeon.common.places import find_file, from_here, named
+from surgeon.common.yaml import Place, override, parse_yaml, read_text
+from surgeon.errors import BadInput, Mistakes, bad_input, printable
+from surgeon.lab.studies.config.entries import PEERS, StudyText
+from surgeon.lab.studies.config.schema import Study, spelled_out
+
+Group = Literal["new", "original", "replayed"]
+GROUPS = get_args(Group)
+
+_WHAT = "study"
+# The operation whose gate is fitted before the first step.
+_GATE = "domain_gate"
+_NEEDS = "`surgeon_study: 1` and `methods:`"
+
+
+@dataclass(frozen=True)
+class LoadedStudy(Loaded[Study]):
+    """A study as read; relative paths of options start at the current folder.
+
+    `plans` are those of methods, by the methods' names; `notes` what is to be said of its base.
+    """
+
+    plans: Mapping[str, LoadedPlan] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def gated(self) -> frozenset[str]:
+        """Methods whose plan has a domain gate, which is fitted before the first step."""
+        operations = {name: loaded.plan.operations for name, loaded in self.plans.items()}
+        return frozenset(name for name, each in operations.items() if any(op.op == _GATE for op in each))
+
+    @property
+    def shown(self) -> str:
+        """What errors call the study: its name where it ships with surgeon, else its file."""
+        names = (name for name, path in shipped_studies().items() if path == self.source)
+        return next(names, printable(str(self.source)))
+
+    def texts(self, group: Group) -> list[StudyText]:
+        """The texts of a kind, with shares that sum to 1."""
+        texts = getattr(self.config, group)
+        given = math.fsum(text.share for text in texts if text.share is not None)
+        sizes = [0 if text.share is not None else self._size(text) for text in texts]
+        parts = [
+            text.share if text.share is not None else (1 - given) * size / sum(sizes)
+            for text, size in zip(texts, sizes, strict=True)
+        ]
+        return [
+            text.model_copy(update={"share": part / math.fsum(parts)}) for text, part in zip(texts, parts, strict=True)
+        ]
+
+    def _size(self, text: StudyText) -> int:
+        """Bytes of a text's files; 1 where they are not here."""
+        if text.path.startswith("dataset:"):
+            return 1
+        return sum(file.stat().st_size for file in text_files(self.resolve(text.path))) or 1
+
+
+def load_study(
+    study: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    new: Sequence[str | Path] = (),
+    original: Sequence[str | Path] = (),
+    replayed: Sequence[str | Path] = (),
+) -> LoadedStudy:
+    """Read and check a study; `overrides` and texts that are given replace the file's. BadInput names file and line."""
+    path = find_file(study, shipped_studies(), what=_WHAT)
+    text = read_text(path, what=_WHAT)
+    data, lines = parse_yaml(text, str(path), what=_WHAT, needs=_NEEDS)
+    _spell_out(data)
+    lines = _expanded(data, lines, "methods", partial(_points_of, folder=path.parent))
+    lines = _expanded(data, lines, "remedies", _swept)
+    given = override(data, overrides, example="steps=100")
+    for group, files in (("new", new), ("original", original), ("replayed", replayed)):
+        if files:
+            data[group] = [_text_of(file) for file in files]
+            given |= {(group, nth): f"--{group} {file}" for nth, file in enumerate(files)}
+            given[(group,)] = f"--{group} {files[0]}"
+    config = check_yaml(Study, data, lines, str(path), what=_WHAT, given=given)
+    loaded = LoadedStudy(config, path, lines, given, {})
+    wrong: list[str] = []
+    if not config.new:
+        wrong.append(f"{loaded.shown}: no text to learn; give `new:`, or --new FILE")
+    if not config.original and not config.replayed and config.replays("text"):
+        wrong.append(
+            f"{loaded.shown}: a remedy replays text, and the study has none; give `original:` (--original"
+            " FILE), or let the remedy replay what the base writes (`source: recall`)"
+        )
+    if any(method.lora is not None for method in config.all_methods) and find_spec("peft") is None:
+        wrong.append(lacking(f"{loaded.shown}: the method lora", "PEFT", "peft"))
+    wrong += _absent(loaded)
+    wrong += _learned_and_kept(loaded)
+    plans = _plans(loaded, wrong)
+    if wrong:
+        raise bad_input(wrong)
+    return LoadedStudy(config, path, lines, given, plans)
+
+
+def _spell_out(data: dict[str, Any]) -> None:
+    """Methods and texts that are given by a name or a path alone become entries."""
+    for key, entry_of in _SHORT.items():
+        if isinstance(data.get(key), list):
+            data[key] = [entry_of(entry) if isinstance(entry, str) else entry for entry in data[key]]
+
+
+def _expanded(
+    data: dict[str, Any], lines: Mapping[Place, int], key: str, several: Callable[[dict[str, Any]], list[Any]]
+) -> dict[Place, int]:
+    """Put what `several` makes of each mapping in the list at `key` in its place; return the new lines.
+
+    Raises BadInput for a sweep with mistakes in it.
+    """
+    if not isinstance(data.get(key), list):
+        return dict(lines)
+    entries: list[Any] = []
+    moved = {place: line for place, line in lines.items() if place[:1] != (key,) or len(place) < 2}
+    for number, entry in enumerate(data[key]):
+        own = {place[2:]: line for place, line in lines.items() if place[:2] == (key, number)}
+        for each in several(entry) if isinstance(entry, dict) else [entry]:
+            moved |= {(key, len(entries), *place): line for place, line in own.items()}
+            entries.append(each)
+    data[key] = entries
+    return moved
+
+
+def _swept(remedy: dict[str, Any]) -> list[dict[str, Any]]:
+    """A remedy for each combination of the values in its `sweep`, named by them; else the remedy alone."""
+    sweep = remedy.get("sweep")
+    if not isinstance(sweep, dict) or not all(isinstance(values, list) and values for values in sweep.values()):
+        # The schema says what is wrong with it.
+        return [remedy]
+    found = []
+    for values in itertools.product(*sweep.values()):
+        made = copy.deepcopy({key: value for key, value in remedy.items() if key != "sweep"})
+        for key, value in zip(sweep, values, strict=True):
+            *outer, last = str(key).split(".")
+            place = made
+            for step in outer:
+                place = inner if isinstance(inner := place.get(step), dict) else place.setdefault(step, {})
+                if not isinstance(place, dict):
+                    return [remedy]
+            place[last] = value
+        found.append(made | {"name": "-".join([str(remedy.get("name")), *map(_word, values)])})
+    return found
+
+
+def _word(value: Any) -> str:
+    """A swept value in a name."""
+    return "_".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _points_of(method: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+    """The method of each point where a method's plan is a sweep; else the method alone."""
+    if not isinstance(method.get("plan"), str):
+        return [method]
+    beside = folder / method["plan"]
+    loaded = find_sweep(beside if beside.is_file() else method["plan"])
+    if loaded is None:
+        return [method]
+    own = loaded.source.parent / loaded.sweep.plan
+    plan = str(own) if own.is_file() else loaded.sweep.plan
+    given = method.get("set")
+    found = []
+    for point in loaded.points:
+        settings = {**point.settings, **(given if isinstance(given, dict) else {})}
+        named = {key: f"{method[key]}{joined}{point.name}" for key, joined in _OF_POINT.items() if key in method}
+        found.append(method | {"name": point.name} | named | {"plan": plan} | ({"set": settings} if settings else {}))
+    return found
+
+
+# How a method's name and label go on in those of a sweep's points.
+_OF_POINT = {"name": "-", "label": ", "}
+
+
+_SHORT: dict[str, Callable[[str], dict[str, Any]]] = {
+    "methods": spelled_out,
+    **dict.fromkeys(GROUPS, lambda path: {"path": path}),
+}
+
+
+def _text_of(given: str | Path) -> dict[str, Any]:
+    """What an option says: a file, or NAME=FILE; its path starts in the current folder."""
+    name, file = named(given)
+    return {"path": from_here(file)} | ({} if name is None else {"name": name})
+
+
+def _absent(loaded: LoadedStudy) -> list[str]:
+    """Every text that is not there, by its line or option."""
+    return [
+        f"{loaded.where(group, number, key)}{why}"
+        for group in GROUPS
+        for number, text in enumerate(getattr(loaded.config, group))
+        for key, why in check_source(source_of(text), loaded)
+    ]
+
+
+def source_of(text: StudyText) -> SourceSpec:
+    """Return a text of a study as a training config names it."""
+    return SourceSpec(name=text.called, path=text.path, share=1.0, validation=text.validation, **text.reading)
+
+
+def _learned_and_kept(loaded: LoadedStudy) -> list[str]:
+    """Every file that is to be learned, and is also what must not be forgotten."""
+    new = {loaded.resolve(text.path).resolve() for text in loaded.config.new if not text.path.startswith("dataset:")}
+    return [
+        f"{loaded.where(group, number, 'path')}{printable(text.path)} is new text too, and what is learned cannot be"
+        " forgotten; give another file"
+        for group in ("original", "replayed")
+        for number, text in enumerate(getattr(loaded.config, group))
+        if loaded.resolve(text.path).resolve() in new
+    ]
+
+
+def _plans(loaded: LoadedStudy, wrong: list[str]) -> dict[str, LoadedPlan]:
+    """The plans of methods; what is no plan, or a wrong one, goes to `wrong`."""
+    found = {}
+    for number, method in enumerate(loaded.config.methods):
+        if method.plan is None:
+            continue
+        beside = loaded.resolve(method.plan)
+        try:
+            plan = FoundPlan(beside) if beside.is_file() else find_plan(method.plan)
+        except BadInput as error:
+            peers = "" if "did you mean" in str(error) else f" (or {', '.join(PEERS)})"
+            wrong.append(f"{loaded.where('methods', number, 'plan')}method {error}{peers}")
+            continue
+        try:
+            found[method.called] = load_plan(plan.path, [*plan.overrides, *overrides_of(method.set or {})])
+        except BadInput as error:
+            wrong += error.lines if isinstance(error, Mistakes) else [str(error)]
+    return found
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema of studies, for editors that complete YAML by it."""
+    schema = editor_schema(Study, "surgeon study")
+    for key in _SHORT:
+        # A name or a path alone is an entry too.
+        schema["properties"][key]["items"] = {"anyOf": [{"type": "string"}, schema["properties"][key]["items"]]}
+    return schema

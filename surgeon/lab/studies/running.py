@@ -1,0 +1,207 @@
+"""What a worker does: have the base write text, grow a model by a plan, train and measure a run, measure the base.
+
+A run is `surgeon.train` by a config, and its losses are `surgeon.evaluate`'s on the text that the config holds out,
+as are those of its blends with what it began with.
+Tasks and answers are plain data, so that it makes no difference in which process they are carried out.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from surgeon import (
+    HeldOut,
+    Windows,
+    apply,
+    cut,
+    discard_run,
+    divergence,
+    load_config,
+    open_checkpoint,
+    open_source,
+    open_texts,
+    recall,
+    score,
+    train,
+    write_blend,
+)
+from surgeon.common.devices import one_thread
+from surgeon.common.listener import Quiet
+from surgeon.common.plugins import blamed
+from surgeon.errors import BadInput, Diverged, Mistakes, SurgeonError
+from surgeon.lab.studies.budget import Deadline
+from surgeon.lab.studies.config.settings import RECALLED, seeded_plan
+
+Task = dict[str, Any]
+Answer = dict[str, Any]
+
+# Windows at a time.
+_BATCH = 8
+# Texts that are held out, opened once for all runs of a study, by its fingerprint.
+_held: dict[str, list[HeldOut]] = {}
+# The base in memory, by its folder, to which what runs say to new text is compared.
+_bases: dict[str, Any] = {}
+_cut_by_base: dict[tuple[str, str], dict[str, Windows]] = {}
+
+
+def carry_out(task: Task) -> Answer:
+    """Do what `task` says: what it found, with `seconds` and `cpu_seconds`; or `error`, lines about what is wrong."""
+    begun, spent = time.perf_counter(), time.process_time()
+    try:
+        with one_thread():
+            found = _TASKS[task["do"]](task)
+    except SurgeonError as error:
+        lines = list(error.lines) if isinstance(error, Mistakes) else [str(error)]
+        return {"error": lines}
+    except BaseException as error:
+        if (refusal := blamed(error)) is None:
+            raise
+        return {"error": [str(refusal)]}
+    times = {"seconds": time.perf_counter() - begun, "cpu_seconds": time.process_time() - spent}
+    return {**found, **{name: round(value, 3) for name, value in times.items()}}
+
+
+def _recall(task: Task) -> Answer:
+    made = recall(
+        task["base"],
+        revision=task["revision"],
+        to=task["to"],
+        **task["asked"],
+        once=True,
+        take_over=task["take_over"],
+        device=task["device"],
+        trust_remote_code=task["trust_remote_code"],
+    )
+    return {"tokens": made.counts.tokens}
+
+
+def _grow(task: Task) -> Answer:
+    apply(
+        seeded_plan(task["plan"], task["source"], task["seed"]),
+        task["base"],
+        task["to"],
+        revision=task["revision"],
+        device=task["device"],
+        trust_remote_code=task["trust_remote_code"],
+        listener=Quiet(),
+    )
+    return {}
+
+
+def _run(task: Task) -> Answer:
+    target = Path(task["to"])
+    if target.exists():
+        # Of a study that was cut off between training and measuring.
+        shutil.rmtree(target)
+    try:
+        trained = train(
+            task["out"],
+            task["config"],
+            target,
+            device=task["device"],
+            trust_remote_code=task["trust_remote_code"],
+            listener=Quiet() if task["limit"] is None else Deadline(*task["limit"]),
+        )
+    except Diverged as error:
+        discard_run(target)
+        return {"measured": None, "diverged": str(error)}
+    assert trained is not None
+    found = _measured(task, target, kl_on=task["new"])
+    odd = next((name for name, source in found.items() if not math.isfinite(source["loss"])), None)
+    blended = {} if odd else _blended(task, target)
+    if not task["keep"]:
+        shutil.rmtree(target)
+    if odd is not None:
+        return {"measured": None, "diverged": f"the held-out loss on {odd} is {found[odd]['loss']} after the last step"}
+    return {"measured": found, "trained": trained.parameters, "steps": trained.settings["steps"], "blended": blended}
+
+
+def _blended(task: Task, run: Path) -> dict[str, Any]:
+    """Losses of the run blended with what it began with, by the run's share; none where nothing lies between them."""
+    target, found = run.with_name(f"{run.name}+blend"), {}
+    for share in task["blend"]:
+        shutil.rmtree(target, ignore_errors=True)
+        try:
+            write_blend(run, target, base=task["base"], alpha=share, trust_remote_code=task["trust_remote_code"])
+        except BadInput:
+            # What grew was neither silent nor a copy at birth; the study says of which method.
+            return {}
+        found[f"{share:g}"] = _measured(task, target)
+        shutil.rmtree(target)
+    return found
+
+
+def _texts(task: Task) -> Answer:
+    """Read all texts through; of those that are measured something must be held out."""
+    seen: set[tuple[Any, ...]] = set()
+    for path in task["configs"]:
+        config = load_config(Path(path))
+        for source in config.config.sources:
+            known = (source.path, source.field, source.kind, source.validation)
+            if known not in seen and source.name != RECALLED:
+                open_source(source, config)
+            seen.add(known)
+    if given := [name for name in task["names"] if name != RECALLED]:
+        open_texts(task["measure"], only=given, most=task["documents"])
+    return {}
+
+
+def _base(task: Task) -> Answer:
+    return {"measured": _measured(task, Path(task["base"]))}
+
+
+def _measured(task: Task, folder: Path, *, kl_on: Sequence[str] = ()) -> dict[str, Any]:
+    """Losses of a checkpoint on the held-out text of the study, and how far it is from the base on some of it."""
+    held = _held.get(task["study"])
+    if held is None:
+        _held.clear()
+        held = open_texts(task["measure"], only=task["names"], most=task["documents"])
+        _held[task["study"]] = held
+    checkpoint = open_checkpoint(folder, trust_remote_code=task["trust_remote_code"])
+    model, found = checkpoint.load(device=task["device"]), {}
+    for name, windows in cut(held, checkpoint, length=task["length"]).items():
+        scores = score(model, windows, batch=_BATCH)
+        nats, tokens = scores.nats.round(4).tolist(), scores.tokens.tolist()
+        found[name] = {
+            "documents": windows.documents,
+            "tokens": int(scores.tokens.sum()),
+            "nbytes": int(windows.nbytes.sum()),
+            "loss": scores.loss,
+            "bits_per_byte": scores.bits_per_byte(windows).value,
+            "by_document": list(zip(nats, tokens, windows.nbytes.tolist(), strict=True)),
+        }
+        if name in kl_on and windows.same_tokens(_base_cut(task, held)[name]):
+            found[name]["kl"] = divergence(model, _base_model(task), windows, batch=_BATCH).loss
+    return found
+
+
+def _base_cut(task: Task, held: Sequence[HeldOut]) -> dict[str, Windows]:
+    """The study's texts as the base reads them."""
+    key = task["study"], task["base"]
+    if key not in _cut_by_base:
+        _cut_by_base.clear()
+        _cut_by_base[key] = cut(held, open_checkpoint(task["base"]), length=task["length"])
+    return _cut_by_base[key]
+
+
+def _base_model(task: Task) -> Any:
+    """The base that the study began with, loaded once for all runs."""
+    if _bases.keys() != {task["base"]}:
+        _bases.clear()
+        opened = open_checkpoint(task["base"], trust_remote_code=task["trust_remote_code"])
+        _bases[task["base"]] = opened.load(device=task["device"])
+    return _bases[task["base"]]
+
+
+_TASKS: dict[str, Callable[[Task], Answer]] = {
+    "texts": _texts,
+    "recall": _recall,
+    "grow": _grow,
+    "run": _run,
+    "base": _base,
+}

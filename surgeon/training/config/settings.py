@@ -1,0 +1,176 @@
+"""The numbers of a training run: what its config says, and the papers' values for what it leaves out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from surgeon.common.json_results import plain_fields
+from surgeon.common.schema import NEW, ORIGINAL
+from surgeon.errors import bad_input, printable
+from surgeon.operations import OPERATIONS
+from surgeon.operations.operation import Schedule, TrainingDefaults
+from surgeon.training.config.loading import LoadedConfig
+from surgeon.training.config.schema import TrainConfig, originals_of
+
+# Of what no operation made: all weights, some layers, a LoRA.
+FINETUNING = TrainingDefaults(
+    "Neutral Residues, section 4.1 and Table 8, its finetuning and LoRA: 5e-5, betas 0.9 and 0.95, 64 sequences of"
+    " 4096, p = 0.1",
+    lr=5e-5,
+    betas=(0.9, 0.95),
+    length=4096,
+    original_share=0.1,
+)
+
+# Sequences at a time where the config does not say.
+_MICRO_BATCH = 8
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that numbers depend on. `batch` = `micro_batch` · `accumulation` · `processes`."""
+
+    steps: int
+    seed: int
+    batch: int
+    micro_batch: int
+    accumulation: int
+    length: int
+    lr: float
+    min_lr: float
+    schedule: Schedule
+    warmup_steps: int
+    betas: tuple[float, float]
+    weight_decay: float
+    clip: float
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return plain_fields(self)
+
+
+def settle(
+    loaded: LoadedConfig, operations: Sequence[str], *, context: object, processes: int, steps: int | None = None
+) -> tuple[Settings, list[str]]:
+    """Return the settings for a model whose config names `context` positions (None: no limit), and notes about them.
+
+    `operations` are those whose tensors train; none where the base's own do, or a LoRA. `steps` are those of the
+    config's `epochs` or `bytes`; None: not counted yet.
+
+    Raises BadInput where the config's numbers do not fit each other, the model or the processes.
+    """
+    config, paper = loaded.config, _defaults_for(operations)
+    given = config.optimizer
+    steps = steps or config.steps or sys.maxsize
+    wrong: list[str] = []
+    length = _length(loaded, paper, context, wrong)
+    batch, micro_batch, accumulation = _batches(loaded, paper, processes, wrong)
+    lr, min_lr = _rates(loaded, paper, wrong)
+    last = printable(operations[-1]) if operations else "finetuning"
+    notes = [f"peak rate {lr:g}; what the config leaves out has the defaults of {last}: {paper.source}"]
+    warmup_steps = _warmup_steps(loaded, paper, steps, wrong)
+    if wrong:
+        raise bad_input(wrong)
+    if given.warmup is None and warmup_steps >= steps:
+        warmup_steps = steps // 10
+        notes.append(
+            f"the warm-up of {last}, {paper.warmup} steps, is as long as this run; it takes {warmup_steps} instead"
+        )
+    notes += _about_original(config, paper, last)
+    decay = paper.weight_decay + paper.decay_of_rate * lr
+    return Settings(
+        steps=steps,
+        seed=config.seed,
+        batch=batch,
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        length=length,
+        lr=lr,
+        min_lr=min_lr,
+        schedule=given.schedule or paper.schedule,
+        warmup_steps=warmup_steps,
+        betas=(given.betas[0], given.betas[1]) if given.betas else paper.betas,
+        weight_decay=decay if given.weight_decay is None else given.weight_decay,
+        clip=paper.clip if given.clip is None else given.clip,
+    ), notes
+
+
+def _length(loaded: LoadedConfig, paper: TrainingDefaults, context: object, wrong: list[str]) -> int:
+    """Return the tokens of a sequence; adds to `wrong` where the model's context is shorter."""
+    most = context if isinstance(context, int) else sys.maxsize
+    length = loaded.config.length or min(paper.length, most)
+    if length > most:
+        wrong.append(f"{loaded.where('length')}`length` is {length}, the model's context {most}; use {most} at most")
+    return length
+
+
+def _batches(loaded: LoadedConfig, paper: TrainingDefaults, processes: int, wrong: list[str]) -> tuple[int, int, int]:
+    """Return the sequences of a step, those of a process at a time, and how often; adds to `wrong` misfits."""
+    config = loaded.config
+    batch = config.batch or paper.batch
+    share = max(1, batch // processes)
+    if batch % processes:
+        wrong.append(
+            f"{loaded.where('batch')}a batch of {batch} sequences is no multiple of the {processes} processes; change"
+            " `batch`"
+        )
+    micro_batch = config.micro_batch or max(n for n in range(1, min(_MICRO_BATCH, share) + 1) if share % n == 0)
+    if share % micro_batch and not batch % processes:
+        wrong.append(
+            f"{loaded.where('micro_batch')}`micro_batch` {micro_batch} does not divide the {share} sequences a step of"
+            " each process; use a divisor, or leave it out"
+        )
+    return batch, micro_batch, share // micro_batch
+
+
+def _rates(loaded: LoadedConfig, paper: TrainingDefaults, wrong: list[str]) -> tuple[float, float]:
+    """Return the peak learning rate and the last one; adds to `wrong` where the last one is higher."""
+    given = loaded.config.optimizer
+    lr = paper.lr if given.lr is None else given.lr
+    min_lr = min(paper.min_lr, lr) if given.min_lr is None else given.min_lr
+    if min_lr > lr:
+        wrong.append(
+            f"{loaded.where('optimizer', 'min_lr')}`optimizer.min_lr` {min_lr:g} is above the peak {lr:g}; use {lr:g}"
+            " at most"
+        )
+    return lr, min_lr
+
+
+def _warmup_steps(loaded: LoadedConfig, paper: TrainingDefaults, steps: int, wrong: list[str]) -> int:
+    """Return the steps of the warm-up; adds to `wrong` where the config gives more of them than the run has."""
+    given = loaded.config.optimizer.warmup
+    warmup = paper.warmup if given is None else given
+    warmup_steps = round(warmup * steps) if warmup < 1 else int(warmup)
+    if given is not None and warmup_steps > steps:
+        wrong.append(
+            f"{loaded.where('optimizer', 'warmup')}`optimizer.warmup` is {warmup_steps} steps, the run only"
+            f" {steps}; use fewer"
+        )
+    return warmup_steps
+
+
+def _defaults_for(operations: Sequence[str]) -> TrainingDefaults:
+    """Return the defaults of the last operation whose tensors train, of finetuning where none is given.
+
+    An operation that is unknown here has transformers'.
+    """
+    if not operations:
+        return FINETUNING
+    last = OPERATIONS.get(operations[-1])
+    if last is None:
+        return TrainingDefaults("no paper's but transformers', as the operation is unknown here", lr=5e-5)
+    return last.training
+
+
+def _about_original(config: TrainConfig, paper: TrainingDefaults, operation: str) -> list[str]:
+    originals = originals_of(config)
+    share = sum(source.share for source in originals)
+    # Of several tasks the earlier ones are what is replayed.
+    tasks = {source.role for source in config.sources if source.share and source.role not in (ORIGINAL, NEW)}
+    if paper.original_share and not share and len(tasks) < 2:
+        lack = "the share of original text is 0" if originals else "no source has the role `original`"
+        return [f"{lack}; the paper of {operation} mixes in {paper.original_share:.0%} of what the base knows"]
+    return []

@@ -1,0 +1,336 @@
+"""`surgeon train --dry-run`: what a run would cost and see, from a few micro-batches and a step; nothing is written."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surgeon.common.distributed import Ranks
+from surgeon.common.json_results import plain_fields
+from surgeon.data.encoding import Encoded, Encoder
+from surgeon.data.examples import ExampleStream, batch_of_examples, example_at, labels_of
+from surgeon.data.packing import Batches, SourceStream, batch_of, generator
+from surgeon.errors import BadInput
+from surgeon.training.footprint import peak_memory
+from surgeon.training.loading import (
+    cached_teacher,
+    check_isolation,
+    fused_head,
+    loaded_model,
+    preserving_by,
+    trained_numbers,
+)
+from surgeon.training.losses.cached_teacher import CachedTeacher
+from surgeon.training.losses.cross_entropy import FusedHead
+from surgeon.training.losses.fisher import Anchored, estimated, original_text
+from surgeon.training.losses.preserving import NUMBERS, Preserving
+from surgeon.training.losses.top_k import TopK
+from surgeon.training.opening import Run
+from surgeon.training.self_generated import Imagined
+from surgeon.training.steps.by_document import by_document
+from surgeon.training.steps.optimizer import make_optimizer
+
+# Documents of a source that are counted, tokens and runs of a sample that are shown, micro-batches that are timed.
+_COUNTED = 200
+_SHOWN = 160
+_RUNS = 8
+_TIMED = 2
+
+
+@dataclass(frozen=True)
+class SourceTokens:
+    """One source: its documents, how many tokens one has in the mean, how many the loss counts, what the run takes.
+
+    The means are over at most 200 documents; `passes` is how often the run goes through the source. Of texts with
+    labels the loss counts the label, no token (`counted` 0).
+    """
+
+    name: str
+    share: float
+    documents: int
+    tokens_a_document: float
+    counted: float
+    run_tokens: int
+    passes: float
+    # Of texts with labels how many documents to train on have each, of those that any has.
+    labels: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One document as the model sees it: its parts, and whether the loss counts them; a long one has no middle."""
+
+    source: str
+    parts: tuple[tuple[str, bool], ...]
+    label: str | None = None
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """A run that was not made: what it would train, on what, and an estimate of its cost.
+
+    `seconds_a_step` is measured on micro-batches and a step of AdamW. `seconds` is the whole run's, without evaluations
+    and checkpoints.
+    `seconds_writing` come before it, in which the model writes its sources with `generate`; so do `seconds_asking`, in
+    which the base's predictions are recorded (`teacher_bytes` on disk, at most), and `seconds_estimating`, in which the
+    Fisher information is estimated. `peak_memory` is measured, in bytes.
+    """
+
+    settings: dict[str, Any]
+    device: str
+    parameters: int
+    trained: int
+    tensors: int
+    sources: tuple[SourceTokens, ...]
+    samples: tuple[Sample, ...]
+    seconds_a_step: float
+    seconds: float
+    seconds_writing: float
+    seconds_asking: float
+    seconds_estimating: float
+    teacher_bytes: int
+    tokens: int
+    peak_memory: int
+    notes: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        return (
+            f"Rehearsal({self.trained:,} of {self.parameters:,} numbers, {self.tokens:,} tokens, about"
+            f" {self.seconds:.0f} s, {self.peak_memory:,} bytes)"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data for `--json`.
+
+        Keys:
+            `settings`, `device`, `notes`: as of `train`
+            `parameters`, `trained`, `tensors`: the model's numbers; those that train; in how many tensors
+            `sources`: each with `name`, `share`, `documents`, `tokens_a_document`, `counted` (share of tokens in the
+                loss; 0 for labels), `run_tokens`, `passes`, `labels` (texts by label)
+            `samples`: each with `source`, `label` (null: none) and `parts`: `text`, and `counted` if the loss counts it
+            `seconds_a_step`, `seconds`, `tokens`: measured on micro-batches and a step; of the whole run
+            `seconds_writing`: before the run, for sources with `generate`, from one batch of documents each
+            `seconds_asking`, `teacher_bytes`: before the run, for `teacher: {cached: …}`, from one micro-batch; its
+                bytes on disk at most; else 0
+            `seconds_estimating`: before the run, for `loss: fisher`, from one sequence; else 0
+            `peak_memory`: measured, with AdamW's state
+        """
+        return plain_fields(self, without=("samples",)) | {
+            "samples": [
+                {
+                    "source": one.source,
+                    "label": one.label,
+                    "parts": [{"text": text, "counted": counted} for text, counted in one.parts],
+                }
+                for one in self.samples
+            ]
+        }
+
+
+def measured(run: Run, imagined: Imagined) -> Rehearsal:
+    """Count and show the data, then time micro-batches; `imagined` are texts that the model has yet to write.
+
+    Raises BadInput as a run does, and where memory is short.
+    """
+    settings, listener = run.settings, run.listener
+    cached = cached_teacher(run)
+    mixture = run.data.mixture
+    streams = list(zip(mixture.streams, mixture.shares, strict=True))
+    listener.begin("counting tokens", len(streams), "sources")
+    sources: list[SourceTokens] = []
+    samples: list[Sample] = []
+    for stream, share in streams:
+        counted, sample = (
+            _examples_of(run, stream, share) if run.examples is not None else _texts_of(run, stream, share)
+        )
+        sources.append(counted)
+        samples += [sample] if share else []
+        listener.advance(1)
+    total = sum(source.run_tokens for source in sources)
+    if run.examples is None:
+        total = settings.steps * settings.batch * settings.length
+    try:
+        model, training = loaded_model(run)
+        model.to(run.device).train()
+        check_isolation(run, model)
+        fused = fused_head(run, model)
+        preserving = preserving_by(run, model, fused)
+        with by_document():
+            # Kept until a step was taken, as in the run.
+            estimating, _anchored = _estimating(run, model, fused)
+            asking = 0.0 if cached is None or preserving is None else _seconds_asking(run, cached, preserving)
+            seconds = _seconds_a_micro_batch(run, model, fused, preserving, cached) * settings.accumulation
+            seconds += _seconds_of_an_update(run, model)
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise BadInput(
+            f"{run.loaded.source}: a micro-batch of {settings.micro_batch} sequences of {settings.length} tokens does"
+            " not fit into memory; use a smaller `micro_batch` or `length`, or `checkpointing: true`"
+        ) from error
+    return Rehearsal(
+        settings=settings.to_json(),
+        device=run.device,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        trained=trained_numbers(model, training.fixed),
+        tensors=len(training.names),
+        sources=tuple(sources),
+        samples=tuple(samples),
+        seconds_a_step=seconds,
+        seconds=seconds * settings.steps,
+        seconds_writing=imagined.seconds,
+        seconds_asking=asking,
+        seconds_estimating=estimating,
+        teacher_bytes=0 if cached is None else cached.most_bytes,
+        tokens=total,
+        peak_memory=peak_memory(run.device),
+        notes=(*run.out.notes, *run.notes, *imagined.notes, *run.data.notes),
+    )
+
+
+def _some(stream: SourceStream | ExampleStream) -> list[int]:
+    """Some of the documents that the source would train on, by number: the same ones at every call."""
+    drawn = generator(0, f"dry run of {stream.name}", 0).permutation(stream.numbers)[:_COUNTED]
+    return [int(number) for number in drawn]
+
+
+def _texts_of(run: Run, stream: SourceStream, share: float) -> tuple[SourceTokens, Sample]:
+    """A source of texts, counted, and the begin of one of them."""
+    encoded = [stream.encoder.encode(stream.documents.read(number)) for number in _some(stream)]
+    total = run.settings.steps * run.settings.batch * run.settings.length
+    return _tokens_of(stream, share, encoded, total), Sample(stream.name, _parts(encoded[0], run.encoder))
+
+
+def _examples_of(run: Run, stream: ExampleStream, share: float) -> tuple[SourceTokens, Sample]:
+    """The same of a source of texts with labels."""
+    encoder, settings = stream.encoder, run.settings
+    examples = [example_at(stream.documents, number, encoder, stream.name) for number in _some(stream)]
+    mean = sum(len(example.ids) for example in examples) / len(examples)
+    drawn = share * settings.steps * settings.batch
+    found = Counter(labels_of(stream.documents, stream.numbers, encoder, stream.name))
+    counted = SourceTokens(
+        name=stream.name,
+        share=share,
+        documents=stream.amount(),
+        tokens_a_document=mean,
+        counted=0.0,
+        run_tokens=round(drawn * mean),
+        passes=drawn / stream.amount(),
+        labels={encoder.labels[number]: found[number] for number in sorted(found)},
+    )
+    text = encoder.tokenizer.decode(examples[0].ids[:_SHOWN])
+    return counted, Sample(stream.name, ((text, False),), encoder.labels[examples[0].label])
+
+
+def _tokens_of(stream: SourceStream, share: float, encoded: Sequence[Encoded], total: int) -> SourceTokens:
+    tokens = sum(len(ids) for ids, _ in encoded)
+    counted = sum(sum(counts) for _, counts in encoded)
+    documents = len(stream.numbers)
+    mean = tokens / len(encoded)
+    return SourceTokens(
+        name=stream.name,
+        share=share,
+        documents=documents,
+        tokens_a_document=mean,
+        counted=counted / tokens if tokens else 0.0,
+        run_tokens=round(share * total),
+        passes=share * total / (mean * documents) if mean else 0.0,
+    )
+
+
+def _parts(encoded: Encoded, encoder: Encoder) -> tuple[tuple[str, bool], ...]:
+    """A document in runs of tokens that the loss counts and that it does not, long ones without their middle."""
+    runs = itertools.groupby(zip(*encoded, strict=True), key=lambda pair: pair[1])
+    parts = [([token for token, _ in run], counts) for counts, run in itertools.islice(runs, _RUNS)]
+    each = _SHOWN // len(parts)
+
+    def text(ids: list[int]) -> str:
+        decode = encoder.tokenizer.decode
+        return decode(ids) if len(ids) <= each else f"{decode(ids[: each - each // 3])} … {decode(ids[-(each // 3) :])}"
+
+    return tuple((text(ids), counts) for ids, counts in parts)
+
+
+def _estimating(run: Run, model: Any, fused: FusedHead | None) -> tuple[float, Anchored | None]:
+    """Wall seconds until the Fisher information is estimated, by one sequence, and what it holds in memory."""
+    spec = run.loaded.config.preserve
+    if spec is None or not spec.fisher:
+        return 0.0, None
+    sequences = original_text(run.data.mixture, spec.fisher)
+    begun = time.perf_counter()
+    fisher = estimated(model, sequences[:1], fused, device=torch.device(run.device), ranks=Ranks())
+    return _seconds_since(begun, run) * len(sequences), Anchored(model, fisher, 1.0)
+
+
+def _seconds_asking(run: Run, cached: CachedTeacher, preserving: Preserving) -> float:
+    """Wall seconds until the base has said all that is kept, by one micro-batch after one that is not counted."""
+    count = run.settings.micro_batch
+    stream = next(s for s in run.data.mixture.streams if cached.on == "all" or s.packer.domain == 0)
+    seconds = 0.0
+    for _ in range(2):
+        begun = time.perf_counter()
+        batch = batch_of([stream.next() for _ in range(count)])
+        preserving.top({name: tensor.to(run.device) for name, tensor in batch.items()}, cached.k)
+        seconds = _seconds_since(begun, run)
+    return seconds * cached.most_sequences / count
+
+
+def _seconds_a_micro_batch(
+    run: Run, model: Any, fused: FusedHead | None, preserving: Preserving | None, cached: CachedTeacher | None
+) -> float:
+    """Mean wall seconds of forward and backward, after one that is not counted.
+
+    What the base says is made before, where it will lie on disk.
+    """
+    settings, say = run.settings, run.listener.say
+    make = batch_of if run.pad is None else partial(batch_of_examples, pad=run.pad)
+    numbered = NUMBERS if run.pad is None else None
+    batches = iter(Batches(run.data.mixture, settings.micro_batch, 0, 1, make=make, numbered=numbered))
+    say(f"timing micro-batches of {settings.micro_batch} × {settings.length} tokens on {run.device}")
+    seconds = 0.0
+    for number in range(_TIMED + 1):
+        batch = {name: tensor.to(run.device) for name, tensor in next(batches).items()}
+        if cached is not None and preserving is not None:
+            preserving.said = _saying(preserving, batch, cached.k)
+        begun = time.perf_counter()
+        with (
+            contextlib.nullcontext() if preserving is None else preserving.teaching(batch),
+            contextlib.nullcontext() if fused is None else fused.armed(),
+        ):
+            batch.pop(NUMBERS, None)
+            if not hasattr(model, "surgery"):
+                batch.pop("domain_ids", None)
+            model(**batch).loss.backward()
+        taken = _seconds_since(begun, run)
+        seconds += taken if number else 0.0
+    return seconds / _TIMED
+
+
+def _seconds_of_an_update(run: Run, model: Any) -> float:
+    """Wall seconds of AdamW's step on the gradients of the micro-batches, after one that makes its state."""
+    optimizer, seconds = make_optimizer(model, run.settings, decayed=set()), 0.0
+    for _ in range(2):
+        begun = time.perf_counter()
+        optimizer.step()
+        seconds = _seconds_since(begun, run)
+    return seconds
+
+
+def _seconds_since(begun: float, run: Run) -> float:
+    """Wall seconds, once the device has done what it was given."""
+    if run.device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - begun
+
+
+def _saying(preserving: Preserving, batch: Mapping[str, Tensor], k: int) -> Callable[..., TopK]:
+    """Return the base's predictions for a batch, as they are looked up during training."""
+    found = preserving.top(batch, k)
+    return lambda *_: found

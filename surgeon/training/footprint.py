@@ -1,0 +1,62 @@
+"""What a run takes: bytes of AdamW's state, of its checkpoints on disk, and of memory at the most."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from surgeon.common.disk_space import check_room
+from surgeon.common.formatting import size
+from surgeon.training.losses.cached_teacher import CachedTeacher
+from surgeon.training.losses.fisher import FISHER_FILE
+from surgeon.training.opening import Run
+from surgeon.training.saved.checkpoints import KEPT, is_beside
+from surgeon.training.steps.trainer import SurgeonTrainer
+
+
+def optimizer_bytes(trained: Sequence[torch.Tensor]) -> int:
+    """Bytes of AdamW's state: two moments in float32, and a master where the parameter is narrower."""
+    return sum(p.numel() * (8 if p.dtype.itemsize >= 4 else 12) for p in trained)
+
+
+def checkpoint_bytes(model: torch.nn.Module) -> int:
+    """Bytes of a checkpoint: what trains, and AdamW's state."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return sum(p.numel() * p.dtype.itemsize for p in trained) + optimizer_bytes(trained)
+
+
+def copied_bytes(run: Run, model: torch.nn.Module) -> int:
+    """Bytes of memory that a checkpoint's copy takes where it is written beside the steps; 0: it is not."""
+    copy = checkpoint_bytes(model)
+    whole = sum(parameter.numel() * parameter.dtype.itemsize for parameter in model.parameters())
+    return copy if is_beside(run.loaded.config.saving, copy_bytes=copy, model_bytes=whole) else 0
+
+
+def check_room_of(run: Run, trainer: SurgeonTrainer, cached: CachedTeacher | None) -> None:
+    """BadInput where the disk has no room for the checkpoints, of which one more is written than kept, and the run.
+
+    And for what the base says, where that is kept.
+    """
+    checkpoint = checkpoint_bytes(trainer.model)
+    published = sum(info.nbytes for info in run.out.tensors.values())
+    final = sum(run.out.tensors[name].nbytes for name in run.wanted.names)
+    kept = KEPT + 1 + (run.loaded.config.keep_best is not None)
+    said = 0 if cached is None else cached.needed_bytes()
+    teacher = f", {size(said)} for what the base says" if said else ""
+    there = sum(path.lstat().st_blocks * 512 for path in run.work.rglob("*") if path.name != FISHER_FILE)
+    check_room(
+        run.work,
+        kept * checkpoint + final + published + said - there,
+        what=f" ({kept} checkpoints of {size(checkpoint)}{teacher}, and {size(published)} for the run)",
+    )
+
+
+def peak_memory(device: str) -> int:
+    """Bytes: of the GPU where there is one, else of this process."""
+    if device == "cuda":
+        return int(torch.cuda.max_memory_allocated())
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,332 @@
+"""Whether packed documents see each other: measured before the first step, whatever the model and its attention are.
+
+Shapes: B sequences of T tokens, D hidden size, N chosen tokens.
+
+A micro-batch of documents is run twice; in the second run every second document has other tokens, and all positions
+and lengths are the same. In a model that isolates documents the states of those that stayed do not change: not by a
+bit where every token is computed by itself, by rounding where tokens are grouped (mixtures of experts). How much they
+change in a model that isolates nothing is measured on the same documents, with positions that do not begin anew
+(`packing: joined`). The packer, collation, shape, dtype, attention implementation and mode are those of training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from surgeon.data.packing import Packer, Packing, batch_of
+from surgeon.errors import BadInput, printable
+from surgeon.training.processes.sharding import let_go
+from surgeon.training.steps.by_document import by_document
+from surgeon.training.steps.packed import builds_no_mask
+
+# Relative change of a token's states that rounding alone may make, by dtype; and at most this part of a leak's.
+_ROUNDING = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+_OF_A_LEAK = 0.1
+# Sequences of the probe, how many documents each has in the mean, and how long these are at most.
+_ROWS, _DOCUMENTS, _LONGEST = 2, 8, 512
+_SEED = 0
+
+
+@dataclass(frozen=True)
+class Isolation:
+    """Relative changes of a document's states, ‖Δh‖ / ‖h‖, where only the tokens of other documents change.
+
+    `training` and `evaluation` are in these modes (None: not another code than in training); `without_grafts` is the
+    larger of both with grafts off (None: nothing leaked, or there are no grafts); `leaking` is that of a model that
+    isolates nothing. `alone` compares a packed document with the same one in a row of its own, in evaluation. `layer`
+    is the first one whose output changes (None: none does).
+    """
+
+    dtype: str
+    training: float
+    evaluation: float | None
+    without_grafts: float | None
+    leaking: float
+    alone: float
+    tolerance: float
+    layer: str | None = None
+
+    @property
+    def change(self) -> float:
+        """The larger one of training and evaluation."""
+        return max(self.training, self.evaluation or 0.0)
+
+    @property
+    def isolates(self) -> bool:
+        """Whether nothing lets documents see each other."""
+        return self.change <= self.tolerance
+
+    @property
+    def by_grafts(self) -> bool:
+        """Whether grafts alone do, which by their definition read more than a document."""
+        return not self.isolates and self.without_grafts is not None and self.without_grafts <= self.tolerance
+
+    @property
+    def shown(self) -> str:
+        """In words, with the figures."""
+        changed = self.change if self.without_grafts is None else self.without_grafts
+        # As in a model that counts positions itself.
+        shifted = ": its positions do not start at 0 again" if self.alone > _OF_A_LEAK * self.leaking else ""
+        return (
+            f"measured: other neighbours change a document's states by {_number(changed)}, without isolation by"
+            f" {self.leaking:.2g}; packing changes them by {_number(self.alone)}{shifted}; up to {self.tolerance:.2g}"
+            f" is rounding ({self.dtype})"
+        )
+
+
+def _number(value: float) -> str:
+    return f"{value:.2g}" if value else "0 (no bit)"
+
+
+def probe(model: Any, *, length: int, micro_batch: int, packing: Packing, ids: Sequence[int], device: Any) -> Isolation:
+    """Measure whether `model` keeps documents apart that are packed into one sequence; all processes call.
+
+    Parameters that are zero, as grafts' are at birth, are random meanwhile, so that no path in the model is silent.
+
+    Args:
+        model: the model, on its device.
+        length: tokens of a sequence.
+        micro_batch: sequences that run together.
+        packing: how documents are packed.
+        ids: tokens from which documents are drawn at random.
+        device: where it runs.
+
+    Raises:
+        BadInput: the model's states are no finite numbers.
+    """
+    rows = min(micro_batch, _ROWS)
+    packed, joined = (_Documents(length, rows, each, torch.tensor(ids)) for each in (packing, "joined"))
+    runs = _Runs(model, device)
+    with _without_zeros(model), torch.no_grad():
+        first, second = (runs.states(packed.batch(variant)) for variant in (0, 1))
+        # Without dropout, which would set them apart.
+        sure = runs.states(packed.batch(0), training=False)
+        if not bool(torch.isfinite(sure).all()):
+            raise BadInput(
+                f"{printable(str(model.config.name_or_path))}: random tokens give the model states that are no finite"
+                " numbers, so nothing can be measured or trained; look at its weights, or say `dtype: float32`"
+            )
+        training = packed.change(first, second, packed.kept)
+        alone = _apart_from_alone(runs, packed, sure)
+        evaluation = None
+        if hasattr(model, "surgery") or builds_no_mask(model):
+            # Other code than in training.
+            evaluation = packed.change(sure, runs.states(packed.batch(1), training=False), packed.kept)
+        leaking = joined.changed(runs, packed.preceded)
+        tolerance = min(_ROUNDING.get(model.dtype, _ROUNDING[torch.float32]), _OF_A_LEAK * leaking)
+        without, layer = None, None
+        if max(training, evaluation or 0.0) > tolerance:
+            layer = runs.first_layer(packed, tolerance)
+            if hasattr(model, "grafts"):
+                with model.grafts(enabled=False):
+                    without = max(packed.changed(runs, packed.kept, training=mode) for mode in (True, False))
+    let_go(model)
+    dtype = str(model.dtype).removeprefix("torch.")
+    return Isolation(dtype, training, evaluation, without, leaking, alone, tolerance, layer)
+
+
+class _Documents:
+    """Documents of random tokens, packed into `rows` sequences by the packer of training; those with odd numbers stay.
+
+    `document` and `place` (B T) are each token's document and its place there; `kept` are tokens of documents that
+    stay, `preceded` those of them before which their row has another document.
+    """
+
+    def __init__(self, length: int, rows: int, packing: Packing, ids: Tensor) -> None:
+        self.length, self.packing, self.ids = length, packing, ids
+        self.rows = [_lengths(length, row) for row in range(rows)]
+        every = torch.tensor([each for row in self.rows for each in row])
+        shape = (rows, length)
+        self.document = torch.repeat_interleave(torch.arange(len(every)), every).view(shape)
+        self.place = torch.cat([torch.arange(each) for each in every.tolist()]).view(shape)
+        self.kept = self.document % 2 == 1
+        self.preceded = self.kept & (self.document != self.document[:, :1])
+
+    def texts(self, variant: int) -> list[list[int]]:
+        """Token ids of the documents; those with even numbers have other ones in every variant."""
+        found = []
+        for number, length in enumerate(each for row in self.rows for each in row):
+            drawn = torch.Generator().manual_seed(2 * number + (variant if number % 2 == 0 else 0))
+            found.append(self.ids[torch.randint(len(self.ids), (length,), generator=drawn)].tolist())
+        return found
+
+    def batch(self, variant: int) -> dict[str, Tensor]:
+        """Collate it as training does."""
+        texts = iter(self.texts(variant))
+        sequences = []
+        for number, row in enumerate(self.rows):
+            # A domain gate is open in training on text of another domain than 0.
+            packer = Packer(self.length, self.packing, 1 - number % 2)
+            for _ in row:
+                _add(packer, next(texts))
+            sequences.append(packer.take())
+        return batch_of(sequences)
+
+    def alone(self, number: int) -> dict[str, Tensor]:
+        """A document in a row of its own."""
+        text = self.texts(0)[number]
+        row = int((self.document == number).any(dim=1).nonzero())
+        packer = Packer(len(text), self.packing, 1 - row % 2)
+        _add(packer, text)
+        return batch_of([packer.take()])
+
+    def changed(self, runs: _Runs, chosen: Tensor, *, training: bool = True) -> float:
+        """How much the tokens `chosen` change with the other documents."""
+        first, second = (runs.states(self.batch(variant), training=training) for variant in (0, 1))
+        return self.change(first, second, chosen)
+
+    def change(self, first: Tensor, second: Tensor, chosen: Tensor) -> float:
+        """Relative change between states (B T D) of the tokens `chosen`.
+
+        It is the largest median over a document, or over documents at one place in them: what leaks shows in a whole
+        document or at the begin of all, while rounding may give a single token another expert.
+        """
+        here = chosen.to(first.device)
+        changes = relative(first[here], second[here])
+        if not bool(changes.any()):
+            return 0.0
+        medians = [
+            changes[group == each].median()
+            for group in (self.document[chosen], self.place[chosen])
+            for each in torch.unique(group)
+        ]
+        return float(torch.stack(medians).nan_to_num(math.inf).max())
+
+
+def _lengths(length: int, row: int) -> list[int]:
+    """Tokens of the documents of a sequence, of which there are two at least."""
+    drawn = torch.Generator().manual_seed(_SEED + row)
+    longest = max(1, min(_LONGEST, 2 * length // _DOCUMENTS))
+    found: list[int] = []
+    while left := length - sum(found):
+        wanted = int(torch.randint(longest, (1,), generator=drawn)) + 1
+        found.append(min(wanted, left if found else left - 1))
+    return found
+
+
+def _add(packer: Packer, text: list[int]) -> None:
+    packer.add((text, [True] * len(text)), 0)
+
+
+def relative(first: Tensor, second: Tensor) -> Tensor:
+    """‖first − second‖ / ‖first‖ of every token, N, in float32 on the CPU; both are N D."""
+    first, second = first.float(), second.float()
+    scale = first.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+    found: Tensor = (first - second).norm(dim=-1) / scale
+    return found.cpu()
+
+
+def _apart_from_alone(runs: _Runs, packed: _Documents, states: Tensor) -> float:
+    """How far the longest document that others precede is from itself alone: the median over its tokens."""
+    numbers = packed.document[packed.preceded]
+    number = int(numbers.mode().values) if len(numbers) else 1
+    here = (packed.document == number).to(states.device)
+    return float(relative(runs.states(packed.alone(number), training=False)[0], states[here]).median())
+
+
+class _Runs:
+    """Forwards of a model as training and held-out losses make them, and the states that its head reads."""
+
+    def __init__(self, model: Any, device: Any) -> None:
+        self.model, self.device = model, torch.device(device)
+
+    def states(self, batch: dict[str, Tensor], *, training: bool = True) -> Tensor:
+        """Return the states that the head is given, B T D."""
+        kept: list[Tensor] = []
+        given = {name: tensor.to(self.device) for name, tensor in batch.items()}
+        if not (training and hasattr(self.model, "surgery")):
+            # Grafts read labels and domains in training; what some models make of labels needs their head.
+            given = {name: given[name] for name in ("input_ids", "position_ids")}
+        before = self.model.training
+        self.model.train(training)
+        devices = [self.device] if self.device.type == "cuda" else []
+        try:
+            with (
+                torch.random.fork_rng(devices),
+                _headless(self.model, kept),
+                by_document() if training else contextlib.nullcontext(),
+            ):
+                # Of dropout.
+                torch.manual_seed(_SEED)
+                output = self.model(**given, use_cache=False)
+        finally:
+            self.model.train(before)
+        found: Tensor = kept[0] if kept else output.logits
+        return found.reshape(*batch["input_ids"].shape, -1)
+
+    def first_layer(self, packed: _Documents, tolerance: float) -> str | None:
+        """The first layer whose output changes by more than the tolerance: its number and what it is."""
+        kinds = set(self.model._no_split_modules or ())
+        layers = [module for module in self.model.modules() if type(module).__name__ in kinds]
+        outputs: list[Tensor] = []
+
+        def keep(_layer: nn.Module, _given: Any, made: Any) -> None:
+            states = made[0] if isinstance(made, tuple | list) else made
+            outputs.append(states.detach().reshape(*packed.document.shape, -1).cpu())
+
+        handles = [layer.register_forward_hook(keep) for layer in layers]
+        try:
+            for variant in (0, 1):
+                self.states(packed.batch(variant))
+        finally:
+            for handle in handles:
+                handle.remove()
+        count = len(outputs) // 2
+        for number, pair in enumerate(zip(outputs[:count], outputs[count:], strict=True)):
+            if packed.change(*pair, packed.kept) > tolerance:
+                return f"layer {number} ({_kind(self.model, layers, number)})"
+        return None
+
+
+def _kind(model: Any, layers: Sequence[nn.Module], number: int) -> str:
+    """Name a layer by its class and, where the config has one, by the config's word."""
+    words = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    word = f", {printable(str(words[number]))}" if len(words) == len(layers) else ""
+    return f"{printable(type(layers[number]).__name__)}{word}"
+
+
+@contextlib.contextmanager
+def _headless(model: Any, kept: list[Tensor]) -> Iterator[None]:
+    """Inside, forwards compute neither logits nor their loss; what the head is given goes to `kept`."""
+    head, plain = model.get_output_embeddings(), model.loss_function
+
+    def keep(hidden: Tensor) -> Tensor:
+        kept.append(hidden)
+        return hidden
+
+    if head is not None:
+        head.forward = keep
+    model.loss_function = lambda logits, *_, **__: logits.new_zeros(())
+    try:
+        yield
+    finally:
+        model.loss_function = plain
+        if head is not None:
+            del head.forward
+
+
+@contextlib.contextmanager
+def _without_zeros(model: nn.Module) -> Iterator[None]:
+    """Inside, parameters of which every bit is zero have random values, as large as those of a layer's matrices."""
+    changed: list[Tensor] = []
+    try:
+        for number, parameter in enumerate(model.parameters()):
+            # Of sharded weights this process's share.
+            own: Any = parameter.data
+            own = own.to_local() if hasattr(own, "to_local") else own
+            if own.dtype not in _ROUNDING or own.numel() == 0 or bool(own.any()) or bool(own.signbit().any()):
+                continue
+            drawn = torch.Generator(device=own.device).manual_seed(number)
+            own.normal_(std=own.shape[-1] ** -0.5 if own.dim() > 1 else 0.1, generator=drawn)
+            changed.append(own)
+        yield
+    finally:
+        for own in changed:
+            own.zero_()

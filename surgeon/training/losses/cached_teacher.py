@@ -1,0 +1,350 @@
+"""What the base says of the text on which it teaches, read before the first step and kept beside the checkpoints.
+
+A run draws its sequences in one order, whatever its micro-batches and processes are, so all of them are known before:
+they are drawn twice, first for the base, which is then the model itself, and need be in memory no more. The first
+process writes; killed, the same command goes on after the last sequences that are safe on the disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import math
+import os
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from surgeon.common.disk_space import writing
+from surgeon.common.distributed import Ranks, is_sharded, waiting
+from surgeon.common.formatting import size
+from surgeon.common.listener import Listener
+from surgeon.common.signed import read_signed, write_signed
+from surgeon.common.work_folders import read_own
+from surgeon.data.packing import Mixture, PackedSequence, batch_of
+from surgeon.errors import BadInput, SurgeonError, printable
+from surgeon.training.losses.preserving import Preserving
+from surgeon.training.losses.top_k import TopK
+from surgeon.training.processes.sharding import let_go
+
+# In a work folder: what the base said of every token, one record after the other; of every sequence that the run
+# draws how many these are, and two checksums; and up to where both are written, and where the data stands there.
+SAID_FILE, INDEX_FILE, STATE_FILE = "teacher.bin", "teacher.index", "teacher.json"
+
+_ENTRY = np.dtype([("tokens", "<u4"), ("ids", "<u4"), ("said", "<u4")])
+# Between two moments from which a killed run goes on.
+_SAVE_SECONDS = 30.0
+
+
+def _record_of(k: int) -> np.dtype[Any]:
+    return np.dtype([("ids", "<i4", (k,)), ("log_probs", "<f4", (k,)), ("rest", "<f4")])
+
+
+@dataclass
+class CachedTeacher:
+    """The base's `k` likeliest next tokens at the tokens that count, of a run's `sequences` sequences of `length`.
+
+    `on` names the sequences on which it teaches, as in configs: original, or all. The files are in `work`.
+    """
+
+    work: Path
+    k: int
+    on: str
+    mixture: Mixture[PackedSequence]
+    sequences: int
+    length: int
+
+    def __post_init__(self) -> None:
+        self._record = _record_of(self.k)
+        self._index = np.zeros(0, _ENTRY)
+        self._ends = np.zeros(1, np.int64)
+
+    def taught(self, sequence: PackedSequence) -> bool:
+        """Whether the base teaches on a sequence."""
+        return self.on == "all" or sequence.domain == 0
+
+    @property
+    def most_sequences(self) -> int:
+        """The sequences on which the base teaches, at most: a mixture gives a source less than two over its share."""
+        if self.on == "all":
+            return self.sequences
+        known = [
+            share
+            for stream, share in zip(self.mixture.streams, self.mixture.shares, strict=True)
+            if share and stream.packer.domain == 0
+        ]
+        return min(self.sequences, math.ceil(sum(share * self.sequences + 2 for share in known)))
+
+    @property
+    def most_bytes(self) -> int:
+        """Return the bytes of the files, at most: not every token counts."""
+        # The last token of a sequence has no next one.
+        tokens = self.most_sequences * (self.length - 1)
+        return tokens * self._record.itemsize + self.sequences * _ENTRY.itemsize
+
+    @property
+    def summary(self) -> str:
+        """Say in words what is kept and how much."""
+        tokens = self.most_sequences * (self.length - 1)
+        return (
+            f"the base's {self.k} likeliest tokens at each of at most {tokens:,} tokens of text: at most"
+            f" {size(self.most_bytes)} on disk (ids in int32, log-probabilities in float32)"
+        )
+
+    def needed_bytes(self) -> int:
+        """Return the bytes of the files: as they are where they are complete, else at most."""
+        if not self._state().get("done"):
+            return self.most_bytes
+        return sum((self.work / name).lstat().st_size for name in (SAID_FILE, INDEX_FILE))
+
+    def record(
+        self,
+        preserving: Preserving,
+        *,
+        micro_batch: int,
+        device: torch.device,
+        ranks: Ranks,
+        listener: Listener,
+    ) -> None:
+        """Record the base's predictions, unless they are there; the mixture stays where it is.
+
+        All processes call, before anything trains.
+
+        Args:
+            preserving: the term, whose model has the base within.
+            micro_batch: sequences that run together.
+            device: where the model runs.
+            ranks: this process and the others.
+            listener: receives progress.
+
+        Raises:
+            BadInput: a process does not see the folder.
+        """
+        begun = copy.deepcopy(self.mixture.state())
+        with waiting(ranks) if ranks.size > 1 else contextlib.nullcontext(ranks) as ranks:
+            if ranks.leads:
+                with ranks.leading():
+                    state = self._resumed()
+                ranks.send(state)
+            else:
+                ranks.receive()
+                state = ranks.receive()
+            if not state["done"]:
+                if state["mixture"] is not None:
+                    self.mixture.restore(state["mixture"])
+                self._write(preserving, state, micro_batch, device, ranks, listener)
+                self.mixture.restore(begun)
+                let_go(preserving.model)
+        self._open()
+        preserving.said = self.said
+
+    def said(self, numbers: Tensor, ids: Tensor, counts: Tensor) -> TopK:
+        """Return the base's predictions for the sequences `numbers` (B), at the tokens that count.
+
+        `ids` are their tokens (B T), `counts` says which count (B T). Raises BadInput where the disk gives something
+        else than was written.
+        """
+        parts = []
+        with (self.work / SAID_FILE).open("rb") as file:
+            for number, tokens, here in zip(numbers.tolist(), ids.cpu(), counts.sum(dim=1).tolist(), strict=True):
+                entry = self._index[number]
+                if (int(entry["tokens"]), int(entry["ids"])) != (here, _sum_of(tokens)):
+                    raise SurgeonError(
+                        f"sequence {number} of this run is another than the base was asked about before the first"
+                        " step; leave `teacher` out"
+                    )
+                file.seek(int(self._ends[number]) * self._record.itemsize)
+                content = file.read(here * self._record.itemsize)
+                if zlib.crc32(content) != entry["said"]:
+                    raise self._damaged()
+                parts.append(np.frombuffer(content, self._record))
+        every = np.concatenate(parts)
+        found = (torch.from_numpy(every[name].copy()) for name in ("ids", "log_probs", "rest"))
+        return TopK(*found).to(ids.device)
+
+    def _state(self, *, own: bool = False) -> dict[str, Any]:
+        """Up to where the files are written; empty where they are not, or with `own`, not by this user in this place.
+
+        The first process asks that, once for all: others may lie on machines where this user has another key.
+        """
+        try:
+            found = read_signed(self.work / STATE_FILE)
+            state: dict[str, Any] = {} if found is None or (own and not found.here) else found.data
+            index = read_own(self.work / INDEX_FILE) or b""
+            size = (self.work / SAID_FILE).lstat().st_size if state else 0
+        except (OSError, ValueError):
+            return {}
+        kept = index[: state.get("sequences", 0) * _ENTRY.itemsize]
+        whole = size >= state.get("tokens", 0) * self._record.itemsize
+        return state if state and whole and hashlib.sha256(kept).hexdigest() == state["index"] else {}
+
+    def _resumed(self) -> dict[str, Any]:
+        """The state to go on from, the files cut there."""
+        state = self._state(own=True)
+        if not state:
+            state = {"done": False, "sequences": 0, "tokens": 0, "mixture": None}
+            (self.work / STATE_FILE).unlink(missing_ok=True)
+        if not state["done"]:
+            sizes = state["tokens"] * self._record.itemsize, state["sequences"] * _ENTRY.itemsize
+            for name, size in zip((SAID_FILE, INDEX_FILE), sizes, strict=True):
+                with (self.work / name).open("ab") as file:
+                    file.truncate(size)
+        return state
+
+    def _write(
+        self,
+        preserving: Preserving,
+        state: Mapping[str, Any],
+        micro_batch: int,
+        device: torch.device,
+        ranks: Ranks,
+        listener: Listener,
+    ) -> None:
+        """Write what is not written yet. Groups of sequences are the same wherever one goes on."""
+        done, sharded = int(state["sequences"]), is_sharded(preserving.model)
+        listener.begin("asking the base", self.sequences, "sequences")
+        listener.advance(done)
+        writer = _Writer(self, state) if ranks.leads else None
+        with contextlib.nullcontext() if writer is None else writer:
+            for count, places, sequences in self._groups(done, micro_batch * ranks.size):
+                own = sequences[ranks.rank * micro_batch : (ranks.rank + 1) * micro_batch]
+                # Sharded weights are gathered by all processes or none.
+                runs = own or (sequences[:1] if sharded else [])
+                said = self._recorded(preserving, runs, device) if runs else []
+                found = _gathered(said if own else [], ranks)
+                if writer is None:
+                    ranks.receive()
+                    continue
+                with ranks.leading(), writing(self.work):
+                    writer.add(count, places, sequences, found)
+                listener.advance(count)
+
+    def _groups(self, done: int, size: int) -> Iterator[tuple[int, list[int], list[PackedSequence]]]:
+        """How many sequences are drawn, the places of those among them on which the base teaches, and these: `size`."""
+        count, places, kept = 0, list[int](), list[PackedSequence]()
+        for _ in range(done, self.sequences):
+            sequence = self.mixture.next()
+            if self.taught(sequence):
+                places.append(count)
+                kept.append(sequence)
+            count += 1
+            if len(kept) == size:
+                yield count, places, kept
+                count, places, kept = 0, [], []
+        if count:
+            yield count, places, kept
+
+    def _recorded(
+        self, preserving: Preserving, sequences: Sequence[PackedSequence], device: torch.device
+    ) -> list[NDArray[Any]]:
+        """The records of each sequence's tokens that count."""
+        batch = {name: tensor.to(device) for name, tensor in batch_of(sequences).items()}
+        found = preserving.top(batch, self.k)
+        records = np.empty(len(found), self._record)
+        for name, tensor in vars(found).items():
+            records[name] = tensor.cpu().numpy()
+        tokens = preserving.counted(batch).sum(dim=1).cumsum(dim=0)[:-1].tolist()
+        return np.split(records, tokens)
+
+    def _open(self) -> None:
+        """Read the index of files that are complete."""
+        state = self._state()
+        if not state.get("done"):
+            raise BadInput(
+                f"{printable(str(self.work / SAID_FILE))}: what the base said, as the first process wrote it, is not"
+                " there for this one; train to a folder that all processes see"
+            )
+        self._index = np.frombuffer(read_own(self.work / INDEX_FILE) or b"", _ENTRY)
+        self._ends = np.concatenate([[0], self._index["tokens"].astype(np.int64).cumsum()])
+
+    def _damaged(self) -> BadInput:
+        return BadInput(
+            f"{printable(str(self.work / SAID_FILE))}: not what was written, so the disk or somebody changed it; remove"
+            " it, and run the same command again: the base predicts again"
+        )
+
+
+class _Writer:
+    """Appends to the files of a teacher, from `state` on, and says from time to time how far they are safe."""
+
+    def __init__(self, teacher: CachedTeacher, state: Mapping[str, Any]) -> None:
+        self.teacher = teacher
+        self.sequences, self.tokens = int(state["sequences"]), int(state["tokens"])
+        self.saved = time.monotonic()
+        self.digest = hashlib.sha256((read_own(teacher.work / INDEX_FILE) or b"")[: self.sequences * _ENTRY.itemsize])
+
+    def __enter__(self) -> _Writer:
+        with contextlib.ExitStack() as stack:
+            self.said, self.index = (
+                stack.enter_context((self.teacher.work / name).open("ab")) for name in (SAID_FILE, INDEX_FILE)
+            )
+            self.files = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.files.close()
+
+    def add(
+        self, count: int, places: Sequence[int], sequences: Sequence[PackedSequence], found: Sequence[NDArray[Any]]
+    ) -> None:
+        """Add `count` sequences.
+
+        Args:
+            count: how many sequences.
+            places: which of them have records.
+            sequences: those sequences.
+            found: their records.
+        """
+        entries = np.zeros(count, _ENTRY)
+        for place, sequence, records in zip(places, sequences, found, strict=True):
+            content = records.tobytes()
+            entries[place] = len(records), _sum_of(torch.tensor(sequence.ids)), zlib.crc32(content)
+            self.said.write(content)
+            self.tokens += len(records)
+        self.index.write(entries.tobytes())
+        self.digest.update(entries.tobytes())
+        self.sequences += count
+        done = self.sequences == self.teacher.sequences
+        if done or time.monotonic() - self.saved >= _SAVE_SECONDS:
+            self._save(done)
+
+    def _save(self, done: bool) -> None:
+        for file in (self.said, self.index):
+            _flush(file)
+        state = {
+            "done": done,
+            "sequences": self.sequences,
+            "tokens": self.tokens,
+            "index": self.digest.hexdigest(),
+            "mixture": self.teacher.mixture.state(),
+        }
+        write_signed(self.teacher.work / STATE_FILE, state)
+        self.saved = time.monotonic()
+
+
+def _flush(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _gathered(own: list[NDArray[Any]], ranks: Ranks) -> list[NDArray[Any]]:
+    """The records of all processes, in their order, on the first one."""
+    if ranks.size == 1:
+        return own
+    every: list[Any] | None = [None] * ranks.size if ranks.leads else None
+    torch.distributed.gather_object(own, every, dst=0, group=ranks.group)
+    return [records for each in every or () for records in each]
+
+
+def _sum_of(ids: Tensor) -> int:
+    """A checksum of a sequence's tokens."""
+    return zlib.crc32(ids.to(torch.int64).numpy().astype("<i8").tobytes())

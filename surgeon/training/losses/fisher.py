@@ -1,0 +1,188 @@
+"""`preserve: {loss: fisher}`: what trains is pulled back to its values at birth, each number by how much the base's own
+text says it matters (elastic weight consolidation, Kirkpatrick et al., 2017). No teacher runs in a step.
+
+Of a number θ_i, F_i = Σ_s (∂ log p(s) / ∂θ_i)² / N, over sequences s of N predicted tokens. In text that the model
+itself wrote, the gradients of a sequence's tokens are uncorrelated, so F is the diagonal of the Fisher information of a
+token, and the term ½ Σ_i F_i (θ_i − θ_i at birth)² is in nats a token: KL(base ‖ model) to second order, so far as
+numbers act independently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from surgeon.common.distributed import Ranks, is_sharded
+from surgeon.common.work_folders import sync
+from surgeon.data.packing import IGNORED_LABEL, Mixture, PackedSequence, batch_of, one_pass
+from surgeon.errors import BadInput, printable
+from surgeon.training.losses.cross_entropy import FusedHead, next_labels
+from surgeon.training.processes.sharding import dealt_out, gathered
+from surgeon.training.saved.checkpoints import RunRecord, file_digest
+
+# In a work folder; it counts by its digest in the record.
+FISHER_FILE = "fisher.safetensors"
+
+
+class Anchored:
+    """Parameters that train, each with its value at birth and its Fisher information; `weight` is the term's."""
+
+    def __init__(self, model: nn.Module, fisher: Mapping[str, Tensor], weight: float) -> None:
+        self.weight = weight
+        self._held = [
+            (parameter, parameter.detach().clone(), fisher[name])
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        ]
+        # The term of every step since it was last taken.
+        self.found: list[Tensor] = []
+
+    @torch.no_grad()
+    def pull(self) -> Tensor:
+        """Add the term's gradient to the parameters', which are those of a whole step; return the term with its weight.
+
+        All processes call, and add the same.
+        """
+        total: Any = 0.0
+        for parameter, birth, fisher in self._held:
+            moved = parameter.float() - birth.float()
+            slope = fisher * moved
+            total = total + 0.5 * (slope * moved).sum()
+            pulled = (self.weight * slope).to(parameter.dtype)
+            parameter.grad = pulled if parameter.grad is None else parameter.grad.add_(pulled)
+        term: Tensor = total.full_tensor() if isinstance(total, DTensor) else total
+        self.found.append(term)
+        return self.weight * term
+
+    def take(self) -> float:
+        """The term, unweighted, in the mean over the steps since it was last taken; 0 where none was made."""
+        found, self.found = self.found, []
+        return sum(map(float, found)) / max(1, len(found))
+
+
+def fisher_of(
+    model: Any,
+    mixture: Mixture[PackedSequence],
+    *,
+    sequences: int,
+    work: Path,
+    fused: FusedHead | None,
+    device: torch.device,
+    ranks: Ranks,
+) -> dict[str, Tensor]:
+    """Estimate the Fisher information of what trains, or take it from `work`, where an earlier call left it.
+
+    All processes call, before anything trains; the first one writes.
+
+    Args:
+        model: the model, at birth, on its device, or sharded.
+        mixture: the run's sources; it stays where it is.
+        sequences: of original text, at most; every source gives as many.
+        work: the folder in which the result is kept.
+        fused: the head that computes the loss without all logits; None: the model's own does.
+        device: where the model runs.
+        ranks: this process and the others.
+
+    Raises:
+        BadInput: the text gives nothing to estimate from, or gradients that are no finite numbers.
+    """
+    kept = _kept(work) if ranks.leads else None
+    if ranks.leads:
+        ranks.send(kept is not None)
+    if kept is not None or (not ranks.leads and ranks.receive()):
+        return {name: _given_out(kept, name, p) for name, p in model.named_parameters() if p.requires_grad}
+    found = estimated(model, original_text(mixture, sequences), fused, device=device, ranks=ranks)
+    # Sharded values are gathered by all processes.
+    whole = {name: tensor.cpu().contiguous() for name, tensor in gathered(found).items()}
+    if ranks.leads:
+        _keep(work, whole)
+    return found
+
+
+def original_text(mixture: Mixture[PackedSequence], count: int) -> list[PackedSequence]:
+    """Sequences of the sources of what the base knows, as many of each, none twice; the mixture stays where it is."""
+    before = mixture.state()
+    streams = [stream for stream in mixture.streams if stream.packer.domain == 0]
+    found = [sequence for stream in streams for sequence in one_pass(stream, -(-count // len(streams)))]
+    mixture.restore(before)
+    return found
+
+
+def estimated(
+    model: Any, sequences: Sequence[PackedSequence], fused: FusedHead | None, *, device: torch.device, ranks: Ranks
+) -> dict[str, Tensor]:
+    """F of every parameter that trains, float32, by its name; arguments and errors as `fisher_of` has them."""
+    batches = [batch_of([sequence], domains=False) for sequence in sequences]
+    tokens = sum(int((next_labels(batch["labels"]) != IGNORED_LABEL).sum()) for batch in batches)
+    if not tokens:
+        raise BadInput("`preserve`: no token of the original text counts, so nothing gives a Fisher; give other text")
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    found = {name: torch.zeros_like(parameter, dtype=torch.float32) for name, parameter in trained.items()}
+    sharded, training = is_sharded(model), model.training
+    # Shards of one gradient come of the same sequence in all processes.
+    own = batches if sharded else batches[ranks.rank :: ranks.size]
+    model.eval()
+    for batch in own:
+        nats = _nats(model, fused, {name: tensor.to(device) for name, tensor in batch.items()})
+        nats.backward()  # type: ignore[no-untyped-call]
+        for name, parameter in trained.items():
+            if parameter.grad is not None:
+                found[name] += parameter.grad.detach().float().square()
+                parameter.grad = None
+    model.train(training)
+    for name, total in found.items():
+        if ranks.size > 1 and not sharded:
+            torch.distributed.all_reduce(total)
+        total.div_(tokens)
+        if not bool(gathered(total.isfinite().all())):
+            raise BadInput(
+                f"{printable(name)}: its gradients on the original text are no finite numbers, so it has no Fisher;"
+                " look at that text, or say `dtype: float32`"
+            )
+    return found
+
+
+def _nats(model: Any, fused: FusedHead | None, batch: Mapping[str, Tensor]) -> Tensor:
+    """Σ −log p of a batch's tokens that count, without the losses that layers of the model add in training."""
+    labels = next_labels(batch["labels"]).flatten()
+    given = {name: batch[name] for name in ("input_ids", "position_ids")}
+    if fused is not None:
+        return fused.nats(labels, **given)
+    logits = model(**given, use_cache=False).logits.float().flatten(0, 1)
+    return F.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
+
+
+def _given_out(kept: Mapping[str, Tensor] | None, name: str, parameter: nn.Parameter) -> Tensor:
+    """The first process's tensor, or this process's share of it."""
+    whole = torch.empty(parameter.shape) if kept is None else kept[name]
+    whole = whole.to(parameter.device)
+    if not isinstance(parameter, DTensor) and torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.broadcast(whole, 0)
+    return dealt_out(whole, parameter)
+
+
+def _kept(work: Path) -> dict[str, Tensor] | None:
+    """What an earlier call left; None where there is none, or it is not what the record says."""
+    record, file = RunRecord.read(work), work / FISHER_FILE
+    if record is None or record.fisher is None or not file.exists() or file_digest(file) != record.fisher:
+        return None
+    kept: dict[str, Tensor] = safetensors.torch.load_file(file)
+    return kept
+
+
+def _keep(work: Path, fisher: Mapping[str, Tensor]) -> None:
+    """Write it to the work folder, and its digest to its record."""
+    record = RunRecord.read(work)
+    assert record is not None
+    (work / FISHER_FILE).unlink(missing_ok=True)
+    safetensors.torch.save_file(dict(fisher), work / FISHER_FILE)
+    sync(work / FISHER_FILE)
+    record.fisher = file_digest(work / FISHER_FILE)
+    record.write(work)

@@ -1,0 +1,227 @@
+"""`preserve`: the base inside the model teaches what it says to text of its own domain (Li and Hoiem, 2016; the KL to
+a frozen reference of RLHF).
+
+Shapes: N tokens that count, D hidden size, V vocabulary, B batch, T tokens.
+
+The base runs without gradient and only on sequences that hold tokens that count; what it and the model say is compared
+where the model's own loss is computed, some tokens at a time. Or it ran before the first step, and what it said is
+looked up (`cached_teacher`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surgeon.common.distributed import is_sharded
+from surgeon.data.packing import IGNORED_LABEL
+from surgeon.manifest.within import Within
+from surgeon.models.teacher import BaseWithin
+from surgeon.training.config.schema import PreserveSpec
+from surgeon.training.losses.cross_entropy import CHUNK_BYTES, ChunkedLoss, FusedHead, capped_logits, next_labels
+from surgeon.training.losses.top_k import TopK
+
+# In a batch: the numbers of its sequences among all that the run draws.
+NUMBERS = "sequence_numbers"
+# float32 logits of the model and of the base.
+_BYTES_A_LOGIT = 8
+
+
+def chunked_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    taught: Tensor | TopK,
+    *,
+    cap: float | None = None,
+    temperature: float = 1.0,
+    reverse: bool = False,
+    old: int | None = None,
+    rows: int | None = None,
+    teacher: Tensor | None = None,
+) -> Tensor:
+    """Sum τ² KL(base ‖ model) in nats, float32, with `reverse` τ² KL(model ‖ base), without all logits in memory.
+
+    p is what the base says, q = softmax(cap(h Wᵀ) / τ) what the model says.
+
+    Args:
+        hidden: N D, what the model gives its head.
+        weight: V D, the head.
+        taught: N D, what the base gives its head; or what was kept of its distributions at this temperature, beside
+            which the divergence is that of the coarsened ones (`TopK`).
+        cap: a final logit soft cap.
+        temperature: τ.
+        reverse: whether the model's distribution comes first.
+        old: rows of the head that are the base's; None: all.
+        rows: rows of logits in memory at most (default: 128 MiB of them).
+        teacher: the base's own head; None: the same.
+    """
+    rows = rows or _rows_at_once(weight)
+    old = old or len(weight)
+    head = weight if teacher is None else teacher
+
+    def says(begin: int, log_q: Tensor) -> Tensor:
+        """log p of rows from `begin` on for the first `old` tokens; p is 0 for the others."""
+        part = taught[begin : begin + rows]
+        return part.dealt_out(log_q) if isinstance(part, TopK) else _log_softmax(part, head[:old], cap, temperature)
+
+    def loss(begin: int, logits: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
+        """The gradient is τ (q − p), of the reverse τ q (log q − log p − KL)."""
+        log_q = torch.log_softmax(logits.div_(temperature), dim=-1)
+        log_p = says(begin, log_q[:, :old])
+        if reverse:
+            q = log_q.exp()
+            apart = log_q.sub_(log_p)
+            each = (q * apart).sum(-1, keepdim=True)
+            return each.sum() * temperature**2, lambda: apart.sub_(each).mul_(q).mul_(temperature)
+        p = log_p.exp()
+        each = (p * (log_p - log_q[:, :old])).sum(-1, keepdim=True)
+
+        def gradient() -> Tensor:
+            q = log_q.exp_()
+            q[:, :old] -= p
+            return q.mul_(temperature)
+
+        return each.sum() * temperature**2, gradient
+
+    total: Tensor = ChunkedLoss.apply(hidden, weight, loss, cap, rows)  # type: ignore[no-untyped-call]
+    return total
+
+
+def _log_softmax(hidden: Tensor, weight: Tensor, cap: float | None, temperature: float) -> Tensor:
+    """log softmax(cap(h Wᵀ) / τ), float32."""
+    return torch.log_softmax(capped_logits(hidden, weight, cap)[0].div_(temperature), dim=-1)
+
+
+def _rows_at_once(weight: Tensor) -> int:
+    """Tokens whose logits under the head, of two models in float32, take 128 MiB."""
+    return max(1, CHUNK_BYTES // (_BYTES_A_LOGIT * len(weight)))
+
+
+def squared_distance(hidden: Tensor, taught: Tensor) -> Tensor:
+    """Σ over tokens of the mean over D of the squared difference, float32; both are N D."""
+    return (hidden.float() - taught.float()).square().mean(dim=-1).sum()
+
+
+class Preserving:
+    """The base inside a model, teaching it by `spec`, through the head that computes the model's loss.
+
+    Where the base's own tensors train it is inside `copy`, a frozen second model; or `said` has what it said before
+    they did: given the numbers of sequences, their tokens (B T) and which of them count (B T), what is kept of these.
+    """
+
+    def __init__(
+        self, model: Any, spec: PreserveSpec, within: Within, head: FusedHead, *, copy: FusedHead | None = None
+    ) -> None:
+        """Find the base, and where the model must still compute it, compare. Raises BadInput, SurgeonError."""
+        self.model = model
+        self.teacher = head if copy is None else copy
+        self.spec = spec
+        assert spec.taught is not None
+        self.weight = spec.weight_of(spec.taught)
+        self.rows = within.rows
+        self.head = head
+        self.said: Callable[[Tensor, Tensor, Tensor], TopK] | None = None
+        self.base = BaseWithin(self.teacher.model, layers=within.layers, inserted=within.inserted, grafts=within.grafts)
+        if within.newborn:
+            count = within.rows or model.get_input_embeddings().weight.shape[0]
+            ids = torch.randint(count, (1, 16), generator=torch.Generator().manual_seed(0))
+            self.base.check(ids.to(self.teacher.model.device), within.rows)
+        # What was found since it was last taken: the mean of every step, summed, and the number of steps.
+        self.found = torch.zeros(())
+
+    def counted(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Which tokens count, B T, bool: at whose places the next one is a label, of sequences of the base's domain.
+
+        None counts from the first token on that the base does not know.
+        """
+        counts = next_labels(batch["labels"]) != IGNORED_LABEL
+        if self.spec.on == "original":
+            counts = counts & (batch["domain_ids"] == 0)[:, None]
+        if self.rows is not None:
+            counts = counts & ((batch["input_ids"] >= self.rows).cumsum(dim=1) == 0)
+        return counts
+
+    @contextlib.contextmanager
+    def teaching(
+        self, batch: Mapping[str, Tensor], total: int | None = None, *, anywhere: bool = True
+    ) -> Iterator[None]:
+        """Inside, the loss of a forward on `batch` in the armed head holds this batch's share of the term.
+
+        `total` is the number of tokens that count in the accumulated batch, over all processes (None: this batch's).
+        `anywhere`: one counts in some process's batch; sharded weights are gathered by all processes or none.
+        """
+        counts = self.counted(batch)
+        total = int(counts.sum()) if total is None else total
+        rows = counts.any(dim=1).nonzero()[:, 0]
+        # The model itself is no teacher once its base trains.
+        assert self.said is not None or self.spec.cached is None
+        runs = self.said is None and anywhere and is_sharded(self.model)
+        if total == 0 or (len(rows) == 0 and not runs):
+            yield
+            return
+        if len(rows) == 0:
+            rows = rows.new_zeros(1)
+        chosen = counts[rows]
+        taught: Tensor | TopK
+        if self.said is None:
+            taught = self._states(batch, rows)[chosen]
+        else:
+            taught = self.said(batch[NUMBERS][rows], batch["input_ids"][rows], chosen)
+        weight = self.weight / total
+
+        def beside(hidden: Tensor) -> Tensor:
+            # The model may run all sequences as one row.
+            hidden = hidden.reshape(*counts.shape, -1)
+            apart = self._apart(hidden[rows][chosen], taught)
+            self.found = self.found.to(apart.device) + apart.detach() / total
+            return weight * apart
+
+        self.head.beside = beside
+        try:
+            yield
+        finally:
+            self.head.beside = None
+
+    @torch.no_grad()
+    def top(self, batch: Mapping[str, Tensor], k: int) -> TopK:
+        """The base's `k` likeliest next tokens at the tokens of `batch` that count, at the term's temperature.
+
+        Sharded weights are gathered for it, and stay so; all processes call.
+        """
+        counts = self.counted(batch)
+        hidden = self._states(batch, slice(None))[counts]
+        weight = self.teacher.head.weight[: self.rows]
+        logs = (
+            _log_softmax(part, weight, self.teacher.cap, self.spec.temperature)
+            for part in torch.split(hidden, _rows_at_once(weight))
+        )
+        return TopK.joined([TopK.of(log_p, k) for log_p in logs])
+
+    def _states(self, batch: Mapping[str, Tensor], rows: Tensor | slice) -> Tensor:
+        """Return the states that the base gives its head for some sequences of a batch, B T D."""
+        with self.teacher.armed():
+            return self.base.logits(**{name: batch[name][rows] for name in ("input_ids", "position_ids")})
+
+    def _apart(self, hidden: Tensor, taught: Tensor | TopK) -> Tensor:
+        if self.spec.taught == "hidden_mse":
+            assert isinstance(taught, Tensor)
+            return squared_distance(hidden, taught)
+        return chunked_divergence(
+            hidden,
+            self.head.head.weight,
+            taught,
+            cap=self.head.cap,
+            temperature=self.spec.temperature,
+            reverse=self.spec.taught == "reverse_kl",
+            old=self.rows,
+            teacher=self.teacher.head.weight,
+        )
+
+    def take(self) -> Tensor:
+        """This process's part of the term, unweighted, summed over the steps since it was last taken."""
+        found, self.found = self.found, torch.zeros_like(self.found)
+        return found

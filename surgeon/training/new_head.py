@@ -1,0 +1,152 @@
+"""A classification head for an encoder that has none: a surgery of its own, which training carries out before itself.
+
+So the run's manifest has the head as it has everything that surgery made: by digest, drawn again by `verify`, taken
+back by `revert`. The encoder with its head lies beside RUN while the run lasts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.common import devices
+from surgeon.common.disk_space import writing
+from surgeon.common.distributed import Ranks, waiting
+from surgeon.common.formatting import listed
+from surgeon.common.listener import Listener
+from surgeon.common.work_folders import WorkFolder, work_folder
+from surgeon.data.layouts import Labelled
+from surgeon.data.sources import open_source
+from surgeon.errors import BadInput, printable
+from surgeon.plan.plan import head_plan
+from surgeon.training.config.loading import LoadedConfig
+from surgeon.training.config.schema import MOST_LABELS
+from surgeon.training.self_generated import join
+from surgeon.writing.apply import apply
+
+
+def headed_folder(target: Path) -> Path:
+    """Return the folder of an encoder with a new head until the run is published: `.NAME.headed`."""
+    return work_folder(target, "headed")
+
+
+@contextlib.contextmanager
+def headed(
+    out: CheckpointFolder,
+    loaded: LoadedConfig,
+    folder: Path,
+    target: Path,
+    *,
+    device: str,
+    trust_remote_code: bool,
+    listener: Listener,
+) -> Iterator[CheckpointFolder]:
+    """Give `out` a classification head for the config's labels, drawn by its seed, in `folder` while inside.
+
+    The first of several processes makes it, and its error is raised in all.
+
+    Args:
+        out: the encoder.
+        loaded: the training config.
+        folder: where the encoder with a head is written.
+        target: where the run will be published.
+        device: as `apply` takes it.
+        trust_remote_code: as `apply` takes it.
+        listener: hears what `apply` reports.
+
+    Raises:
+        BadInput: the data's labels are not names or numbers of classes; and as `apply`.
+    """
+    # Called as `out`, which is how the run's manifest calls its base.
+    made = folder / (out.path.resolve().name or "encoder")
+    ranks = Ranks.of_environment()
+    with contextlib.ExitStack() as stack:
+        if ranks.size == 1:
+            stack.enter_context(_held(folder, target))
+            _make(out, loaded, made, trust_remote_code, listener)
+        else:
+            join(devices.resolve(device))
+            with waiting(ranks) as together:
+                if together.leads:
+                    with together.leading():
+                        stack.enter_context(_held(folder, target))
+                        _make(out, loaded, made, trust_remote_code, listener)
+                else:
+                    together.receive()
+        yield CheckpointFolder.open(made, trust_remote_code=trust_remote_code)
+
+
+@contextlib.contextmanager
+def _held(folder: Path, target: Path) -> Iterator[None]:
+    """The folder, ours alone while inside, gone afterwards."""
+    with writing(folder), WorkFolder(folder, target=target) as work:
+        # What a run that was cut off left there; the same values are drawn again.
+        work.clear()
+        try:
+            yield
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _make(out: CheckpointFolder, loaded: LoadedConfig, made: Path, trust_remote_code: bool, listener: Listener) -> None:
+    labels = labels_of(loaded)
+    plan = head_plan(labels, seed=loaded.config.seed)
+    apply(plan, out.path, made, device="cpu", trust_remote_code=trust_remote_code)
+    listener.say(
+        f"{printable(str(out.path))} has no classification head: made one for {len(labels)} labels"
+        f" ({listed([printable(name, 40) for name in labels])}), drawn by seed {loaded.config.seed}"
+    )
+
+
+def labels_of(loaded: LoadedConfig) -> list[str]:
+    """Return the names of the labels in the order of their numbers: the config's, else those of all texts, sorted.
+
+    Texts that are held out count too. Numbers are called as transformers calls them: LABEL_0, LABEL_1, … Raises
+    BadInput where names and numbers are mixed and nothing says which is which, for numbers below 0 and for too many.
+    """
+    labels = loaded.config.labels
+    if isinstance(labels, list):
+        return labels
+    names: set[str] = set()
+    numbers: set[int] = set()
+    for source in loaded.config.sources:
+        opened = open_source(source, loaded)
+        for corpus in (opened.text, opened.held_out):
+            for number in range(0 if corpus is None else len(corpus)):
+                assert corpus is not None
+                document = corpus.read(number)
+                assert isinstance(document, Labelled), "opened with labels"
+                if isinstance(document.label, str):
+                    names.add(document.label)
+                else:
+                    numbers.add(document.label)
+    where = loaded.where("sources")
+    if names and numbers:
+        raise BadInput(
+            f"{where}some texts have names as labels ({printable(repr(min(names)), 40)}), others numbers"
+            f" ({min(numbers)}), so which is which is not known; give the names in their order, `labels: [NAME, …]`"
+        )
+    if numbers and min(numbers) < 0:
+        raise BadInput(f"{where}a text has the label {min(numbers)}; classes are numbered from 0")
+    count = len(names) if names else max(numbers) + 1
+    if count > MOST_LABELS:
+        raise BadInput(
+            f"{where}the texts have {count:,} labels, at most {MOST_LABELS:,} are learned; are they classes? Amounts"
+            " are not trained"
+        )
+    if count < 2:
+        (only,) = names or numbers
+        raise BadInput(
+            f"{where}every text has the label {printable(repr(only), 40)}; there is nothing to tell apart: add texts"
+            " with others"
+        )
+    if labels is not None and (names or count > labels):
+        has = f"{count} names" if names else f"the label {count - 1}"
+        raise BadInput(
+            f"{loaded.where('labels')}`labels` is {labels}, and the texts have {has}; "
+            + ("leave it out, or name them all" if names else f"labels are numbered from 0, so use {count} at least")
+        )
+    return sorted(names) if names else [f"LABEL_{number}" for number in range(labels or count)]

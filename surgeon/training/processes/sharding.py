@@ -1,0 +1,85 @@
+"""FSDP2: every process holds a share of each parameter, of its gradient and of its optimizer state.
+
+One unit is one layer of the trunk with all that was grafted onto it; what layers share (Mixture-of-Control's bank, the
+norm, the head, tied embeddings) belongs to the model's own unit, which stays gathered from its forward to its
+backward. surgeon shards by itself, before anything is computed: so no process ever holds the whole model on its
+device, not even for the held-out losses before the first step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from surgeon.training.processes.launching import USE_FSDP, Sharding
+
+
+@contextlib.contextmanager
+def sharded_here() -> Iterator[None]:
+    """Inside, accelerate and transformers see nothing of FSDP, lest they load, wrap or save in a way of their own."""
+    said = os.environ.pop(USE_FSDP, None)
+    try:
+        with warnings.catch_warnings():
+            # A layer's losses are views, which nothing changes in place.
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+            yield
+    finally:
+        if said is not None:
+            os.environ[USE_FSDP] = said
+
+
+def shard(model: Any, sharding: Sharding, *, device: torch.device) -> None:
+    """Deal the model out over all processes, in place; `device` is this process's.
+
+    Gradients are summed over processes in float32 whatever the model's dtype.
+    """
+    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}
+    kinds = set(model._no_split_modules)
+    layers = [module for module in model.modules() if type(module).__name__ in kinds]
+    assert layers, model._no_split_modules
+    for layer in layers:
+        fully_shard(layer, reshard_after_forward=sharding.reshard, **options)
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or head.weight is not embeddings.weight:
+        fully_shard(embeddings, reshard_after_forward=sharding.reshard, **options)
+    fully_shard(model, **options)
+    # accelerate would make DDP of it.
+    model._is_accelerate_prepared = True
+
+
+def let_go(model: nn.Module) -> None:
+    """Drop what a forward gathered and no backward let go: parameters are shards again, and up to date."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def gathered(state: Any, *, copy: bool = False) -> Any:
+    """The same nest of dictionaries, lists and tensors, with every share made whole, on the CPU; all processes call.
+
+    With `copy` all of it is on the CPU, and nothing is shared with what it was made of.
+    """
+    if isinstance(state, dict):
+        return {key: gathered(value, copy=copy) for key, value in state.items()}
+    if isinstance(state, list):
+        return [gathered(value, copy=copy) for value in state]
+    if isinstance(state, DTensor):
+        return state.full_tensor().cpu()
+    return state.to("cpu", copy=True) if copy and isinstance(state, Tensor) else state
+
+
+def dealt_out(whole: Tensor, like: Tensor) -> Tensor:
+    """This process's share of a whole tensor where `like` is one, else the tensor; all processes call."""
+    if not isinstance(like, DTensor) or whole.shape != like.shape:
+        return whole
+    return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements)

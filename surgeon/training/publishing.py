@@ -1,0 +1,409 @@
+"""The published run: the output's shards, with trained values in the place of what trained.
+
+Everything passes through `execute` as bytes, so a run is staged, read back and published like a surgery; that every
+tensor which did not train is what the manifest says is checked on the way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from surgeon._version import __version__
+from surgeon.blueprint.blueprint import Output
+from surgeon.blueprint.recipes import Copy
+from surgeon.blueprint.shards import Shard
+from surgeon.checkpoint.card_metadata import metadata_of
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.header import TensorInfo
+from surgeon.checkpoint.piece_bytes import places_of
+from surgeon.checkpoint.pieces import Pieces
+from surgeon.checkpoint.source import LocalSource, Source
+from surgeon.common.json_results import plain_fields
+from surgeon.errors import BadInput, PromiseBroken, printable
+from surgeon.manifest.lineage import CODE_NAME
+from surgeon.manifest.manifest import AdapterEntry, Manifest, StoredTensor, Tool, TrainedTensor, TrainingEntry
+from surgeon.manifest.run_files import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_FOLDER,
+    ADAPTER_WEIGHTS_FILE,
+    KEPT_FOLDER,
+    kept_name,
+    kept_tensors,
+)
+from surgeon.manifest.trainable import Fixed, TrainableSet
+from surgeon.models.load import build_model, stored_dtype
+from surgeon.training.config.schema import LoraSpec
+from surgeon.training.trainable.trainable_set import StoredNames
+from surgeon.writing.job import (
+    Job,
+    beside_weights,
+    copied,
+    in_order,
+    manifest_and_card,
+    model_files,
+    places_in,
+    twins_in,
+)
+from surgeon.writing.readback import ReadBack
+
+FINAL_FILE = "final.safetensors"
+ADAPTER_FILE = "adapter.safetensors"
+# The name of the work folder among the sources of the job, whose first is the output that was trained.
+_TRAINED = "trained"
+# That of a base whose values the output no longer has.
+_BEFORE = "before"
+
+
+class Change(NamedTuple):
+    """How training changed a tensor: max |Δ|, and ‖Δ‖ / ‖before‖ (None where it was zero before)."""
+
+    max_change: float
+    relative_change: float | None
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished training run of `out`, published at `path`.
+
+    `changes` has every tensor that trained; `unchanged` are those that stayed as they were. `losses` maps sources to
+    their held-out losses in nats a token, before training and after `published_step`. With a classification head they
+    are in nats an example, and `scores` maps sources to their other figures then (`Judged`). `log` has the trainer's
+    entries. `seconds` and `tokens_per_second` count the steps since `resumed_at`, without evaluations and checkpoints.
+    Peak memory is in bytes, on the GPU where there is one.
+    """
+
+    out: Path
+    path: Path
+    manifest: Manifest
+    operations: tuple[str, ...]
+    settings: dict[str, Any]
+    parameters: int
+    changes: dict[str, Change]
+    losses: dict[str, list[float]]
+    tokens: int
+    published_step: int
+    log: list[dict[str, Any]]
+    resumed_at: int
+    seconds: float
+    tokens_per_second: float | None
+    peak_memory: int
+    scores: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        losses = ", ".join(f"{name} {before:.4g} → {after:.4g}" for name, (before, after) in self.losses.items())
+        amount = f"{self.parameters:,} parameters in {len(self.changes)} tensors, {self.tokens:,} tokens"
+        return f"Trained({str(self.path)!r}, {amount}, loss {losses or 'not measured'})"
+
+    @property
+    def unchanged(self) -> tuple[str, ...]:
+        """Tensors that trained and did not change."""
+        return tuple(name for name, change in self.changes.items() if change.max_change == 0)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data for `--json`.
+
+        Keys:
+            `out`, `path`, `operations`, `settings`: the trained output; the run; the operations whose tensors train;
+                every number of the run
+            `losses`: by source, held out, `before` and `after`
+            `scores`: with labels: by source `accuracy`, `f1` and `matthews` (where they exist), after `published_step`
+            `published_step`: the step that RUN and `after` come from: the last, or with `keep_best` the best
+            `tensors`, `unchanged`: by name `max_change` and `relative_change` (null: it was zero); names without a
+                change
+            `parameters`, `tokens`, `peak_memory`: numbers that trained; tokens of the whole run; of the GPU where there
+                is one
+            `log`: the trainer's entries: `step`, `loss`, `grad_norm`, `learning_rate`, `eval_SOURCE_loss`; with
+                `preserve` also `loss.preserve` and `loss.fisher`, its terms' unweighted means since the last entry
+            `seconds`, `tokens_per_second`, `resumed_at`: of the steps after `resumed_at`, without evaluations and
+                checkpoints
+        """
+        return plain_fields(self, without=("manifest", "changes")) | {
+            "losses": {name: {"before": before, "after": after} for name, (before, after) in self.losses.items()},
+            "tensors": {name: change._asdict() for name, change in self.changes.items()},
+            "unchanged": list(self.unchanged),
+        }
+
+
+@dataclass(frozen=True)
+class Final:
+    """The trained values, in FINAL_FILE, and a LoRA's adapter, in ADAPTER_FILE, with its config.
+
+    `changes` says how each tensor differs from what it was.
+    """
+
+    changes: dict[str, Change]
+    adapter: bytes | None = None
+
+
+def write_final(
+    out: CheckpointFolder,
+    trained: Path,
+    work: Path,
+    *,
+    wanted: TrainableSet,
+    lora: LoraSpec | None = None,
+    base: str = "",
+    auto: str | None = None,
+) -> Final:
+    """Write the trained values in the output's dtypes to `work`'s FINAL_FILE, and measure how each differs from before.
+
+    A part of a tensor that is fixed did not train: it is written as the output has it. A LoRA is merged, and written
+    beside it.
+
+    Args:
+        out: the output that was trained.
+        trained: the checkpoint's file of trained values.
+        work: the folder to write to.
+        wanted: what was to train.
+        lora: the config's LoRA.
+        base: what the adapter's config calls the model.
+        auto: transformers' class of the model; None: a decoder's.
+
+    Raises:
+        PromiseBroken: a fixed part is another in what was trained.
+        BadInput: a trained value is not finite.
+    """
+    adapter = None
+    if lora is not None:
+        tensors, adapter = _with_lora(out, trained, work, lora, base, auto)
+    else:
+        tensors = load_file(trained)
+        if tensors.keys() != set(wanted.names):
+            # Of a tied tensor that the checkpoint holds twice, one was trained.
+            stored = StoredNames(build_model(out, dtype=lambda _: torch.float32, auto=auto), out.tensors)
+            tensors = stored.on_disk(tensors, also=wanted.names)
+    changes: dict[str, Change] = {}
+    for name, value in tensors.items():
+        info = out.tensors[name]
+        dtype = stored_dtype(info.dtype)
+        stored_value = torch.frombuffer(out.read(name), dtype=dtype).reshape(info.shape)
+        before = stored_value.double()
+        if held := wanted.fixed.get(name):
+            value = _with_fixed(name, value, stored_value, held)
+        tensors[name] = value.to(dtype)
+        delta = tensors[name].double() - before
+        if not bool(torch.isfinite(tensors[name]).all()):
+            raise BadInput(
+                f"{printable(name)}: holds NaN or infinity after the last step, and nothing is published of it; lower"
+                " `optimizer.lr` or look at the data"
+            )
+        norm = float(before.norm())
+        changes[name] = Change(float(delta.abs().max()), float(delta.norm()) / norm if norm else None)
+    (work / FINAL_FILE).unlink(missing_ok=True)
+    save_file(tensors, work / FINAL_FILE, metadata={"format": "pt"})
+    return Final(changes, adapter)
+
+
+def _with_lora(
+    out: CheckpointFolder, trained: Path, work: Path, spec: LoraSpec, base: str, auto: str | None
+) -> tuple[dict[str, Tensor], bytes]:
+    """The weights with the LoRA merged, and its config; its own tensors go to ADAPTER_FILE."""
+    from surgeon.training.trainable.lora import adapter_config, merged, write_adapter
+
+    found = merged(out, trained, spec, build_model(out, dtype=lambda _: torch.float32, auto=auto))
+    write_adapter(found.adapter, work / ADAPTER_FILE)
+    config = adapter_config(spec, found.adapter, base, transposed=found.transposed, whole=found.whole)
+    return found.tensors, config
+
+
+def _with_fixed(name: str, value: Tensor, stored: Tensor, fixed: Fixed) -> Tensor:
+    """The trained value in the stored dtype with what is fixed as it is stored. Raises PromiseBroken."""
+    made = value.to(stored.dtype)
+    for part in fixed.slices:
+        if not torch.equal(value[part], stored[part].to(value.dtype)):
+            shown = ", ".join(f"{axis.start} to {axis.stop}" for axis in part)
+            raise PromiseBroken(
+                f"{printable(name)}: [{shown}] of it changed in training, which was to stay; nothing was published"
+            )
+        # A run in a narrower dtype held them rounded.
+        made[part] = stored[part]
+    return made
+
+
+class Before(NamedTuple):
+    """A checkpoint with values from before all training, by the names of the output's tensors."""
+
+    source: Source
+    tensors: Mapping[str, TensorInfo]
+
+
+def _kept_shards(
+    out: CheckpointFolder, manifest: Manifest, of_base: Collection[str], lost: Mapping[str, TensorInfo]
+) -> tuple[tuple[Shard, ...], dict[str, Pieces]]:
+    """Lay out what the tensors `of_base` were before all training, in shards cut as the output's, and where that lies.
+
+    What an earlier run kept is taken from there; what an earlier run changed and did not keep is gone, unless `lost`
+    has it.
+    """
+    before = kept_tensors(out) if manifest.kept else None
+    held = {} if before is None else before.tensors
+    gone = manifest.changed_of_base.keys() - held.keys()
+    infos = {name: held.get(name, out.tensors[name]) for name in {*of_base, *held} - gone}
+    found = {name: lost[name] for name in gone if name in lost}
+    shards: list[Shard] = []
+    for file, ordered in in_order(out).items():
+        if names := [info.name for info in ordered if info.name in infos or info.name in found]:
+            outputs = tuple(Output(kept_name(n), Copy.of((infos | found)[n]), None) for n in names)
+            shards.append(Shard(f"{KEPT_FOLDER}/{file}", outputs, None))
+    places = places_of({kept_name(name): info for name, info in infos.items()})
+    return tuple(shards), places | places_of({kept_name(name): info for name, info in found.items()}, _BEFORE)
+
+
+@dataclass(frozen=True)
+class _Beside:
+    """Files of weights beside the run's own: what the base's tensors were before training, and a LoRA's adapter.
+
+    `kept` names the former, `adapter` are the tensors of the latter in the order of their names.
+    """
+
+    shards: tuple[Shard, ...]
+    places: dict[str, Pieces]
+    kept: tuple[str, ...] = ()
+    adapter: tuple[TensorInfo, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        out: CheckpointFolder,
+        manifest: Manifest,
+        made: LocalSource,
+        final: Final,
+        before: Collection[str] | None,
+        lost: Mapping[str, TensorInfo],
+    ) -> _Beside:
+        """Lay them out.
+
+        Args:
+            out: the output that was trained.
+            manifest: its manifest.
+            made: the work folder, with the adapter where a LoRA trained.
+            final: what training made.
+            before: the tensors of the base that trained, whose values of before are kept; None: none are.
+            lost: values from before all training that the output no longer has.
+        """
+        shards, places = ((), {}) if before is None else _kept_shards(out, manifest, before, lost)
+        kept = tuple(name for name in out.tensors if kept_name(name) in places)
+        if final.adapter is None:
+            return cls(shards, places, kept)
+        ordered = made.headers([ADAPTER_FILE])[ADAPTER_FILE].tensors
+        adapter = Shard(ADAPTER_WEIGHTS_FILE, tuple(copied(info.name, info) for info in ordered), None)
+        places = places | places_of({info.name: info for info in ordered}, _TRAINED)
+        return cls((*shards, adapter), places, kept, tuple(sorted(ordered, key=lambda info: info.name)))
+
+
+def publishing_job(
+    out: CheckpointFolder,
+    manifest: Manifest,
+    work: Path,
+    *,
+    digests: Mapping[str, str],
+    final: Final,
+    entry: dict[str, Any],
+    added: Mapping[str, bytes],
+    of_base: Collection[str] = (),
+    keep: bool | Before = False,
+) -> Job:
+    """The job that writes the run: every tensor in its shard of the output, trained ones from `work`'s FINAL_FILE.
+
+    Args:
+        out: the output that was trained.
+        manifest: its manifest.
+        work: the work folder, where `write_final` left what training made.
+        digests: the digest of every tensor of `out`.
+        final: what training made.
+        entry: what the manifest says of the run, but for its tensors.
+        added: small files that `out` has not.
+        of_base: tensors that trained and were the base's.
+        keep: write what those were before beside the weights; `Before` has what the output no longer has of it.
+    """
+    made = LocalSource(work)
+    trained = {info.name: info for info in made.headers([FINAL_FILE])[FINAL_FILE].tensors}
+    shards = tuple(
+        Shard(file, tuple(copied(info.name, info) for info in infos), file) for file, infos in in_order(out).items()
+    )
+    lost = keep.tensors if isinstance(keep, Before) else {}
+    beside = _Beside.of(out, manifest, made, final, of_base if keep or manifest.kept else None, lost)
+    if final.adapter is not None:
+        added = {**added, ADAPTER_CONFIG_FILE: final.adapter}
+
+    def finish(proof: ReadBack) -> Mapping[str, bytes]:
+        """Write manifest and card. Raises PromiseBroken where a tensor that did not train is not what it was."""
+        _check_untrained(proof, digests, {*beside.places, *final.changes})
+        run = _training_entry(proof, digests, final, entry, beside, of_base)
+        files = {name: digest for name, digest in proof.files.items() if not name.startswith(f"{ADAPTER_FOLDER}/")}
+        after = manifest.changed(training=[*manifest.training, run], files=beside_weights(files))
+        return manifest_and_card(after, out.config, shards, metadata_of(out))
+
+    return Job(
+        shards=(*shards, *beside.shards),
+        sources={"": out.source, _TRAINED: made, **({_BEFORE: keep.source} if isinstance(keep, Before) else {})},
+        places=places_in(out.tensors, shards) | places_of(trained, _TRAINED) | beside.places,
+        twins=twins_in(out, shards),
+        files=model_files(out.config, shards, _code_of(out, manifest)) | dict(added),
+        carried=out,
+        finish=finish,
+        # Trained values are known by their digest: their file is another one after each call.
+        identity={
+            "train": _digest(work / FINAL_FILE),
+            "adapter": None if final.adapter is None else _digest(work / ADAPTER_FILE),
+            "kept": list(beside.kept),
+            "entry": entry,
+            "held": dict(digests),
+            "out": out.identity(),
+        },
+    )
+
+
+def _code_of(out: CheckpointFolder, manifest: Manifest) -> dict[str, bytes]:
+    """Return the files of code that surgery put there, and no other ones that the user trusts."""
+    ours = [name for name in manifest.code if CODE_NAME.fullmatch(name) and name not in out.side_files]
+    return {name: content for name in ours if (content := out.read_code(name)) is not None}
+
+
+def _check_untrained(proof: ReadBack, digests: Mapping[str, str], changed: Collection[str]) -> None:
+    """Raise PromiseBroken where a tensor that was read back, and is not among the `changed`, is not what it was."""
+    for name, digest in proof.digests.items():
+        if name not in changed and digest != digests.get(name):
+            raise PromiseBroken(
+                f"{printable(name)}: did not train, yet is not what surgery.json says; nothing was published"
+            )
+
+
+def _training_entry(
+    proof: ReadBack,
+    digests: Mapping[str, str],
+    final: Final,
+    entry: dict[str, Any],
+    beside: _Beside,
+    of_base: Collection[str],
+) -> TrainingEntry:
+    """Return the run's entry in the manifest, once all of it was read back; arguments as `publishing_job` has them."""
+    tensors = {
+        name: TrainedTensor(
+            sha256=proof.digests[name],
+            max_change=change.max_change,
+            relative_change=change.relative_change,
+            **({"before": digests[name]} if name in of_base else {}),
+        )
+        for name, change in final.changes.items()
+    }
+    more: dict[str, Any] = {"kept": list(beside.kept)} if beside.kept else {}
+    if final.adapter is not None:
+        adapter = {info.name: StoredTensor.of(info, proof.digests[info.name]) for info in beside.adapter}
+        more["adapter"] = AdapterEntry(config=hashlib.sha256(final.adapter).hexdigest(), tensors=adapter)
+    return TrainingEntry(tool=Tool(name="surgeon", version=__version__), tensors=tensors, **entry, **more)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,97 @@
+"""Where a run's checkpoints lie until it is published: ours alone, begun here, and of one run."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from surgeon._version import __version__
+from surgeon.common import work_folders
+from surgeon.common.signed import check_own
+from surgeon.common.work_folders import WorkFolder, working_in
+from surgeon.errors import BadInput, printable
+from surgeon.training.config.loading import LoadedConfig
+from surgeon.training.config.settings import Settings
+from surgeon.training.saved.checkpoints import RUN_FILE, RunRecord, newest_checkpoint
+from surgeon.training.training_data import TrainingData
+
+
+def work_folder(target: Path) -> Path:
+    """Return the folder of checkpoints until the run is published: `.NAME.training`."""
+    return work_folders.work_folder(target, "training")
+
+
+@contextlib.contextmanager
+def own_work_folder(
+    work: Path, target: Path, fingerprint: str, *, leads: bool, take_over: bool, say: Callable[[str], None]
+) -> Iterator[WorkFolder | None]:
+    """The work folder, ours alone while inside (None on processes that do not lead).
+
+    It is removed where this call made it and fails before a step was finished. BadInput where it is another run's, or
+    not ours, or another process is at it; also where this user did not begin it in this place, but for `take_over`.
+    """
+    if not leads:
+        yield None
+        return
+    there = work.exists()
+    with working_in(work, target=target, marker=RUN_FILE) as folder:
+        try:
+            _begin_or_go_on(work, fingerprint, take_over=take_over, say=say)
+            yield folder
+        except Exception:
+            # While we hold it: a moment before or after, it may be another process'.
+            with contextlib.suppress(OSError, BadInput):
+                folder.check_there()
+                if not there and newest_checkpoint(work) is None:
+                    folder.remove(last=RUN_FILE)
+            raise
+
+
+def _begin_or_go_on(work: Path, fingerprint: str, *, take_over: bool, say: Callable[[str], None]) -> None:
+    """Write the record of a run that begins; BadInput where there is one that is not to be gone on with."""
+    found = RunRecord.read_with_origin(work)
+    if found is None:
+        check_own(None, work, "", take_over=take_over, say=say)
+        RunRecord(fingerprint).write(work)
+        return
+    record, origin = found
+    if record.fingerprint != fingerprint:
+        raise BadInput(
+            f"{printable(str(work))}: holds checkpoints of another run (config, data or output differ); remove"
+            " it, or train to another folder"
+        )
+    last = max((int(step) for step in record.checkpoints if step.isdecimal()), default=0)
+    holds = f"checkpoints of this run, the last of step {last}" if last else "the beginning of this run"
+    check_own(origin, work, holds, take_over=take_over, say=say)
+    if not origin.here:
+        record.write(work)
+
+
+def fingerprint_of(loaded: LoadedConfig, settings: Settings, held: dict[str, str], data: TrainingData) -> str:
+    """Digest all that the run's numbers depend on, but for the number of processes.
+
+    Args:
+        loaded: the training config.
+        settings: the run's numbers.
+        digests: of all tensors of the output.
+        data: the texts.
+    """
+    numbers = settings.to_json()
+    for key in ("micro_batch", "accumulation"):
+        numbers.pop(key)
+    about_memory = {"micro_batch", "checkpointing", "cross_entropy", "sharding", "saving"}
+    config = loaded.config.model_dump(mode="json", exclude={"log_every", "report_to", *about_memory})
+    for source in config["sources"]:
+        # The commit that it stood for is in the data's identity, so a run goes on once its branch has moved.
+        source.pop("revision")
+    content = {
+        "version": __version__,
+        "config": config,
+        "settings": numbers,
+        "tensors": held,
+        "data": [documents.identity() for documents in data.documents],
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,399 @@
+"""One training run, from the output's folder to the published one; the same call continues what a kill cut off."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.staging import check_destination, check_space
+from surgeon.common.disk_space import writing
+from surgeon.common.formatting import size
+from surgeon.common.listener import Listener, Quiet, Stopwatch
+from surgeon.data.examples import batch_of_examples
+from surgeon.data.packing import Batches, batch_of
+from surgeon.errors import BadInput, printable
+from surgeon.manifest.manifest import Manifest
+from surgeon.manifest.reading import written_manifest
+from surgeon.models.templates import TEMPLATE_FILE
+from surgeon.training.config.loading import LoadedConfig
+from surgeon.training.footprint import check_room_of, copied_bytes, peak_memory
+from surgeon.training.gate_fitting import FIGURES_FILE
+from surgeon.training.loading import (
+    anchored_by,
+    cached_teacher,
+    check_isolation,
+    fit,
+    fused_head,
+    loaded_model,
+    preserving_by,
+    trained_numbers,
+)
+from surgeon.training.losses.cached_teacher import CachedTeacher
+from surgeon.training.losses.held_out import figures_by_source
+from surgeon.training.losses.preserving import NUMBERS
+from surgeon.training.opening import Run, as_it_is, check_as_left, opened_run
+from surgeon.training.preparing import Prepared
+from surgeon.training.processes.sharding import let_go, shard, sharded_here
+from surgeon.training.publishing import Trained, publishing_job, write_final
+from surgeon.training.saved.checkpoints import (
+    RUN_FILE,
+    STATE_FILE,
+    RunRecord,
+    Saving,
+    best_step,
+    damage,
+    drop_what_does_not_count,
+    newest_checkpoint,
+    step_of,
+)
+from surgeon.training.saved.work_folder import fingerprint_of, own_work_folder
+from surgeon.training.self_generated import memory_folder, write_sources
+from surgeon.training.steps.by_document import by_document
+from surgeon.training.steps.cadence import Cadence
+from surgeon.training.steps.trainer import DATA_FILE, TRAINED_FILE, Sequences, SurgeonTrainer, Terms, training_arguments
+from surgeon.writing.linked_shards import bytes_to_move
+from surgeon.writing.write import execute
+
+# In the work folder: the published run, where what is asked for is only made of it.
+WHOLE_FOLDER = "whole"
+
+
+def run_training(
+    out: CheckpointFolder,
+    manifest: Manifest | None,
+    loaded: LoadedConfig,
+    target: Path,
+    *,
+    device: str,
+    listener: Listener,
+    prepared: Prepared,
+    deliver: Callable[[Path], object] | None = None,
+    link: bool = False,
+    take_over: bool = False,
+) -> Trained | None:
+    """Train `out` by the config and publish it as `target`; None on processes that do not lead.
+
+    Args:
+        out: the output to train.
+        manifest: its manifest; None where there was no surgery.
+        loaded: the training config.
+        target: where the run is published.
+        device: `auto`, or a device.
+        listener: receives progress.
+        prepared: what `prepare` returned.
+        deliver: makes `target` of the run, which is published in the work folder then.
+        link: link shards in which nothing trained to `out`'s.
+        take_over: continue a work folder that came from elsewhere.
+
+    Raises:
+        BadInput: the run cannot be made.
+        WrongSet: something else would train.
+        Diverged: the loss is no number any more.
+        PromiseBroken: a tensor that did not train changed.
+    """
+    fitted = bool(prepared.wanted.fitted)
+    write_sources(out, loaded, target, gate=fitted, device=device, listener=listener, take_over=take_over)
+    run = opened_run(out, manifest, loaded, target, device=device, listener=listener, prepared=prepared)
+    settings, data, ranks, say = run.settings, run.data, run.ranks, run.say
+    digests = check_as_left(out, manifest, listener)
+    if manifest is None:
+        run = replace(run, manifest=as_it_is(run, digests))
+    kept = f"checkpoints are kept in {printable(str(run.work))}: the same command continues"
+    fingerprint = fingerprint_of(loaded, settings, digests, data)
+    with (
+        writing(run.work, kept=kept),
+        own_work_folder(run.work, target, fingerprint, leads=ranks.leads, take_over=take_over, say=say) as work,
+    ):
+        # Another run may have made it before this one held the folder.
+        check_destination(target, out.path)
+        for note in (*out.notes, *run.notes, *data.notes):
+            say(note)
+        for why in drop_what_does_not_count(run.work, loaded.config.keep_best) if ranks.leads else ():
+            say(f"{why}, so it is passed over and dropped")
+        with sharded_here():
+            trained = _train(run)
+        if work is None:
+            return None
+        work.check_there()
+        trained = _delivered(trained, run, digests, deliver, link=link)
+        work.remove(last=RUN_FILE)
+        shutil.rmtree(memory_folder(target), ignore_errors=True)
+    return trained
+
+
+def _delivered(
+    trained: Trained, run: Run, digests: dict[str, str], deliver: Callable[[Path], object] | None, *, link: bool
+) -> Trained:
+    """Publish the run as its target; with `deliver`, in the work folder, out of which that makes the target."""
+    if deliver is None:
+        return _publish(trained, run, run.target, digests, link=link)
+    whole = run.work / WHOLE_FOLDER
+    if whole.exists():
+        # Of a run that was cut off between the two.
+        shutil.rmtree(whole)
+    trained = _publish(trained, run, whole, digests, link=link)
+    deliver(whole)
+    return trained
+
+
+def _train(run: Run) -> Trained:
+    """Train from the newest checkpoint, or from the beginning, to the last step.
+
+    Its manifest and changes are known once it is published.
+    """
+    settings, ranks = run.settings, run.ranks
+    assert run.manifest is not None
+    checkpoint = newest_checkpoint(run.work)
+    done = step_of(checkpoint) if checkpoint else 0
+    trainer = _trainer(run, done)
+    cached = cached_teacher(run)
+    if ranks.leads:
+        check_room_of(run, trainer, cached)
+    if cached is not None:
+        _record_teacher(cached, trainer, run)
+    first = _first_losses(trainer, run)
+    begun = time.perf_counter()
+    history = _steps(trainer, run, checkpoint, done)
+    published = _published_step(run, history, first)
+    last = {name: value for entry in history if entry["step"] <= published for name, value in entry.items()}
+    seconds = time.perf_counter() - begun - trainer.aside
+    made = (settings.steps - done) * settings.batch * settings.length
+    tokens = settings.steps * settings.batch * settings.length
+    if run.examples is not None:
+        # Without padding: what was drawn, which a checkpoint remembers.
+        tokens = sum(stream.used for stream in trainer.batches.mixture.streams)
+        made = 0
+    return Trained(
+        out=run.out.path,
+        path=run.target,
+        manifest=run.manifest,
+        operations=run.wanted.operations,
+        settings=settings.to_json(),
+        parameters=trained_numbers(trainer.model, trainer.parameters.fixed),
+        changes={},
+        losses={name: [loss, float(last[f"eval_{name}_loss"])] for name, loss in first.items()},
+        tokens=tokens,
+        published_step=published,
+        log=history,
+        resumed_at=done,
+        seconds=seconds,
+        tokens_per_second=made / seconds if made else None,
+        peak_memory=peak_memory(run.device),
+        scores={} if run.examples is None else {name: _scores(last, name) for name in first},
+    )
+
+
+def _record_teacher(cached: CachedTeacher, trainer: SurgeonTrainer, run: Run) -> None:
+    """Write down what the base says, before anything of it trains."""
+    assert trainer.terms.preserving is not None
+    run.say(f"{cached.summary}, in {printable(str(run.work))} while the run lasts")
+    with by_document():
+        cached.record(
+            trainer.terms.preserving,
+            micro_batch=run.settings.micro_batch,
+            device=trainer.args.device,
+            ranks=run.ranks,
+            listener=run.listener if run.ranks.leads else Quiet(),
+        )
+
+
+def _steps(trainer: SurgeonTrainer, run: Run, checkpoint: Path | None, done: int) -> list[dict[str, Any]]:
+    """Make the steps after step `done`, which `checkpoint` is of, and return the log of all steps."""
+    settings = run.settings
+    if checkpoint is not None:
+        run.say(f"continuing from the checkpoint of step {done}")
+        trainer.batches.mixture.restore(json.loads((checkpoint / DATA_FILE).read_text(encoding="utf-8")))
+    if run.ranks.leads:
+        run.listener.begin("training", settings.steps, "steps")
+        run.listener.advance(done)
+    if done < settings.steps:
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        history: list[dict[str, Any]] = trainer.state.log_history
+    else:
+        history = json.loads((run.work / f"checkpoint-{done}" / STATE_FILE).read_text())["log_history"]
+    return history
+
+
+def _scores(entry: Mapping[str, Any], source: str) -> dict[str, float]:
+    """Return an evaluation's figures of a source beside its loss."""
+    keys = ("accuracy", "f1", "matthews")
+    return {key: float(entry[found]) for key in keys if (found := f"eval_{source}_{key}") in entry}
+
+
+def _published_step(run: Run, log: Sequence[Mapping[str, Any]], first: Mapping[str, float]) -> int:
+    """The last step, or the best one on the source that the config names."""
+    source = run.loaded.config.keep_best
+    best = None if source is None else best_step(log, source)
+    if source is None or best is None:
+        return run.settings.steps
+    loss = next(
+        float(entry[key]) for entry in log if entry["step"] == best for key in entry if key == f"eval_{source}_loss"
+    )
+    worse = "" if loss < first[source] else f"; no step had less than before training ({first[source]:.4f})"
+    run.say(f"step {best} is published: the lowest held-out loss on {source}, {loss:.4f}{worse}")
+    return best
+
+
+def _trainer(run: Run, done: int) -> SurgeonTrainer:
+    """Load the model, let exactly the run's parameters train, and make the trainer that continues after step `done`."""
+    config, settings, ranks = run.loaded.config, run.settings, run.ranks
+    args = training_arguments(
+        run.target.name, run.work, settings, log_every=config.log_every, save_every=config.save_every, device=run.device
+    )
+    model, parameters = loaded_model(run)
+    parameters = replace(parameters, fitted=tuple(fit(run, model)))
+    if run.sharding is None:
+        # What is compared before the first step runs where training does: some attention runs on a GPU alone.
+        model.to(args.device)
+    fused = fused_head(run, model)
+    preserving = preserving_by(run, model, fused)
+    if run.sharding is not None:
+        shard(model, run.sharding, device=args.device)
+        if preserving is not None and preserving.base.model is not model:
+            shard(preserving.base.model, run.sharding, device=args.device)
+        run.say(f"sharded over {ranks.size} processes (FSDP2)")
+    make = batch_of if run.pad is None else partial(batch_of_examples, pad=run.pad)
+    batches = Batches(
+        run.data.mixture,
+        micro_batch=settings.micro_batch,
+        process=ranks.rank,
+        processes=ranks.size,
+        make=make,
+        numbered=NUMBERS if cached_teacher(run) is not None else None,
+    )
+    shown = run.listener if ranks.leads else None
+    cadence = Cadence(settings, config.evaluate_every, run.say, shown, done, examples=run.examples is not None)
+    trainer = SurgeonTrainer(
+        model,
+        args,
+        settings=settings,
+        parameters=parameters,
+        sequences=Sequences(batches, run.data.validation, run.pad),
+        callbacks=[cadence, *run.trackers],
+        terms=Terms(fused, preserving, anchored_by(run, model, fused, args.device)),
+        keep_best=config.keep_best,
+        saving=_saving(run, model),
+    )
+    check_isolation(run, model)
+    if fused is not None:
+        drawn = torch.Generator().manual_seed(0)
+        fused.check(torch.randint(model.config.get_text_config().vocab_size, (1, settings.length), generator=drawn))
+        let_go(model)
+    return trainer
+
+
+def _publish(trained: Trained, run: Run, target: Path, digests: dict[str, str], *, link: bool) -> Trained:
+    """Write the run to `target`, and add its manifest and what changed to `trained`.
+
+    `digests` are those of all tensors of the output. Raises BadInput where the checkpoint is damaged.
+    """
+    assert run.manifest is not None
+    last = run.work / f"checkpoint-{trained.published_step}"
+    record = RunRecord.read(run.work)
+    assert record is not None
+    if (wrong := damage(last, record)) is not None:
+        raise BadInput(
+            f"{printable(str(run.work))}: {wrong}; nothing is published of it. Run the same command again: it goes on"
+            " from the checkpoint before"
+        )
+    lora = run.loaded.config.lora
+    # What the adapter goes onto: the model as it is before this run.
+    called = run.manifest.base.id if not run.manifest.operations else run.out.path.resolve().name
+    final = write_final(
+        run.out, last / TRAINED_FILE, run.work, wanted=run.wanted, lora=lora, base=called, auto=run.auto
+    )
+    template = run.loaded.template
+    added = {TEMPLATE_FILE: template.encode()} if template and TEMPLATE_FILE not in run.out.side_files else {}
+    made = publishing_job(
+        run.out,
+        run.manifest,
+        run.work,
+        digests=digests,
+        final=final,
+        entry=_entry(trained, run),
+        added=added,
+        # A router's bias, which is a buffer, stays.
+        of_base=run.wanted.of_base & final.changes.keys(),
+        keep=run.loaded.config.keep_base,
+    )
+    job = replace(made, link=link)
+    check_space(target, bytes_to_move(job, target), fingerprint=job.fingerprint)
+    moved = execute(job, target, run.listener, Stopwatch())
+    if moved.text:
+        run.say(moved.text)
+    return replace(trained, manifest=written_manifest(target), changes=final.changes)
+
+
+def _entry(trained: Trained, run: Run) -> dict[str, Any]:
+    """What is written down of the run, but for its tensors."""
+    config = run.loaded.config.model_dump(mode="json")
+    for source in config["sources"]:
+        source["revision"] = run.data.commits.get(source["name"])
+    entry = {
+        "config": config,
+        "settings": trained.settings,
+        "steps": run.settings.steps,
+        "tokens": trained.tokens,
+        "losses": trained.losses,
+    }
+    if run.data.notes:
+        entry["notes"] = run.data.notes
+    if trained.losses:
+        entry["curves"] = {name: _curve(trained, name) for name in trained.losses}
+    if trained.scores:
+        entry["scores"] = trained.scores
+    if run.loaded.config.keep_best is not None:
+        entry["published_step"] = trained.published_step
+    if run.wanted.fitted:
+        entry["gate"] = json.loads((run.work / FIGURES_FILE).read_text(encoding="utf-8"))
+    return entry
+
+
+def _curve(trained: Trained, source: str) -> dict[str, float]:
+    """The held-out losses on a source by step, from before the first one on."""
+    measured = f"eval_{source}_loss"
+    later = {str(entry["step"]): float(entry[measured]) for entry in trained.log if measured in entry}
+    return {"0": trained.losses[source][0]} | later
+
+
+def _saving(run: Run, model: Any) -> Saving:
+    copy = copied_bytes(run, model)
+    if copy and any(type(tracker).on_save is not TrainerCallback.on_save for tracker in run.trackers):
+        run.say("a tracker may send checkpoints away as they are saved, so they are written within the steps")
+        copy = 0
+    elif copy:
+        run.say(f"checkpoints are written beside the steps, from a copy of {size(copy)} in memory")
+    return Saving(beside=copy > 0)
+
+
+def _first_losses(trainer: SurgeonTrainer, run: Run) -> dict[str, float]:
+    """Held-out losses before the first step; of a run that is continued, as they were then."""
+    record = RunRecord.read(run.work)
+    if record is not None and record.first is not None:
+        return record.first
+    figures = figures_by_source(
+        trainer.model,
+        trainer.validation,
+        micro_batch=trainer.settings.micro_batch,
+        process=run.ranks.rank,
+        processes=run.ranks.size,
+        pad=run.pad,
+    )
+    losses = {name: found["loss"] for name, found in figures.items()}
+    if losses:
+        run.say("step 0: held-out loss " + ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items()))
+    if run.ranks.leads:
+        assert record is not None
+        record.first = losses
+        record.write(run.work)
+    return losses

@@ -1,0 +1,114 @@
+"""AdamW that keeps a float32 copy of what trains, and a schedule with a floor.
+
+A model in bfloat16 trains as it will be used: forward and backward are in bfloat16, so the loss at step 0 is the
+base's own, and what is frozen stays as it is. Only what trains has a float32 master, in the optimizer: an update
+smaller than bfloat16 can show is kept there until it shows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+
+from surgeon.training.config.settings import Settings
+from surgeon.training.processes.sharding import dealt_out
+
+
+class MasterAdamW(AdamW):
+    """torch's AdamW on float32 masters of parameters that are narrower; moments are float32 too."""
+
+    def __init__(self, groups: Any, **options: Any) -> None:
+        super().__init__(groups, **options)
+        # One pass over memory for what is a dozen otherwise.
+        where = {parameter.device.type for group in self.param_groups for parameter in group["params"]}
+        if where <= {"cpu", "cuda"}:
+            for group in self.param_groups:
+                group["fused"] = True
+        self.masters: dict[Tensor, Tensor] = {
+            parameter: parameter.detach().to(torch.float32, copy=True)
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter.dtype.itemsize < 4
+        }
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """One step; `closure` is not for this optimizer."""
+        assert closure is None
+        for parameter, master in self.masters.items():
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+        with self._on_masters():
+            stepped = super().step()
+        for parameter, master in self.masters.items():
+            parameter.copy_(master)
+            master.grad = None
+        return stepped
+
+    def state_dict(self) -> dict[str, Any]:
+        """AdamW's, with `masters` in the order of the parameters."""
+        with self._on_masters():
+            return super().state_dict() | {"masters": list(self.masters.values())}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The state, moments and masters in float32 as they were; whole tensors are dealt out where it is sharded."""
+        state = dict(state_dict)
+        masters = state.pop("masters")
+        for master, kept in zip(self.masters.values(), masters, strict=True):
+            master.copy_(dealt_out(kept, master))
+        # torch numbers the parameters through all groups.
+        numbered = enumerate(parameter for group in self.param_groups for parameter in group["params"])
+        state["state"] = {
+            number: {key: dealt_out(value, parameter) for key, value in state["state"][number].items()}
+            for number, parameter in numbered
+            if number in state["state"]
+        }
+        # torch casts what it loads to the parameter's dtype.
+        with self._on_masters():
+            super().load_state_dict(state)
+
+    @contextmanager
+    def _on_masters(self) -> Iterator[None]:
+        """Inside, the masters are the parameters that AdamW knows, by which it keeps its state."""
+        held = [group["params"] for group in self.param_groups]
+        for group in self.param_groups:
+            group["params"] = [self.masters.get(parameter, parameter) for parameter in group["params"]]
+        try:
+            yield
+        finally:
+            # Loading puts groups of its own in their place.
+            for group, parameters in zip(self.param_groups, held, strict=True):
+                group["params"] = parameters
+
+
+def make_optimizer(model: torch.nn.Module, settings: Settings, *, decayed: set[str]) -> MasterAdamW:
+    """AdamW over what trains; weight decay on the parameters named in `decayed` alone."""
+    training = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for name, p in training if name in decayed], "weight_decay": settings.weight_decay},
+        {"params": [p for name, p in training if name not in decayed], "weight_decay": 0.0},
+    ]
+    return MasterAdamW([group for group in groups if group["params"]], lr=settings.lr, betas=settings.betas)
+
+
+def make_schedule(optimizer: Any, settings: Settings) -> LambdaLR:
+    """Linear warm-up to the peak, then constant, or linear or a cosine down to `min_lr` at the last step."""
+    floor = settings.min_lr / settings.lr
+
+    def factor(step: int) -> float:
+        if step < settings.warmup_steps:
+            return (step + 1) / settings.warmup_steps
+        if settings.schedule == "constant":
+            return 1.0
+        done = min(1.0, (step - settings.warmup_steps) / max(1, settings.steps - settings.warmup_steps))
+        falling = 1 - done if settings.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+        return floor + (1 - floor) * falling
+
+    return LambdaLR(optimizer, factor)

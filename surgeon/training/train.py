@@ -1,0 +1,334 @@
+"""`surgeon train`: train what a surgery made, or what else the config says, and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from surgeon.anatomy.anatomy import layer_of
+from surgeon.checkpoint.card_metadata import metadata_of
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.common.distributed import Ranks
+from surgeon.common.formatting import count, listed, size
+from surgeon.common.json_results import by_number
+from surgeon.common.listener import Listener, Quiet
+from surgeon.common.tables import FittedTable
+from surgeon.errors import BadInput, printable
+from surgeon.manifest.manifest import Manifest
+from surgeon.manifest.reading import manifest_of
+from surgeon.training.config.loading import LoadedConfig, load_config
+
+_MOST_LABELS = 6
+
+_T = TypeVar("_T")
+
+if TYPE_CHECKING:
+    from surgeon.manifest.checkpoint import Checkpoint
+    from surgeon.training.dry_run import Rehearsal
+    from surgeon.training.preparing import Prepared
+    from surgeon.training.publishing import Change, Trained
+
+
+def train(
+    out: str | Path,
+    config: str | Path | LoadedConfig,
+    to: str | Path,
+    *,
+    overrides: Sequence[str] = (),
+    delta_only: bool = False,
+    link: bool = False,
+    take_over: bool = False,
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    listener: Listener | None = None,
+) -> Trained | None:
+    """Train what surgery added to `out` by `config`, and publish the run as the new folder `to`.
+
+    `config` is a training config's file, or what `load_config` read.
+
+    The config's `what` and `lora` train something else, of a plain base too, which then has a `surgery.json` as well.
+    `to` is absent or complete at any moment: every tensor that did not train is byte for byte that of `out`, which is
+    checked. The same call continues a run that was cut off, from its last checkpoint. Under torchrun every process
+    makes this call.
+
+    Args:
+        out: an output of `apply`, or a plain model.
+        config: the training config.
+        to: the new folder.
+        overrides: values that replace the file's: `optimizer.lr=1e-4`, `sources.NAME.share=0.5`.
+        delta_only: publish the run's delta (`make_delta`), which `apply_delta` applies to the base.
+        link: hard-link shards of `out` in which nothing trained; they become read-only (`apply`).
+        take_over: continue a run that this user did not begin in this place (a copy, an archive).
+        device: `auto`, or a device.
+        trust_remote_code: run the code that the model brings.
+        listener: receives progress.
+
+    Returns:
+        The run; None on all processes but the first.
+
+    Raises:
+        BadInput: it cannot be trained.
+        WrongSet: anything else would train.
+        Diverged: the loss is no number any more.
+    """
+    checked = _checked(out, config, to, overrides, device, trust_remote_code)
+    listener = listener or Quiet()
+
+    from surgeon.training.session import run_training
+
+    def as_delta(whole: Path) -> None:
+        from surgeon.rework.make_delta import make_delta_of
+
+        run = CheckpointFolder.open(whole, trust_remote_code=trust_remote_code)
+        make_delta_of(run, checked.target, None, metadata_of(run), listener)
+
+    with _with_head(checked, None, device, trust_remote_code, listener) as headed:
+        deliver = as_delta if delta_only else None
+        return headed.given_to(
+            run_training, device=device, listener=listener, deliver=deliver, link=link, take_over=take_over
+        )
+
+
+def rehearse(
+    out: str | Path,
+    config: str | Path | LoadedConfig,
+    to: str | Path,
+    *,
+    overrides: Sequence[str] = (),
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    listener: Listener | None = None,
+) -> Rehearsal:
+    """Estimate what `train` of the same arguments would see and cost; nothing is written.
+
+    The texts are read through and tokens counted, a few micro-batches are run and timed. Of a text that the model has
+    yet to write, one batch of documents is written.
+
+    Args:
+        out: as `train` takes it.
+        config: as `train` takes it.
+        to: as `train` takes it.
+        overrides: as `train` takes them.
+        device: as `train` takes it.
+        trust_remote_code: as `train` takes it.
+        listener: as `train` takes it.
+
+    Raises:
+        BadInput: as `train`, and where a micro-batch does not fit into memory.
+    """
+    checked = _checked(out, config, to, overrides, device, trust_remote_code)
+    if Ranks.of_environment().size > 1:
+        raise BadInput("torchrun: `--dry-run` times one process; run it without torchrun")
+
+    from surgeon.training.dry_run import measured
+    from surgeon.training.opening import opened_run
+    from surgeon.training.self_generated import imagined_sources
+
+    listener = listener or Quiet()
+    fitted = bool(checked.prepared.wanted.fitted)
+    imagined = imagined_sources(
+        checked.out, checked.loaded, checked.target, gate=fitted, device=device, say=listener.say
+    )
+    with (
+        tempfile.TemporaryDirectory(prefix="surgeon-head-") as room,
+        _with_head(checked, Path(room) / "head", device, trust_remote_code, listener) as headed,
+    ):
+        run = headed.given_to(opened_run, device=device, listener=listener, imagined=imagined.texts)
+        return measured(run, imagined)
+
+
+class _Checked(NamedTuple):
+    """A run whose config and output were read, and fit each other."""
+
+    out: CheckpointFolder
+    manifest: Manifest | None
+    loaded: LoadedConfig
+    target: Path
+    prepared: Prepared
+
+    def given_to(self, call: Callable[..., _T], **more: Any) -> _T:
+        """Call `make` with all of it, and with `more`."""
+        return call(self.out, self.manifest, self.loaded, self.target, prepared=self.prepared, **more)
+
+
+def _checked(
+    out: str | Path,
+    config: str | Path | LoadedConfig,
+    to: str | Path,
+    overrides: Sequence[str],
+    device: str,
+    trust_remote_code: bool,
+) -> _Checked:
+    """Everything about a run that is checked without torch. Raises BadInput with all that is wrong."""
+    if isinstance(config, LoadedConfig):
+        if overrides:
+            raise BadInput("`overrides` are for a config file; change the loaded config instead")
+        loaded = config
+    else:
+        loaded = load_config(Path(config), overrides)
+
+    from surgeon.training.preparing import prepare
+
+    folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
+    manifest, target = None if folder.manifest is None else manifest_of(folder), Path(to)
+    processes = Ranks.of_environment().size
+    prepared = prepare(folder, manifest, loaded, target, device=device, processes=processes)
+    return _Checked(folder, manifest, loaded, target, prepared)
+
+
+@contextlib.contextmanager
+def _with_head(
+    checked: _Checked, folder: Path | None, device: str, trust_remote_code: bool, listener: Listener
+) -> Iterator[_Checked]:
+    """The same, of an encoder without a head with the one that its labels need, which lies in `folder` (None: beside
+    the target) while inside."""
+    if not checked.prepared.headless:
+        yield checked
+        return
+
+    from surgeon.training.new_head import headed, headed_folder
+    from surgeon.training.preparing import prepared_with_head
+
+    with headed(
+        checked.out,
+        checked.loaded,
+        folder or headed_folder(checked.target),
+        checked.target,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        listener=listener,
+    ) as out:
+        manifest = manifest_of(out)
+        prepared = prepared_with_head(checked.prepared, out, manifest, checked.loaded)
+        yield checked._replace(out=out, manifest=manifest, prepared=prepared)
+
+
+def trained_view(trained: Trained) -> RenderableType:
+    """Show what was learned and forgotten, what changed by how much, and what it took."""
+    losses = FittedTable("source")
+    for column in ("before", "after", "change"):
+        losses.add_column(column)
+    for name, (before, after) in trained.losses.items():
+        style = "green" if after < before else "yellow"
+        losses.add_row(name, f"{before:.4f}", f"{after:.4f}", Text(f"{after - before:+.4f}", style=style))
+    groups: dict[str, list[Change]] = {}
+    for name, change in sorted(trained.changes.items(), key=lambda entry: by_number(entry[0])):
+        place = layer_of(name)
+        groups.setdefault(printable(name) if place is None else f"layer {place[1]}", []).append(change)
+    tensors = FittedTable("tensors")
+    for column in ("count", "max |Δ|", "‖Δ‖ / ‖before‖"):
+        tensors.add_column(column)
+    for where, changes in groups.items():
+        relative = [change.relative_change for change in changes if change.relative_change is not None]
+        tensors.add_row(
+            where,
+            str(len(changes)),
+            f"{max(change.max_change for change in changes):.3g}",
+            f"{min(relative):.3g} … {max(relative):.3g}" if relative else "from zero",
+        )
+    facts = FittedTable(headings=False)
+    facts.add_row("trained", f"{count(trained.parameters)} in {len(trained.changes)} tensors")
+    speed = f", {trained.tokens_per_second:,.0f} a second" if trained.tokens_per_second else ""
+    facts.add_row("tokens", f"{trained.tokens:,}{speed}")
+    for name, scores in trained.scores.items():
+        facts.add_row(f"{name}, held out", ", ".join(f"{key} {value:.3f}" for key, value in scores.items()))
+    if trained.published_step != trained.settings["steps"]:
+        facts.add_row("published", f"step {trained.published_step:,} of {trained.settings['steps']:,}, the best")
+    facts.add_row("peak memory", size(trained.peak_memory))
+    parts: list[RenderableType] = [losses, Text()] if trained.losses else []
+    parts += [tensors, Text(), facts]
+    if trained.unchanged:
+        parts.append(
+            Text(
+                f"did not change, or by less than their dtype can say: {listed(trained.unchanged)}", style="bold yellow"
+            )
+        )
+    done = Text(f"{printable(str(trained.path))} is complete; every other tensor is as it was, byte for byte")
+    return Group(*parts, Text(), Text.assemble(done, style="bold green"))
+
+
+def rehearsal_view(rehearsal: Rehearsal) -> RenderableType:
+    """The sources and what the run takes of them, a sample of each with what the loss counts, memory and time."""
+    sources = FittedTable("source")
+    labelled = any(source.labels for source in rehearsal.sources)
+    learned = "labels" if labelled else "the loss counts"
+    for column in ("share", "documents", "tokens each", learned, "tokens in the run", "passes"):
+        sources.add_column(column)
+    for source in rehearsal.sources:
+        sources.add_row(
+            source.name,
+            f"{source.share:.3g}",
+            f"{source.documents:,}",
+            f"{source.tokens_a_document:,.0f}",
+            _labels(source.labels) if labelled else f"{source.counted:.0%}",
+            f"{source.run_tokens:,}",
+            f"{source.passes:.2g}",
+        )
+    parts: list[RenderableType] = [Text(printable(note, 2000), style="yellow") for note in rehearsal.notes]
+    parts += [sources, Text()]
+    for sample in rehearsal.samples:
+        shown = FittedTable(headings=False)
+        for text, counted in sample.parts:
+            style = "green" if counted else "dim"
+            shown.add_row(Text("loss" if counted else "", style=style), Text(_on_a_line(text), style=style))
+        marked = (
+            "the loss counts what is marked" if sample.label is None else f"its label: {printable(sample.label, 80)}"
+        )
+        parts += [Text(f"a document of {sample.source}; {marked}"), shown, Text()]
+    facts = FittedTable(headings=False)
+    settings = rehearsal.settings
+    facts.add_row("trains", f"{count(rehearsal.trained)} of {count(rehearsal.parameters)}, {rehearsal.tensors} tensors")
+    facts.add_row(
+        "a step",
+        f"{settings['batch']} × {settings['length']:,} tokens, {settings['micro_batch']} sequences at a time:"
+        f" {rehearsal.seconds_a_step:.3g} s on {rehearsal.device}",
+    )
+    whole = datetime.timedelta(seconds=round(rehearsal.seconds))
+    facts.add_row("time", f"about {whole} for {settings['steps']:,} steps, {rehearsal.tokens:,} tokens")
+    if rehearsal.seconds_writing:
+        before = datetime.timedelta(seconds=round(rehearsal.seconds_writing))
+        facts.add_row("before", f"about {before} for the text that the model writes")
+    if rehearsal.teacher_bytes:
+        before = datetime.timedelta(seconds=round(rehearsal.seconds_asking))
+        facts.add_row("before", f"about {before} for what the base says, kept on disk: {size(rehearsal.teacher_bytes)}")
+    if rehearsal.seconds_estimating:
+        before = datetime.timedelta(seconds=round(rehearsal.seconds_estimating))
+        facts.add_row("before", f"about {before} for the Fisher information")
+    facts.add_row("memory", f"about {size(rehearsal.peak_memory)} at the most, with AdamW's state")
+    return Group(*parts, facts, Text(), Text("dry run: nothing was written", style="bold green"))
+
+
+def _labels(found: Mapping[str, int]) -> str:
+    """How many texts have each label: `low 40, high 38`, of many labels the most frequent ones."""
+    most = sorted(found.items(), key=lambda entry: -entry[1])[:_MOST_LABELS]
+    more = f", {len(found) - len(most)} more" if len(found) > len(most) else ""
+    return ", ".join(f"{printable(name, 24)} {number:,}" for name, number in most) + more
+
+
+def _on_a_line(text: str) -> str:
+    """Line ends as the sign that is read for them: a sample stays what it is, and stays short."""
+    return printable(text.replace("\n", "⏎"), 2000)
+
+
+def check_training(out: Checkpoint, config: LoadedConfig) -> None:
+    """Raise BadInput where `train` would refuse what the config has train, or its teacher, whatever the texts."""
+    from surgeon.training.preparing import check_base_trains
+
+    check_base_trains(out.folder, out.manifest, config)
+
+
+def discard_run(to: str | Path) -> None:
+    """Remove what a call of `train` that ended early keeps beside `to`: checkpoints, and texts that the model wrote."""
+    from surgeon.training.saved.work_folder import work_folder
+    from surgeon.training.self_generated import memory_folder
+
+    for folder in (work_folder(Path(to)), memory_folder(Path(to))):
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,74 @@
+"""Whether an output holds the bytes of its base that its plan says: every span of a tensor is its source's bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from surgeon.blueprint.blueprint import Blueprint, Output
+from surgeon.checkpoint.folder import CheckpointFolder, holds_pieces
+from surgeon.checkpoint.header import TensorInfo
+from surgeon.checkpoint.pieces import Pieces
+from surgeon.manifest.manifest import Manifest
+from surgeon.manifest.trainable import trainable_set
+from surgeon.verification.check import Check, some
+
+
+@dataclass(frozen=True)
+class Original:
+    """The base: its folder and the digests of its tensors."""
+
+    folder: CheckpointFolder
+    digests: Mapping[str, str]
+
+
+def check_base_bytes(
+    blueprint: Blueprint, manifest: Manifest, base: Original, out: CheckpointFolder, digests: Mapping[str, str]
+) -> Check:
+    """Every byte of the base that the output is to hold is there, but for tensors that were to train.
+
+    Of tensors that trained in part, the bytes that did not train with what is new. `digests` are the output's.
+    """
+    trained, before = manifest.trained, manifest.changed_of_base
+    stray = [o.name for o in blueprint.outputs if o.name in trained and (not o.new or o.kept.covered)]
+    if unasked := [name for name in stray if name not in before]:
+        # Runs before there was `before` in what is recorded of them.
+        may = set(trainable_set(out, manifest, "added").names) if manifest.operations else set()
+        if forbidden := [name for name in unasked if name not in may]:
+            return Check("base tensors", False, f"trained, though no surgery lets them train: {some(forbidden)}")
+    copied = {o.name: of for o in blueprint.outputs if (of := copy_of(o, base.folder.tensors)) is not None}
+    if wrong := [name for name, of in copied.items() if name in before and before[name] != base.digests[of]]:
+        return Check("base tensors", False, f"said to have begun training as others than the base's: {some(wrong)}")
+    copies = [name for name in copied if name not in trained]
+    parts = {name: pieces for name, pieces in _expected(blueprint, manifest).items() if name not in copied}
+    wrong = [name for name in copies if digests[name] != base.digests[copied[name]]]
+    wrong += [name for name, pieces in parts.items() if not holds_pieces(out, name, pieces, base.folder)]
+    kept = sum(not output.new for output in blueprint.outputs if output.name not in trained)
+    found = f"{kept} byte-identical in their places"
+    if more := len(copies) - kept:
+        found += f", and {'1 copy' if more == 1 else f'{more} copies'} of them"
+    if parts:
+        found += f"; {len(parts)} tensors hold {sum(len(pieces.spans) for pieces in parts.values())} parts of them"
+    found += f"; {changed_by_training(len(stray))}" if stray else ""
+    return Check.of("base tensors", wrong, "not byte-identical to their originals", found)
+
+
+def _expected(blueprint: Blueprint, manifest: Manifest) -> dict[str, Pieces]:
+    """The bytes of the base that outputs must still hold, of those that hold any."""
+    trains_all = any(record.trains == "all" for record in blueprint.operations)
+    free = manifest.trained.keys() if trains_all else manifest.changed_of_base.keys()
+    expected = {
+        o.name: o.kept if o.name in manifest.trained else o.pieces for o in blueprint.outputs if o.name not in free
+    }
+    return {name: pieces for name, pieces in expected.items() if pieces.spans}
+
+
+def copy_of(output: Output, base: Mapping[str, TensorInfo]) -> str | None:
+    """The tensor of the base whose bytes, all of them, an output is; None where it is another."""
+    pieces = output.pieces
+    return next((name for name in pieces.tensors if pieces.is_all_of(base[name])), None)
+
+
+def changed_by_training(number: int) -> str:
+    """How many of the base's tensors are others now, in words."""
+    return f"{number} base tensor{'s' * (number != 1)} changed by training"

@@ -1,0 +1,211 @@
+"""What one execution writes, as plain data: a surgery, a state that comes back, a delta, a trained output."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from surgeon._version import __version__
+from surgeon.blueprint.blueprint import Blueprint, Output
+from surgeon.blueprint.recipes import Copy
+from surgeon.blueprint.shards import Shard, is_unchanged
+from surgeon.checkpoint.card_metadata import Metadata
+from surgeon.checkpoint.folder import CARD_FILE, CONFIG_FILE, MANIFEST_FILE, MAX_CONFIG_BYTES, CheckpointFolder
+from surgeon.checkpoint.header import Header, TensorInfo
+from surgeon.checkpoint.peft_folder import AdapterFolder
+from surgeon.checkpoint.piece_bytes import in_files
+from surgeon.checkpoint.pieces import Pieces, stacked
+from surgeon.checkpoint.source import Source
+from surgeon.checkpoint.weights import INDEX_FILE, SINGLE_FILE
+from surgeon.errors import BadInput, printable
+from surgeon.manifest.card import card
+from surgeon.manifest.manifest import Manifest
+from surgeon.writing.readback import ReadBack
+
+
+@dataclass(frozen=True)
+class Computing:
+    """What tensors are computed by that are not copied: a plan's blueprint, what it reads from, and the device."""
+
+    blueprint: Blueprint
+    base: CheckpointFolder
+    plan_source: str
+    adapters: Mapping[str, AdapterFolder]
+    models: Mapping[str, CheckpointFolder]
+    device: str
+
+
+class Twin(NamedTuple):
+    """The file that a shard mirrors: one of the source of this name, and its header."""
+
+    source: str
+    file: str
+    header: Header
+
+    @property
+    def place(self) -> str:
+        """Where it is opened (`OpenShards`)."""
+        return f"{self.source}/{self.file}"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One execution: shards with their tensors in order, and small files.
+
+    `sources` are the checkpoints, deltas and work folders that are copied from, by names of the job's; the first is
+    called "". `places` says of every output that holds bytes of theirs which bytes of which files these are. `files`
+    are the small files that are known beforehand; side files of `carried` (those of `carried_names`; None: all) go
+    along as they are. `finish` is called when every shard is written and read back and these files are written: it
+    raises where the output must not be published, and returns the files that are known only then. `identity` is, as
+    JSON data, what the output's bytes depend on beside shards and `files`: the checkpoints that are read, the plan.
+    `twins` are the files that shards mirror: their data lies as there, modulo the alignment, and a shard that is its
+    twin byte for byte moves no byte where that can be had: it shares its twin's blocks, or with `link` is its twin
+    under a second name. Of `recall`, the first source, digests may be those of the last time that it was read.
+    """
+
+    shards: tuple[Shard, ...]
+    sources: Mapping[str, Source]
+    places: Mapping[str, Pieces]
+    files: Mapping[str, bytes]
+    finish: Callable[[ReadBack], Mapping[str, bytes]]
+    identity: Mapping[str, Any]
+    carried: CheckpointFolder | None = None
+    carried_names: tuple[str, ...] | None = None
+    twins: Mapping[str, Twin] = field(default_factory=dict)
+    computing: Computing | None = None
+    read_back: bool = True
+    link: bool = False
+    recall: CheckpointFolder | None = None
+    # Looks at the staged folder when all is in it, and raises where that must not be published.
+    look: Callable[[Path], None] | None = None
+
+    @cached_property
+    def unchanged(self) -> Mapping[str, Twin]:
+        """The shards that are their twins byte for byte, with these."""
+        return unchanged_among(self.shards, self.places, self.twins)
+
+    @property
+    def outputs(self) -> tuple[Output, ...]:
+        """Every tensor that is written, shard by shard."""
+        return tuple(output for shard in self.shards for output in shard.outputs)
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of everything the output's bytes depend on; a staged folder of another is never continued."""
+        content = {
+            "version": __version__,
+            "shards": [[shard.file, len(shard.outputs)] for shard in self.shards],
+            "files": {name: hashlib.sha256(content).hexdigest() for name, content in self.files.items()},
+            "device": self.computing.device if self.computing else "cpu",
+            **({"link": True} if self.link else {}),
+            **self.identity,
+        }
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def bytes_to_write(self) -> int:
+        """Bytes of tensor data that are no holes: what is written where every byte must be moved."""
+        return sum(output.nbytes for output in self.outputs if not output.is_hole)
+
+    @property
+    def bytes_unchanged(self) -> int:
+        """Those among them that need not be moved where files can be linked or share blocks."""
+        return sum(shard.nbytes for shard in self.shards if shard.file in self.unchanged)
+
+    def check_unchanged(self) -> None:
+        """Raise BadInput where a shard that was read is not what it was when it was opened."""
+        carried = [] if self.carried is None else [self.carried.source]
+        for source in {id(each): each for each in (*self.sources.values(), *carried)}.values():
+            source.check_unchanged()
+
+
+def copied(name: str, info: TensorInfo) -> Output:
+    """The output `name`, copied from the tensor that `info` describes."""
+    return Output(name, Copy.of(info), None)
+
+
+def in_order(folder: CheckpointFolder) -> dict[str, list[TensorInfo]]:
+    """The tensors of each shard, in the order of their bytes."""
+    held: dict[str, list[TensorInfo]] = {file: [] for file in folder.shards}
+    for info in sorted(folder.tensors.values(), key=lambda info: info.begin):
+        held[info.file].append(info)
+    return held
+
+
+def places_in(tensors: Mapping[str, TensorInfo], shards: Iterable[Shard]) -> dict[str, Pieces]:
+    """Where in the files of the first source the bytes lie that outputs take from its `tensors`, all or some."""
+    outputs = (output for shard in shards for output in shard.outputs)
+    return in_files({output.name: output.pieces for output in outputs if output.pieces.spans}, tensors)
+
+
+def data_of(outputs: Iterable[Output], places: Mapping[str, Pieces]) -> Pieces:
+    """Tensors one behind the other as pieces of files; one without a place is of none."""
+    return stacked([places.get(output.name, Pieces(output.nbytes, ())) for output in outputs], before=1)
+
+
+def twins_in(folder: CheckpointFolder, shards: Iterable[Shard]) -> dict[str, Twin]:
+    """The shards' twins in `folder`, the first source."""
+    return {s.file: Twin("", s.twin, folder.headers[s.twin]) for s in shards if s.twin is not None}
+
+
+def unchanged_among(
+    shards: Iterable[Shard], places: Mapping[str, Pieces], twins: Mapping[str, Twin]
+) -> dict[str, Twin]:
+    """The shards that are their twins byte for byte, with these."""
+    return {
+        shard.file: twin
+        for shard in shards
+        if (twin := twins.get(shard.file)) is not None
+        and is_unchanged(shard, data_of(shard.outputs, places), twin.place, twin.header)
+    }
+
+
+def model_files(config: Mapping[str, Any], shards: tuple[Shard, ...], code: Mapping[str, bytes]) -> dict[str, bytes]:
+    """config.json, the index where there is one, and the files of code.
+
+    Raises BadInput for a config.json that no command would read again.
+    """
+    written = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+    if len(written) > MAX_CONFIG_BYTES:
+        longest = max(config, key=lambda key: len(json.dumps(config[key])))
+        raise BadInput(
+            f"config.json: the output's would have {len(written):,} bytes, at most {MAX_CONFIG_BYTES:,} are read;"
+            f" shorten the base's `{printable(longest)}`"
+        )
+    files = {CONFIG_FILE: written}
+    if [shard.file for shard in shards] != [SINGLE_FILE]:
+        files[INDEX_FILE] = index_of(shards)
+    return {**files, **code}
+
+
+def index_of(shards: tuple[Shard, ...]) -> bytes:
+    """The content of the index that names every tensor's shard."""
+    outputs = [(output, shard) for shard in shards for output in shard.outputs]
+    metadata = {
+        "total_parameters": sum(output.numel for output, _ in outputs),
+        "total_size": sum(shard.nbytes for shard in shards),
+    }
+    weight_map = {output.name: shard.file for output, shard in outputs}
+    index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+    return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def beside_weights(files: Mapping[str, str]) -> dict[str, str]:
+    """Of the digests of all small files those that the manifest holds: not its own, the card's or the index's.
+
+    The card may be edited; the index says nothing that the headers do not, and depends on how shards were cut.
+    """
+    return {name: digest for name, digest in files.items() if name not in (MANIFEST_FILE, CARD_FILE, INDEX_FILE)}
+
+
+def manifest_and_card(
+    manifest: Manifest, config: Mapping[str, Any], shards: tuple[Shard, ...], metadata: Metadata
+) -> dict[str, bytes]:
+    """The manifest, and the card that is written from it."""
+    sizes = {output.name: output.numel for shard in shards for output in shard.outputs}
+    return {MANIFEST_FILE: manifest.to_bytes(), CARD_FILE: card(manifest, config, sizes, metadata)}

@@ -1,0 +1,157 @@
+"""Shards that are another file byte for byte: hard-linked, or sharing its blocks. What they hold is hashed, once.
+
+Their digests are those of that file, remembered from the last time it was read, or found by reading it on all cores.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from surgeon.blueprint.shards import Shard
+from surgeon.checkpoint.header import Header, TensorInfo
+from surgeon.checkpoint.known_digests import FileDigests, Stamp, keep_digests
+from surgeon.checkpoint.linking import can_clone, check_linkable, clone, hard_link
+from surgeon.checkpoint.ranges import sha256_range
+from surgeon.checkpoint.source import LocalSource, OpenShards
+from surgeon.checkpoint.staging import working_folder
+from surgeon.common.formatting import size
+from surgeon.common.json_results import plain_fields
+from surgeon.common.listener import Stopwatch
+from surgeon.errors import BadInput, printable
+from surgeon.writing.finiteness import FiniteCheck
+from surgeon.writing.job import Job, Twin
+from surgeon.writing.readback import ReadBack, Way
+
+# Beyond this many cores the disk, or the memory, gives no more.
+_MOST_HASHERS = 8
+
+
+@dataclass(frozen=True)
+class Moved:
+    """How the bytes of an output's tensors came there: written, by shared blocks, or by a second name of their file."""
+
+    written: int = 0
+    reflinked: int = 0
+    linked: int = 0
+
+    @classmethod
+    def of(cls, job: Job, ways: Mapping[str, Way]) -> Moved:
+        """Of a job whose shards came by these ways."""
+        by_way = dict.fromkeys(("copy", "reflink", "link"), 0)
+        for shard in job.shards:
+            by_way[ways[shard.file]] += shard.nbytes if shard.file in job.unchanged else 0
+        unmoved = by_way["reflink"] + by_way["link"]
+        return cls(job.bytes_to_write - unmoved, by_way["reflink"], by_way["link"])
+
+    @property
+    def text(self) -> str:
+        """In words; empty where every byte was written."""
+        linked = f"{size(self.linked)} hard-linked: one file with the original, now read-only" if self.linked else ""
+        cloned = f"{size(self.reflinked)} share the original's blocks" if self.reflinked else ""
+        unmoved = ", ".join(part for part in (linked, cloned) if part)
+        return f"{size(self.written)} written, {unmoved}" if unmoved else ""
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data for `--json`."""
+        return plain_fields(self)
+
+
+def way_to(job: Job, out: Path) -> Way:
+    """How unchanged shards get into the folder of `out`. Raises BadInput where they are to be linked and cannot be."""
+    folder = working_folder(out).parent
+    with OpenShards(job.sources) as shards:
+        for twin in job.unchanged.values():
+            if not job.link:
+                # They lie in one folder, so what holds of the first holds of most; the others are tried one by one.
+                return "reflink" if can_clone(shards.opened(twin.place), folder) else "copy"
+            check_linkable(shards.opened(twin.place), _path(job, twin), folder)
+    return "link" if job.link else "copy"
+
+
+def bytes_to_move(job: Job, out: Path) -> int:
+    """Bytes of tensor data for which there must be room where `out` is written. Raises BadInput as `way_to`."""
+    return job.bytes_to_write - (job.bytes_unchanged if way_to(job, out) != "copy" else 0)
+
+
+def _path(job: Job, twin: Twin) -> Path:
+    source = job.sources[twin.source]
+    assert isinstance(source, LocalSource), source.shown
+    return source.place(twin.file)
+
+
+class Unmoved:
+    """Takes unchanged shards into an output by `way`, and hands them to `proof` with what they hold."""
+
+    def __init__(self, job: Job, way: Way, proof: ReadBack) -> None:
+        self._job, self._way, self._proof = job, way, proof
+        self._hashers = ThreadPoolExecutor(min(_cores(), _MOST_HASHERS), thread_name_prefix="hash")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hashers.shutdown(wait=True, cancel_futures=True)
+
+    def take(self, shard: Shard, target: Path, stopwatch: Stopwatch) -> bool:
+        """Whether `target` is the shard now, durably and journalled; False where its bytes must be written.
+
+        Raises BadInput where it is to be linked and cannot be, or the original is written meanwhile.
+        """
+        twin = self._job.unchanged.get(shard.file)
+        if twin is None:
+            return False
+        with OpenShards(self._job.sources) as shards:
+            source = shards.opened(twin.place)
+            target.parent.mkdir(exist_ok=True)
+            began, before = time.time_ns(), Stamp.of(os.fstat(source))
+            if self._way == "copy" or (self._way == "reflink" and not _cloned(source, target)):
+                return False
+            found = self._proof.known(twin.place, twin.header)
+            if found is None:
+                with stopwatch.stage("hash"):
+                    found = self._hashed(source, twin.header)
+            with stopwatch.stage(self._way):
+                if self._way == "link":
+                    target.unlink(missing_ok=True)
+                    hard_link(source, _path(self._job, twin), target)
+                after = Stamp.of(os.fstat(source))
+                if not after.same_content(before):
+                    raise BadInput(f"{printable(twin.file)}: changed meanwhile; start again when nothing writes to it")
+                self._proof.take(shard, found, self._way)
+            keep_digests(after, twin.header, found, since=began)
+        return True
+
+    def _hashed(self, source: int, twin: Header) -> FileDigests:
+        def hashed(info: TensorInfo) -> tuple[str, bool]:
+            look = FiniteCheck(info.dtype)
+            return sha256_range(source, info.begin, info.end, look), look.finite
+
+        # The largest first, so that no core is left alone with one at the end.
+        infos = sorted(twin.tensors, key=lambda info: -info.nbytes)
+        found = dict(zip((info.name for info in infos), self._hashers.map(hashed, infos), strict=True))
+        not_finite = tuple(name for name, (_, finite) in found.items() if not finite)
+        return FileDigests({name: digest for name, (digest, _) in found.items()}, not_finite)
+
+
+def _cores() -> int:
+    """Of those that the machine has, the ones that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _cloned(source: int, target: Path) -> bool:
+    """Whether `target`, a new file, has the blocks of `source`; where not, there is no such file."""
+    target.unlink(missing_ok=True)
+    handle = os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+    try:
+        if done := clone(source, handle):
+            return done
+    finally:
+        os.close(handle)
+    target.unlink()
+    return False

@@ -1,0 +1,230 @@
+"""Reading back what was written, while more is being written: the static proof and the digests of the manifest.
+
+Copied tensors are compared with the base's bytes and, where the base's digests are not known from an earlier run,
+hashed in the same pass; computed ones are hashed. Shards are flushed to disk meanwhile, and journalled once both are
+done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Literal, Self
+
+from surgeon.blueprint.blueprint import Output
+from surgeon.blueprint.shards import Shard
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.header import Header, TensorInfo, read_header
+from surgeon.checkpoint.known_digests import FileDigests, Stamp, keep_digests, known_digests
+from surgeon.checkpoint.piece_bytes import Gap, OtherBytes, compared, places_of, read_in_order
+from surgeon.checkpoint.pieces import Pieces, Span
+from surgeon.checkpoint.ranges import sha256_range, zeros_sha256
+from surgeon.checkpoint.source import OpenShards, Source
+from surgeon.checkpoint.staging import Staging
+from surgeon.common.work_folders import sync
+from surgeon.errors import PromiseBroken, printable
+from surgeon.writing.finiteness import FiniteCheck
+
+# One for each core that copying leaves free, and one more for when copying is done.
+_READERS = 2
+
+# How a shard came to be: written, or without moving a byte.
+Way = Literal["copy", "reflink", "link"]
+
+
+class ReadBack:
+    """Proves shards in threads of its own. A failure comes out at the next `add`, or in `settle`.
+
+    `files` are the digests of the small files that were written, by their names. `digests` (of every output; a copy's
+    is its original's, which it was found equal to) fill as shards are done, and so do `maps`, the reports of transport
+    maps and networks that were handed in with them, and `not_finite`, the originals that hold NaN or infinity (what is
+    computed never does). `ways` says of each shard how its bytes came there. `places` says of which bytes of which
+    files of the `sources` outputs hold copies (`Job`). Without `compare` copies are taken on trust: originals are
+    hashed, the output is not read again. Of the files of `recall`, the first source, digests are those of the last
+    time that they were read, and are kept for the next.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Source],
+        places: Mapping[str, Pieces],
+        staging: Staging,
+        *,
+        compare: bool = True,
+        recall: CheckpointFolder | None = None,
+    ) -> None:
+        self.digests: dict[str, str] = {}
+        self.maps: dict[str, dict[str, Any]] = {}
+        self.not_finite: set[str] = set()
+        self.files: dict[str, str] = {}
+        self.ways: dict[str, Way] = {}
+        self._sources = sources
+        self._places = places
+        # The digests of runs of bytes of files that an output is, or begins with.
+        self._originals: dict[Span, str] = {}
+        self._staging = staging
+        self._compare = compare
+        self._lock = threading.Lock()
+        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="read-back")
+        self._flusher = ThreadPoolExecutor(1, thread_name_prefix="flush")
+        self._pending: list[Future[None]] = []
+        self._recalled = recall
+        self._began = time.time_ns()
+        # How the files of `recall` are before any of them is read.
+        self._stamps = {} if recall is None else {file: self._stamp(file) for file in recall.shards}
+        for file, stamp in self._stamps.items():
+            self._recall(file, stamp)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for pool in (self._readers, self._flusher):
+            pool.shutdown(wait=True, cancel_futures=kind is not None)
+
+    def add(self, shard: Shard, maps: Mapping[str, dict[str, Any]]) -> None:
+        """Take over a shard that is written."""
+        for done in [pending for pending in self._pending if pending.done()]:
+            done.result()
+        flushed = self._flusher.submit(sync, self._staging.folder / shard.file)
+        self._pending.append(self._readers.submit(self._prove, shard, dict(maps), flushed))
+
+    def take(self, shard: Shard, found: FileDigests, way: Way) -> None:
+        """Take over a shard that is another file whole, by `way`; what that file holds is known."""
+        self._done(shard, dict(found.digests), {}, list(found.not_finite), way)
+
+    def known(self, place: str, header: Header) -> FileDigests | None:
+        """What is known of the file at `place` (`OpenShards`); None where some of its tensors were not read yet."""
+        spans = {info.name: Span(place, info.begin, info.nbytes) for info in header.tensors}
+        with self._lock:
+            found = {name: self._originals[span] for name, span in spans.items() if span in self._originals}
+        return FileDigests(found, tuple(sorted(self.not_finite & found.keys()))) if len(found) == len(spans) else None
+
+    def remember(self, file: str, record: Mapping[str, Any]) -> None:
+        """Take over what an earlier run's journal says of a shard."""
+        with self._lock:
+            self.ways[file] = record.get("way", "copy")
+            self.digests.update(record["digests"])
+            self.maps.update(record["maps"])
+            self.not_finite.update(record.get("not_finite", ()))
+            for name, digest in record["digests"].items():
+                if (place := self._places.get(name)) is not None and place.spans[0].length == place.nbytes:
+                    self._originals[place.spans[0]] = digest
+
+    def settle(self) -> None:
+        """Wait until every shard is proved, flushed and journalled."""
+        for pending in self._pending:
+            pending.result()
+
+    def digests_of(self, folder: CheckpointFolder) -> dict[str, str]:
+        """Digests of all tensors of the job's first checkpoint; those that the output has no copy of are read."""
+        found: dict[str, str] = {}
+        with OpenShards(self._sources) as shards:
+            for name, place in places_of(folder.tensors).items():
+                (span,) = place.spans
+                if span not in self._originals:
+                    look, end = FiniteCheck(folder.tensors[name].dtype), span.offset + span.length
+                    self._originals[span] = sha256_range(shards.opened(span.tensor), span.offset, end, look)
+                    if not look.finite:
+                        self.not_finite.add(name)
+                found[name] = self._originals[span]
+        return found
+
+    def keep(self) -> None:
+        """Remember the digests of the files of `recall` that were all read, and are as they were before."""
+        for file, stamp in self._stamps.items():
+            assert self._recalled is not None
+            found = self.known(f"/{file}", self._recalled.headers[file])
+            if found is not None and self._stamp(file) == stamp:
+                keep_digests(stamp, self._recalled.headers[file], found, since=self._began)
+
+    def _recall(self, file: str, stamp: Stamp) -> None:
+        """Take over what is known of a file of `recall`."""
+        assert self._recalled is not None
+        header = self._recalled.headers[file]
+        found = known_digests(stamp, header)
+        if found is not None:
+            spans = (Span(f"/{file}", info.begin, info.nbytes) for info in header.tensors)
+            self._originals.update(zip(spans, found.digests.values(), strict=True))
+            self.not_finite.update(found.not_finite)
+
+    def _stamp(self, file: str) -> Stamp:
+        with OpenShards(self._sources) as shards:
+            return Stamp.of(os.fstat(shards.opened(f"/{file}")))
+
+    def _prove(self, shard: Shard, maps: dict[str, dict[str, Any]], flushed: Future[None]) -> None:
+        digests: dict[str, str] = {}
+        not_finite: list[str] = []
+        written = os.open(self._staging.folder / shard.file, os.O_RDONLY)
+        try:
+            infos = {info.name: info for info in read_header(written, file=shard.file).tensors}
+            with OpenShards(self._sources) as shards:
+                for output in shard.outputs:
+                    info = infos[output.name]
+                    if output.name in self._places:
+                        look = FiniteCheck(info.dtype)
+                        digests[output.name] = self._digest(written, info, shards, output, look)
+                        if not look.finite:
+                            not_finite.append(output.pieces.tensors[0])
+                    elif output.is_hole:
+                        digests[output.name] = zeros_sha256(info.nbytes)
+                    else:
+                        digests[output.name] = sha256_range(written, info.begin, info.end)
+        finally:
+            os.close(written)
+        flushed.result()
+        self._done(shard, digests, maps, not_finite, "copy")
+
+    def _done(
+        self, shard: Shard, digests: dict[str, str], maps: dict[str, dict[str, Any]], not_finite: list[str], way: Way
+    ) -> None:
+        record = {"digests": digests, "maps": maps, "not_finite": not_finite, "way": way}
+        self.remember(shard.file, record)
+        with self._lock:
+            self._staging.done(shard.file, record)
+
+    def _digest(self, written: int, info: TensorInfo, shards: OpenShards, output: Output, look: FiniteCheck) -> str:
+        """The digest of a tensor that holds bytes of others, which are compared with theirs; `look` gets those.
+
+        Each original is hashed and looked at once, however many copies there are; copies are compared all the same.
+        Where a tensor begins with all of another, as one with more rows does, that one's digest is kept too. Without
+        `compare` what is all of others is taken on trust. Raises PromiseBroken where one has other bytes.
+        """
+        place = self._places[output.name]
+        first = place.spans[0]
+        known = self._originals.get(first) if first.length == place.nbytes else None
+        digest, at, of_first = hashlib.sha256(), 0, None
+        try:
+            for piece, copied in self._compared(written, info, shards, place, trusted=known):
+                if known is None:
+                    digest.update(piece)
+                    if copied:
+                        look(piece)
+                at += len(piece)
+                if at == first.length:
+                    of_first = known or digest.hexdigest()
+        except OtherBytes:
+            raise PromiseBroken(
+                f"{printable(info.name)} ({info.file}): what was read back is not what"
+                f" {printable(output.pieces.tensors[0])} holds;"
+                " disk failing, or the base changed meanwhile?"
+            ) from None
+        if of_first is not None and (first.at, first.count) == (0, 1):
+            with self._lock:
+                self._originals[first] = of_first
+        return known or digest.hexdigest()
+
+    def _compared(
+        self, written: int, info: TensorInfo, shards: OpenShards, place: Pieces, *, trusted: str | None
+    ) -> Iterator[tuple[bytearray | memoryview, bool]]:
+        """What was written, in order, with whether others hold it; nothing where it is taken on trust and `trusted`."""
+        if self._compare or not place.covered:
+            yield from compared(place, shards.opened, written, info.begin)
+        elif trusted is None:
+            for piece in read_in_order(place, shards.opened):
+                assert not isinstance(piece, Gap), place
+                yield piece, True

@@ -1,0 +1,185 @@
+"""A surgery: what was drawn of a plan on a base, and the job that carries it out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from surgeon.blueprint.blueprint import Blueprint
+from surgeon.blueprint.shards import Shard
+from surgeon.checkpoint.card_metadata import Metadata, metadata_of
+from surgeon.checkpoint.folder import CheckpointFolder, digests_of
+from surgeon.checkpoint.tokenizer_files import without
+from surgeon.checkpoint.trimmed_vocabulary import trimmed_files
+from surgeon.common.places import meant
+from surgeon.errors import BadInput, printable
+from surgeon.grafts.bundle import bundle
+from surgeon.manifest.compose import BaseId, Written, base_entry, compose, surgeries_of
+from surgeon.manifest.manifest import ModelEntry
+from surgeon.operations.grow_vocabulary import VocabularyFacts
+from surgeon.operations.merge_adapter import MergeFacts
+from surgeon.operations.prepare import Facts, OpenedBase, digest_of_file
+from surgeon.operations.trim_vocabulary import TrimFacts
+from surgeon.plan.plan import LoadedPlan
+from surgeon.writing.job import Computing, Job, beside_weights, manifest_and_card, model_files, places_in, twins_in
+from surgeon.writing.readback import ReadBack
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A plan as it is drawn on a base: `facts` are what operations found out of it, by their numbers.
+
+    `proven` are the versions of the libraries with which its promise was proven.
+    """
+
+    plan: LoadedPlan
+    facts: Mapping[int, Facts]
+    blueprint: Blueprint
+    shards: tuple[Shard, ...]
+    proven: Mapping[str, str] = field(default_factory=dict)
+
+
+def texts_of(blueprint: Blueprint, plan_folder: Path) -> dict[str, Path]:
+    """The texts that couplings have the base run on, by their names in the plan; BadInput where one is missing."""
+    found: dict[str, Path] = {}
+    for coupling in blueprint.couplings.values():
+        if coupling.support is not None:
+            path = plan_folder / meant(coupling.support.text)
+            if not path.is_file():
+                raise BadInput(
+                    f"{printable(str(path))}: no such text, which `support: activations` of the plan asks for"
+                )
+            found[coupling.support.text] = path
+    return found
+
+
+def surgery_job(
+    drawn: Drawing,
+    opened: OpenedBase,
+    base_id: BaseId,
+    *,
+    device: Callable[[], str],
+    read_back: bool,
+    link: bool = False,
+) -> Job:
+    """The job that carries out a plan; `device` is asked only where a tensor must be computed: that needs torch."""
+    blueprint, shards, base, changed = drawn.blueprint, drawn.shards, opened.folder, opened.side_files
+    code = {name: bundle(blueprint.config) for name in blueprint.code_files}
+    texts = {name: digest_of_file(path) for name, path in texts_of(blueprint, opened.plan_folder).items()}
+    finish = _Finish(drawn, opened, base_id, texts, metadata_of(base))
+    _check_side_files(drawn.facts, opened)
+
+    def look(staged: Path) -> None:
+        from surgeon.writing.overflow import check_finite
+
+        check_finite(staged, opened, blueprint, device=device(), say=opened.listener.say)
+
+    return Job(
+        shards=shards,
+        sources={"": base.source},
+        places=places_in(base.tensors, shards),
+        twins=twins_in(base, shards),
+        files=model_files(blueprint.config, shards, code) | {n: c for n, c in changed.items() if c is not None},
+        carried=base,
+        carried_names=tuple(name for name in base.side_files if name not in (*changed, *blueprint.files_left)),
+        finish=finish,
+        identity={
+            "plan": drawn.plan.data(),
+            "base": base.identity(),
+            "base_id": [base_id.name, base_id.revision],
+            "base_config": base.config,
+            "texts": texts,
+            "metadata": asdict(finish.metadata),
+            "facts": {str(number): facts.model_dump(mode="json") for number, facts in drawn.facts.items()},
+            "models": {name: model.identity() for name, model in opened.models.items()},
+        },
+        computing=Computing(blueprint, base, drawn.plan.source, opened.adapters, opened.models, device())
+        if any(output.computed for output in blueprint.outputs)
+        else None,
+        read_back=read_back,
+        link=link,
+        recall=base,
+        look=look if blueprint.promise == "exact" else None,
+    )
+
+
+@dataclass(frozen=True)
+class _Finish:
+    """The end of a surgery, once its tensors are written: the manifest, and the card."""
+
+    drawn: Drawing
+    opened: OpenedBase
+    base_id: BaseId
+    texts: Mapping[str, str]
+    metadata: Metadata
+
+    def __call__(self, proof: ReadBack) -> Mapping[str, bytes]:
+        """Raise BadInput where something that was read is not what it was; else return the last files."""
+        drawn, base = self.drawn, self.opened.folder
+        blueprint = drawn.blueprint
+        # Files that changed were the base's before; others do not come along.
+        others = [n for n in base.side_files if n in self.opened.side_files or n in blueprint.files_left]
+        files = {**proof.files, **{n: _digest_of(base.read_side_file(n)) for n in others}}
+        digests = proof.digests_of(base)
+        found = base_entry(base, self.base_id, layers=len(blueprint.layer_of_base), digests=digests, files=files)
+        for adapter in self.opened.adapters.values():
+            adapter.check_unchanged()
+        _check_code(base, proof.files)
+        written = Written(
+            digests=proof.digests,
+            files=beside_weights(proof.files),
+            reports=proof.maps,
+            texts=self.texts,
+            models=_model_entries(blueprint, self.opened.models),
+            proven=drawn.proven,
+        )
+        manifest = compose(drawn.plan, blueprint, found, surgeries_of(base), drawn.facts, written)
+        return manifest_and_card(manifest, blueprint.config, drawn.shards, self.metadata)
+
+
+def _model_entries(blueprint: Blueprint, models: Mapping[str, CheckpointFolder]) -> dict[str, ModelEntry]:
+    """What the manifest says of other models: how they are called, and one digest of the tensors that were taken."""
+    found: dict[str, ModelEntry] = {}
+    for name, tensors in blueprint.taken.items():
+        models[name].check_unchanged()
+        digests = digests_of(models[name], tensors, lambda _: None)
+        digest = _digest_of(json.dumps(digests, sort_keys=True).encode())
+        found[name] = ModelEntry(id=models[name].path.resolve().name, sha256=digest)
+    return found
+
+
+def _check_side_files(facts: Mapping[int, Facts], opened: OpenedBase) -> None:
+    """Raise BadInput where a side file is to get other bytes than what the facts make of the base's.
+
+    These alone `verify` can make again: bytes that were inserted, or a vocabulary without some tokens.
+    """
+    grown = [each for each in facts.values() if isinstance(each, VocabularyFacts)]
+    inserted = {name: places for each in grown for name, places in each.inserted.items()}
+    base, trims = opened.folder, [each for each in facts.values() if isinstance(each, TrimFacts)]
+    files = {name: base.read_side_file(name) for name in base.side_files} if trims else {}
+    trimmed = {name: content for each in trims for name, content in trimmed_files(files, each.tokens).items()}
+    brought = {name for each in facts.values() if isinstance(each, MergeFacts) for name in each.side_files}
+    for name in {**opened.side_files, **inserted, **trimmed}.keys() - brought:
+        content = opened.side_files.get(name)
+        if name in trimmed and name in opened.side_files and content == trimmed[name]:
+            continue
+        known = name in base.side_files and name in inserted and content is not None
+        if not known or without(content or b"", inserted[name]) != base.read_side_file(name):
+            raise BadInput(
+                f"{printable(name)}: an operation changes it otherwise than by inserting the bytes that its facts name,"
+                " which `verify` and `revert` could not take out again; report this to whoever wrote the operation"
+            )
+
+
+def _check_code(base: CheckpointFolder, files: Mapping[str, str]) -> None:
+    """Raise BadInput where the base's own code that was carried along is not that which was run."""
+    for name, content in base.own.files.items() if base.own is not None else ():
+        if files[name] != _digest_of(content):
+            raise BadInput(f"{printable(name)}: changed meanwhile; start again when nothing writes to it")
+
+
+def _digest_of(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

@@ -1,0 +1,379 @@
+"""Writing a job's output: shard by shard from the base into a staged folder, published by one rename.
+
+A shard that is the base's byte for byte shares its blocks, or is linked: no byte of it moves (unmoved.py). Other copied
+tensors pass as bytes, undecoded; zeros are holes; only what must be computed is read into memory (and only then is
+torch imported). While the next shard is written, other threads read the last one back and compare
+it with the base (readback.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from surgeon.blueprint.blueprint import Output
+from surgeon.blueprint.recipes import Constant
+from surgeon.blueprint.shards import Shard, group_by_layer, header_of
+from surgeon.checkpoint.header import Header, header_bytes
+from surgeon.checkpoint.piece_bytes import copy_pieces
+from surgeon.checkpoint.ranges import WriteBehind, reserve, write_all
+from surgeon.checkpoint.source import OpenShards
+from surgeon.checkpoint.staging import Staging, check_destination, check_space, working_folder
+from surgeon.common.disk_space import writing
+from surgeon.common.distributed import Elsewhere, Ranks, Report
+from surgeon.common.listener import Listener, Stopwatch
+from surgeon.common.work_folders import write_new
+from surgeon.errors import SurgeonError, printable
+from surgeon.writing.job import Job, data_of
+from surgeon.writing.linked_shards import Moved as HowMoved
+from surgeon.writing.linked_shards import Unmoved, bytes_to_move, way_to
+from surgeon.writing.readback import ReadBack, Way
+
+if TYPE_CHECKING:
+    from surgeon.writing.compute import Evaluator
+
+_ALONE = Ranks()
+
+# The kernel copies with the processor: two copies at once is what two cores give, more does not help a disk.
+_WRITERS = 2
+
+
+def check_output(job: Job, base: Path, out: Path) -> None:
+    """BadInput where `out` is taken, or stands in `base`, where the disk has no room for what the job writes, or where
+    the job links and files cannot be linked there.
+    """
+    check_destination(out, base)
+    check_space(out, bytes_to_move(job, out), fingerprint=job.fingerprint)
+
+
+def execute(job: Job, out: Path, listener: Listener, stopwatch: Stopwatch, ranks: Ranks = _ALONE) -> HowMoved:
+    """Write the output of `job` to `out`; at any moment `out` is absent or complete. `stopwatch` times the stages.
+
+    With several `ranks` this is rank 0, and the others call `assist`. An earlier run of the same job that was cut off
+    is continued. Raises BadInput for what the user can mend (disk full, base changed meanwhile) and PromiseBroken when
+    what was read back is not what was written. Returns how the bytes of the shards came there.
+    """
+    working = working_folder(out)
+    kept = f"what was finished is kept in {printable(str(working))}: the same command continues"
+    with (
+        writing(out, kept=kept, kept_in=working, needed_bytes=bytes_to_move(job, out)),
+        Staging(out, fingerprint=job.fingerprint, say=listener.say) as staging,
+    ):
+        if staging.already_published:
+            listener.say(f"{printable(str(out))} was already complete; nothing to do")
+            ranks.send(Order("", ()))
+            ranks.gather(Report({}))
+            return HowMoved()
+        moved = _write(job, staging, way_to(job, out), listener, stopwatch, ranks)
+        staging.publish()
+        return moved
+
+
+def _write(job: Job, staging: Staging, way: Way, listener: Listener, stopwatch: Stopwatch, ranks: Ranks) -> HowMoved:
+    """Write everything into the staged folder; a job that can never succeed leaves nothing there."""
+    listener.begin("writing", job.bytes_to_write)
+    try:
+        with (
+            ReadBack(job.sources, job.places, staging, compare=job.read_back, recall=job.recall) as proof,
+            Unmoved(job, way, proof) as unmoved,
+        ):
+            run = _Run(job, staging.folder, listener, stopwatch, ranks, staging, proof, unmoved)
+            run.all_shards()
+            with stopwatch.stage("wait for read-back"):
+                proof.settle()
+                _say_not_finite(proof, listener)
+                run.small_files()
+                last = job.finish(proof)
+        job.check_unchanged()
+        proof.keep()
+        for name, content in last.items():
+            run.small_file(name, content)
+        if job.look is not None:
+            with stopwatch.stage("look"):
+                job.look(staging.folder)
+    except SurgeonError as error:
+        # The base or the plan is at fault, not the moment: the same command would fail again.
+        if not (isinstance(error, Elsewhere) and error.momentary):
+            staging.abandon()
+        raise
+    return HowMoved.of(job, proof.ways)
+
+
+def _say_not_finite(proof: ReadBack, listener: Listener) -> None:
+    """Bytes pass through whatever they mean, and an honest base may hold an infinity: it is said, not refused."""
+    if proof.not_finite:
+        names = sorted(proof.not_finite)
+        more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
+        listener.say(
+            f"{printable(names[0])}{more}: holds NaN or infinity in the base, copied as it is; `surgeon verify` shows"
+            " whether the base computes with it, and training stops at a loss that is no number"
+        )
+
+
+@dataclass(frozen=True)
+class Order:
+    """What rank 0 asks of the others: the folder with the staged shards, and the shards whose layers to compute."""
+
+    folder: str
+    files: tuple[str, ...]
+
+
+def assist(job: Job, listener: Listener, stopwatch: Stopwatch, ranks: Ranks) -> None:
+    """On every rank but 0: compute a share of the layers that rank 0 asks for, and wait until it has published."""
+    order: Order = ranks.receive()
+    share = _Share(job, Path(order.folder), listener, stopwatch, ranks)
+    ranks.gather(share.of([shard for shard in job.shards if shard.file in order.files]))
+    ranks.receive()
+
+
+@dataclass(eq=False)
+class _Share:
+    """One process's part of an execution: it writes tensors into shards that are begun."""
+
+    job: Job
+    folder: Path
+    listener: Listener
+    stopwatch: Stopwatch
+    ranks: Ranks
+    _evaluator: Evaluator | None = field(default=None, init=False)
+    _layers_done: int = field(default=0, init=False)
+
+    @property
+    def evaluator(self) -> Evaluator:
+        """Made at first need: it brings torch."""
+        if self._evaluator is None:
+            from surgeon.writing.compute import Evaluator
+
+            computing = self.job.computing
+            assert computing is not None
+            self._evaluator = Evaluator(
+                computing.blueprint,
+                computing.base,
+                device=computing.device,
+                stopwatch=self.stopwatch,
+                plan_source=computing.plan_source,
+                adapters=computing.adapters,
+                models=computing.models,
+            )
+        return self._evaluator
+
+    def of(self, shards: Sequence[Shard]) -> Report:
+        """Write this rank's layers of `shards`; an error is reported, not raised, as the other ranks wait for it."""
+        maps: dict[str, dict[str, Any]] = {}
+        dealt = 0
+        mine: list[list[Output]] = []
+        for shard in shards:
+            layers = group_by_layer(shard.outputs)
+            mine.append(
+                [o for n, layer in enumerate(layers, dealt) if n % self.ranks.size == self.ranks.rank for o in layer]
+            )
+            dealt += len(layers)
+        try:
+            for number, (shard, outputs) in enumerate(zip(shards, mine, strict=True)):
+                self.skip([output for output in shard.outputs if output not in outputs])
+                maps[shard.file] = self.write(shard, outputs, _first_layer(mine[number + 1 :])) if outputs else {}
+        except SurgeonError as error:
+            return Report({}, str(error), error.exit_code)
+        except OSError as error:
+            message = f"{printable(str(error.filename or self.folder))}: {error.strerror or error}"
+            return Report({}, message, momentary=True)
+        finally:
+            self.close()
+        return Report(maps)
+
+    def begin(self, shard: Shard) -> None:
+        """Make a shard's file: its header, and room for its tensors."""
+        header, places = self._header(shard), self._places(shard)
+        (self.folder / shard.file).parent.mkdir(exist_ok=True)
+        # Never what has this name already: that may be the base's file, linked by a run that was cut off.
+        (self.folder / shard.file).unlink(missing_ok=True)
+        target = os.open(self.folder / shard.file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+        try:
+            reserve(target, places[-1][1])
+            write_all(target, header, 0)
+        finally:
+            os.close(target)
+
+    def write(self, shard: Shard, outputs: Sequence[Output], then: Sequence[Output] = ()) -> dict[str, Any]:
+        """Write `outputs` at their places in a shard that is begun; returns reports of the maps solved for them.
+
+        Computed tensors are written, and those that the next layer takes are read, while others are computed; `then`
+        is the layer that comes after these outputs.
+        """
+        places = self._places(shard)
+        place_of = {output.name: place for output, place in zip(shard.outputs, places, strict=True)}
+        computes = any(output.computed for output in outputs)
+        target = os.open(self.folder / shard.file, os.O_RDWR | os.O_NOFOLLOW)
+        try:
+            self._copy(shard, outputs, target, places[0][0])
+            with WriteBehind(target, self.listener.advance) as behind:
+                for layer, following in pairwise([*group_by_layer(outputs), then]):
+                    if computes:
+                        self.evaluator.expect(layer, following)
+                        self._show(layer)
+                    for output in layer:
+                        _write_tensor(self, output, target, *place_of[output.name], behind)
+        finally:
+            os.close(target)
+        return self.evaluator.take_reports() if computes else {}
+
+    def _copy(self, shard: Shard, outputs: Sequence[Output], target: int, begin: int) -> None:
+        """Lay all bytes of others that `outputs` are into a shard, whose data begins at `begin`."""
+        copies = [output for output in outputs if output.pieces.spans and not output.computed]
+        places = {output.name: self.job.places[output.name] for output in copies}
+        with self.stopwatch.stage("copy"), OpenShards(self.job.sources) as shards:
+            pieces = data_of(shard.outputs, places)
+            copy_pieces(pieces, shards.opened, target=target, begin=begin, progress=self.listener.advance)
+
+    def _show(self, layer: Sequence[Output]) -> None:
+        """Say which of the layers to compute is under way."""
+        if any(output.computed for output in layer):
+            self._layers_done += 1
+            self.listener.rename(f"writing, new layer {self._layers_done} of {_computed_layers(self.job.shards)}")
+
+    def close(self) -> None:
+        """Nothing more is computed: what was to be read for it is not."""
+        if self._evaluator is not None:
+            self._evaluator.close()
+
+    def skip(self, outputs: Sequence[Output]) -> None:
+        """Count tensors as done that an earlier run or another rank makes."""
+        for output in outputs:
+            if output.computed:
+                self.evaluator.skip(output)
+        self._layers_done += sum(any(o.computed for o in layer) for layer in group_by_layer(outputs))
+
+    def _header(self, shard: Shard) -> bytes:
+        """A shard that is its twin has its twin's own header, whoever wrote it, so that every way gives one file."""
+        twin = self.job.unchanged.get(shard.file)
+        if twin is None:
+            return header_of(shard, self._mirrored(shard))[0]
+        with OpenShards(self.job.sources) as shards:
+            return header_bytes(shards.opened(twin.place), twin.header, file=twin.file)
+
+    def _places(self, shard: Shard) -> list[tuple[int, int]]:
+        """Where each tensor of a shard begins and ends in its file."""
+        if (twin := self.job.unchanged.get(shard.file)) is not None:
+            return [(info.begin, info.end) for info in twin.header.tensors]
+        return header_of(shard, self._mirrored(shard))[1]
+
+    def _mirrored(self, shard: Shard) -> Header | None:
+        twin = self.job.twins.get(shard.file)
+        return None if twin is None else twin.header
+
+
+def _computed_layers(shards: Sequence[Shard]) -> int:
+    """How many layers (or groups of tensors outside them) have something to compute."""
+    layers = (layer for shard in shards for layer in group_by_layer(shard.outputs))
+    return sum(any(output.computed for output in layer) for layer in layers)
+
+
+class _Run(_Share):
+    """An execution under way on rank 0: it holds the staged folder and has everything read back."""
+
+    def __init__(
+        self,
+        job: Job,
+        folder: Path,
+        listener: Listener,
+        stopwatch: Stopwatch,
+        ranks: Ranks,
+        staging: Staging,
+        proof: ReadBack,
+        unmoved: Unmoved,
+    ) -> None:
+        super().__init__(job, folder, listener, stopwatch, ranks)
+        self.staging = staging
+        self.proof = proof
+        self.unmoved = unmoved
+
+    def all_shards(self) -> None:
+        """Write every shard: those of bytes only in threads, the computed ones here, one after the other."""
+        computed = [shard for shard in self.job.shards if any(o.computed for o in shard.outputs)]
+        with ThreadPoolExecutor(_WRITERS, thread_name_prefix="write") as writers:
+            try:
+                copies = [writers.submit(self.shard, s) for s in self.job.shards if s not in computed]
+                if self.ranks.size == 1:
+                    for number, shard in enumerate(computed):
+                        waiting = [s.outputs for s in computed[number + 1 :] if not self.staging.is_done(s.file)]
+                        self.shard(shard, _first_layer(waiting))
+                else:
+                    self._among_ranks([shard for shard in computed if not self._done_earlier(shard)])
+                for copy in as_completed(copies):
+                    copy.result()
+            except BaseException:
+                writers.shutdown(wait=False, cancel_futures=True)
+                raise
+            finally:
+                self.close()
+
+    def _among_ranks(self, shards: list[Shard]) -> None:
+        for shard in shards:
+            self.begin(shard)
+        self.ranks.send(Order(str(self.folder), tuple(shard.file for shard in shards)))
+        reports = self.ranks.gather(self.of(shards))
+        for shard in shards:
+            self.proof.add(shard, {name: found for r in reports for name, found in r.maps.get(shard.file, {}).items()})
+
+    def shard(self, shard: Shard, then: Sequence[Output] = ()) -> None:
+        """Write one shard, or take it as an earlier run left it; `then` is the layer computed after it."""
+        if not self._done_earlier(shard) and not self._taken(shard):
+            self.begin(shard)
+            self.proof.add(shard, self.write(shard, shard.outputs, then))
+
+    def _taken(self, shard: Shard) -> bool:
+        """Whether the shard is there without a byte of it being moved."""
+        if not self.unmoved.take(shard, self.folder / shard.file, self.stopwatch):
+            return False
+        self.listener.advance(shard.nbytes)
+        return True
+
+    def _done_earlier(self, shard: Shard) -> bool:
+        record = self.staging.is_done(shard.file)
+        if record is None:
+            return False
+        self.proof.remember(shard.file, record)
+        self.skip(shard.outputs)
+        self.listener.advance(sum(output.nbytes for output in shard.outputs if not output.is_hole))
+        return True
+
+    def small_files(self) -> None:
+        """Write the small files that are known beforehand, and those that are carried along."""
+        job = self.job
+        for name, content in job.files.items():
+            self.small_file(name, content)
+        if job.carried is not None:
+            for name in job.carried.side_files if job.carried_names is None else job.carried_names:
+                self.small_file(name, job.carried.read_side_file(name))
+
+    def small_file(self, name: str, content: bytes) -> None:
+        """Write a small file, which is then journalled, and keep its digest."""
+        file = self.staging.folder / name
+        file.parent.mkdir(exist_ok=True)
+        write_new(file, content)
+        self.proof.files[name] = hashlib.sha256(content).hexdigest()
+        self.staging.done(name, {})
+
+
+def _first_layer(shards: Sequence[Sequence[Output]]) -> Sequence[Output]:
+    """The layer that is computed next, when `shards` are the outputs still to come."""
+    return next((group_by_layer(outputs)[0] for outputs in shards if outputs), ())
+
+
+def _write_tensor(run: _Share, output: Output, target: int, begin: int, end: int, behind: WriteBehind) -> None:
+    """Write a tensor that is made: computed, or of constants."""
+    if output.computed:
+        for made in run.evaluator.make(output):
+            with run.stopwatch.stage("wait for writing"):
+                behind.write(made, begin)
+            begin += len(made)
+        assert begin == end, output.name
+    elif isinstance(output.recipe, Constant) and not output.is_hole:
+        write_all(target, output.recipe.data, begin)
+        run.listener.advance(end - begin)

@@ -1,0 +1,243 @@
+"""train.yaml: what is refused, by file and line, and what the papers fill in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from surgeon.data.sources import check_source
+from surgeon.errors import BadInput, Mistakes
+from surgeon.operations import OPERATIONS
+from surgeon.training.backends import ATTENTION, TRACKERS, missing_for_attention, missing_for_tracker
+from surgeon.training.config.loading import LoadedConfig, load_config
+from surgeon.training.config.settings import settle
+
+SMALLEST = """\
+surgeon_train: 1
+steps: 100
+sources:
+  - {name: fr, path: fr.jsonl, share: 0.9}
+  - {name: en, path: en.jsonl, share: 0.1, role: original}
+"""
+
+
+def written(folder: Path, text: str) -> LoadedConfig:
+    path = folder / "train.yaml"
+    path.write_text(text, encoding="utf-8")
+    return load_config(path)
+
+
+def test_a_small_config_gets_the_papers_values(tmp_path: Path) -> None:
+    loaded = written(tmp_path, SMALLEST)
+    settings, notes = settle(loaded, ["insert_layers", "gated_adapters"], context=1024, processes=2)
+    assert (settings.lr, settings.betas, settings.length, settings.batch) == (2e-4, (0.9, 0.95), 1024, 64)
+    assert settings.micro_batch * settings.accumulation * 2 == settings.batch
+    assert settings.warmup_steps == 3
+    assert any("Neutral Residues" in note for note in notes)
+    control, _ = settle(loaded, ["control_llm"], context=1024, processes=1)
+    assert (control.lr, control.min_lr, control.weight_decay, control.clip) == (5e-5, 1e-5, 0.1 * 5e-5, 1.0)
+
+
+# Where the numbers come from, in the words that the note begins with.
+FROM = {
+    "insert_layers": "1e-4, 64 sequences of 2048, as OpT-DeUS",
+    "stack_layers": "SOLAR's paper gives none; OpT-DeUS, section 5.5: 1e-4",
+    "control_llm": "Control LLM, section 3.4: ",
+    "merge_branches": "Control LLM's rate",
+    "gated_adapters": "Neutral Residues, section 4.1 and Table 8: 2e-4",
+    "pmoe_experts": "PMoE, section 3.2.3: 3e-4",
+    "mixture_of_control": "Mixture-of-Control, Tables 4 and 5: 3e-4",
+    "grow_vocabulary": "ours, no paper's: ",
+    "upcycle_experts": "ours, no paper's: ",
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_notes_name_the_operation_and_its_own_paper(operation: str, tmp_path: Path) -> None:
+    loaded = written(tmp_path, SMALLEST.replace(", role: original", ""))
+    _, notes = settle(loaded, ["mixture_of_control", operation], context=1024, processes=1)
+    assert f"what the config leaves out has the defaults of {operation}: {FROM.get(operation, '')}" in notes[0]
+    mixes = {"gated_adapters": "10%", "pmoe_experts": "1%"}.get(operation)
+    said = f"no source has the role `original`; the paper of {operation} mixes in {mixes} of what the base knows"
+    assert (said in notes) is (mixes is not None)
+    shortened = "the warm-up of control_llm, 1000 steps, is as long as this run; it takes 10 instead"
+    assert (shortened in notes) is (operation == "control_llm")
+
+
+def test_an_operation_that_is_unknown_here_gets_values_that_no_paper_gave(tmp_path: Path) -> None:
+    settings, notes = settle(written(tmp_path, SMALLEST), ["of_a_plugin"], context=64, processes=1)
+    assert settings.lr == 5e-5
+    assert any("of of_a_plugin: no paper's but transformers'" in note for note in notes)
+
+
+def test_every_default_can_be_overridden(tmp_path: Path) -> None:
+    text = SMALLEST + (
+        "batch: 12\nmicro_batch: 3\nlength: 16\n"
+        "optimizer: {lr: 1e-3, min_lr: 1e-4, schedule: linear, warmup: 7, betas: [0.8, 0.9], weight_decay: 0.2,"
+        " clip: 0}\n"
+    )
+    settings, _ = settle(written(tmp_path, text), ["control_llm"], context=64, processes=2)
+    assert settings.to_json() == {
+        "steps": 100,
+        "seed": 0,
+        "batch": 12,
+        "micro_batch": 3,
+        "accumulation": 2,
+        "length": 16,
+        "lr": 1e-3,
+        "min_lr": 1e-4,
+        "schedule": "linear",
+        "warmup_steps": 7,
+        "betas": [0.8, 0.9],
+        "weight_decay": 0.2,
+        "clip": 0.0,
+    }
+
+
+@pytest.mark.parametrize(
+    "change, told",
+    [
+        (("share: 0.9", "share: 0.5"), "shares sum to 0.6; they must sum to 1"),
+        (("role: original", "role: orginal"), "train.yaml:5: sources[1] (en): role 'orginal' is not known"),
+        (("steps: 100", "step: 100"), "train.yaml:2: unknown key `step`; did you mean `steps`?"),
+        (("share: 0.9", "shares: 0.9"), "train.yaml:4: unknown key `shares`; did you mean `share`?"),
+        (("name: en", "name: fr"), "two sources are called 'fr'"),
+        (
+            ("steps: 100", "steps: 100\noptimizer: {lr: 0}"),
+            "train.yaml:3: `optimizer.lr` is 0; it takes a number, above 0",
+        ),
+        (("steps: 100", "steps: 100\nwhat: frist"), "train.yaml:3: `what` is"),
+        (("steps: 100", "steps: 100\nattention: spda"), "train.yaml:3: `attention` is spda; did you mean `sdpa`?"),
+        (("steps: 100", "steps: 100\nreport_to: [tensorbord]"), "tensorbord: no tracker of that name; did you mean"),
+        (
+            ("steps: 100", "steps: 100\nreport_to: [all]"),
+            "train.yaml:3: report_to[0]: all: no tracker of that name; known",
+        ),
+        ((SMALLEST, ""), "is empty; it needs `surgeon_train: 1`"),
+        ((SMALLEST, "- a\n"), "not a list"),
+    ],
+)
+def test_what_is_wrong_is_named_by_line(tmp_path: Path, change: tuple[str, str], told: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        written(tmp_path, SMALLEST.replace(*change))
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "added, told",
+    [
+        ("length: 65\n", "`length` is 65, the model's context 64"),
+        ("batch: 7\n", "no multiple of the 2 processes"),
+        ("batch: 8\nmicro_batch: 3\n", "`micro_batch` 3 does not divide the 4 sequences"),
+        ("optimizer: {lr: 1e-4, min_lr: 1e-3}\n", "is above the peak"),
+        ("optimizer: {warmup: 101}\n", "is 101 steps, the run only 100"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_refused(tmp_path: Path, added: str, told: str) -> None:
+    with pytest.raises(BadInput, match=told):
+        settle(written(tmp_path, SMALLEST + added), ["insert_layers"], context=64, processes=2)
+
+
+def test_all_numbers_that_do_not_fit_are_named_at_once(tmp_path: Path) -> None:
+    loaded = written(tmp_path, SMALLEST + "length: 65\noptimizer:\n  lr: 1e-4\n  min_lr: 1e-3\n  warmup: 101\n")
+    with pytest.raises(Mistakes) as caught:
+        settle(loaded, ["insert_layers"], context=64, processes=1)
+    assert [line.partition(": `")[0] for line in caught.value.lines] == [
+        f"{tmp_path}/train.yaml:{number}" for number in (6, 9, 10)
+    ]
+
+
+def test_options_replace_values_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "train.yaml"
+    path.write_text(SMALLEST, encoding="utf-8")
+    settings = ["optimizer.lr=1e-4", "steps=7", "sources.fr.share=0.5", "sources.1.share=.5", "what=[0, 1]"]
+    config = load_config(path, settings).config
+    assert (config.optimizer.lr, config.steps, config.what) == (1e-4, 7, [0, 1])
+    assert [source.share for source in config.sources] == [0.5, 0.5]
+    assert load_config(path).config.steps == 100
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("optimizer.lrr=1", "--set optimizer.lrr=1: unknown key `lrr`; did you mean `lr`?"),
+        ("optimiser.lr=1", "--set optimiser.lr=1: unknown key `optimiser`; did you mean `optimizer`?"),
+        (
+            "steps=ten",
+            '--set steps=ten: `steps` is "ten"; it takes a whole number, at least 1 and at most 1,000,000,000',
+        ),
+        ("sources.fe.share=0.5", "--set sources.fe.share=0.5: `sources` has no entry `fe`; did you mean `fr`?"),
+        ("steps.more=1", "--set steps.more=1: `steps` is a value, which has no keys; set it as it is"),
+        ("steps", "--set steps: give a key and a value, as in --set optimizer.lr=1e-4"),
+    ],
+)
+def test_an_option_that_sets_nothing_is_named(tmp_path: Path, setting: str, told: str) -> None:
+    (tmp_path / "train.yaml").write_text(SMALLEST, encoding="utf-8")
+    with pytest.raises(BadInput) as caught:
+        load_config(tmp_path / "train.yaml", [setting])
+    assert str(caught.value) == told
+
+
+def test_missing_texts_are_named_by_the_configs_line_and_the_path_looked_at(tmp_path: Path) -> None:
+    text = SMALLEST.replace("share: 0.9", "share: 0.9, validation: aside.jsonl")
+    loaded = written(tmp_path, text)
+    (tmp_path / "en.jsonl").mkdir()
+    wrong = [
+        (loaded.where("sources", n, key), why)
+        for n in (0, 1)
+        for key, why in check_source(loaded.config.sources[n], loaded)
+    ]
+    assert [where for where, _ in wrong] == [f"{tmp_path}/train.yaml:{line}: " for line in (4, 4, 5)]
+    assert wrong[0][1] == f"source fr: {tmp_path}/fr.jsonl: no such file or folder; check the path"
+    assert wrong[1][1] == f"source fr: {tmp_path}/aside.jsonl: no such file or folder; check the path"
+    assert "no .jsonl, .json, .txt, .parquet in this folder" in wrong[2][1]
+
+
+def test_a_data_set_of_the_hub_is_led_to_its_form(tmp_path: Path) -> None:
+    loaded = written(tmp_path, SMALLEST.replace("fr.jsonl", "org/data"))
+    ((_, why),) = check_source(loaded.config.sources[0], loaded)
+    assert why.endswith("/org/data: no such file or folder; check the path (a dataset of the Hub is dataset:org/data)")
+    for address in (
+        "https://huggingface.co/datasets/org/data",
+        "hf://datasets/org/data/a.jsonl",
+        "s3://bucket/a.jsonl",
+    ):
+        with pytest.raises(BadInput, match=r"train.yaml:4: .*is an address: write dataset:USER/NAME for a dataset"):
+            written(tmp_path, SMALLEST.replace("fr.jsonl", f'"{address}"'))
+
+
+def test_names_of_transformers_are_known_before_it_is_loaded() -> None:
+    from transformers.integrations import INTEGRATION_TO_CALLBACK
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    assert set(INTEGRATION_TO_CALLBACK) <= set(TRACKERS)
+    own = {name for name in type(ALL_ATTENTION_FUNCTIONS)._global_mapping if not name.startswith("paged|")}
+    assert own | {"eager"} <= set(ATTENTION)
+
+
+def test_an_attention_that_a_program_registered_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    with pytest.raises(BadInput, match="`attention` is mine; known: eager, sdpa"):
+        written(tmp_path, SMALLEST + "attention: mine\n")
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "mine", lambda *_given, **_named: None)
+    assert written(tmp_path, SMALLEST + "attention: mine\n").config.attention == "mine"
+    assert written(tmp_path, SMALLEST + "attention: kernels-community/flash-attn2\n").config.attention
+
+
+def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    there: set[str] = set()
+    monkeypatch.setattr("importlib.util.find_spec", lambda module: module if module in there else None)
+    assert missing_for_attention("sdpa") == missing_for_attention(None) == missing_for_attention("mine") == ""
+    assert missing_for_attention("flash_attention_2") == (
+        "`attention` is flash_attention_2, which needs one of the Python modules flash_attn or kernels, and none is"
+        " installed; install it, or use sdpa"
+    )
+    assert "needs the Python module kernels" in missing_for_attention("kernels-community/flash-attn2")
+    there |= {"kernels", "dagshub", "tensorboardX"}
+    assert missing_for_attention("flash_attention_2") == missing_for_tracker("tensorboard") == ""
+    assert missing_for_tracker("dagshub") == (
+        "`report_to`: dagshub needs the Python module mlflow, which is not installed; install it, or leave dagshub out"
+    )
