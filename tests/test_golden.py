@@ -39,7 +39,7 @@ def structure(shown: Preview) -> str:
     drawn = shown.blueprint
     told = shown.to_json()
     del told["notes"], told["proof"]
-    for key in ("texts", "deltas"):
+    for key in ("texts", "figures"):
         if not told[key]:
             del told[key]
     for operation in told["operations"]:

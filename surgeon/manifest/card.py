@@ -21,7 +21,7 @@ from surgeon.errors import printable
 from surgeon.manifest.manifest import MANIFEST_FILE, LayerEntry, Manifest, NewTensor
 from surgeon.manifest.moves import has_other_names
 from surgeon.operations import papers_of
-from surgeon.operations.grow_vocabulary import TextCounts
+from surgeon.operations.prepare import TextCounts
 
 LayerT = TypeVar("LayerT", LayerEntry, Layer)
 
@@ -171,12 +171,7 @@ def _done(manifest: Manifest) -> str:
             )
             lines += [f"  - {_code(note)}" for note in run.notes[:_MOST_NAMED]]
             lines += _gate(run.gate)
-    for grown in manifest.vocabularies.values():
-        head = f"{len(grown.made_of):,} tokens more, ids from {grown.rows}: {_code(grown.kind)}, {_code(grown.how)}."
-        lines += ["", head, *_measured(grown.measured)]
-    for trim in manifest.trimmed.values():
-        gone = f"{trim.rows - len(trim.tokens):,} of {trim.rows:,} rows of the vocabulary were taken out"
-        lines += ["", f"{gone}; of {_code(trim.kind)} stay {_code(trim.how)}.", *_measured(trim.measured)]
+    lines += _measured(manifest.measured)
     if manifest.fits:
         lines += ["", f"Matrices were predicted (LESA): {manifest.fit_text}."]
     if manifest.merged:
@@ -258,7 +253,8 @@ def _proof(manifest: Manifest, verified: list[str]) -> str:
     if not manifest.operations:
         lines.append("Before its training this was its base, and nothing else.")
     elif manifest.promise == "exact":
-        of = " of the base's tokens" if manifest.vocabularies else ""
+        grown = any(made.grown_from is not None for made in manifest.new_tensors.values())
+        of = " of the base's tokens" if grown else ""
         lines.append(
             f"At birth, before any training, this model computes what its base computes: every logit{of} bit-identical,"
             f" in the checkpoint's dtype, with and without cache, {CONDITION}.{_on_twin(manifest)} Why:"

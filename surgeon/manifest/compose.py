@@ -15,7 +15,7 @@ from surgeon.blueprint.blueprint import Blueprint
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.grafts.bundle import CODE_FILE
 from surgeon.grafts.registry import plugins_in
-from surgeon.manifest.facts import sections_of
+from surgeon.manifest.facts import kept
 from surgeon.manifest.manifest import (
     FORMAT,
     Base,
@@ -117,7 +117,9 @@ def compose(
     more |= {"fits": fits} if fits else {}
     more |= {"merged": merged} if merged else {}
     more |= {"proven": dict(written.proven)} if written.proven else {}
-    more |= sections_of(facts, loaded.plan, blueprint)
+    more |= {"facts": kept(facts)} if facts else {}
+    for key, by_number in (("dropped", blueprint.dropped), ("left_behind", blueprint.left_behind)):
+        more |= {key: {str(number): list(gone) for number, gone in by_number.items()}} if by_number else {}
     return sealed(
         {
             "surgeon_manifest": FORMAT,
@@ -132,7 +134,6 @@ def compose(
             "transport_maps": maps,
             "files": dict(sorted(written.files.items())),
             "texts": dict(written.texts),
-            "adapters": {},
             "plugins": plugins_of(blueprint),
             "training": [],
             "lineage": lineage,

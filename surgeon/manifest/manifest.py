@@ -27,12 +27,9 @@ from surgeon.checkpoint.pieces import Pieces, Span
 from surgeon.checkpoint.source import is_side_file
 from surgeon.common.schema import Bounded, Many
 from surgeon.errors import printable
-from surgeon.operations.drop_layers import LayerFacts
-from surgeon.operations.grow_vocabulary import TextCounts, VocabularyFacts
-from surgeon.operations.imported_lora import AdapterFacts
-from surgeon.operations.trim_vocabulary import TrimFacts
+from surgeon.operations.prepare import KeptFacts, SideFile, TextCounts
 
-FORMAT = 2
+FORMAT = 3
 # The share of variance below which a network's fit is called poor.
 LITTLE_EXPLAINED = 0.1
 # An operation's place in its plan.
@@ -286,12 +283,12 @@ class Surgery(Entry):
     `files` are digests of every file beside the weights but the card and the manifest itself. `sha256` is over all of
     this and the `sha256` of the surgery before (`seal_of`), so that no field can be edited alone. `proven`: the
     libraries, with versions, by which a promise of exactness was proven on a twin before anything was written.
-    What operations found out of the base before the plan was drawn (`surgeon/operations/prepare.py`) is in the fields
-    `vocabularies`, `trimmed`, `dropped` and `facts` by their numbers, and in `adapters` by the plan's names.
-    `left_behind` are the base's tensors, by the operation's number, that are not in the output.
+    By the operations' numbers, `facts` is what they found out of the base before the plan was drawn
+    (`surgeon/operations/prepare.py`), `dropped` are the base's layers and `left_behind` its tensors that are not in the
+    output.
     """
 
-    surgeon_manifest: Literal[2]
+    surgeon_manifest: Literal[3]
     sha256: Sha256
     tool: Tool
     base: Base
@@ -304,17 +301,14 @@ class Surgery(Entry):
     transport_maps: dict[str, dict[str, Any]]
     files: dict[str, Sha256]
     texts: dict[str, Sha256]
-    adapters: dict[str, AdapterFacts]
     plugins: dict[str, str]
     training: list[TrainingEntry]
-    vocabularies: dict[_Number, VocabularyFacts] = {}
-    trimmed: dict[_Number, TrimFacts] = {}
     models: dict[str, ModelEntry] = {}
-    dropped: dict[_Number, LayerFacts] = {}
+    dropped: dict[_Number, list[Many]] = {}
     left_behind: dict[_Number, list[str]] = {}
     fits: dict[str, FitEntry] = {}
     merged: dict[str, ChangeEntry] = {}
-    facts: dict[_Number, dict[str, Any]] = {}
+    facts: dict[_Number, KeptFacts] = {}
     proven: dict[str, str] = {}
 
     @property
@@ -323,27 +317,15 @@ class Surgery(Entry):
         return {name: getattr(self, name) for name in Surgery.model_fields if name in self.model_fields_set}
 
     @property
-    def inserted(self) -> dict[str, list[list[int]]]:
-        """Return where bytes were inserted into tokenizer files that grew, and how many, by the files' names."""
-        return {name: where for grown in self.vocabularies.values() for name, where in grown.inserted.items()}
-
-    @property
-    def rewritten(self) -> set[str]:
-        """Return the side files that the output has with other bytes than the base, or is without."""
-        return {name for trim in self.trimmed.values() for name in (*trim.changed, *trim.left)} | {*self.brought}
-
-    @property
-    def brought(self) -> dict[str, Sha256 | None]:
-        """Return digests of the side files that an adapter brought; None: one of the base that is left out for them."""
-        found = (facts.get("side_files") for facts in self.facts.values())
-        listed = (each.items() for each in found if isinstance(each, dict))
-        return {name: digest for each in listed for name, digest in each if is_side_file(name)}
+    def side_files(self) -> dict[str, SideFile]:
+        """The side files that the output has otherwise than the base, or is without, and how they differ."""
+        found = (each for facts in self.facts.values() for each in facts.side_files.items())
+        return {name: how for name, how in found if is_side_file(name)}
 
     @property
     def measured(self) -> list[TextCounts]:
-        """Return what changes of the vocabulary make of texts."""
-        grown = [text for facts in self.vocabularies.values() for text in facts.measured]
-        return grown + [text for facts in self.trimmed.values() for text in facts.measured]
+        """What changes of the vocabulary make of texts."""
+        return [text for facts in self.facts.values() for text in facts.texts]
 
     @property
     def poor_fits(self) -> list[str]:
@@ -386,7 +368,7 @@ class Surgery(Entry):
     @property
     def dropped_layers(self) -> dict[int, int]:
         """The layers of the base that are not in the output, each with the operation that took it out."""
-        return {layer: int(number) for number, entry in self.dropped.items() for layer in entry.layers}
+        return {layer: int(number) for number, layers in self.dropped.items() for layer in layers}
 
     @property
     def without(self) -> dict[str, int]:

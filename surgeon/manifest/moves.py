@@ -58,7 +58,7 @@ def layers_of(manifest: Manifest, *, file: str) -> dict[int, int]:
     """
     layers = {layer.base: index for index, layer in enumerate(manifest.layers) if layer.base is not None}
     named = sum(layer.base is not None for layer in manifest.layers)
-    gone = [layer for entry in manifest.dropped.values() for layer in entry.layers]
+    gone = [layer for layers in manifest.dropped.values() for layer in layers]
     if sorted([*layers, *gone]) != list(range(manifest.base.layers)) or named != len(layers):
         raise BadInput(
             f"{printable(file)}: `layers` does not name each of the base's {manifest.base.layers} layers once;"

@@ -56,12 +56,9 @@ class TextLoss(Spec):
 class LayerFacts(Facts):
     """The layers of the base that an operation takes out, as far as weights and text say.
 
-    `layers` are those that go, where they were `chosen` by a measurement; where the plan lists them, surgery.json names
-    them here once the blueprint is drawn. `merged` gives of each layer that takes others in what it becomes, by layer
-    the factor; `silent` are layers of the base that add exactly nothing (in surgery.json: of those that go).
+    `layers` are those that go, where they were `chosen` by a measurement. `merged` gives of each layer that takes
+    others in what it becomes, by layer the factor; `silent` are layers of the base that add exactly nothing.
     """
-
-    section: ClassVar[str] = "dropped"
 
     layers: list[_Layer] = []  # noqa: RUF012  # pydantic copies them
     chosen: bool = False
@@ -226,17 +223,6 @@ class DropLayers(Operation):
             threshold=0.6 if self.threshold is None else self.threshold,
             interval=self.interval or 1,
             range=None if self.range is None else (self.range[0], self.range[1]),
-        )
-
-    def settled(self, facts: LayerFacts | None, dropped: Sequence[int]) -> LayerFacts:
-        """The facts with the layers that went, and of the silent ones those alone."""
-        found = facts or LayerFacts()
-        return LayerFacts(
-            layers=list(dropped),
-            chosen=found.chosen,
-            merged=found.merged,
-            silent=[layer for layer in dropped if layer in found.silent],
-            text=found.text,
         )
 
     def edit(self, draft: Draft, facts: LayerFacts | None) -> OperationRecord:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -24,64 +23,47 @@ from surgeon.anatomy.rows_of_ids import VOCABULARY_KEY
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import HEAD_BLOCK, extended
+from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
 from surgeon.checkpoint.strict_json import json_object
-from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE
+from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, TokenizerJson, without
 from surgeon.checkpoint.trimmed_vocabulary import OTHER_VOCABULARIES, ids_named
+from surgeon.common.check import Check
 from surgeon.common.json_results import plain_fields
-from surgeon.common.schema import Many
 from surgeon.errors import BadInput, printable
 from surgeon.operations.operation import Operation, Paper, Spec, TrainingDefaults
-from surgeon.operations.prepare import Facts, OpenedBase, Scale
+from surgeon.operations.prepare import Facts, OpenedBase, Paths, Scale, SideFile, TextCounts
 
 if TYPE_CHECKING:
     from surgeon.models.vocabulary.grow import Grown
 
-Paths = str | Annotated[list[str], Field(min_length=1)]
 # Characters of an added token.
 _LONGEST = 200
-
-
-class TextCounts(Spec):
-    """What a growth of the vocabulary makes of a text (`surgeon.checkpoint.tokenizer_files.MeasuredText`)."""
-
-    use: str
-    text: str
-    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    documents: Many
-    unchanged: Many
-    words: Many
-    before: Many
-    after: Many
-
-    @property
-    def fertility(self) -> tuple[float, float]:
-        """Tokens a word, before and after."""
-        return self.before / max(1, self.words), self.after / max(1, self.words)
 
 
 class VocabularyFacts(Facts):
     """A growth of the vocabulary, of whatever operation: what surgery.json keeps of the new tokens.
 
     `rows` are the base's rows of embeddings that tokens use, so the first new id. `made_of` has a line for each new
-    token: the old ids that the old tokenizer made of it (none: it knew none). `inserted` are the bytes that side files
-    of the base got, as begin and length; `verify` and `revert` take them out again.
+    token: the old ids that the old tokenizer made of it (none: it knew none).
     """
-
-    section: ClassVar[str] = "vocabularies"
 
     kind: str
     how: str
     rows: Annotated[int, Field(ge=1)]
     made_of: list[Annotated[str, Field(pattern=r"^([0-9]{1,9}( [0-9]{1,9}){0,1023})?$")]]
-    inserted: dict[str, list[Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=2, max_length=2)]]]
-    measured: list[TextCounts]
 
     @classmethod
     def of(cls, grown: Grown) -> VocabularyFacts:
         """The facts of a tokenizer that has grown."""
-        made_of = [" ".join(map(str, named)) for named in grown.made_of]
-        return cls(**plain_fields(grown, without=("files", "tokens", "made_of")), made_of=made_of)
+        return cls(
+            kind=grown.kind,
+            how=grown.how,
+            rows=grown.rows,
+            made_of=[" ".join(map(str, named)) for named in grown.made_of],
+            side_files={name: SideFile(inserted=[*map(list, at)]) for name, at in grown.inserted.items()},
+            texts=[TextCounts(**plain_fields(text)) for text in grown.measured],
+        )
 
     @property
     def pieces(self) -> tuple[tuple[int, ...], ...]:
@@ -94,13 +76,26 @@ class VocabularyFacts(Facts):
         rows = scale.twin.sizes.vocabulary - free
         pieces = [sorted({token % rows for token in named}) for named in self.pieces[: free or _FEW]]
         made_of = [" ".join(map(str, named)) for named in pieces]
-        few = {"rows": rows, "made_of": made_of, "inserted": {}, "measured": []}
+        few = {"rows": rows, "made_of": made_of, "side_files": {}, "texts": []}
         return type(self)(**self.model_dump() | few)
 
     def check(self, file: str) -> None:
         """Raise BadInput where a new token is made of ids that the base does not have."""
         if any(token >= self.rows for named in self.pieces for token in named):
-            raise BadInput(f"{printable(file)}: `vocabularies` names a token beyond the base's; was it edited by hand?")
+            raise BadInput(f"{printable(file)}: `made_of` names a token beyond the base's; was it edited by hand?")
+
+    def checks(self, base: CheckpointFolder | None, out: CheckpointFolder) -> list[Check]:
+        """Whether every id below the new ones is taken, so that no later token gets one of these, and no old one."""
+        there = [name for name in self.side_files if name == TOKENIZER_FILE and name in out.side_files]
+        wrong = [] if TOKENIZER_FILE not in self.side_files or there else [TOKENIZER_FILE]
+        for name in there:
+            content = out.read_side_file(name)
+            before = TokenizerJson.parse(without(content, self.side_files[name].inserted)).ids
+            after = TokenizerJson.parse(content).ids
+            if after != {*range(self.rows + len(self.made_of))} or max(before) >= self.rows:
+                wrong.append(name)
+        kept = f"{len(self.made_of)} new tokens, with the ids behind the base's"
+        return [Check.of("tokenizer", wrong, "not the base's with the new tokens inserted", kept)]
 
 
 # Tokens of a twin, as many as it gets or has rows for that no token uses.
@@ -197,10 +192,10 @@ class GrowVocabulary(Operation):
         added = {mark: mark in self.special for mark in (*self.special, *self.added)}
         if isinstance(self.tokens, Learn):
             learn = self.tokens
-            wanted = LearnedTokens(paths_of(base, learn.learn), learn.count, paths_of(base, learn.keep), learn.how)
+            wanted = LearnedTokens(base.texts(learn.learn), learn.count, base.texts(learn.keep), learn.how)
         elif isinstance(self.tokens, str):
             path = base.text(self.tokens)
-            lines = lines_of(path)
+            lines = base.lines(self.tokens)
             wanted, listed = tuple(lines.values()), Listed(printable(str(path)), tuple(lines))
         else:
             wanted = tuple(self.tokens or ())
@@ -209,7 +204,7 @@ class GrowVocabulary(Operation):
             wanted,
             rows=base.anatomy.sizes.vocabulary,
             added=added,
-            measure=paths_of(base, self.measure),
+            measure=base.texts(self.measure),
             listed=listed,
             listener=base.listener,
         )
@@ -294,28 +289,6 @@ def claim_of_rows(rows: int, added: int, new: int) -> Claim:
         f" {bound}",
         tail_alone=True,
     )
-
-
-def paths_of(base: OpenedBase, names: Paths | None) -> tuple[Path, ...]:
-    """The paths of the texts that a plan names."""
-    listed = [names] if isinstance(names, str) else names or []
-    return tuple(base.text(name) for name in listed)
-
-
-def lines_of(path: Path) -> dict[int, str]:
-    """The words of a file that has one a line, by the numbers of their lines. Raises BadInput."""
-    shown = printable(str(path))
-    if path.stat().st_size > MAX_SIDE_FILE_BYTES:
-        raise BadInput(f"{shown}: more than {MAX_SIDE_FILE_BYTES:,} bytes of tokens; is this the right file?")
-    try:
-        # Some editors put a byte order mark before the first word.
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise BadInput(f"{shown}: not UTF-8 (byte {error.start}: {error.reason}); save it as UTF-8") from None
-    words = {number: line for number, line in enumerate(lines, start=1) if line.strip()}
-    if not words:
-        raise BadInput(f"{shown}: empty, so there is nothing to add; write at least one word, one a line")
-    return words
 
 
 def _matched(grown: VocabularyFacts, rows: int, new: int) -> str:

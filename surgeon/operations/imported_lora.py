@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -65,8 +65,6 @@ class TensorEntry(Spec):
 class AdapterFacts(Facts):
     """A PEFT adapter that the plan imports, without its weights: everything that drawing the plan again needs."""
 
-    section: ClassVar[str] = "adapters"
-
     id: str
     revision: str | None
     alpha: float
@@ -86,7 +84,8 @@ class AdapterFacts(Facts):
         tensors = {
             name: AdapterTensor(known.dtype, tuple(known.shape), known.sha256) for name, known in self.tensors.items()
         }
-        return Adapter(**self.model_dump(exclude={"tensors"}), tensors=tensors)
+        own = self.model_dump(include={"id", "revision", "alpha", "rslora", "dropout", "alpha_pattern"})
+        return Adapter(**own, tensors=tensors)
 
 
 def imported_modules(draft: Draft, name: str, adapter: Adapter) -> dict[int, tuple[ImportedModule, ...]]:

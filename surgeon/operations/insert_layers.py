@@ -165,9 +165,10 @@ class InsertLayers(Operation):
             scores={str(layer): score for layer, score in scores.items()},
         )
 
-    def facts_key(self, number: int) -> str | None:
-        """None where nothing is measured."""
-        return super().facts_key(number) if isinstance(self.where, Least) else None
+    @property
+    def has_facts(self) -> bool:
+        """Whether something is measured."""
+        return isinstance(self.where, Least)
 
     def small(self, facts: LeastFacts | None, scale: Scale) -> tuple[Operation, LeastFacts | None]:
         """An init that reads no text: a twin has no tokenizer, and no promise rests on what is drawn or computed."""

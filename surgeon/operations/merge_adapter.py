@@ -6,15 +6,16 @@ that are much smaller than the steps of the weights' dtype are rounded so that t
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
+from surgeon.anatomy.anatomy import Anatomy
 from surgeon.anatomy.rows_of_ids import VOCABULARY_KEY
 from surgeon.anatomy.vocabulary import further_rows
 from surgeon.blueprint.blueprint import Claim, OperationRecord
@@ -27,11 +28,11 @@ from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, TokenizerJson
 from surgeon.checkpoint.trust import leads_to_code
 from surgeon.errors import BadInput, printable
 from surgeon.models.templates import template_of
-from surgeon.operations.adapter_changes import Sorted, deltas, sets_whole
+from surgeon.operations.adapter_changes import Sorted, deltas, name_for_peft, sets_whole
 from surgeon.operations.adapter_places import Model, Place, Settings, settings_of
 from surgeon.operations.imported_lora import AdapterFacts
 from surgeon.operations.operation import Operation, Paper, Spec, TrainingDefaults
-from surgeon.operations.prepare import Facts, OpenedBase
+from surgeon.operations.prepare import Facts, OpenedBase, SideFile
 from surgeon.operations.untie_embeddings import untie
 
 if TYPE_CHECKING:
@@ -64,13 +65,13 @@ class MergedAdapter(Spec):
 
 
 class MergeFacts(Facts):
-    """The adapters of a plan's merge, in its order.
-
-    `side_files` are digests of files that the output has of theirs; None: one of the base that it is without for them.
-    """
+    """The adapters of a plan's merge, in its order."""
 
     adapters: list[MergedAdapter]
-    side_files: dict[str, str | None] = {}  # noqa: RUF012  # pydantic copies it
+
+    def figures(self) -> dict[str, Any]:
+        """‖ΔW‖ of every matrix that an adapter changes, as far as the adapter alone says it, by the adapter's id."""
+        return {"deltas": {each.facts.id: dict(each.norms) for each in self.adapters}}
 
 
 class MergeAdapter(Operation):
@@ -213,6 +214,35 @@ class MergeAdapter(Operation):
             trains="new",
         )
 
+    def with_adapters(self, facts: MergeFacts | None, names: Sequence[str], anatomy: Anatomy) -> Callable[[Any], Any]:
+        """Check the folders against the facts; PEFT merges all but the last. Raises BadInput."""
+        if facts is None:
+            raise BadInput("surgery.json does not record the adapters")
+        if any(each.weight != 1 for each in self.listed):
+            raise BadInput("merged with weights, which PEFT has no such thing for; leave `--adapter` out")
+        if len(names) != len(facts.adapters):
+            raise BadInput(
+                f"{len(facts.adapters)} adapters were merged, and {len(names)} are given; give `--adapter` for each, in"
+                " the plan's order"
+            )
+        for name, known in zip(names, facts.adapters, strict=True):
+            folder = AdapterFolder.open(Path(name), id=Path(name).resolve().name)
+            if folder.facts.tensors != known.facts.adapter.tensors:
+                raise BadInput(
+                    f"{printable(name)}: not the adapter that was merged ({printable(known.facts.id)}); give that"
+                )
+        model = Model.of(anatomy)
+
+        def adapted(loaded: Any) -> Any:
+            from surgeon.models.load import with_adapter
+
+            for number, name in enumerate(names, start=1):
+                loaded = with_adapter(loaded, Path(name), lambda tensor: name_for_peft(tensor, model))
+                loaded = loaded if number == len(names) else loaded.merge_and_unload()
+            return loaded
+
+        return adapted
+
     def _merge(self, draft: Draft, place: Place, steps: list[Step]) -> None:
         """Give one tensor its new value."""
         if place.layer is None:
@@ -330,8 +360,8 @@ def _ids(folder: AdapterFolder | CheckpointFolder) -> dict[str, int]:
         return {}
 
 
-def _brought(base: OpenedBase, folders: list[AdapterFolder], rows: int) -> dict[str, str | None]:
-    """Take the files of the adapters' tokenizers into the output; return their digests, and the files left out.
+def _brought(base: OpenedBase, folders: list[AdapterFolder], rows: int) -> dict[str, SideFile]:
+    """Take the files of the adapters' tokenizers into the output, and leave those of the base out for them.
 
     Raises BadInput for what no output gets, or a token without one of the output's `rows`.
     """
@@ -351,7 +381,7 @@ def _brought(base: OpenedBase, folders: list[AdapterFolder], rows: int) -> dict[
     else:
         base.notes.append("no vocabulary lies in the adapter's folder: the output has the base's, and its ids")
     base.side_files.update(found)
-    return {name: None if c is None else hashlib.sha256(c).hexdigest() for name, c in found.items()}
+    return {name: SideFile.of(content) for name, content in found.items()}
 
 
 def read_adapter(folder: AdapterFolder, called: str, model: Model) -> tuple[MergedAdapter, int | None]:

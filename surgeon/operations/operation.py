@@ -15,6 +15,7 @@ from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from surgeon.anatomy.anatomy import Anatomy
 from surgeon.blueprint.blueprint import OperationRecord
 from surgeon.blueprint.draft import Draft
 from surgeon.common.schema import Bounded
@@ -166,20 +167,22 @@ class Operation(Spec):
         """
         return self, None if facts is None else facts.small(scale)
 
-    def facts_key(self, number: int) -> str | None:
-        """The key under which surgery.json keeps the facts of the plan's operation `number`, in their section.
+    @property
+    def has_facts(self) -> bool:
+        """Whether it has facts, as the plan writes it: surgery.json then keeps those that `prepare` returned."""
+        return self.facts is not None
 
-        None where it has no facts, as the plan writes it.
+    def with_adapters(self, facts: Any, names: Sequence[str], anatomy: Anatomy) -> Callable[[Any], Any] | None:
+        """Return what makes of the loaded base a model that computes what the output must, by PEFT.
+
+        Args:
+            facts: what surgery.json keeps.
+            names: folders of adapters, in the plan's order.
+            anatomy: the base's.
+
+        None: it merges no adapters. Raises BadInput where these are not those that it merged.
         """
-        return str(number)
-
-    def settled(self, facts: Any, dropped: Sequence[int]) -> Facts | None:
-        """The facts as surgery.json keeps them, once the blueprint is drawn and `dropped` of the base's layers are out.
-
-        `edit` must make the same of them as of those that `prepare` returned.
-        """
-        found: Facts | None = facts
-        return found
+        return None
 
     @classmethod
     def papers_for(cls, inits: Iterable[str]) -> tuple[Paper, ...]:

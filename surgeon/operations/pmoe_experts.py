@@ -168,9 +168,10 @@ class PMoEExperts(Operation):
         check_slot(adapter)
         return AdapterFacts.of(adapter.facts)
 
-    def facts_key(self, number: int) -> str | None:
-        """The plan's name for the adapter: operations that import the same one share its entry."""
-        return self.from_peft
+    @property
+    def has_facts(self) -> bool:
+        """Whether an adapter is imported."""
+        return self.from_peft is not None
 
     def edit(self, draft: Draft, facts: AdapterFacts | None) -> OperationRecord:
         """Attach the slots and say what was matched and what is promised."""

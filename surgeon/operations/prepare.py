@@ -12,9 +12,9 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Annotated, Any, Self
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 
 from surgeon.anatomy.anatomy import Anatomy
 from surgeon.blueprint.blueprint import Blueprint
@@ -23,11 +23,12 @@ from surgeon.checkpoint.hub import locate, locate_adapter, remote_folder
 from surgeon.checkpoint.peft_folder import AdapterFolder
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
 from surgeon.checkpoint.strict_json import parse_json_strict
-from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE
+from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, without
+from surgeon.common.check import Check
 from surgeon.common.json_results import same_json
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.places import meant
-from surgeon.common.schema import Bounded
+from surgeon.common.schema import Bounded, Many
 from surgeon.errors import BadInput, printable
 
 
@@ -40,18 +41,62 @@ class Scale:
     blueprint: Blueprint
 
 
+class SideFile(Bounded):
+    """How a side file of the output differs from the base's of the same name.
+
+    `inserted` are the bytes that it has more, as begin and length in the output's file: `verify` and `revert` take them
+    out again. Where nothing was inserted, `sha256` is its digest; None: the output is without it.
+    """
+
+    inserted: list[Annotated[list[Many], Field(min_length=2, max_length=2)]] = []  # noqa: RUF012  # pydantic copies it
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+
+    @classmethod
+    def of(cls, content: bytes | None) -> SideFile:
+        """A file with other bytes; without content, one that is left out."""
+        return cls(sha256=None if content is None else hashlib.sha256(content).hexdigest())
+
+    def grew(self, content: bytes, digest: str) -> bool:
+        """Whether an output's file is, but for what was inserted, the base's of this digest.
+
+        Inserted bytes lie one after the other, each with something in it: there is one way to say it.
+        """
+        ends = [0, *(begin + length for begin, length in self.inserted)]
+        apart = all(end <= begin and length for end, (begin, length) in zip(ends, self.inserted, strict=False))
+        return apart and SideFile.of(without(content, self.inserted)).sha256 == digest
+
+
+class TextCounts(Bounded):
+    """What a change of the vocabulary makes of a text (`surgeon.checkpoint.tokenizer_files.MeasuredText`)."""
+
+    use: str
+    text: str
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    documents: Many
+    unchanged: Many
+    words: Many
+    before: Many
+    after: Many
+
+    @property
+    def fertility(self) -> tuple[float, float]:
+        """Tokens a word, before and after."""
+        return self.before / max(1, self.words), self.after / max(1, self.words)
+
+
 class Facts(Bounded):
     """What an operation found out about its base: JSON data, all that `edit` needs beside headers and config.
 
     In a surgery.json they are a claim, which anybody may have written: `edit` raises BadInput for facts that do not fit
     the model, and promises nothing that rests on them alone.
+    `side_files` are the side files that the output has otherwise than the base, `texts` what becomes of texts.
     """
 
     # Neither NaN nor infinity is JSON.
     model_config = ConfigDict(allow_inf_nan=False)
 
-    # The field of surgery.json that keeps them, by the operation's number (`Operation.facts_key`).
-    section: ClassVar[str] = "facts"
+    side_files: dict[str, SideFile] = {}  # noqa: RUF012
+    texts: list[TextCounts] = []  # noqa: RUF012
 
     def small(self, scale: Scale) -> Self:
         """The same of a small twin of the base: where they name tokens that only the base has, such as the twin has."""
@@ -59,6 +104,27 @@ class Facts(Bounded):
 
     def check(self, file: str) -> None:
         """Raise BadInput where facts that were read from `file` contradict themselves."""
+
+    def checks(self, base: CheckpointFolder | None, out: CheckpointFolder) -> list[Check]:
+        """What `verify` checks of an output beside tensors and digests.
+
+        `base` is what the operation was carried out on; None where `out` is compared with an earlier state.
+        """
+        return []
+
+    def figures(self) -> dict[str, Any]:
+        """What `preview --json` shows of them beside texts: JSON data by key."""
+        return {}
+
+
+class KeptFacts(Facts):
+    """Facts as surgery.json keeps them, of whatever operation: what all have in common, and the rest as JSON data."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+# A text of the plan, or several.
+Paths = str | Annotated[list[str], Field(min_length=1)]
 
 
 class WeightsNeeded(BadInput):
@@ -92,6 +158,27 @@ class OpenedBase:
         if not path.is_file():
             raise BadInput(f"{printable(str(path))}: no such text; check the path, which starts at the plan's folder")
         return path
+
+    def texts(self, names: Paths | None) -> tuple[Path, ...]:
+        """The paths of the texts that a plan names. Raises BadInput where one is missing."""
+        listed = [names] if isinstance(names, str) else names or []
+        return tuple(map(self.text, listed))
+
+    def lines(self, name: str) -> dict[int, str]:
+        """The words of a text that has one a line, by the numbers of their lines. Raises BadInput."""
+        path = self.text(name)
+        shown = printable(str(path))
+        if path.stat().st_size > MAX_SIDE_FILE_BYTES:
+            raise BadInput(f"{shown}: more than {MAX_SIDE_FILE_BYTES:,} bytes of tokens; is this the right file?")
+        try:
+            # Some editors put a byte order mark before the first word.
+            lines = path.read_text(encoding="utf-8-sig").split("\n")
+        except UnicodeDecodeError as error:
+            raise BadInput(f"{shown}: not UTF-8 (byte {error.start}: {error.reason}); save it as UTF-8") from None
+        words = {number: line for number, line in enumerate(lines, start=1) if line.strip()}
+        if not words:
+            raise BadInput(f"{shown}: empty, so there is nothing to add; write at least one word, one a line")
+        return words
 
     def need_weights(self, why: str) -> None:
         """Raise WeightsNeeded where the base's weights cannot be read; `why` says what only they show."""

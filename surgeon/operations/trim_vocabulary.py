@@ -19,14 +19,15 @@ from surgeon.anatomy.vocabulary import further_rows
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft, Outer
 from surgeon.blueprint.recipes import HEAD_BLOCK, Copy, kept_rows
+from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE
-from surgeon.checkpoint.trimmed_vocabulary import from_bits, to_bits
+from surgeon.checkpoint.trimmed_vocabulary import from_bits, to_bits, trimmed_files
+from surgeon.common.check import Check, some
 from surgeon.common.json_results import plain_fields
 from surgeon.errors import BadInput, printable
-from surgeon.operations.grow_vocabulary import Paths, TextCounts, lines_of, paths_of
 from surgeon.operations.operation import Operation, Paper, TrainingDefaults
-from surgeon.operations.prepare import Facts, OpenedBase, Scale
+from surgeon.operations.prepare import Facts, OpenedBase, Paths, Scale, SideFile, TextCounts
 
 # Up to which power of two, that divides the base's rows, the rows that stay are filled up.
 _USUAL_MULTIPLE = 128
@@ -39,18 +40,12 @@ class TrimFacts(Facts):
     """A trim of the vocabulary: what surgery.json keeps of it.
 
     `kept` are the ids that stay, of the base's `rows`, as bits (`surgeon.checkpoint.trimmed_vocabulary.to_bits`).
-    `changed` and `left` are the side files that have other bytes than the base's, and those that were left out.
     """
-
-    section: ClassVar[str] = "trimmed"
 
     kind: str
     how: str
     rows: Annotated[int, Field(ge=1)]
     kept: Annotated[str, Field(pattern=r"^[0-9a-f]+$")]
-    changed: list[str]
-    left: list[str]
-    measured: list[TextCounts]
 
     @cached_property
     def tokens(self) -> tuple[int, ...]:
@@ -62,13 +57,26 @@ class TrimFacts(Facts):
         rows = scale.twin.sizes.vocabulary
         kept = [token for token in range(rows) if token % 3]
         kept = kept[: len(kept) - len(kept) % HEAD_BLOCK]
-        few = {"rows": rows, "kept": to_bits(kept, rows), "changed": [], "left": [], "measured": []}
+        few = {"rows": rows, "kept": to_bits(kept, rows), "side_files": {}, "texts": []}
         return type(self)(**self.model_dump() | few)
 
     def check(self, file: str) -> None:
         """Raise BadInput where an id stays that the base does not have, or none does."""
         if not self.tokens or self.tokens[-1] >= self.rows or self.kept != to_bits(self.tokens, self.rows):
-            raise BadInput(f"{printable(file)}: `trimmed` names ids that the base has not; was it edited by hand?")
+            raise BadInput(f"{printable(file)}: `kept` names ids that the base has not; was it edited by hand?")
+
+    def checks(self, base: CheckpointFolder | None, out: CheckpointFolder) -> list[Check]:
+        """Whether side files are what is left of the base's without the tokens that went."""
+        if base is None:
+            return []
+        made = trimmed_files({name: base.read_side_file(name) for name in base.side_files}, self.tokens)
+        wrong = [name for name in {**made, **self.side_files} if not self._names(name, made)]
+        kept = f"the base's with new ids, for the tokens that stay: {some(sorted(made))}"
+        return [Check.of("tokenizer", sorted(wrong), "not the base's without the tokens that went", kept)]
+
+    def _names(self, name: str, made: Mapping[str, bytes | None]) -> bool:
+        """Whether a side file that was made anew is recorded as it is."""
+        return name in made and self.side_files.get(name) == SideFile.of(made[name])
 
 
 class TrimVocabulary(Operation):
@@ -136,10 +144,10 @@ class TrimVocabulary(Operation):
         from surgeon.models.vocabulary.trim import Wanted, trim
 
         rows = base.anatomy.sizes.vocabulary
-        words = lines_of(base.text(self.tokens)).values() if isinstance(self.tokens, str) else self.tokens
-        wanted = Wanted(paths_of(base, self.text), self.least, self.most, tuple(words or ()), tuple(self.scripts or ()))
+        words = base.lines(self.tokens).values() if isinstance(self.tokens, str) else self.tokens
+        wanted = Wanted(base.texts(self.text), self.least, self.most, tuple(words or ()), tuple(self.scripts or ()))
         multiple = self.pad_to_multiple_of or max(n for n in _MULTIPLES if rows % n == 0)
-        made = trim(base.folder, wanted, rows=rows, multiple=multiple, measure=paths_of(base, self.measure))
+        made = trim(base.folder, wanted, rows=rows, multiple=multiple, measure=base.texts(self.measure))
         base.side_files.update(made.files)
         left = sorted(name for name, content in made.files.items() if content is None)
         base.notes.extend(
@@ -151,9 +159,8 @@ class TrimVocabulary(Operation):
             how=made.how,
             rows=rows,
             kept=to_bits(made.kept, rows),
-            changed=sorted(made.files.keys() - left),
-            left=left,
-            measured=[TextCounts(**plain_fields(text)) for text in made.measured],
+            side_files={name: SideFile.of(content) for name, content in made.files.items()},
+            texts=[TextCounts(**plain_fields(text)) for text in made.measured],
         )
 
     def edit(self, draft: Draft, facts: TrimFacts | None) -> OperationRecord:
@@ -195,7 +202,7 @@ def _check(base: OpenedBase) -> None:
 def _matched(facts: TrimFacts) -> str:
     gone = facts.rows - len(facts.tokens)
     found = f"{len(facts.tokens):,} of {facts.rows:,} rows stay, {gone / facts.rows:.1%} go ({facts.kind}: {facts.how})"
-    shares = [f"{t.unchanged:,} of {t.documents:,} documents of {printable(t.text)}" for t in facts.measured]
+    shares = [f"{t.unchanged:,} of {t.documents:,} documents of {printable(t.text)}" for t in facts.texts]
     return found + (f"; as before are cut {', '.join(shares)}" if shares else "")
 
 

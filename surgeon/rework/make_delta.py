@@ -390,7 +390,7 @@ def _side_files(
             continue
         content = out.read_side_file(name)
         if base is None:
-            brought = name not in {*manifest.inserted, *manifest.rewritten} and not (named and name == TEMPLATE_FILE)
+            brought = name not in manifest.side_files and not (named and name == TEMPLATE_FILE)
         else:
             brought = name in base.side_files and base.read_side_file(name) == content
         if brought and not _TERMS.fullmatch(name):

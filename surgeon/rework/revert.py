@@ -257,13 +257,13 @@ def reverting_job(out: CheckpointFolder, state: State, layout: Mapping[str, Tens
 def _grown_files(out: CheckpointFolder, state: State) -> dict[str, bytes]:
     """The tokenizer files of a state whose vocabulary grew since: the output's, without what was inserted."""
     found: dict[str, bytes] = {}
-    for name in dict.fromkeys(name for manifest in state.undone for name in manifest.inserted):
+    for name in dict.fromkeys(name for manifest in state.undone for name in manifest.side_files):
         digest = state.base.files.get(name)
         if digest is None or name not in out.side_files or not is_side_file(name):
             continue
         content = out.read_side_file(name)
         for manifest in reversed(state.undone):
-            content = without(content, manifest.inserted.get(name, ()))
+            content = without(content, manifest.side_files[name].inserted if name in manifest.side_files else ())
         if hashlib.sha256(content).hexdigest() == digest:
             found[name] = content
     return found

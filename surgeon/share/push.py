@@ -21,6 +21,7 @@ from surgeon.checkpoint.open_files import HeldFolder
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, is_side_file
 from surgeon.checkpoint.uploading import Destination, Repository, check_token, look, send
 from surgeon.checkpoint.weights import INDEX_FILE, SINGLE_FILE
+from surgeon.common.check import Check
 from surgeon.common.disk_space import writing
 from surgeon.common.formatting import listed, size
 from surgeon.common.json_results import plain_fields
@@ -34,7 +35,6 @@ from surgeon.manifest.reading import manifest_of
 from surgeon.manifest.run_files import files_beside
 from surgeon.rework.make_delta import make_delta_of
 from surgeon.share.parcel import Upload, pack, pack_delta
-from surgeon.verification.check import Check
 from surgeon.verification.claims import check_beside
 from surgeon.verification.own_manifest import check_own_manifest
 from surgeon.verification.verification import Verification, verdict

@@ -9,9 +9,9 @@ from surgeon.blueprint.blueprint import Blueprint, Output
 from surgeon.checkpoint.folder import CheckpointFolder, holds_pieces
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.pieces import Pieces
+from surgeon.common.check import Check, some
 from surgeon.manifest.manifest import Manifest
 from surgeon.manifest.trainable import trainable_set
-from surgeon.verification.check import Check, some
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,9 @@ from surgeon.checkpoint.folder import (
 from surgeon.checkpoint.pieces import Pieces
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, is_side_file
 from surgeon.checkpoint.strict_json import parse_json_strict
-from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, TokenizerJson, without
-from surgeon.checkpoint.trimmed_vocabulary import trimmed_files
 from surgeon.checkpoint.trust import strays
 from surgeon.checkpoint.weights import INDEX_FILE, MAX_INDEX_BYTES, SINGLE_FILE
+from surgeon.common.check import Check, some
 from surgeon.common.json_results import same_json
 from surgeon.errors import printable
 from surgeon.grafts.bundle import CODE_FILE
@@ -43,7 +42,6 @@ from surgeon.manifest.run_files import ADAPTER_FOLDER, KEPT_FOLDER
 from surgeon.models.templates import TEMPLATE_FILE
 from surgeon.operations.prepare import Facts
 from surgeon.plan.plan import LoadedPlan
-from surgeon.verification.check import Check, some
 
 # What transformers looks for beside weights, whatever config.json says: weights of other formats and adapters, code,
 # and configs, indexes, vocabularies and templates by their names.
@@ -150,16 +148,14 @@ def check_origin(manifest: Manifest, blueprint: Blueprint) -> list[Check]:
 
 @dataclass(frozen=True)
 class Beside:
-    """What must lie beside the weights of an output: config, `code`, and of base or adapter the files of these digests.
+    """What must lie beside the weights of an output: config, `code`, and the files of these digests.
 
-    `grown` are tokenizer files that are the base's, of these digests, but for what the manifest says was inserted;
-    `trimmed` are those of a vocabulary from which tokens were taken.
+    `grown` are tokenizer files that are the base's, of these digests, but for what the manifest says was inserted.
     """
 
     code: tuple[str, ...]
-    from_base: Mapping[str, str]
+    known: Mapping[str, str]
     grown: Mapping[str, str]
-    trimmed: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, blueprint: Blueprint, base: Base, manifest: Manifest) -> Beside:
@@ -167,16 +163,20 @@ class Beside:
         come = (n for n in base.files if n not in blueprint.files_left)
         # Scripts beside surgeon's are those that the user trusts: of the model, or of a tokenizer alone.
         carried = {n: base.files[n] for n in come if is_side_file(n) or (n.endswith(".py") and n != CODE_FILE)}
-        grown = {name: carried.pop(name) for name in manifest.inserted if name in carried}
-        rewritten = [name for name in manifest.rewritten if carried.pop(name, None) is not None]
-        left = {name for trim in manifest.trimmed.values() for name in trim.left} | {*manifest.brought}
-        carried |= {name: digest for name, digest in manifest.brought.items() if digest is not None}
-        return cls(blueprint.code_files, carried, grown, tuple(sorted({*rewritten} - left)))
+        grown: dict[str, str] = {}
+        for name, how in manifest.side_files.items():
+            digest = carried.pop(name, None)
+            if how.inserted:
+                # Of a file that the base has not, nothing is a rest.
+                grown[name] = digest or ""
+            elif how.sha256 is not None:
+                carried[name] = how.sha256
+        return cls(blueprint.code_files, carried, grown)
 
     @property
     def names(self) -> set[str]:
         """The names of all of them."""
-        return {CONFIG_FILE, *self.code, *self.from_base, *self.grown, *self.trimmed}
+        return {CONFIG_FILE, *self.code, *self.known, *self.grown}
 
 
 def check_files(manifest: Manifest, out: CheckpointFolder, beside: Beside, metadata: Metadata) -> list[Check]:
@@ -188,7 +188,7 @@ def check_files(manifest: Manifest, out: CheckpointFolder, beside: Beside, metad
     # A run's chat template is known by its digest, as it was in no base.
     added = {TEMPLATE_FILE} if any(run.config.get("chat_template") for run in manifest.training) else set()
     wrong += [name for name in beside.names ^ manifest.files.keys() if name not in (RECORD_FILE, *added)]
-    wrong += [name for name, digest in beside.from_base.items() if found.get(name) != digest]
+    wrong += [name for name, digest in beside.known.items() if found.get(name) != digest]
     if SINGLE_FILE not in out.shards and not _index_fits(out):
         wrong.append(INDEX_FILE)
     kept = f"{len(found)} beside the weights, by digest"
@@ -197,51 +197,22 @@ def check_files(manifest: Manifest, out: CheckpointFolder, beside: Beside, metad
     checks = [
         Check.of("files", sorted({*wrong}), "not as surgery left them", kept),
         check_beside(out, loaded),
-        *_check_tokenizer(manifest, out, beside),
+        *_check_inserted(manifest, out, beside),
     ]
     if others := [name for name in strangers if name not in loaded]:
         checks.append(Check("other files", True, f"in no digest, and not loaded: {some(others)}", note=True))
     return [*checks, *_check_card(manifest, out, metadata)]
 
 
-def _check_tokenizer(manifest: Manifest, out: CheckpointFolder, beside: Beside) -> list[Check]:
-    """Nothing where no vocabulary grew; else whether its files are the base's with the new tokens inserted."""
-    wrong = [name for name in manifest.inserted if name not in beside.grown]
-    for name, digest in beside.grown.items():
-        content = out.read_side_file(name) if name in out.side_files else b""
-        places = manifest.inserted[name]
-        ends = [0, *(begin + length for begin, length in places)]
-        # One after the other, each with something in it: there is one way to say it.
-        apart = all(end <= begin and length for end, (begin, length) in zip(ends, places, strict=False))
-        if not apart or hashlib.sha256(without(content, places)).hexdigest() != digest:
-            wrong.append(name)
-        elif name == TOKENIZER_FILE:
-            (grown,) = manifest.vocabularies.values()
-            before, after = (TokenizerJson.parse(each).ids for each in (without(content, places), content))
-            # With every id below the new ones taken, so that no later token gets one of these, and no old one.
-            wrong += [name] if after != {*range(grown.rows + len(grown.made_of))} or max(before) >= grown.rows else []
-    if not manifest.vocabularies:
-        return []
-    tokens = sum(len(grown.made_of) for grown in manifest.vocabularies.values())
-    kept = f"the base's byte for byte, with {tokens} new tokens inserted: {some(list(beside.grown))}"
-    return [Check.of("tokenizer", wrong, "not the base's with the new tokens inserted", kept)]
-
-
-def check_trimmed(manifest: Manifest, base: CheckpointFolder, out: CheckpointFolder) -> list[Check]:
-    """Nothing where no token went; else whether side files are what is left of the base's without these tokens."""
+def _check_inserted(manifest: Manifest, out: CheckpointFolder, beside: Beside) -> list[Check]:
+    """Nothing where no side file grew; else whether these are the base's but for what was inserted."""
     wrong: list[str] = []
-    for trim in manifest.trimmed.values():
-        made = trimmed_files({name: base.read_side_file(name) for name in base.side_files}, trim.tokens)
-        there = {name: out.read_side_file(name) if name in out.side_files else None for name in made}
-        wrong += [name for name, content in made.items() if there[name] != content]
-        left = {name for name, content in made.items() if content is None}
-        for names, recorded in ((made.keys() - left, trim.changed), (left, trim.left)):
-            # A name that stands there twice is another record too.
-            wrong += sorted(names ^ {*recorded} or {*recorded}) if sorted(names) != sorted(recorded) else []
-    kept = f"the base's with new ids, for the tokens that stay: {some(sorted(manifest.rewritten))}"
-    return (
-        [Check.of("tokenizer", wrong, "not the base's without the tokens that went", kept)] if manifest.trimmed else []
-    )
+    for name, digest in beside.grown.items():
+        content = out.read_side_file(name) if name in out.side_files else None
+        if content is None or not manifest.side_files[name].grew(content, digest):
+            wrong.append(name)
+    kept = f"the base's byte for byte, but for what was inserted: {some(list(beside.grown))}"
+    return [Check.of("inserted", wrong, "not the base's but for what was inserted", kept)] if beside.grown else []
 
 
 def digests_beside(out: CheckpointFolder, names: Iterable[str]) -> dict[str, str]:

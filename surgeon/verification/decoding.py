@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from surgeon.common.check import Check
 from surgeon.common.library import first_line
 from surgeon.errors import BadInput
 from surgeon.models.compare import ROUNDING, decoded_steps, generated, prefilled
 from surgeon.runtime.models import check_sites
-from surgeon.verification.check import Check
 
 NAME = "decoding"
 # Texts, tokens of each before the first that is said, and tokens said.

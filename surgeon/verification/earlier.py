@@ -12,6 +12,7 @@ from surgeon.checkpoint.folder import MANIFEST_FILE, RECORD_FILE, CheckpointFold
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.own_code import OwnCode
 from surgeon.checkpoint.source import is_side_file
+from surgeon.common.check import Check
 from surgeon.common.json_results import same_json
 from surgeon.manifest.compose import surgeries_of
 from surgeon.manifest.lineage import Lineage, State
@@ -19,7 +20,6 @@ from surgeon.manifest.manifest import Base, Manifest, StoredTensor
 from surgeon.manifest.moves import recorded_tensors
 from surgeon.manifest.reading import manifest_of
 from surgeon.verification.base_bytes import changed_by_training, copy_of
-from surgeon.verification.check import Check
 from surgeon.verification.claims import (
     Beside,
     base_differences,
@@ -90,6 +90,7 @@ def check_earlier(
         check_manifest(again.wrong),
         *check_origin(manifest, last.blueprint),
         *check_files(manifest, out, Beside.of(last.blueprint, manifest.base, manifest), metadata_of(out)),
+        *(check for facts in last.facts.values() for check in facts.checks(None, out)),
         Check.of(
             "tensors since then",
             [] if again.trains_all else moved,

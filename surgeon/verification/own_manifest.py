@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from surgeon.anatomy.anatomy import Anatomy
 from surgeon.checkpoint.folder import MANIFEST_FILE, CheckpointFolder, digests_of
+from surgeon.common.check import Check, some
 from surgeon.manifest.manifest import Manifest, StoredTensor
 from surgeon.manifest.moves import kept_as_they_are
 from surgeon.verification.base_bytes import changed_by_training
-from surgeon.verification.check import Check, some
 from surgeon.verification.claims import digests_beside
 from surgeon.verification.static import same_code
 

@@ -32,6 +32,7 @@ from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.own_code import OwnCode
 from surgeon.checkpoint.peft_folder import ADAPTER_CONFIG
 from surgeon.checkpoint.pieces import Pieces
+from surgeon.common.check import Check, some
 from surgeon.common.json_results import same_json
 from surgeon.errors import printable
 from surgeon.grafts.bundle import grafts_in
@@ -47,7 +48,6 @@ from surgeon.manifest.run_files import ADAPTER_FOLDER, KEPT_FOLDER, adapter_besi
 from surgeon.operations.prepare import Facts
 from surgeon.plan.plan import LoadedPlan, draw, recorded_plan
 from surgeon.verification.base_bytes import Original, check_base_bytes
-from surgeon.verification.check import Check, some
 from surgeon.verification.claims import (
     Beside,
     base_differences,
@@ -55,7 +55,6 @@ from surgeon.verification.claims import (
     check_files,
     check_manifest,
     check_origin,
-    check_trimmed,
     digests_beside,
     manifest_differences,
 )
@@ -112,7 +111,7 @@ def check_static(
         check_manifest(manifest_differences(manifest, drawn.loaded, blueprint, drawn.facts)),
         *check_origin(manifest, blueprint),
         *check_files(manifest, out, Beside.of(blueprint, found, manifest), metadata_of(base)),
-        *check_trimmed(manifest, base, out),
+        *(check for facts in drawn.facts.values() for check in facts.checks(base, out)),
         check_base_bytes(blueprint, manifest, Original(base, digests[0]), out, digests[1]),
         *check_dropped(blueprint, drawn.anatomy, digests[0]),
         *check_new_tensors(blueprint, manifest, drawn.anatomy, out, digests[1]),

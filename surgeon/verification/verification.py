@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from surgeon.common.check import Check
 from surgeon.common.json_results import plain, plain_fields
 from surgeon.common.promises import CONDITION
 from surgeon.common.tables import FittedTable
 from surgeon.errors import printable
-from surgeon.verification.check import Check
 
 if TYPE_CHECKING:
     from surgeon.models.compare import GrownLoss

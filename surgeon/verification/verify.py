@@ -16,12 +16,12 @@ from surgeon.anatomy.skeleton import reads_images, wordless_auto
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.hub import locate
 from surgeon.common import devices
+from surgeon.common.check import Check
 from surgeon.common.files import check_readable
 from surgeon.common.listener import Listener, Quiet
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest
 from surgeon.manifest.reading import manifest_of
-from surgeon.verification.check import Check
 from surgeon.verification.earlier import check_earlier, earlier_state
 from surgeon.verification.static import Drawn, bytes_to_read, check_static
 from surgeon.verification.verification import Verification
@@ -80,8 +80,7 @@ def verify(
         raise BadInput(f"{printable(str(base))}: {pair.kind}, which is compared whole; leave out --streamed")
     # What this is no output of is refused before any tensor is read, and before torch is loaded.
     manifest = manifest_of(pair.out)
-    if adapters:
-        _check_adapters(adapters, manifest, pair, whole=logits and not streamed)
+    adapted = _adapted(adapters, manifest, pair, whole=logits and not streamed) if adapters else None
     pair.say_notes(listener)
     proof = static_proof(pair.base, pair.out, listener)
     found = Verification(
@@ -106,7 +105,7 @@ def verify(
     )
     comparer = _Comparer(pair, proof, tokens, devices.resolve(device), listener)
     found = comparer.streamed(found, dtypes) if streamed else comparer.whole(found, dtypes)
-    return comparer.with_peft(found, adapters) if adapters else found
+    return comparer.with_peft(found, adapted) if adapted else found
 
 
 def _check_options(dtypes: Sequence[str], device: str, text: Path | None) -> None:
@@ -118,13 +117,16 @@ def _check_options(dtypes: Sequence[str], device: str, text: Path | None) -> Non
         check_readable(text, what="text")
 
 
-def _check_adapters(adapters: Sequence[str], manifest: Manifest, pair: _Pair, *, whole: bool) -> None:
-    """Raise BadInput where the adapters are not those that were merged, or could not be run."""
-    from surgeon.verification.adapters import opened_adapters
+def _adapted(adapters: Sequence[str], manifest: Manifest, pair: _Pair, *, whole: bool) -> Callable[[Any], Any]:
+    """What makes of the base the model with the adapters.
+
+    Raises BadInput where they are not those that were merged, or could not be run.
+    """
+    from surgeon.verification.adapters import with_adapters
 
     if not whole or pair.wordless:
         raise BadInput("`--adapter` compares logits of whole models; leave it out, or --static and --streamed")
-    opened_adapters(adapters, manifest, pair.out)
+    return with_adapters(adapters, manifest, pair.out, pair.anatomy)
 
 
 @dataclass(frozen=True)
@@ -236,15 +238,13 @@ class _Comparer:
         checks = [*found.checks, *image.notes, *decoding]
         return replace(found, tokens=self.tokens.source, checks=checks, comparisons=comparisons)
 
-    def with_peft(self, found: Verification, adapters: Sequence[str]) -> Verification:
-        """Return `found` with the comparison with base and adapters, as PEFT runs them."""
+    def with_peft(self, found: Verification, adapted: Callable[[Any], Any]) -> Verification:
+        """Return `found` with the comparison with the `adapted` base, as PEFT runs it."""
         from surgeon.verification.adapters import compare_with_peft
 
         self.listener.say(f"comparing logits with PEFT (float32) on {self.tokens.source}")
         pair = self.pair
-        check, compared = compare_with_peft(
-            pair.base, pair.out, adapters, self.tokens.ids, anatomy=pair.anatomy, device=self.device
-        )
+        check, compared = compare_with_peft(pair.base, pair.out, adapted, self.tokens.ids, device=self.device)
         return replace(found, checks=[*found.checks, check], comparisons=[*found.comparisons, compared])
 
     def _outputs(self, dtype: str) -> Comparison:

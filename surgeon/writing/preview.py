@@ -27,10 +27,7 @@ from surgeon.errors import printable
 from surgeon.manifest.lineage import Lineage
 from surgeon.manifest.manifest import MANIFEST_FILE
 from surgeon.manifest.reading import manifest_of
-from surgeon.operations.grow_vocabulary import TextCounts, VocabularyFacts
-from surgeon.operations.merge_adapter import MergeFacts
-from surgeon.operations.prepare import Facts, OpenedBase
-from surgeon.operations.trim_vocabulary import TrimFacts
+from surgeon.operations.prepare import Facts, OpenedBase, TextCounts
 from surgeon.plan.plan import LoadedPlan, draw, parse_plan, placed, prepare
 from surgeon.plan.shipped import load_named
 from surgeon.writing.job import places_in, twins_in, unchanged_among
@@ -107,8 +104,8 @@ class Preview:
             `notes`: lines for the reader
             `texts`: where the vocabulary grows, each with `use`, `text`, `sha256`, `documents`, `unchanged`, `words`,
                 and tokens `before` and `after`; else empty
-            `deltas`: where adapters are merged, by adapter and module ‖ΔW‖ (of LoRA; DoRA needs the weights); else
-                empty
+            `figures`: what operations found out of the base, by their numbers: where adapters are merged `deltas`, by
+                adapter and module ‖ΔW‖ (of LoRA; DoRA needs the weights)
         """
         blueprint = self.blueprint
         return {
@@ -153,20 +150,13 @@ class Preview:
             "shards": [{"file": s.file, "bytes": s.nbytes, "new": s.twin is None} for s in self.shards],
             "notes": list(self.notes),
             "texts": [text.model_dump() for text in self.measured],
-            "deltas": self.deltas,
+            "figures": {str(number): each.figures() for number, each in self.facts.items() if each.figures()},
         }
-
-    @property
-    def deltas(self) -> dict[str, dict[str, float]]:
-        """‖ΔW‖ of every matrix that an adapter changes, as far as the adapter alone says it, by the adapter's id."""
-        merges = [facts for facts in self.facts.values() if isinstance(facts, MergeFacts)]
-        return {each.facts.id: dict(each.norms) for facts in merges for each in facts.adapters}
 
     @property
     def measured(self) -> list[TextCounts]:
         """What a change of the vocabulary makes of texts."""
-        changed = [facts for facts in self.facts.values() if isinstance(facts, VocabularyFacts | TrimFacts)]
-        return [text for facts in changed for text in facts.measured]
+        return [text for facts in self.facts.values() for text in facts.texts]
 
 
 _NO_LICENSE = "no licence known: the base's README.md names none, so the card says unknown (`surgeon push --license`)"

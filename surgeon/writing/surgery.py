@@ -12,17 +12,12 @@ from surgeon.blueprint.blueprint import Blueprint
 from surgeon.blueprint.shards import Shard
 from surgeon.checkpoint.card_metadata import Metadata, metadata_of
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
-from surgeon.checkpoint.tokenizer_files import without
-from surgeon.checkpoint.trimmed_vocabulary import trimmed_files
 from surgeon.common.places import meant
 from surgeon.errors import BadInput, printable
 from surgeon.grafts.bundle import bundle
 from surgeon.manifest.compose import BaseId, Written, base_entry, compose, surgeries_of
 from surgeon.manifest.manifest import ModelEntry
-from surgeon.operations.grow_vocabulary import VocabularyFacts
-from surgeon.operations.merge_adapter import MergeFacts
-from surgeon.operations.prepare import Facts, OpenedBase, digest_of_file
-from surgeon.operations.trim_vocabulary import TrimFacts
+from surgeon.operations.prepare import Facts, OpenedBase, SideFile, digest_of_file
 from surgeon.plan.plan import LoadedPlan
 from surgeon.writing.job import Computing, Job, beside_weights, manifest_and_card, model_files, places_in, twins_in
 from surgeon.writing.readback import ReadBack
@@ -152,25 +147,18 @@ def _model_entries(blueprint: Blueprint, models: Mapping[str, CheckpointFolder])
 
 
 def _check_side_files(facts: Mapping[int, Facts], opened: OpenedBase) -> None:
-    """Raise BadInput where a side file is to get other bytes than what the facts make of the base's.
-
-    These alone `verify` can make again: bytes that were inserted, or a vocabulary without some tokens.
-    """
-    grown = [each for each in facts.values() if isinstance(each, VocabularyFacts)]
-    inserted = {name: places for each in grown for name, places in each.inserted.items()}
-    base, trims = opened.folder, [each for each in facts.values() if isinstance(each, TrimFacts)]
-    files = {name: base.read_side_file(name) for name in base.side_files} if trims else {}
-    trimmed = {name: content for each in trims for name, content in trimmed_files(files, each.tokens).items()}
-    brought = {name for each in facts.values() if isinstance(each, MergeFacts) for name in each.side_files}
-    for name in {**opened.side_files, **inserted, **trimmed}.keys() - brought:
-        content = opened.side_files.get(name)
-        if name in trimmed and name in opened.side_files and content == trimmed[name]:
-            continue
-        known = name in base.side_files and name in inserted and content is not None
-        if not known or without(content or b"", inserted[name]) != base.read_side_file(name):
+    """Raise BadInput where a side file is to get other bytes than the facts say, by which alone `verify` knows it."""
+    said = {name: how for each in facts.values() for name, how in each.side_files.items()}
+    for name in sorted({*opened.side_files, *said}):
+        how, content = said.get(name, SideFile()), opened.side_files.get(name)
+        if how.inserted and content is not None and name in opened.folder.side_files:
+            known = how.grew(content, _digest_of(opened.folder.read_side_file(name)))
+        else:
+            known = name in said and name in opened.side_files and how == SideFile.of(content)
+        if not known:
             raise BadInput(
-                f"{printable(name)}: an operation changes it otherwise than by inserting the bytes that its facts name,"
-                " which `verify` and `revert` could not take out again; report this to whoever wrote the operation"
+                f"{printable(name)}: an operation changes it otherwise than its facts say, by which `verify` and"
+                " `revert` know it; report this to whoever wrote the operation"
             )
 
 

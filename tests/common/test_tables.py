@@ -10,13 +10,13 @@ import pytest
 from rich.console import Console, RenderableType
 
 import surgeon
+from surgeon.common.check import Check
 from surgeon.common.json_results import by_number
 from surgeon.common.tables import FittedTable
 from surgeon.data.scores import Ratio
 from surgeon.lab.evaluation.evaluate import evaluation_view
 from surgeon.lab.evaluation.results import Evaluation, ModelScores, SourceScores
 from surgeon.models.compare import LogitComparison
-from surgeon.verification.check import Check
 from surgeon.verification.diff import difference_view
 from surgeon.verification.verification import Verification, verification_view
 from surgeon.writing.preview_view import preview_view

@@ -31,7 +31,7 @@ def manifests(stacks: list[list[int | None]]) -> list[dict[str, Any]]:
     for number, stack in enumerate(stacks, 1):
         layers = sum(layer is not None for layer in stack)
         surgery = {
-            "surgeon_manifest": 2,
+            "surgeon_manifest": 3,
             "tool": {"name": "surgeon", "version": "0"},
             "base": {
                 "id": f"state-{number - 1}",
@@ -60,7 +60,6 @@ def manifests(stacks: list[list[int | None]]) -> list[dict[str, Any]]:
             "transport_maps": {},
             "files": {},
             "texts": {},
-            "adapters": {},
             "plugins": {},
             "training": [],
         }

@@ -180,7 +180,7 @@ def test_a_row_that_a_token_uses_is_not_a_free_one(tmp_path: Path) -> None:
     base, out = base_of(tmp_path / "base", rows=320), tmp_path / "out"
     surgeon.apply(plan_of(tmp_path, MARKS), base, out, device="cpu")
     manifest = json.loads((out / "surgery.json").read_text())
-    manifest["vocabularies"]["0"]["rows"] = 299
+    manifest["facts"]["0"]["rows"] = 299
     (out / "surgery.json").write_text(json.dumps(resealed(manifest)))
     wrong = {check.name for check in surgeon.verify(base, out, logits=False).checks if not check.holds}
     assert "tokenizer" in wrong

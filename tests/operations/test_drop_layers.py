@@ -110,10 +110,10 @@ def greedily(base: Path, ids: torch.Tensor, count: int, candidates: int) -> list
 def applied_to(
     base: Path, folder: Path, *, listener: Listener | None = None, **entry: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """The output as loaded, and what the manifest says was taken out."""
+    """The output as loaded, and what the manifest says of what was taken out."""
     surgeon.apply(plan_of(folder, entry), base, folder / "out", device="cpu", listener=listener)
     manifest = json.loads((folder / "out" / "surgery.json").read_text())
-    return load(folder / "out"), manifest["dropped"]["0"]
+    return load(folder / "out"), manifest["facts"]["0"] | {"layers": manifest["dropped"]["0"]}
 
 
 @pytest.mark.parametrize("by", ["block_influence", "angular", "loss"])
@@ -239,7 +239,7 @@ def test_a_claim_that_is_false_of_the_base_is_found(tmp_path: Path) -> None:
     def lie(manifest: dict[str, Any]) -> None:
         drawn = surgeon.preview(plan_of(tmp_path, {"layers": [2]}), base)
         assert drawn.blueprint.promise == "none"
-        manifest["dropped"]["0"]["silent"] = [2]
+        manifest["facts"]["0"]["silent"] = [2]
 
     edited(tmp_path / "out", lie, seal=True)
     found = surgeon.verify(base, tmp_path / "out", logits=False)

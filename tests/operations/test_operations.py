@@ -89,24 +89,22 @@ def numbers_in(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...
 @pytest.mark.parametrize("op", [op for op in OPERATIONS if OPERATIONS[op].facts is not None])
 def test_facts_that_do_not_fit_are_no_crash(op: str, tmp_path: Path) -> None:
     """Anybody may have written them: `edit` refuses in a line what it cannot use, and raises nothing else."""
-    facts = OPERATIONS[op].facts
-    assert facts is not None
     name = shipped_with(op)[0]
     base, out = tiny.base_for(name, tmp_path), tmp_path / "out"
     surgeon.apply(name, str(base), out)
-    kept = json.loads((out / "surgery.json").read_text()).get(facts.section, {})
+    kept = json.loads((out / "surgery.json").read_text()).get("facts", {})
     for path in list(numbers_in(kept))[:3]:
         for wrong in (10**6, -1):
             changed = shutil.copytree(out, tmp_path / "changed")
-            edited(changed, partial(put_in, facts.section, path, wrong), seal=True)
+            edited(changed, partial(put_in, path, wrong), seal=True)
             with contextlib.suppress(surgeon.SurgeonError):
                 surgeon.verify(str(base), changed, logits=False)
             shutil.rmtree(changed)
 
 
-def put_in(section: str, path: tuple[Any, ...], value: int, manifest: dict[str, Any]) -> None:
-    """Set what stands at a path of a section of a manifest."""
-    data = manifest[section]
+def put_in(path: tuple[Any, ...], value: int, manifest: dict[str, Any]) -> None:
+    """Set what stands at a path of the facts of a manifest."""
+    data = manifest["facts"]
     for key in path[:-1]:
         data = data[key]
     data[path[-1]] = value
@@ -141,7 +139,7 @@ def test_facts_about_one_operation_of_a_plan_are_its_own() -> None:
     text += "  - {op: insert_layers, where: all, init: {kind: shuffle, reg: 0.5}}\n"
     text += "  - {op: insert_layers, where: all, init: {kind: copy}}\n"
     imported, routed, fused, copied = parse_plan(text).plan.operations
-    assert [operation.facts_key(number) for number, operation in enumerate((imported, routed))] == ["me/adapter", None]
+    assert [operation.has_facts for operation in (imported, routed, copied)] == [True, False, False]
     assert [operation.needs_task_ids for operation in (imported, routed, fused)] == [False, True, False]
     assert fused.transport_settings is not None and fused.transport_settings["reg"] == 0.5
     assert copied.transport_settings is None

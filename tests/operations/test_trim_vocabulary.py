@@ -84,7 +84,7 @@ def test_texts_are_cut_as_before_exactly_where_all_tokens_stay(kind: str, plan: 
     base = MADE[kind](tiny.checkpoint(tmp_path / "base", "llama", vocab_size=ROWS, num_hidden_layers=1))
     manifest = surgeon.apply(plan, base, tmp_path / "out", device="cpu").manifest
     before, after = (AutoTokenizer.from_pretrained(folder) for folder in (base, tmp_path / "out"))
-    kept = manifest.trimmed["0"].tokens
+    kept = from_bits(manifest.facts["0"].kept)
     texts = [*BOTH, *sentences()]
     alike = 0
     for text in texts:
@@ -115,7 +115,8 @@ def test_logits_of_tokens_that_stay_are_those_of_the_base(model_type: str, tmp_p
     write_plan(
         tmp_path / "plan.yaml", [{"op": "trim_vocabulary", "tokens": ["the sea", "cat"], "pad_to_multiple_of": 4}]
     )
-    kept = surgeon.apply(tmp_path / "plan.yaml", base, tmp_path / "out", device="cpu").manifest.trimmed["0"].tokens
+    applied = surgeon.apply(tmp_path / "plan.yaml", base, tmp_path / "out", device="cpu")
+    kept = from_bits(applied.manifest.facts["0"].kept)
     assert 8 <= len(kept) <= 20 and kept[-1] > 24
     old = torch.tensor(kept)
     ids = torch.randint(len(kept), (2, 12), generator=torch.Generator().manual_seed(0))
@@ -285,7 +286,7 @@ def test_rows_of_layers_that_predict_further_tokens_go_too(model_type: str, tmp_
     vocabularies.word_piece(base, size=140)
     trim = {"op": "trim_vocabulary", "tokens": ["the sea", "cat"], "pad_to_multiple_of": 4}
     out = surgeon.apply(write_plan(tmp_path / "plan.yaml", [trim]), base, tmp_path / "out", device="cpu")
-    kept, before, after = torch.tensor(out.manifest.trimmed["0"].tokens), weights(base), weights(out.path)
+    kept, before, after = torch.tensor(from_bits(out.manifest.facts["0"].kept)), weights(base), weights(out.path)
     assert all(torch.equal(after[name], before[name][kept]) for name in names)
     assert surgeon.verify(base, out.path, device="cpu", windows=1, window=16).holds
     ids = torch.randint(len(kept), (1, 12), generator=torch.Generator().manual_seed(0))

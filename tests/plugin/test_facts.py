@@ -94,14 +94,14 @@ def test_it_is_applied_verified_and_taken_back(case: str, site: Path, base: Path
         number = str(operations.index(DROP))
         facts = manifest["facts"][number]
         assert facts["faint"] == [1, 4] and len(facts["loudest"]) == 6
-        assert manifest["dropped"] == {number: {"layers": [1, 4]}}
+        assert manifest["dropped"] == {number: [1, 4]}
         assert [layer["base"] for layer in manifest["layers"] if layer["base"] is not None] == [0, 2, 3, 5]
         assert "loudness of layers was measured" in said
         # What is gone is in no output: as of layers that `drop_layers` takes out.
         assert "taken out by surgery 1 (drop_faint), and its weights with it" in said and not back.exists()
     if TOKENS in operations:
-        grown = manifest["vocabularies"]["0"]
-        assert grown["rows"] == 320 and grown["inserted"] and "tokenizer.json" in grown["inserted"]
+        grown = manifest["facts"]["0"]
+        assert grown["rows"] == 320 and grown["side_files"]["tokenizer.json"]["inserted"]
         assert json.loads((out / "config.json").read_text())["vocab_size"] == 320 + len(grown["made_of"])
     if promise == "exact":
         same(base, back)
@@ -174,23 +174,19 @@ def _of_the_other(manifest: dict[str, Any]) -> None:
 
 
 def _dropped_others(manifest: dict[str, Any]) -> None:
-    manifest["dropped"]["0"]["layers"] = [2, 3]
-
-
-def _silent(manifest: dict[str, Any]) -> None:
-    manifest["dropped"]["0"]["silent"] = [1, 4]
+    manifest["dropped"]["0"] = [2, 3]
 
 
 def _fewer_tokens(manifest: dict[str, Any]) -> None:
-    manifest["vocabularies"]["1"]["made_of"].pop()
+    manifest["facts"]["1"]["made_of"].pop()
 
 
 def _beyond(manifest: dict[str, Any]) -> None:
-    manifest["vocabularies"]["1"]["made_of"][0] = "999999"
+    manifest["facts"]["1"]["made_of"][0] = "999999"
 
 
 def _elsewhere(manifest: dict[str, Any]) -> None:
-    place = manifest["vocabularies"]["1"]["inserted"]["tokenizer.json"][0]
+    place = manifest["facts"]["1"]["side_files"]["tokenizer.json"]["inserted"][0]
     place[0] += 1
 
 
@@ -205,10 +201,9 @@ EDITS: dict[Callable[[dict[str, Any]], None], str] = {
     _of_no_operation: "facts.7",
     _of_the_other: "facts.1",
     _dropped_others: "does not name each of the base's 6 layers once",
-    _silent: "dropped.0",
     _fewer_tokens: "tokens",
     _beyond: "a token beyond the base's",
-    _elsewhere: "tokenizer",
+    _elsewhere: "inserted",
 }
 
 

@@ -439,11 +439,11 @@ def test_a_manifest_that_lost_or_changed_its_adapter(
 ) -> None:
     out = tmp_path / "out"
     surgeon.apply(plan(IMPORT), str(base), out)
-    found = json.loads((out / "surgery.json").read_text())["adapters"]["adapter"]
-    edited(out, lambda manifest: manifest.update(adapters={}), seal=True)
+    found = json.loads((out / "surgery.json").read_text())["facts"]["0"]
+    edited(out, lambda manifest: manifest.pop("facts"), seal=True)
     assert "nothing is known of the adapter" in refused("verify", "--static", base, out)
     odd = found | {"alpha_pattern": {"(a+": 1.0}}
-    edited(out, lambda manifest: manifest.update(adapters={"adapter": odd}), seal=True)
+    edited(out, lambda manifest: manifest.update(facts={"0": odd}), seal=True)
     assert "alpha_pattern" in refused("verify", "--static", base, out)
-    edited(out, lambda manifest: manifest.update(adapters={"adapter": found | {"alpha": 99.0}}), seal=True)
+    edited(out, lambda manifest: manifest.update(facts={"0": found | {"alpha": 99.0}}), seal=True)
     assert not surgeon.verify(base, out, logits=False).holds

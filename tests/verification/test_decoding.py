@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import surgeon
+from surgeon.common.check import Check
 from surgeon.grafts.registry import GRAFTS
-from surgeon.verification.check import Check
 from surgeon.verification.decoding import check_decoding
 from tests.caches import CACHE
 from tests.checkpoints import write_plan

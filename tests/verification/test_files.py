@@ -11,9 +11,9 @@ import pytest
 
 import surgeon
 from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.common.check import Check
 from surgeon.common.listener import Quiet
 from surgeon.errors import BadInput, SurgeonError
-from surgeon.verification.check import Check
 from tests import tiny
 from tests.manifest.edits import edited
 from tests.verification.outputs import Made
