@@ -37,7 +37,8 @@ BYTE_FORMS = {
 }
 MOST_LINES, MOST_PARAMETERS = 60, 10
 PINS = Path(__file__).with_name("size.json")
-OPERATIONS = "operations"
+# Rooms of operations: the papers', and all others, which stand on these.
+OPERATIONS, EDITS = "operations", "edits"
 # Classes that every feature could put a field into.
 SHARED = (
     "surgeon.blueprint.draft.Draft",
@@ -156,17 +157,20 @@ class House:
         return {**found, "train schema": sum(len(self.members(f"{schema}.{name}")) for name in self._classes(schema))}
 
     def reaches(self) -> Iterator[Site]:
-        """Imports of one operation's module from outside the room of operations."""
+        """Imports of one operation's module: an edit's from anywhere, others' from outside these two rooms."""
         owners = {
             module
             for module in self.modules
-            if room_of(module) == OPERATIONS
+            if room_of(module) in (OPERATIONS, EDITS)
             and not module.endswith(".operation")
             and any("op" in self.members(f"{module}.{name}") for name in self._classes(module))
         }
         for module in self.modules:
-            if room_of(module) != OPERATIONS:
-                yield from (Site(module, 0, name) for name in sorted(self.dependencies(module) & owners))
+            inside = room_of(module) in (OPERATIONS, EDITS)
+            found = {
+                name for name in self.dependencies(module) & owners if not (inside and room_of(name) == OPERATIONS)
+            }
+            yield from (Site(module, 0, name) for name in sorted(found))
 
     def _classes(self, module: str) -> list[str]:
         return [name for name, node in self._definitions[module].items() if isinstance(node, ast.ClassDef)]

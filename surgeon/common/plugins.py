@@ -118,10 +118,19 @@ class Registry(Mapping[str, T]):
     BadInput where it is of no use. The first look raises BadInput where a plugin is broken or has another's name.
     """
 
-    def __init__(self, group: str, built_in: Mapping[str, T], admit: Callable[[Plugin], T | None]) -> None:
+    def __init__(
+        self,
+        group: str,
+        built_in: Mapping[str, T] | Callable[[], Mapping[str, T]],
+        admit: Callable[[Plugin], T | None],
+    ) -> None:
         self._group = group
-        self._built_in = dict(built_in)
+        self._given = built_in
         self._admit = admit
+
+    @cached_property
+    def _built_in(self) -> dict[str, T]:
+        return dict(self._given() if callable(self._given) else self._given)
 
     @cached_property
     def _all(self) -> dict[str, T]:

@@ -1,13 +1,15 @@
-"""The operations a plan can ask for: one file each, listed here.
+"""The operations a plan can ask for: the papers' are one file each here, all others one file each in `surgeon/edits`.
 
 An operation is a pydantic spec (what the plan may say) with a method `edit(draft, facts)` that changes the
 draft and returns an `OperationRecord`; everything else that the house needs to know of it is in its class too
-(operation.py). A new operation is one file here and its line in the table below.
+(operation.py). An edit is found by its file alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Annotated, Any, Union
 
 from pydantic import Field, GetCoreSchemaHandler
@@ -15,57 +17,32 @@ from pydantic_core import CoreSchema
 
 from surgeon.common.plugins import Plugin, Registry, wrong_kind
 from surgeon.errors import printable
-from surgeon.operations.add_experts import AddExperts
 from surgeon.operations.control_llm import ControlLLM
-from surgeon.operations.dequantise import Dequantise
-from surgeon.operations.domain_gate import DomainGate
-from surgeon.operations.drop_experts import DropExperts
-from surgeon.operations.drop_layers import DropLayers
-from surgeon.operations.extract_text import ExtractText
-from surgeon.operations.fold_adapters import FoldAdapters
 from surgeon.operations.gated_adapters import GatedAdapters
-from surgeon.operations.grow_vocabulary import GrowVocabulary
 from surgeon.operations.insert_layers import InsertLayers
-from surgeon.operations.merge_adapter import MergeAdapter
-from surgeon.operations.merge_branches import MergeBranches
 from surgeon.operations.mixture_of_control import MixtureOfControl
 from surgeon.operations.operation import Legend, Operation, Origin, Paper
-from surgeon.operations.pad_to import PadTo
 from surgeon.operations.pmoe_experts import PMoEExperts
 from surgeon.operations.stack_layers import StackLayers
-from surgeon.operations.trim_vocabulary import TrimVocabulary
-from surgeon.operations.untie_embeddings import UntieEmbeddings
-from surgeon.operations.upcycle_experts import UpcycleExperts
-from surgeon.operations.widen_attention import WidenAttention
-from surgeon.operations.widen_ffn import WidenFFN
-from surgeon.operations.widen_hidden import WidenHidden
 
 GROUP = "surgeon.operations"
-_BUILT_IN: tuple[type[Operation], ...] = (
+_OF_PAPERS: tuple[type[Operation], ...] = (
     InsertLayers,
     StackLayers,
     ControlLLM,
     GatedAdapters,
     PMoEExperts,
     MixtureOfControl,
-    DomainGate,
-    MergeBranches,
-    GrowVocabulary,
-    TrimVocabulary,
-    UntieEmbeddings,
-    ExtractText,
-    Dequantise,
-    UpcycleExperts,
-    DropLayers,
-    DropExperts,
-    AddExperts,
-    FoldAdapters,
-    WidenFFN,
-    WidenAttention,
-    WidenHidden,
-    MergeAdapter,
-    PadTo,
 )
+
+
+def _built_in() -> dict[str, type[Operation]]:
+    """The papers' operations by their keys, and that of each module of `surgeon/edits` that has one."""
+    found = list(_OF_PAPERS)
+    for file in iter_modules(import_module("surgeon.edits").__path__, "surgeon.edits."):
+        made = (each for each in vars(import_module(file.name)).values() if isinstance(each, type))
+        found += [each for each in made if issubclass(each, Operation) and each.__module__ == file.name]
+    return {operation.key("op"): operation for operation in found}
 
 
 def _admitted(plugin: Plugin) -> type[Operation]:
@@ -78,9 +55,7 @@ def _admitted(plugin: Plugin) -> type[Operation]:
 
 
 # The key in plans → the operation; those of plugins after the built-in ones.
-OPERATIONS: Registry[type[Operation]] = Registry(
-    GROUP, {operation.key("op"): operation for operation in _BUILT_IN}, _admitted
-)
+OPERATIONS: Registry[type[Operation]] = Registry(GROUP, _built_in, _admitted)
 
 
 class AnyOperation:

@@ -15,13 +15,14 @@ from surgeon.anatomy.family import Part, Role
 from surgeon.anatomy.sparse.dense import Mixture, Take
 from surgeon.anatomy.sparse.target import Made
 from surgeon.blueprint.draft import Draft
-from surgeon.common.formatting import show
+from surgeon.common.formatting import layers_have, show
 from surgeon.errors import BadInput, printable
 from surgeon.grafts.composition import ATTENTION, FFN
-from surgeon.operations.growing import IN_SHARED
 from surgeon.operations.selectors import LayerSelector, select_layers
 from surgeon.runtime.routed_rules import ROUTED
 
+# What is said of an FFN that is no layer's own.
+IN_SHARED = "the model's FFN stands in a block that several layers share"
 _WORDS = {ATTENTION: "token mixer (attention or what stands in its place)"}
 
 
@@ -181,3 +182,11 @@ def routed_tensors(ffn: PlainFFN, mixture: Mixture, hidden: int) -> list[Made]:
     ]
     down = Take(ffn.down, 0, hidden)
     return [*made, Made(f"{ROUTED}down_proj", (mixture.count, hidden, size), "down", (down,) * mixture.count)]
+
+
+def check_grafts(draft: Draft, layers: Sequence[int]) -> None:
+    """Raise BadInput where something beside the native layers would go with them."""
+    carrying = [layer for layer in layers if draft.layers[layer].grafts]
+    if carrying or draft.bank is not None:
+        what = layers_have(carrying) if carrying else "the model's layers have"
+        raise BadInput(f"{what} grafts, which cannot go with a layer: take layers out before grafting, or revert first")

@@ -22,10 +22,10 @@ from surgeon.blueprint.draft import Draft, LayerDraft
 from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.common.formatting import layers_have, show
 from surgeon.errors import BadInput, printable
-from surgeon.operations.drop_layers import check_grafts
 from surgeon.operations.insert_layers import InsertLayers
 from surgeon.operations.operation import Operation, Paper, TrainingDefaults
 from surgeon.operations.selectors import Index, Range, select_layers
+from surgeon.operations.sites import check_grafts
 
 Slice = Annotated[list[Index], Field(min_length=2, max_length=2)]
 Share = Annotated[float, Field(gt=0, le=1)] | Annotated[int, Field(ge=1)]

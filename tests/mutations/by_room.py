@@ -208,6 +208,13 @@ MISTAKES = (
         "        return made\n",
     ),
     _mistake(
+        "edits",
+        "one silent layer among those that go makes the promise exact",
+        "drop_layers.py",
+        "silent = not merged and all(",
+        "silent = not merged and any(",
+    ),
+    _mistake(
         "operations",
         "the middle of a stack ends one gap earlier",
         "selectors.py",

@@ -11,7 +11,7 @@ import surgeon
 from surgeon.errors import BadInput
 from surgeon.operations.insert_layers import ADEPT, InsertLayers
 from tests.checkpoints import weights
-from tests.operations.test_drop_layers import MEASURED, base_of, influences, load, loss_of, plan_of, tokens_of, without
+from tests.edits.test_drop_layers import MEASURED, base_of, influences, load, loss_of, plan_of, tokens_of, without
 
 LEAST = {"least": 2} | MEASURED
 

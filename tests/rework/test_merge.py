@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import surgeon
+from surgeon.edits import merge_branches
 from surgeon.errors import BadInput
-from surgeon.operations import merge_branches
 from surgeon.runtime.births import Birth, Fill
 from surgeon.runtime.interpolators import Interpolation
 from tests import tiny

@@ -26,9 +26,9 @@ from surgeon.models.tokens import token_batches
 from tests import tiny
 from tests.checkpoints import train, weights
 from tests.decoders import tiny_decoder
+from tests.edits.test_grow_vocabulary import assert_same
+from tests.edits.test_upcycle_experts import trained
 from tests.models.test_tokens import byte_tokenizer
-from tests.operations.test_grow_vocabulary import assert_same
-from tests.operations.test_upcycle_experts import trained
 from tests.training.texts import add_tokenizer
 
 EXPERTS = 4

@@ -12,8 +12,8 @@ from surgeon.anatomy.vocabulary import vocabulary_tensors
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Copy, extended
+from surgeon.edits.rows import VocabularyFacts
 from surgeon.errors import BadInput
-from surgeon.operations.grow_vocabulary import VocabularyFacts
 from surgeon.operations.operation import Operation, TrainingDefaults
 from surgeon.operations.prepare import Facts, OpenedBase
 

@@ -18,12 +18,19 @@ from pydantic import Field
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Recipe
+from surgeon.edits.growing import New, lengthen, norms_of_all_heads, wider_heads
+from surgeon.edits.widths import (
+    COMPOSABLE,
+    ROUNDING,
+    check_alone,
+    check_free,
+    drawn,
+    norms_that_grow,
+    which_layers,
+)
 from surgeon.errors import BadInput
 from surgeon.grafts.adapters import VARIANCES
-from surgeon.operations.growing import New, lengthen, norms_of_all_heads, wider_heads
 from surgeon.operations.operation import OneOf, Operation, Paper, TrainingDefaults
-from surgeon.operations.widen_ffn import COMPOSABLE, drawn
-from surgeon.operations.widths import ROUNDING, check_alone, check_free, which_layers
 
 
 class WidenAttention(Operation):
@@ -101,22 +108,3 @@ def _check_widths_of_norms(draft: Draft, growing: Sequence[Collection[str]]) -> 
                     " over all heads as wide as the stream, whatever their number, so no head can be added; widen_ffn"
                     " may widen it"
                 )
-
-
-def check_norms(draft: Draft, growing: Sequence[Collection[str]]) -> None:
-    """Raise BadInput where a norm grows, of each kind by suffix: queries or keys are normalised over all heads then."""
-    for layer, suffix in norms_that_grow(draft, growing).items():
-        raise BadInput(
-            f"layer {layer} ({suffix}): queries and keys are normalised over all heads together, so new heads of zeros"
-            " would change what the old ones compute; `widen_attention` adds copies of all (`groups: double`)"
-        )
-
-
-def norms_that_grow(draft: Draft, growing: Sequence[Collection[str]]) -> dict[int, str]:
-    """A norm over all heads of each kind that has one, by the lowest layer of the kind."""
-    found: dict[int, str] = {}
-    for number, (kind, grown) in enumerate(zip(draft.anatomy.kinds, growing, strict=True)):
-        wide = [part for part in kind.parts if part.kind == "norm" and len(part.shape) == 1 and part.suffix in grown]
-        if wide:
-            found[draft.anatomy.kind_of.index(number)] = wide[0].suffix
-    return found

@@ -24,12 +24,12 @@ from surgeon.blueprint.recipes import Adapted, Product, adapted
 from surgeon.blueprint.recipes.adapted import guided, neighbours
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.peft_folder import Adapter, AdapterFolder
+from surgeon.edits.adapter_changes import Sorted, name_for_peft
+from surgeon.edits.adapter_places import Model, Settings, settings_of
+from surgeon.edits.merge_adapter import read_adapter
 from surgeon.errors import BadInput
 from surgeon.models.load import load_model
 from surgeon.operations import prepare
-from surgeon.operations.adapter_changes import Sorted, name_for_peft
-from surgeon.operations.adapter_places import Model, Settings, settings_of
-from surgeon.operations.merge_adapter import read_adapter
 from surgeon.writing.compute import Evaluator
 from tests import mtp, tiny, vocabularies
 from tests.adapters import lora

@@ -17,8 +17,8 @@ from surgeon.anatomy.stream_sides import Probe
 from surgeon.errors import BadInput
 from tests.checkpoints import weights
 from tests.decoders import tiny_decoder
-from tests.operations.test_grow_vocabulary import assert_same, plan_of, train
-from tests.operations.test_widths import apply, base_of, load, same_function
+from tests.edits.test_grow_vocabulary import assert_same, plan_of, train
+from tests.edits.test_widths import apply, base_of, load, same_function
 
 TWICE = {"op": "widen_hidden", "times": 2}
 READING = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "qkv_proj", "gate_up_proj")

@@ -17,8 +17,7 @@ from surgeon.anatomy.family import Part
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft, LayerDraft
 from surgeon.blueprint.recipes import Copy, Recipe, rows, side_by_side, whole
-from surgeon.errors import BadInput
-from surgeon.operations.mixtures import (
+from surgeon.edits.mixtures import (
     EXPERT_NUMBER,
     Cost,
     ExpertNumber,
@@ -37,6 +36,7 @@ from surgeon.operations.mixtures import (
     mixtures_to_measure,
     sizes_with,
 )
+from surgeon.errors import BadInput
 from surgeon.operations.operation import Operation, Paper, TrainingDefaults
 from surgeon.operations.prepare import Facts, OpenedBase
 

@@ -17,8 +17,7 @@ from pydantic import Field, model_validator
 from surgeon.anatomy.anatomy import Anatomy
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft, LayerDraft
-from surgeon.errors import BadInput
-from surgeon.operations.mixtures import (
+from surgeon.edits.mixtures import (
     Cost,
     ExpertNumber,
     HeldOut,
@@ -43,6 +42,7 @@ from surgeon.operations.mixtures import (
     shared_out,
     sizes_with,
 )
+from surgeon.errors import BadInput
 from surgeon.operations.operation import Operation, Paper, TrainingDefaults
 from surgeon.operations.prepare import Facts, OpenedBase
 

@@ -16,8 +16,8 @@ from typing import TypeGuard
 from surgeon.blueprint.recipes import Imported, Product, Step, Trained
 from surgeon.checkpoint.damages import unwrapped
 from surgeon.checkpoint.peft_folder import Adapter
+from surgeon.edits.adapter_places import Experts, Model, Place, Settings, ends
 from surgeon.errors import BadInput, printable
-from surgeon.operations.adapter_places import Experts, Model, Place, Settings, ends
 
 _PEFT = "base_model.model."
 _OF_LORA = re.compile(

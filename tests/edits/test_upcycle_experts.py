@@ -23,7 +23,7 @@ from surgeon.errors import BadInput
 from tests import tiny
 from tests.checkpoints import weights
 from tests.decoders import checkpoint_of, tiny_decoder
-from tests.operations.test_grow_vocabulary import assert_same
+from tests.edits.test_grow_vocabulary import assert_same
 from tests.training.texts import add_tokenizer, corpus
 
 OP = "upcycle_experts"

@@ -21,7 +21,7 @@ from surgeon.errors import BadInput
 from tests import tiny, vocabularies
 from tests.checkpoints import add_letters, weights
 from tests.decoders import tiny_decoder
-from tests.operations.test_grow_vocabulary import assert_same, plan_of, train
+from tests.edits.test_grow_vocabulary import assert_same, plan_of, train
 
 FFN, ATTENTION = {"op": "widen_ffn", "by": 13}, {"op": "widen_attention", "groups": 2}
 FOLD = {"op": "fold_adapters"}
@@ -304,7 +304,7 @@ GROWN = {
 
 
 def test_the_proof_of_widths_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from surgeon.operations import growing
+    from surgeon.edits import growing
 
     base, made = tiny_decoder(tmp_path / "base", "smollm3", CAUSAL, dtype="bfloat16"), growing.Constant
     monkeypatch.setattr(growing, "Constant", lambda _value, *rest: made(0.5, *rest))

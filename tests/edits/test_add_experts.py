@@ -15,7 +15,7 @@ import surgeon
 from surgeon.blueprint.recipes import experts as experts_recipes
 from surgeon.errors import BadInput
 from tests.checkpoints import weights
-from tests.operations.test_drop_experts import KINDS, WINDOW, WINDOWS, by_hand, load, losses, mixture, tokens
+from tests.edits.test_drop_experts import KINDS, WINDOW, WINDOWS, by_hand, load, losses, mixture, tokens
 from tests.vocabularies import ENGLISH, write_text
 
 READ = {"text": "en.jsonl", "window": WINDOW, "windows": WINDOWS}

@@ -21,9 +21,9 @@ from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Constant, Copy, Joined, Recipe, side_by_side, sliced_along
 from surgeon.checkpoint.header import FLOAT_DTYPES
+from surgeon.edits.widths import ROUNDING, check_alone
 from surgeon.errors import BadInput, printable
 from surgeon.operations.operation import Operation, Paper, TrainingDefaults
-from surgeon.operations.widths import ROUNDING, check_alone
 
 _READING: tuple[Role, ...] = ("query", "key", "value", "gate", "up")
 # What has nothing of the stream's width: norms of query and key.

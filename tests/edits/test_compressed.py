@@ -21,8 +21,8 @@ import surgeon
 from surgeon.anatomy.compressed import packs_of
 from surgeon.blueprint.recipes import Unpacked
 from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.edits import dequantise
 from surgeon.errors import BadInput
-from surgeon.operations import dequantise
 from tests.checkpoints import edit_config, edit_tensor, weights, write_plan
 from tests.decoders import tiny_decoder
 from tests.quantised import Coded, compressed

@@ -15,11 +15,22 @@ from surgeon.anatomy.family import Part, Role
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Constant, Copy, Joined, Random, Recipe, side_by_side, sliced
 from surgeon.common.formatting import show_layers
+from surgeon.edits.growing import New
 from surgeon.errors import BadInput, printable
+from surgeon.grafts.adapters import VARIANCES
+from surgeon.operations.operation import Paper
 
 # K-quants pack so many numbers together; no kernel needs more.
 MOST_DIVIDED = 256
 ROUNDING = "sums over more of them are taken in another order, so logits differ by rounding"
+
+COMPOSABLE = Paper(
+    "gesmundo2023composable",
+    "Gesmundo, Andrea and Maile, Kaitlin",
+    "Composable Function-preserving Expansions for Transformer Architectures",
+    2023,
+    "2308.06103",
+)
 
 
 def divisor_of(size: int) -> int:
@@ -138,3 +149,32 @@ def widen(
 
 def _stored_as(dtype: str, piece: Recipe) -> Recipe:
     return replace(piece, dtype=dtype) if isinstance(piece, Constant | Random) else piece
+
+
+def drawn(draft: Draft, new: New, init: str, reads: int) -> Random:
+    """Normal values for what is new in a matrix that reads so many numbers, of the variance that `init` names.
+
+    Of modules that are not known by a role alone each draws for itself.
+    """
+    std = math.sqrt(VARIANCES[init](reads, len(draft.layers)))
+    key = new.role if new.role and new.part.expert is None else f"{new.part.suffix}.{new.role}".removesuffix(".")
+    return Random(f"operations[{draft.number}].layer[{new.layer}].{key}", std, new.of.dtype, new.shape)
+
+
+def check_norms(draft: Draft, growing: Sequence[Collection[str]]) -> None:
+    """Raise BadInput where a norm grows, of each kind by suffix: queries or keys are normalised over all heads then."""
+    for layer, suffix in norms_that_grow(draft, growing).items():
+        raise BadInput(
+            f"layer {layer} ({suffix}): queries and keys are normalised over all heads together, so new heads of zeros"
+            " would change what the old ones compute; `widen_attention` adds copies of all (`groups: double`)"
+        )
+
+
+def norms_that_grow(draft: Draft, growing: Sequence[Collection[str]]) -> dict[int, str]:
+    """A norm over all heads of each kind that has one, by the lowest layer of the kind."""
+    found: dict[int, str] = {}
+    for number, (kind, grown) in enumerate(zip(draft.anatomy.kinds, growing, strict=True)):
+        wide = [part for part in kind.parts if part.kind == "norm" and len(part.shape) == 1 and part.suffix in grown]
+        if wide:
+            found[draft.anatomy.kind_of.index(number)] = wide[0].suffix
+    return found

@@ -17,7 +17,7 @@ from surgeon.errors import BadInput
 from tests import tiny
 from tests.checkpoints import add_letters, edit_config, same_bytes, weights, write_plan
 from tests.decoders import tiny_decoder
-from tests.operations.test_grow_vocabulary import assert_same, logits_of
+from tests.edits.test_grow_vocabulary import assert_same, logits_of
 
 EXTRACT = {"op": "extract_text"}
 IDS = torch.randint(4, 38, (2, 12), generator=torch.Generator().manual_seed(0))

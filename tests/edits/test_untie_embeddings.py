@@ -24,7 +24,7 @@ from surgeon.manifest.within import base_within
 from tests import tiny, vocabularies
 from tests.checkpoints import add_letters, edit_config, same_bytes, weights, write_plan
 from tests.decoders import tiny_decoder
-from tests.operations.test_grow_vocabulary import assert_same, logits_of, plan_of, train
+from tests.edits.test_grow_vocabulary import assert_same, logits_of, plan_of, train
 from tests.quantised import tiny_quantised
 
 UNTIE = {"op": "untie_embeddings"}

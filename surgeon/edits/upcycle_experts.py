@@ -41,11 +41,10 @@ from surgeon.blueprint.recipes import (
 from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.common.formatting import show, show_layers
 from surgeon.errors import BadInput, printable
-from surgeon.operations.growing import IN_SHARED
 from surgeon.operations.operation import Legend, OneOf, Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.prepare import OpenedBase, Scale, check_fine_tune
 from surgeon.operations.selectors import LayerSelector, select_layers
-from surgeon.operations.sites import default_activation, dense_sites, routed_tensors
+from surgeon.operations.sites import IN_SHARED, default_activation, dense_sites, routed_tensors
 
 _BALANCE = 0.01
 # In a list of experts, the base itself.

@@ -6,7 +6,6 @@ too. The native class with larger widths, and the same function.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, ClassVar, Literal, Self
@@ -16,13 +15,13 @@ from pydantic import Field, model_validator
 from surgeon.anatomy.family import LARGEST_SIZE
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
-from surgeon.blueprint.recipes import Random, Recipe
+from surgeon.blueprint.recipes import Recipe
+from surgeon.edits.growing import New, inner_widths, lengthen, shown_growth, wider_ffns
+from surgeon.edits.widths import COMPOSABLE, ROUNDING, check_alone, check_free, drawn, which_layers
 from surgeon.errors import BadInput
 from surgeon.grafts.adapters import VARIANCES
-from surgeon.operations.growing import New, inner_widths, lengthen, shown_growth, wider_ffns
 from surgeon.operations.operation import NEURONS, OneOf, Operation, Paper, TrainingDefaults
 from surgeon.operations.prepare import Scale
-from surgeon.operations.widths import ROUNDING, check_alone, check_free, which_layers
 
 NET2NET = Paper(
     "chen2016net2net",
@@ -31,13 +30,6 @@ NET2NET = Paper(
     2016,
     "1511.05641",
     "ICLR 2016",
-)
-COMPOSABLE = Paper(
-    "gesmundo2023composable",
-    "Gesmundo, Andrea and Maile, Kaitlin",
-    "Composable Function-preserving Expansions for Transformer Architectures",
-    2023,
-    "2308.06103",
 )
 
 
@@ -108,13 +100,3 @@ class WidenFFN(Operation):
         if self.init == "copy":
             return new.repeated
         return (drawn(draft, new, self.init, draft.anatomy.sizes.hidden),)
-
-
-def drawn(draft: Draft, new: New, init: str, reads: int) -> Random:
-    """Normal values for what is new in a matrix that reads so many numbers, of the variance that `init` names.
-
-    Of modules that are not known by a role alone each draws for itself.
-    """
-    std = math.sqrt(VARIANCES[init](reads, len(draft.layers)))
-    key = new.role if new.role and new.part.expert is None else f"{new.part.suffix}.{new.role}".removesuffix(".")
-    return Random(f"operations[{draft.number}].layer[{new.layer}].{key}", std, new.of.dtype, new.shape)

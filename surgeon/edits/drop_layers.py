@@ -19,13 +19,14 @@ from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Constant, Recipe, Summed
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import DTYPE_BITS
-from surgeon.common.formatting import layers_have, show_layers
+from surgeon.common.formatting import show_layers
 from surgeon.common.schema import Many
 from surgeon.errors import BadInput, printable
 from surgeon.models.layer_choice import By, LayersOut, Stack, collapsed, runs_above
 from surgeon.operations.operation import Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.prepare import Facts, OpenedBase, digest_of_file
 from surgeon.operations.selectors import Index, select_layers
+from surgeon.operations.sites import check_grafts
 
 # Bytes of a tensor that are looked at at once.
 _BYTES = 1 << 20
@@ -311,14 +312,6 @@ def _into(merged: Mapping[int, Mapping[int, int]]) -> str:
             " is deleted)"
         )
     return "".join(said)
-
-
-def check_grafts(draft: Draft, layers: Sequence[int]) -> None:
-    """Raise BadInput where something beside the native layers would go with them."""
-    carrying = [layer for layer in layers if draft.layers[layer].grafts]
-    if carrying or draft.bank is not None:
-        what = layers_have(carrying) if carrying else "the model's layers have"
-        raise BadInput(f"{what} grafts, which cannot go with a layer: take layers out before grafting, or revert first")
 
 
 def _is_silent(draft: Draft, layer: int, silent: Sequence[int]) -> bool:

@@ -19,6 +19,7 @@ from surgeon.anatomy.growth import part_of
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Constant, Copy, Joined, Recipe, side_by_side, sliced_along
 from surgeon.errors import BadInput, printable
+from surgeon.operations.sites import IN_SHARED
 
 # Of experts: 16 bytes of bfloat16.
 _OF_EXPERTS = 8
@@ -66,8 +67,6 @@ class New:
 
 
 _FFN: tuple[Role, ...] = ("gate", "up", "down")
-# What is said of an FFN that is no layer's own.
-IN_SHARED = "the model's FFN stands in a block that several layers share"
 
 
 def wider_ffns(draft: Draft, *, by: int = 0, multiple_of: int = 1) -> tuple[dict[str, int], Growths]:

@@ -26,14 +26,14 @@ from surgeon.checkpoint.peft_folder import ADAPTER_CONFIG, AdapterFolder, is_of_
 from surgeon.checkpoint.strict_json import json_object, parse_json_strict
 from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, TokenizerJson
 from surgeon.checkpoint.trust import leads_to_code
+from surgeon.edits.adapter_changes import Sorted, deltas, name_for_peft, sets_whole
+from surgeon.edits.adapter_places import Model, Place, Settings, settings_of
+from surgeon.edits.rows import untie
 from surgeon.errors import BadInput, printable
 from surgeon.models.templates import template_of
-from surgeon.operations.adapter_changes import Sorted, deltas, name_for_peft, sets_whole
-from surgeon.operations.adapter_places import Model, Place, Settings, settings_of
 from surgeon.operations.imported_lora import AdapterFacts
 from surgeon.operations.operation import Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.prepare import Facts, OpenedBase, SideFile
-from surgeon.operations.untie_embeddings import untie
 
 if TYPE_CHECKING:
     import numpy as np

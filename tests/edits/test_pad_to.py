@@ -12,12 +12,12 @@ import torch
 
 import surgeon
 from surgeon.anatomy.skeleton import CAUSAL
+from surgeon.edits import pad_to
 from surgeon.errors import BadInput
-from surgeon.operations import pad_to
 from tests import tiny, vocabularies
 from tests.checkpoints import add_letters, weights, write_plan
 from tests.decoders import tiny_decoder
-from tests.operations.test_grow_vocabulary import assert_same, check_promise, logits_of
+from tests.edits.test_grow_vocabulary import assert_same, check_promise, logits_of
 
 IDS = torch.randint(4, 38, (2, 12), generator=torch.Generator().manual_seed(0))
 # Of each base heads, key-value heads and hidden size; what devices make of them.

@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
+from surgeon.edits.rows import untie
 from surgeon.errors import BadInput, printable
 from surgeon.operations.operation import Operation, Paper, TrainingDefaults
 
@@ -47,16 +48,3 @@ class UntieEmbeddings(Operation):
             claim=Claim("exact", "the head has the bytes that it had when it was tied"),
             trains="new",
         )
-
-
-def untie(draft: Draft) -> dict[str, str]:
-    """Give the output head tensors of its own, copies of the embeddings; return their names, with what each copies.
-
-    Raises BadInput where the head cannot be untied.
-    """
-    lacking = draft.anatomy.derivation.head_tensors()
-    for name, source in lacking.items():
-        # With the rows that an earlier operation of the plan left or added.
-        draft.set_outer(name, draft.outer[source].recipe)
-    draft.untied = True
-    return lacking

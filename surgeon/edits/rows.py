@@ -1,0 +1,118 @@
+"""What operations share that give embeddings and head other rows: facts of new tokens, and what rows promise."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+from surgeon.blueprint.blueprint import Claim
+from surgeon.blueprint.draft import Draft
+from surgeon.blueprint.recipes import HEAD_BLOCK
+from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, TokenizerJson, without
+from surgeon.common.check import Check
+from surgeon.common.json_results import plain_fields
+from surgeon.errors import BadInput, printable
+from surgeon.operations.prepare import Facts, Scale, SideFile, TextCounts
+
+if TYPE_CHECKING:
+    from surgeon.models.vocabulary.grow import Grown
+
+# Tokens of a twin, as many as it gets or has rows for that no token uses.
+_FEW = 16
+
+
+class VocabularyFacts(Facts):
+    """A growth of the vocabulary, of whatever operation: what surgery.json keeps of the new tokens.
+
+    `rows` are the base's rows of embeddings that tokens use, so the first new id. `made_of` has a line for each new
+    token: the old ids that the old tokenizer made of it (none: it knew none).
+    """
+
+    kind: str
+    how: str
+    rows: Annotated[int, Field(ge=1)]
+    made_of: list[Annotated[str, Field(pattern=r"^([0-9]{1,9}( [0-9]{1,9}){0,1023})?$")]]
+
+    @classmethod
+    def of(cls, grown: Grown) -> VocabularyFacts:
+        """The facts of a tokenizer that has grown."""
+        return cls(
+            kind=grown.kind,
+            how=grown.how,
+            rows=grown.rows,
+            made_of=[" ".join(map(str, named)) for named in grown.made_of],
+            side_files={name: SideFile(inserted=[*map(list, at)]) for name, at in grown.inserted.items()},
+            texts=[TextCounts(**plain_fields(text)) for text in grown.measured],
+        )
+
+    @property
+    def pieces(self) -> tuple[tuple[int, ...], ...]:
+        """For each new token the old ids that the old tokenizer made of it."""
+        return tuple(tuple(map(int, line.split())) for line in self.made_of)
+
+    def small(self, scale: Scale) -> VocabularyFacts:
+        """A few tokens, made of tokens that a twin has, behind as many rows without a token as the base has."""
+        free = min(scale.base.sizes.vocabulary - self.rows, _FEW)
+        rows = scale.twin.sizes.vocabulary - free
+        pieces = [sorted({token % rows for token in named}) for named in self.pieces[: free or _FEW]]
+        made_of = [" ".join(map(str, named)) for named in pieces]
+        few = {"rows": rows, "made_of": made_of, "side_files": {}, "texts": []}
+        return type(self)(**self.model_dump() | few)
+
+    def check(self, file: str) -> None:
+        """Raise BadInput where a new token is made of ids that the base does not have."""
+        if any(token >= self.rows for named in self.pieces for token in named):
+            raise BadInput(f"{printable(file)}: `made_of` names a token beyond the base's; was it edited by hand?")
+
+    def checks(self, base: CheckpointFolder | None, out: CheckpointFolder) -> list[Check]:
+        """Whether every id below the new ones is taken, so that no later token gets one of these, and no old one."""
+        there = [name for name in self.side_files if name == TOKENIZER_FILE and name in out.side_files]
+        wrong = [] if TOKENIZER_FILE not in self.side_files or there else [TOKENIZER_FILE]
+        for name in there:
+            content = out.read_side_file(name)
+            before = TokenizerJson.parse(without(content, self.side_files[name].inserted)).ids
+            after = TokenizerJson.parse(content).ids
+            if after != {*range(self.rows + len(self.made_of))} or max(before) >= self.rows:
+                wrong.append(name)
+        kept = f"{len(self.made_of)} new tokens, with the ids behind the base's"
+        return [Check.of("tokenizer", wrong, "not the base's with the new tokens inserted", kept)]
+
+
+def bound_of_rows(rows: int, added: int) -> str:
+    """What new tokens take from old ones, in words."""
+    return (
+        "new rows of the output are the mean of the old ones, so the loss on any old token rises by at most"
+        f" log(1 + {added}/{rows}) = {math.log1p(added / rows):.4g} nats"
+    )
+
+
+def claim_of_rows(rows: int, added: int, new: int) -> Claim:
+    """What old logits are where there are `added` rows more, and what all that are `new` take from them."""
+    bound = bound_of_rows(rows, new)
+    tail = rows % HEAD_BLOCK if added else 0
+    if not tail:
+        return Claim("exact", f"old logits are bit-identical; {bound}")
+    last = f"those of the last {tail} old tokens" if tail > 1 else "that of the last old token"
+    return Claim(
+        "rounding",
+        f"old logits are bit-identical but for {last}: {rows} rows are no multiple of {HEAD_BLOCK}, and for a few"
+        " positions at once in float32 (cached decoding) a processor sums these in another order than in a wider head;"
+        f" {bound}",
+        tail_alone=True,
+    )
+
+
+def untie(draft: Draft) -> dict[str, str]:
+    """Give the output head tensors of its own, copies of the embeddings; return their names, with what each copies.
+
+    Raises BadInput where the head cannot be untied.
+    """
+    lacking = draft.anatomy.derivation.head_tensors()
+    for name, source in lacking.items():
+        # With the rows that an earlier operation of the plan left or added.
+        draft.set_outer(name, draft.outer[source].recipe)
+    draft.untied = True
+    return lacking
