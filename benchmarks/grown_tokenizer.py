@@ -81,8 +81,8 @@ def kinds(size: int, texts: list[str], room: Path) -> Iterator[tuple[str, Path, 
 def grown(base: Path, rows: int, out: Path, how: str, asked: argparse.Namespace) -> int:
     """The tokenizer of `base` with more pieces, in `out`; how many."""
     import surgeon
-    from surgeon.models.vocabulary.grow import grow
-    from surgeon.models.vocabulary.learned import LearnedTokens
+    from surgeon.edits.vocabulary.grow import grow
+    from surgeon.edits.vocabulary.learned import LearnedTokens
 
     folder = surgeon.open_checkpoint(base).folder
     keep = tuple(asked.keep) if how == "unseen" else ()

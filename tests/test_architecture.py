@@ -67,7 +67,8 @@ COMPUTING = ("blueprint/recipes", "operations", "edits")
 WITHOUT = {
     "plan": ("torch", "numpy", "transformers"),
     "operations": ("torch", "numpy", "transformers"),
-    "edits": ("torch", "numpy", "transformers"),
+    # What they measure by running a model stands in a folder of its own.
+    **{f"edits/{file.name}": ("torch", "numpy", "transformers") for file in (PACKAGE / "edits").glob("*.py")},
     "blueprint": ("torch", "numpy", "transformers"),
     "manifest": ("torch", "numpy", "transformers"),
     # What describes families; what finds out about others builds their models.
@@ -202,7 +203,7 @@ BENCHMARKS = sorted((PACKAGE.parent / "benchmarks").glob("*.py"))
 INSTRUMENTS = {
     "beside_trl": {"training"},
     "claims": {"lab"},
-    "grown_tokenizer": {"models"},
+    "grown_tokenizer": {"edits"},
     "moving": {"rework", "writing"},
     "packed_isolation": {"data", "training"},
     "remembering": {"data", "manifest", "training"},

@@ -47,7 +47,7 @@ from surgeon.operations.operation import Operation, Paper, TrainingDefaults
 from surgeon.operations.prepare import Facts, OpenedBase
 
 if TYPE_CHECKING:
-    from surgeon.models.expert_choice import Experts
+    from surgeon.edits.measuring.expert_choice import Experts
 
 # Scores of the base's experts are the same to the bit where both numbers of experts divide by this: sigmoids take so
 # many at once, products 16 (measured on the CPU with float32 and bfloat16, 1 to 300 tokens, 16 to 512 experts).

@@ -41,7 +41,7 @@ from surgeon.operations.operation import Operation, Paper, TrainingDefaults
 from surgeon.operations.prepare import Facts, OpenedBase
 
 if TYPE_CHECKING:
-    from surgeon.models.expert_choice import Experts
+    from surgeon.edits.measuring.expert_choice import Experts
 
 _By = Literal["reap", "frequency", "loss"]
 _WORDS = {

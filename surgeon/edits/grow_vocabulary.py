@@ -120,9 +120,9 @@ class GrowVocabulary(Operation):
             # Why a second growth is refused, `edit` says.
             return None
         # Imports torch and transformers.
-        from surgeon.models.vocabulary.grow import grow
-        from surgeon.models.vocabulary.learned import LearnedTokens
-        from surgeon.models.vocabulary.requested_words import Listed
+        from surgeon.edits.vocabulary.grow import grow
+        from surgeon.edits.vocabulary.learned import LearnedTokens
+        from surgeon.edits.vocabulary.requested_words import Listed
 
         wanted: tuple[str, ...] | LearnedTokens
         listed = Listed()

@@ -23,7 +23,7 @@ from surgeon.operations.operation import Spec
 from surgeon.operations.prepare import OpenedBase, digest_of_file
 
 if TYPE_CHECKING:
-    from surgeon.models.expert_choice import Estimate, Experts
+    from surgeon.edits.measuring.expert_choice import Estimate, Experts
 
 
 # An expert's number in a tensor's suffix.
@@ -101,7 +101,7 @@ def measured_on(
 ) -> tuple[Experts, dict[str, Any]]:
     """The experts, measured on a text, and what every `Cost` says of what it costs to change them."""
     # Imports torch and transformers.
-    from surgeon.models.expert_choice import Experts
+    from surgeon.edits.measuring.expert_choice import Experts
 
     path = base.text(text)
     other = None if held_out is None else base.text(held_out)

@@ -18,7 +18,7 @@ from surgeon.errors import BadInput, printable
 from surgeon.operations.prepare import Facts, Scale, SideFile, TextCounts
 
 if TYPE_CHECKING:
-    from surgeon.models.vocabulary.grow import Grown
+    from surgeon.edits.vocabulary.grow import Grown
 
 # Tokens of a twin, as many as it gets or has rows for that no token uses.
 _FEW = 16

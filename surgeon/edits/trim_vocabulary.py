@@ -141,7 +141,7 @@ class TrimVocabulary(Operation):
             return None
         _check(base)
         # Imports torch and transformers.
-        from surgeon.models.vocabulary.trim import Wanted, trim
+        from surgeon.edits.vocabulary.trim import Wanted, trim
 
         rows = base.anatomy.sizes.vocabulary
         words = base.lines(self.tokens).values() if isinstance(self.tokens, str) else self.tokens

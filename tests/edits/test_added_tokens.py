@@ -14,9 +14,9 @@ from transformers import AutoTokenizer
 import surgeon
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.tokenizer_files import without
+from surgeon.edits.vocabulary.grow import grow
 from surgeon.errors import BadInput
 from surgeon.models.compare import Tally
-from surgeon.models.vocabulary.grow import grow
 from tests import tiny, vocabularies
 from tests.checkpoints import weights
 from tests.manifest.edits import resealed

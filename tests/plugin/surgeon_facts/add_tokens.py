@@ -30,7 +30,7 @@ class AddTokens(Operation):
 
     def prepare(self, base: OpenedBase) -> VocabularyFacts:
         """Grow the tokenizer by the words."""
-        from surgeon.models.vocabulary.grow import grow
+        from surgeon.edits.vocabulary.grow import grow
 
         grown = grow(base.folder, self.words, rows=base.anatomy.sizes.vocabulary)
         base.side_files.update(grown.files)

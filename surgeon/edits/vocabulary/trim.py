@@ -11,12 +11,12 @@ from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.strict_json import json_object, shaped
 from surgeon.checkpoint.tokenizer_files import MeasuredText
 from surgeon.checkpoint.trimmed_vocabulary import Closure, byte_characters, ids_in, ids_of_file, trimmed_files
+from surgeon.edits.vocabulary.grow import opened_files, tokenizer_json
+from surgeon.edits.vocabulary.growing import Old, check_ids
+from surgeon.edits.vocabulary.texts import counted_tokens, measured_text, named
 from surgeon.errors import BadInput, printable
 from surgeon.models.templates import TEMPLATE_FILE
 from surgeon.models.tokenizer import Tokenizer
-from surgeon.models.vocabulary.grow import opened_files, tokenizer_json
-from surgeon.models.vocabulary.growing import Old, check_ids
-from surgeon.models.vocabulary.texts import counted_tokens, measured_text, named
 
 _LARGEST = 0x110000
 # Chats as templates expect them; one that refuses a kind of turn is asked for the others.

@@ -16,9 +16,9 @@ from transformers import AutoTokenizer
 
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, TokenizerJson, without
+from surgeon.edits.vocabulary.grow import Grown, grow
+from surgeon.edits.vocabulary.learned import How, LearnedTokens, learn_merges
 from surgeon.errors import BadInput
-from surgeon.models.vocabulary.grow import Grown, grow
-from surgeon.models.vocabulary.learned import How, LearnedTokens, learn_merges
 from tests import tiny, vocabularies
 from tests.vocabularies import ENGLISH, FRENCH, write_text
 

@@ -20,10 +20,10 @@ from typing import Literal
 from surgeon.checkpoint.tokenizer_files import NewToken
 from surgeon.common import formatting
 from surgeon.common.listener import Listener
+from surgeon.edits.vocabulary.growing import Maker, New, Old, Pair, bytes_of, with_characters
+from surgeon.edits.vocabulary.texts import counted_words, named, segmented_words
 from surgeon.errors import BadInput
 from surgeon.models.tokenizer import Tokenizer
-from surgeon.models.vocabulary.growing import Maker, New, Old, Pair, bytes_of, with_characters
-from surgeon.models.vocabulary.texts import counted_words, named, segmented_words
 
 How = Literal["unseen", "appended", "non_ascii"]
 

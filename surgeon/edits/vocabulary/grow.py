@@ -20,12 +20,12 @@ from pathlib import Path
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, MeasuredText, Places, TokenizerJson, grown_files
 from surgeon.common.listener import Listener, Quiet
+from surgeon.edits.vocabulary.growing import Old, check_ids
+from surgeon.edits.vocabulary.learned import LearnedTokens, learned
+from surgeon.edits.vocabulary.requested_words import Listed, check_new, check_words, marked_once, requested_tokens
+from surgeon.edits.vocabulary.texts import measured_text, named
 from surgeon.errors import BadInput
 from surgeon.models.tokenizer import Tokenizer, open_tokenizer
-from surgeon.models.vocabulary.growing import Old, check_ids
-from surgeon.models.vocabulary.learned import LearnedTokens, learned
-from surgeon.models.vocabulary.requested_words import Listed, check_new, check_words, marked_once, requested_tokens
-from surgeon.models.vocabulary.texts import measured_text, named
 
 _OF_THE_PLAN = Listed()
 _NONE_ADDED: Mapping[str, bool] = {}

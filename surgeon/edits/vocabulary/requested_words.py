@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from surgeon.checkpoint.tokenizer_files import NewToken
+from surgeon.edits.vocabulary.growing import BETTER, Maker, New, Old, bytes_of, with_characters
 from surgeon.errors import BadInput, printable
 from surgeon.models.tokenizer import Tokenizer
-from surgeon.models.vocabulary.growing import BETTER, Maker, New, Old, bytes_of, with_characters
 
 # Words of a list that a tokenizer gets at once.
 _WORDS_AT_ONCE = 4096

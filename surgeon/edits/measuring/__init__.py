@@ -1,0 +1,1 @@
+"""What edits measure of a base by running it: modules that import torch."""
