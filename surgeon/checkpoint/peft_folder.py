@@ -18,7 +18,7 @@ from surgeon.checkpoint.ranges import sha256_range
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, LocalSource, is_side_file, read_tensor
 from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.common.patterns import Matcher
-from surgeon.errors import BadInput, printable
+from surgeon.errors import BadInput, printable, said_of
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -122,7 +122,8 @@ class AdapterFolder:
         if not isinstance(config, dict):
             raise BadInput(f"{shown}: holds a {type(config).__name__}, expected a JSON object; {_AGAIN}")
         _check_kind(config, shown)
-        header = source.headers([ADAPTER_WEIGHTS])[ADAPTER_WEIGHTS]
+        with said_of(source.shown):
+            header = source.headers([ADAPTER_WEIGHTS])[ADAPTER_WEIGHTS]
         if empty := empty_of(header.tensors):
             raise BadInput(f"{source.shown}: {empty}")
         for info in header.tensors:

@@ -59,6 +59,30 @@ def test_shards(tmp_path: Path) -> None:
 
 
 def test_a_single_file_wins_over_an_index(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", ["shard", "header", "index", "config.json", "generation_config.json", "settings"])
+def test_damage_names_the_folder(tmp_path: Path, damage: str) -> None:
+    """A command may be given two: the reader cannot tell otherwise in which of them a shard is cut."""
+    folder = sharded(tmp_path / "model")
+    if damage == "shard":
+        os.truncate(folder / FIRST, (folder / FIRST).stat().st_size - 1)
+    elif damage == "header":
+        (folder / FIRST).write_bytes(raw_file({"a": {}}))
+    elif damage == "index":
+        write_index(folder, {"a.weight": "../away.safetensors"})
+    elif damage == "settings":
+        write_config(folder, quantization_config={"quant_method": "awq"}, __class__="x")
+    else:
+        (folder / damage).write_text("{")
+    assert refused(folder).startswith(f"{folder}: ")
+
+
+def test_a_shard_cut_while_it_is_read_names_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = CheckpointFolder.open(sharded(tmp_path))
+    monkeypatch.setattr(os, "preadv", lambda *_: 0)
+    with pytest.raises(BadInput, match=f"^{tmp_path}: {FIRST}: ends within tensor a.weight"):
+        folder.read("a.weight")
+
+
     """As in transformers; what is ignored is told."""
     sharded(tmp_path)
     everything = SHARDS[FIRST] | SHARDS[SECOND]

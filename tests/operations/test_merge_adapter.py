@@ -403,6 +403,15 @@ def test_an_adapter_that_does_nothing_is_no_success(kind: str, made: Base, tmp_p
         merged(made("llama"), tmp_path)
 
 
+def test_an_adapter_that_is_cut_is_named_with_its_folder(made: Base, tmp_path: Path) -> None:
+    """Of two adapters the reader cannot tell otherwise which one it is."""
+    lora(tmp_path / "adapter", layers=2)
+    file = lora(tmp_path / "other", layers=2) / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(BadInput, match=r"/other: adapter_model\.safetensors: truncated, 1 bytes are missing"):
+        merged(made("llama"), tmp_path, **{"from": ["adapter", "other"]})
+
+
 WRAPPED_NAMES: dict[str, Callable[[str], str]] = {
     "torch.compile": lambda name: name.replace("model.model.", "model._orig_mod.model."),
     "around the adapter": lambda name: f"_orig_mod.{name}",
