@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from surgeon.operations import OPERATIONS
 from surgeon.train.backends import ATTENTION, TRACKERS, missing_for_attention, missing_for_tracker
 from surgeon.train.config.loading import LoadedConfig, load_config
 from surgeon.train.config.settings import settle
+from surgeon.train.preparing import trained_too
 
 SMALLEST = """\
 surgeon_train: 1
@@ -193,6 +195,20 @@ def test_missing_texts_are_named_by_the_configs_line_and_the_path_looked_at(tmp_
     assert wrong[0][1] == f"source fr: {tmp_path}/fr.jsonl: no such file or folder; check the path"
     assert wrong[1][1] == f"source fr: {tmp_path}/aside.jsonl: no such file or folder; check the path"
     assert "no .jsonl, .json, .txt, .parquet in this folder" in wrong[2][1]
+
+
+def test_held_out_text_that_trains_is_said(tmp_path: Path) -> None:
+    """Its path, a copy of it, or another source's; not where the source is only measured."""
+    for name, text in {"fr": "w1", "copy": "w1", "en": "w2"}.items():
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": text}))
+    for aside in ("fr.jsonl", "./copy.jsonl", "en.jsonl"):
+        (note,) = trained_too(written(tmp_path, SMALLEST.replace("0.9", f"0.9, validation: {aside}")))
+        other = "en" if aside == "en.jsonl" else "fr"
+        assert f"source fr: its held-out text is one that source {other} trains on" in note
+    (note, _) = trained_too(written(tmp_path, SMALLEST.replace("en.jsonl", "fr.jsonl")))
+    assert "source fr: its held-out text is one that source en trains on" in note
+    only_measured = SMALLEST.replace("0.9", "1").replace("0.1", "0, validation: en.jsonl")
+    assert not [*trained_too(written(tmp_path, only_measured)), *trained_too(written(tmp_path, SMALLEST))]
 
 
 def test_a_data_set_of_the_hub_is_led_to_its_form(tmp_path: Path) -> None:
