@@ -257,3 +257,11 @@ def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     assert missing_for_tracker("dagshub") == (
         "`report_to`: dagshub needs the Python module mlflow, which is not installed; install it, or leave dagshub out"
     )
+
+
+def test_prompts_that_are_none_are_refused_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text('[\n  "w1",\n  "w2"\n]\n')
+    text = SMALLEST.replace("path: fr.jsonl", "generate: {tokens: 99, prompts: rows.json}")
+    loaded = written(tmp_path, text)
+    ((key, why),) = check_source(loaded.config.sources[0], loaded)
+    assert (key, why) == ("generate", f"source fr: {tmp_path}/rows.json: JSON; beginnings are plain text, one a line")
