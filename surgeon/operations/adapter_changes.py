@@ -30,6 +30,9 @@ _BASE = ".base_layer"
 _HEADS = ("score.", "classifier.", "qa_outputs.", "v_head.")
 # What PEFT lays around a parameter that it saves whole.
 _AS_LAID = re.compile(r"\.(token_adapter\.)?base_layer\.|\.modules_to_save\.(default\.)?")
+_SAVED = re.compile(r"\.modules_to_save\.(default\.)?")
+# A module, and what is said of it: changes beside it, or a parameter of its own.
+_OF_MODULE = re.compile(r"(.+?)((?:\.base_layer)*\.(?:lora_.+|token_adapter\..+|\w+))", re.DOTALL)
 _A_LAYER = re.compile(r"\.\d+\.")
 
 
@@ -392,12 +395,13 @@ _LORA_FORMS = ("linear", "turned", "embedding")
 
 def name_for_peft(tensor: str, model: Model) -> str:
     """What PEFT calls an adapter's tensor, whose name may have more or less before the name of the base's module."""
-    name = unwrapped(tensor).removeprefix(_PEFT)
-    module, dot, what = name.partition(".lora_")
-    place = model.find(f"{module}.weight")
-    # Parts of experts, which are no modules any more, PEFT finds by their older names.
-    if place is not None and ends(place.parameter, f"{module.rpartition('.')[2]}.weight"):
-        name = place.parameter.removesuffix(".weight") + dot + what
+    name = _SAVED.sub(".", unwrapped(tensor).removeprefix(_PEFT))
+    if (found := _OF_MODULE.fullmatch(name)) is not None:
+        module, what = found.groups()
+        place = model.find(f"{module}.weight")
+        # Parts of experts, which are no modules any more, PEFT finds by their older names.
+        if place is not None and ends(place.parameter, f"{module.rpartition('.')[2]}.weight"):
+            name = place.parameter.removesuffix(".weight") + what
     return _PEFT + name
 
 
