@@ -218,6 +218,7 @@ def test_a_data_set_of_the_hub_is_led_to_its_form(tmp_path: Path) -> None:
     for address in (
         "https://huggingface.co/datasets/org/data",
         "hf://datasets/org/data/a.jsonl",
+        "hf:org/data",
         "s3://bucket/a.jsonl",
     ):
         with pytest.raises(BadInput, match=r"train.yaml:4: .*is an address: write dataset:USER/NAME for a dataset"):
