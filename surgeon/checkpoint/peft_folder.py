@@ -205,10 +205,12 @@ def check_adapter_files(listing: Iterable[str], shown: str, tree: Iterable[str])
             " `base_model.model.….lora_A.weight` and `….lora_B.weight`, `r` is `rank`, `lora_alpha` `scale` × `rank`"
         )
     if ADAPTER_CONFIG not in names:
-        raise BadInput(
-            f"{shown}: no {ADAPTER_CONFIG} here; expected the folder of a PEFT LoRA adapter"
-            f"{', not of a whole model' if 'config.json' in names else led_below(tree, ADAPTER_CONFIG)}"
-        )
+        way = "; give the folder that `save_pretrained` of PEFT's model wrote"
+        if ADAPTER_WEIGHTS in names:
+            way = f" beside {ADAPTER_WEIGHTS}, and it says rank and scale; get it from where that file is from"
+        elif "config.json" in names:
+            way = "; this is the folder of a whole model: give that of the adapter"
+        raise BadInput(f"{shown}: no {ADAPTER_CONFIG} here{led_below(tree, ADAPTER_CONFIG) or way}")
     if ADAPTER_WEIGHTS in names:
         return
     if _PICKLE in names:

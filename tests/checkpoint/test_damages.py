@@ -196,8 +196,14 @@ def test_a_run_s_folder_leads_to_its_last_checkpoint(base: Path, tmp_path: Path)
 
 
 def test_what_is_no_adapter_of_peft_is_named(base: Path, tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="not of a whole model"):
+    with pytest.raises(BadInput, match=r"no adapter_config\.json here; this is the folder of a whole model: give"):
         AdapterFolder.open(base, id="base")
+    (lora(tmp_path / "half", layers=2) / "adapter_config.json").unlink()
+    with pytest.raises(BadInput, match=r"/half: no adapter_config\.json here beside adapter_model\.safetensors"):
+        AdapterFolder.open(tmp_path / "half", id="half")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(BadInput, match=r"no adapter_config\.json here; give the folder that `save_pretrained` of PEFT"):
+        AdapterFolder.open(tmp_path / "empty", id="empty")
     lora(tmp_path / "mlx", layers=2)
     (tmp_path / "mlx" / "adapter_model.safetensors").rename(tmp_path / "mlx" / "adapters.safetensors")
     with pytest.raises(BadInput, match=r"an adapter of mlx-lm.*`lora_alpha` `scale` × `rank`"):
