@@ -209,8 +209,8 @@ def _check_feature(feature: Any, where: str) -> None:
         _check_feature(feature.feature, where)
     elif type(feature).__name__ not in _FEATURES:
         raise BadInput(
-            f"{printable(where)} holds {printable(type(feature).__name__)}, which no text is; leave it out, or name"
-            " another one (`field:` of the source)"
+            f"{printable(where)} holds {printable(type(feature).__name__)}, which no text is; leave it out, or give"
+            " the source `field: KEY` with another column"
         )
 
 

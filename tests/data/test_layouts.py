@@ -83,7 +83,7 @@ def test_variants_of_layouts(tmp_path: Path) -> None:
     [
         (
             {"prompt": "w1"},
-            "input with output, completion, response, answer, solution); it has prompt; `field: KEY`",
+            "input with output, completion, response, answer, solution); it has prompt; give the source `field:",
         ),
         ({"output": "w1"}, "no keys of a chat (messages, conversations, conversation, contents; instruction,"),
         ({"body": "w1"}, "no keys of a chat (messages, conversations, conversation, contents; instruction,"),
@@ -131,7 +131,7 @@ def test_the_kind_is_seen_from_each_row(tmp_path: Path) -> None:
     )
     for spec, document in own:
         assert opened_texts(path, **spec).read(0) == document
-    with pytest.raises(BadInput, match=r"no key `reply`; it has text, .*; `field:` of the source names another one"):
+    with pytest.raises(BadInput, match=r"no key `reply`; it has text, .*; give the source `field: KEY` with one of"):
         opened_texts(path, field=["frage", "reply"])
 
 
