@@ -221,9 +221,8 @@ def _turns(value: Any, shown: str, where: str) -> list[Message]:
         # A feature `Sequence` of structs of `datasets` is kept as a struct of lists, which are of one length.
         value = [dict(zip(value, turn, strict=True)) for turn in zip(*value.values(), strict=False)]
     if not isinstance(value, list) or not value:
-        raise BadInput(
-            f"{printable(where)}: {shown} is not a list of messages, or an empty one; {_FIELD} with another key"
-        )
+        way = "write the list itself, not its text" if isinstance(value, str) else f"{_FIELD} with another key"
+        raise BadInput(f"{printable(where)}: {shown} is not a list of messages, or an empty one; {way}")
     return [turn_of(message, nth, where) for nth, message in enumerate(value, 1)]
 
 
