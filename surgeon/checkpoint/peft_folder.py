@@ -234,7 +234,8 @@ def _check_kind(config: Mapping[str, Any], shown: str) -> None:
     """Refuse what is no LoRA, and one that stands beside other weights than the base's own."""
     kind = config.get("peft_type")
     if kind != "LORA":
-        raise BadInput(f"{shown}: `peft_type` is {_show(kind)}; only LORA is read; give another adapter")
+        way = "write it so" if str(kind).upper() == "LORA" else "give another adapter"
+        raise BadInput(f"{shown}: `peft_type` is {_show(kind)}; only LORA is read; {way}")
     init = config.get("init_lora_weights", True)
     if not any(init is plain or (isinstance(plain, str) and init == plain) for plain in _PLAIN_INITS):
         raise BadInput(

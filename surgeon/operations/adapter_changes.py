@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import TypeGuard
 
 from surgeon.blueprint.recipes import Imported, Product, Step, Trained
@@ -360,7 +361,8 @@ class Sorted:
             why = "the adapter is for another base"
             if tensor.endswith(".lora_B.bias") and self.model.find(name.removesuffix("bias") + "weight"):
                 why = "`lora_bias` goes into a module's own bias, and this has none; train it without `lora_bias`"
-            if not tensor.startswith(_PEFT) or ".lora_" in name:
+            above = accumulate(name.split(".")[:-2], "{}.{}".format)
+            if not tensor.startswith(_PEFT) or ".lora_" in name or any(self.model.find(f"{m}.weight") for m in above):
                 why = "no adapter of PEFT's has such a name"
             if inner := next((each for each in self.model.places if name.endswith(f".{each}")), ""):
                 why = f"take `{printable(name.removesuffix(inner))}` out of the names, in a copy of the adapter"
@@ -378,7 +380,8 @@ class Sorted:
     def _check_shape(self, tensor: str, expected: tuple[int, ...]) -> None:
         shape = self.adapter.tensors[tensor].shape
         if shape != expected:
-            raise self._refused(tensor, f"shape {list(shape)}, base and config call for {list(expected)}")
+            turned = ": it is transposed, or A and B are exchanged" if shape == expected[::-1] and shape[1:] else ""
+            raise self._refused(tensor, f"shape {list(shape)}, base and config call for {list(expected)}{turned}")
 
     def _of(self, tensor: str) -> Imported:
         found = self.adapter.tensors[tensor]

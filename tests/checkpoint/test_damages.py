@@ -223,6 +223,11 @@ UNFIT: dict[str, tuple[Rename, str]] = {
         lambda name: f"base_model.model.{name}",
         r"take `base_model\.model\.` out of the names, in a copy of the adapter",
     ),
+    "diffusers' names": (lambda name: name.replace("lora_A", "lora.down"), "no adapter of PEFT's has such a name"),
+    "A and B exchanged": (
+        lambda name: name.replace("lora_A", "lora_X").replace("lora_B", "lora_A").replace("lora_X", "lora_B"),
+        r"shape \[32, 2\], base and config call for \[2, 32\]: it is transposed, or A and B are exchanged",
+    ),
     "names without an end": (lambda name: name.removesuffix(".weight"), "no adapter of PEFT's has such a name"),
 }
 
