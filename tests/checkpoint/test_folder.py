@@ -70,7 +70,7 @@ def test_damage_names_the_folder(tmp_path: Path, damage: str) -> None:
     elif damage == "index":
         write_index(folder, {"a.weight": "../away.safetensors"})
     elif damage == "settings":
-        write_config(folder, quantization_config={"quant_method": "awq"}, __class__="x")
+        write_config(folder, __class__="x")
     else:
         (folder / damage).write_text("{")
     assert refused(folder).startswith(f"{folder}: ")
