@@ -7,7 +7,8 @@ does not hold, 130 interrupted).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -37,6 +38,17 @@ class Mistakes(BadInput):
 def bad_input(lines: Sequence[str]) -> BadInput:
     """The error for what is wrong, a line each: one alone is said as every other error is."""
     return BadInput(lines[0]) if len(lines) == 1 else Mistakes(lines)
+
+
+@contextmanager
+def said_of(place: str) -> Iterator[None]:
+    """Put a folder's name before errors that do not begin with it: a command may be given several folders."""
+    try:
+        yield
+    except BadInput as error:
+        if not str(error).startswith((f"{place}:", f"{place}/")):
+            error.args = (f"{place}: {error}",)
+        raise
 
 
 class PromiseBroken(SurgeonError):

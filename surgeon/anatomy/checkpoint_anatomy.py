@@ -24,6 +24,7 @@ from surgeon.checkpoint.damages import ANOTHER
 from surgeon.checkpoint.header import FLOAT_DTYPES, QUANTISED_DTYPES, TensorInfo
 from surgeon.checkpoint.own_code import OwnCode
 from surgeon.checkpoint.trust import refuse_quantised
+from surgeon.common.library import has_type
 from surgeon.errors import BadInput, printable
 from surgeon.runtime.states_rules import BANK
 
@@ -159,10 +160,14 @@ def _check_numbers(names: Names, tensors: Mapping[str, TensorInfo]) -> None:
 
 def _unknown(config: Mapping[str, Any]) -> BadInput:
     """The error for a model type that neither transformers nor the checkpoint's own code has."""
+    named = str(config["model_type"])
+    if has_type(named.lower()):
+        known = repr(named.lower())
+        return BadInput(f"config.json: model_type is {printable(repr(named))}; transformers writes it {known}: do so")
     wraps = isinstance(config.get("text_config"), Mapping)
     hint = "; it wraps a text model: save that alone (its `text_config` and language_model tensors)" if wraps else ""
     return BadInput(
-        f"config.json: model_type {printable(str(config['model_type']))!r} is no text decoder or encoder of the"
+        f"config.json: model_type {printable(named)!r} is no text decoder or encoder of the"
         f" installed transformers{hint}; update transformers, or use a model that it has"
     )
 

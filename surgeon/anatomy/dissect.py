@@ -21,7 +21,7 @@ from surgeon.checkpoint.damages import ANOTHER
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
 from surgeon.checkpoint.own_code import OwnCode
-from surgeon.errors import BadInput, printable
+from surgeon.errors import BadInput, printable, said_of
 
 
 def dissect(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], own: OwnCode | None = None) -> Anatomy:
@@ -216,7 +216,8 @@ def dissect_folder(folder: CheckpointFolder, by: Callable[..., Anatomy] = dissec
     Where the folder's own code was left out and tensors fit no class of transformers, the code may be what they are of.
     """
     try:
-        return by(folder.config, folder.tensors, folder.own)
+        with said_of(folder.source.shown):
+            return by(folder.config, folder.tensors, folder.own)
     except BadInput as error:
         why = str(error)
         if not folder.model_code or not why.endswith(ANOTHER):

@@ -88,7 +88,7 @@ def led_below(files: Iterable[str], wanted: str) -> str:
     """
     names = list(files)
     for name in names:
-        if name.lower() == wanted:
+        if name.lower() == wanted.lower() and name != wanted:
             return f"; rename {printable(name)} to {wanted}"
     below = [name.removesuffix(f"/{wanted}") for name in names if name.endswith(f"/{wanted}")]
     newest = max(below, key=lambda name: (len(name), name), default="")

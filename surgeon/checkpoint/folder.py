@@ -34,7 +34,7 @@ from surgeon.checkpoint.trust import (
 )
 from surgeon.checkpoint.weights import INDEX_FILE, SINGLE_FILE, check_weights, choose_weights
 from surgeon.common.plugins import missing_plugins
-from surgeon.errors import BadInput, printable
+from surgeon.errors import BadInput, printable, said_of
 from surgeon.grafts.bundle import CODE_FILE
 
 CONFIG_FILE = "config.json"
@@ -83,7 +83,9 @@ class CheckpointFolder:
     @classmethod
     def open(cls, path: Path, *, trust_remote_code: bool = False) -> CheckpointFolder:
         """Open a local folder. Raises BadInput, one line, for the first thing that is missing or wrong."""
-        return cls.assemble(LocalSource(path), path=path, trust_remote_code=trust_remote_code)
+        source = LocalSource(path)
+        with said_of(source.shown):
+            return cls.assemble(source, path=path, trust_remote_code=trust_remote_code)
 
     @classmethod
     def assemble(cls, source: Source, *, path: Path, trust_remote_code: bool) -> CheckpointFolder:

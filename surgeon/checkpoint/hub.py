@@ -40,7 +40,7 @@ from surgeon.checkpoint.peft_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, chec
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, LocalSource, is_side_file, read_capped
 from surgeon.checkpoint.weights import INDEX_FILE, choose_weights
 from surgeon.common.places import meant
-from surgeon.errors import BadInput, printable
+from surgeon.errors import BadInput, printable, said_of
 from surgeon.grafts.bundle import CODE_FILE
 
 _SMALL = (CONFIG_FILE, INDEX_FILE, MANIFEST_FILE)
@@ -145,7 +145,8 @@ def remote_folder(repo_id: str, revision: str | None, *, trust_remote_code: bool
     if offline():
         return CheckpointFolder.open(_cached(repo_id, revision).path, trust_remote_code=trust_remote_code)
     repository = _Repository.ask(repo_id, revision)
-    return CheckpointFolder.assemble(repository, path=Path(repo_id), trust_remote_code=trust_remote_code)
+    with said_of(repository.shown):
+        return CheckpointFolder.assemble(repository, path=Path(repo_id), trust_remote_code=trust_remote_code)
 
 
 def open_headers(base: str | Path, *, revision: str | None, trust_remote_code: bool) -> CheckpointFolder:

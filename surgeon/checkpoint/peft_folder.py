@@ -18,7 +18,7 @@ from surgeon.checkpoint.ranges import sha256_range
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES, LocalSource, is_side_file, read_tensor
 from surgeon.checkpoint.strict_json import parse_json_strict
 from surgeon.common.patterns import Matcher
-from surgeon.errors import BadInput, printable
+from surgeon.errors import BadInput, printable, said_of
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -122,7 +122,8 @@ class AdapterFolder:
         if not isinstance(config, dict):
             raise BadInput(f"{shown}: holds a {type(config).__name__}, expected a JSON object; {_AGAIN}")
         _check_kind(config, shown)
-        header = source.headers([ADAPTER_WEIGHTS])[ADAPTER_WEIGHTS]
+        with said_of(source.shown):
+            header = source.headers([ADAPTER_WEIGHTS])[ADAPTER_WEIGHTS]
         if empty := empty_of(header.tensors):
             raise BadInput(f"{source.shown}: {empty}")
         for info in header.tensors:
@@ -204,10 +205,12 @@ def check_adapter_files(listing: Iterable[str], shown: str, tree: Iterable[str])
             " `base_model.model.….lora_A.weight` and `….lora_B.weight`, `r` is `rank`, `lora_alpha` `scale` × `rank`"
         )
     if ADAPTER_CONFIG not in names:
-        raise BadInput(
-            f"{shown}: no {ADAPTER_CONFIG} here; expected the folder of a PEFT LoRA adapter"
-            f"{', not of a whole model' if 'config.json' in names else led_below(tree, ADAPTER_CONFIG)}"
-        )
+        way = "; give the folder that `save_pretrained` of PEFT's model wrote"
+        if ADAPTER_WEIGHTS in names:
+            way = f" beside {ADAPTER_WEIGHTS}, and it says rank and scale; get it from where that file is from"
+        elif "config.json" in names:
+            way = "; this is the folder of a whole model: give that of the adapter"
+        raise BadInput(f"{shown}: no {ADAPTER_CONFIG} here{led_below(tree, ADAPTER_CONFIG) or way}")
     if ADAPTER_WEIGHTS in names:
         return
     if _PICKLE in names:
@@ -231,7 +234,8 @@ def _check_kind(config: Mapping[str, Any], shown: str) -> None:
     """Refuse what is no LoRA, and one that stands beside other weights than the base's own."""
     kind = config.get("peft_type")
     if kind != "LORA":
-        raise BadInput(f"{shown}: `peft_type` is {_show(kind)}; only LORA is read; give another adapter")
+        way = "write it so" if str(kind).upper() == "LORA" else "give another adapter"
+        raise BadInput(f"{shown}: `peft_type` is {_show(kind)}; only LORA is read; {way}")
     init = config.get("init_lora_weights", True)
     if not any(init is plain or (isinstance(plain, str) and init == plain) for plain in _PLAIN_INITS):
         raise BadInput(

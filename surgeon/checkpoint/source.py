@@ -228,11 +228,14 @@ def read_tensor(source: Source, info: TensorInfo, part: slice | None = None) -> 
             count = os.preadv(fd, [rest], position)
             if count == 0:
                 raise BadInput(
-                    f"{printable(info.file)}: ends within tensor {printable(info.name)}; was it cut meanwhile?"
+                    f"{source.shown}: {printable(info.file)}: ends within tensor {printable(info.name)}; was it cut"
+                    " meanwhile?"
                 )
             rest, position = rest[count:], position + count
     except OSError as error:
-        raise BadInput(f"{printable(info.file)}: cannot be read ({error.strerror}); check the disk") from None
+        raise BadInput(
+            f"{source.shown}: {printable(info.file)}: cannot be read ({error.strerror}); check the disk"
+        ) from None
     finally:
         os.close(fd)
     return content

@@ -68,6 +68,12 @@ def parse_json_strict(
         raise BadInput(f"{shown}: {len(data):,} bytes of JSON, at most {max_bytes:,} are read; is this the right file?")
     if data.startswith(codecs.BOM_UTF8):
         raise BadInput(f"{shown}: begins with a byte order mark, which JSON does not allow; save it as UTF-8 without")
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadInput(
+            f"{shown}: not UTF-8 at byte {error.start}; is the file damaged, or saved in another encoding?"
+        ) from None
     _check_cost(data, shown, max_depth=max_depth, max_items=max_items)
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -88,15 +94,11 @@ def parse_json_strict(
 
     try:
         value = json.loads(
-            data.decode("utf-8"),
+            text,
             object_pairs_hook=unique,
             parse_constant=None if constants else refuse,
             parse_float=finite,
         )
-    except UnicodeDecodeError as error:
-        raise BadInput(
-            f"{shown}: not UTF-8 at byte {error.start}; is the file damaged, or saved in another encoding?"
-        ) from None
     except json.JSONDecodeError as error:
         raise BadInput(
             f"{shown}: not valid JSON: {error.msg} (line {error.lineno}, column {error.colno}); download it again, or"

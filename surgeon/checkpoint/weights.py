@@ -80,7 +80,8 @@ def choose_weights(source: Source, *, shown: str | None = None) -> Weights:
         # Some checkpoints have their shards in a folder below, as transformers reads them too.
         names += [name for name in source.tree() if "/" in name]
     if missing := [file for file in files if file not in names]:
-        raise BadInput(f"{shown}: {_some(missing)} missing, of {len(files)} shards in the index; download again")
+        way = led_below(names, missing[0]) or "; download again"
+        raise BadInput(f"{shown}: {_some(missing)} missing, of {len(files)} shards in the index{way}")
     unlisted = [name for name in tensors_files if name not in files]
     if strays := [name for name in unlisted if _SHARD.fullmatch(name)]:
         raise BadInput(
@@ -101,6 +102,9 @@ def _passed_over(source: Source) -> Collection[str]:
 
 
 def _why_no_weights(names: list[str], tensors_files: list[str]) -> str:
+    for wanted in (SINGLE_FILE, INDEX_FILE):
+        if way := led_below((name for name in names if "/" not in name), wanted):
+            return f"no {wanted} here{way}"
     if shards := [name for name in tensors_files if _SHARD.fullmatch(name)]:
         return f"shards ({_some(shards)}) without {INDEX_FILE}; download that too"
     if "adapter_config.json" in names:

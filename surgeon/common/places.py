@@ -13,7 +13,7 @@ from surgeon.errors import BadInput, printable
 
 # `Path` makes one slash of two. The page of a file means its repository.
 _HUB = re.compile(
-    r"(?:hf:/+|(?:https?:/+)?(?:www\.)?(?:huggingface\.co|hf\.co)/)"
+    r"(?:hf:/*|(?:https?:/+)?(?:www\.)?(?:huggingface\.co|hf\.co)/)"
     r"(?:(?!datasets/|spaces/)([\w.-]+/[\w.-]+)"
     r"(?:(?:@|/(?:tree|commit)/)([^/?#]+)|/(?:blob|resolve|raw)/([^/?#]+)/[^?#]+)?/?(?:[?#].*)?|.*)"
 )
@@ -30,7 +30,7 @@ def meant(given: str) -> str:
         if found := _HUB.fullmatch(given):
             if found[1] is None:
                 way = "but of no model's page; give its id, `user/name` or `user/name@revision`"
-                if "/datasets/" in given:
+                if "datasets/" in given:
                     way = "of a dataset; give dataset:USER/NAME for `--data` or a source, else a file, downloaded first"
                 raise BadInput(f"{printable(given)}: an address of the Hub, {way}")
             revision = found[2] or found[3]

@@ -33,7 +33,7 @@ _PREFERENCES = (
     "`chosen` and `rejected` are preferences, which the output learns from through TRL's DPOTrainer"
     " (docs/how-to/other-trainers.md); here, leave one answer of the two as a chat"
 )
-_FIELD = "`field:` of the source names"
+_FIELD = "give the source `field: KEY`"
 
 
 @dataclass(frozen=True)
@@ -179,12 +179,12 @@ def layout_of(names: Collection[str], spec: RowsSpec, where: str) -> Layout:
     wanted = next((key for key in asked if key not in names), TEXT if spec.kind in ("text", "labels") else None)
     if wanted is not None:
         chat = not asked and spec.kind == "text" and _chats_of(names)
-        do = "it is a chat: leave `kind: text` out" if chat else f"{_FIELD} another one"
+        do = "it is a chat: leave `kind: text` out" if chat else f"{_FIELD} with one of these"
         raise BadInput(f"{printable(where)}: no key `{printable(wanted)}`; {there}; {do}")
     text = "" if spec.kind == "chat" else f"a text (`{TEXT}`) or "
     raise BadInput(
         f"{printable(where)}: no keys of {text}a chat ({', '.join(_LISTS)}; {', '.join(_ASKS)} with"
-        f" {', '.join(_ANSWERS)}); {there}; `field: KEY` or `field: [QUESTION, ANSWER]` of the source names others"
+        f" {', '.join(_ANSWERS)}); {there}; {_FIELD} or `field: [QUESTION, ANSWER]` with such ones"
     )
 
 
@@ -221,15 +221,16 @@ def _turns(value: Any, shown: str, where: str) -> list[Message]:
         # A feature `Sequence` of structs of `datasets` is kept as a struct of lists, which are of one length.
         value = [dict(zip(value, turn, strict=True)) for turn in zip(*value.values(), strict=False)]
     if not isinstance(value, list) or not value:
-        raise BadInput(f"{printable(where)}: {shown} is not a list of messages, or an empty one; {_FIELD} another key")
+        way = "write the list itself, not its text" if isinstance(value, str) else f"{_FIELD} with another key"
+        raise BadInput(f"{printable(where)}: {shown} is not a list of messages, or an empty one; {way}")
     return [turn_of(message, nth, where) for nth, message in enumerate(value, 1)]
 
 
 def _text(value: Any, key: str, where: str) -> str:
     if not isinstance(value, str):
         raise BadInput(
-            f"{printable(where)}: `{printable(key)}` is no text ({printable(repr(value), 40)}); make it one, or name"
-            " another key by `field:` of the source"
+            f"{printable(where)}: `{printable(key)}` is no text ({printable(repr(value), 40)}); make it one, or"
+            f" {_FIELD} with another key"
         )
     return checked_text(value, where)
 

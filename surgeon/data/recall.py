@@ -335,11 +335,11 @@ def _settled(folder: CheckpointFolder, spec: GenerateSpec) -> dict[str, Any]:
         )
     settings: dict[str, Any] = spec.model_dump() | {"length": length}
     if spec.prompts not in (BEGIN, TEMPLATE):
-        settings["prompts_sha256"] = hashlib.sha256(_lines(str(spec.prompts)).encode()).hexdigest()
+        settings["prompts_sha256"] = hashlib.sha256(beginnings(str(spec.prompts)).encode()).hexdigest()
     return settings
 
 
-def _lines(path: str) -> str:
+def beginnings(path: str) -> str:
     """Read a file of prompts. Raises BadInput where it cannot be read, or has none."""
     content = read_given(Path(meant(path)), what="file of `prompts`", most=MAX_SIDE_FILE_BYTES)
     try:
@@ -348,15 +348,16 @@ def _lines(path: str) -> str:
         raise BadInput(f"{printable(path)}: not UTF-8 text (byte {error.start}); save it as UTF-8") from None
     if not text.strip():
         raise BadInput(f"{printable(path)}: no beginnings; write one a line")
-    with suppress(ValueError, RecursionError):
-        if isinstance(json.loads(text.strip().splitlines()[0]), dict):
-            raise BadInput(f"{printable(path)}: JSON; beginnings are plain text, one a line")
+    for whole in (text, text.strip().splitlines()[0]):
+        with suppress(ValueError, RecursionError):
+            if isinstance(json.loads(whole), dict | list):
+                raise BadInput(f"{printable(path)}: JSON; beginnings are plain text, one a line")
     return text
 
 
 def _writer(folder: CheckpointFolder, settings: dict[str, Any], say: Callable[[str], None]) -> Writer:
     """Make the writer for the settings. Raises BadInput where the model has no such beginnings."""
-    lines = None if settings["prompts"] in (BEGIN, TEMPLATE) else _lines(settings["prompts"])
+    lines = None if settings["prompts"] in (BEGIN, TEMPLATE) else beginnings(settings["prompts"])
 
     from surgeon.data.writing import Writer
 

@@ -85,7 +85,7 @@ class Rows:
                 yield place
         few = 2 * wrong <= total
         if wrong and not (leave_out and few):
-            do = "`bad_rows: leave_out` of a source in YAML leaves them out" if few else "too many to be left out"
+            do = "to leave them out, give the source `bad_rows: leave_out`" if few else "too many to be left out"
             raise bad_input(
                 [
                     f"{error} ({counts[kind]:,} of {first}{total:,} rows{_OTHERS * (kind == _OTHERS)}:"

@@ -24,6 +24,7 @@ from surgeon.data.chats import Chat
 from surgeon.data.documents import Corpus, Documents, stamps
 from surgeon.data.layouts import Document, columns_of, document_of
 from surgeon.data.parquet import pieces_of
+from surgeon.data.recall import beginnings
 from surgeon.data.rows import Row, Rows
 from surgeon.data.saved_tables import arrow_files, check_saved, is_saved
 from surgeon.data.specs import SourceSpec, TextSpec
@@ -64,8 +65,11 @@ def check_source(source: TextSpec, named_by: Naming) -> list[tuple[str, str]]:
     paths = [("path", source.path)]
     if isinstance(source, SourceSpec) and source.generate is not None:
         prompts = source.generate.prompts
-        if prompts not in (None, BEGIN, TEMPLATE) and not named_by.resolve(prompts).is_file():
-            wrong.append(("generate", f"source {source.name}: {printable(prompts)}: no such file; check `prompts`"))
+        try:
+            if prompts not in (None, BEGIN, TEMPLATE):
+                beginnings(str(named_by.resolve(prompts)))
+        except BadInput as error:
+            wrong.append(("generate", f"source {source.name}: {error}"))
         return wrong
     if source.repo_id is not None:
         paths = []
@@ -205,8 +209,8 @@ def _check_feature(feature: Any, where: str) -> None:
         _check_feature(feature.feature, where)
     elif type(feature).__name__ not in _FEATURES:
         raise BadInput(
-            f"{printable(where)} holds {printable(type(feature).__name__)}, which no text is; leave it out, or name"
-            " another one (`field:` of the source)"
+            f"{printable(where)} holds {printable(type(feature).__name__)}, which no text is; leave it out, or give"
+            " the source `field: KEY` with another column"
         )
 
 

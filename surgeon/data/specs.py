@@ -81,7 +81,7 @@ class TextSpec(RowsSpec):
 
     @model_validator(mode="after")
     def _of_the_hub(self) -> Self:
-        if "://" in self.path:
+        if "://" in self.path or self.path.startswith("hf:"):
             raise ValueError(
                 f"path {self.path!r} is an address: write dataset:USER/NAME for a dataset of the Hub, and get other"
                 " files first"

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import TypeGuard
 
 from surgeon.blueprint.recipes import Imported, Product, Step, Trained
@@ -30,6 +31,9 @@ _BASE = ".base_layer"
 _HEADS = ("score.", "classifier.", "qa_outputs.", "v_head.")
 # What PEFT lays around a parameter that it saves whole.
 _AS_LAID = re.compile(r"\.(token_adapter\.)?base_layer\.|\.modules_to_save\.(default\.)?")
+_SAVED = re.compile(r"\.modules_to_save\.(default\.)?")
+# A module, and what is said of it: changes beside it, or a parameter of its own.
+_OF_MODULE = re.compile(r"(.+?)((?:\.base_layer)*\.(?:lora_.+|token_adapter\..+|\w+))", re.DOTALL)
 _A_LAYER = re.compile(r"\.\d+\.")
 
 
@@ -357,7 +361,8 @@ class Sorted:
             why = "the adapter is for another base"
             if tensor.endswith(".lora_B.bias") and self.model.find(name.removesuffix("bias") + "weight"):
                 why = "`lora_bias` goes into a module's own bias, and this has none; train it without `lora_bias`"
-            if not tensor.startswith(_PEFT) or ".lora_" in name:
+            above = accumulate(name.split(".")[:-2], "{}.{}".format)
+            if not tensor.startswith(_PEFT) or ".lora_" in name or any(self.model.find(f"{m}.weight") for m in above):
                 why = "no adapter of PEFT's has such a name"
             if inner := next((each for each in self.model.places if name.endswith(f".{each}")), ""):
                 why = f"take `{printable(name.removesuffix(inner))}` out of the names, in a copy of the adapter"
@@ -375,7 +380,8 @@ class Sorted:
     def _check_shape(self, tensor: str, expected: tuple[int, ...]) -> None:
         shape = self.adapter.tensors[tensor].shape
         if shape != expected:
-            raise self._refused(tensor, f"shape {list(shape)}, base and config call for {list(expected)}")
+            turned = ": it is transposed, or A and B are exchanged" if shape == expected[::-1] and shape[1:] else ""
+            raise self._refused(tensor, f"shape {list(shape)}, base and config call for {list(expected)}{turned}")
 
     def _of(self, tensor: str) -> Imported:
         found = self.adapter.tensors[tensor]
@@ -392,12 +398,13 @@ _LORA_FORMS = ("linear", "turned", "embedding")
 
 def name_for_peft(tensor: str, model: Model) -> str:
     """What PEFT calls an adapter's tensor, whose name may have more or less before the name of the base's module."""
-    name = unwrapped(tensor).removeprefix(_PEFT)
-    module, dot, what = name.partition(".lora_")
-    place = model.find(f"{module}.weight")
-    # Parts of experts, which are no modules any more, PEFT finds by their older names.
-    if place is not None and ends(place.parameter, f"{module.rpartition('.')[2]}.weight"):
-        name = place.parameter.removesuffix(".weight") + dot + what
+    name = _SAVED.sub(".", unwrapped(tensor).removeprefix(_PEFT))
+    if (found := _OF_MODULE.fullmatch(name)) is not None:
+        module, what = found.groups()
+        place = model.find(f"{module}.weight")
+        # Parts of experts, which are no modules any more, PEFT finds by their older names.
+        if place is not None and ends(place.parameter, f"{module.rpartition('.')[2]}.weight"):
+            name = place.parameter.removesuffix(".weight") + what
     return _PEFT + name
 
 

@@ -114,8 +114,6 @@ def write_blended(
             run = _read(out, info)
             before = torch.zeros_like(run) if was is None else _read(base, base.tensors[was])
             blended = torch.lerp(before, run, shares.of(info.name)).to(stored_dtype(info.dtype))
-            if not bool(torch.isfinite(blended).all()):
-                raise BadInput(f"{printable(info.name)}: holds NaN or infinity, of which nothing can be blended")
             delta, norm = blended.double() - run.double(), float(run.double().norm())
             changes[info.name] = Change(float(delta.abs().max()), float(delta.norm()) / norm if norm else None)
             listener.advance(info.nbytes)
@@ -127,10 +125,15 @@ def write_blended(
 
 
 def _read(folder: CheckpointFolder, info: TensorInfo) -> Tensor:
-    """A tensor in float32."""
+    """A tensor in float32. Raises BadInput where it is no floating-point one, or a number of it is not finite."""
     if info.dtype not in FLOAT_DTYPES:
         raise BadInput(f"{printable(info.name)}: stored in {info.dtype}; only floating-point tensors can be blended")
-    return torch.frombuffer(folder.read(info.name), dtype=stored_dtype(info.dtype)).reshape(info.shape).float()
+    value = torch.frombuffer(folder.read(info.name), dtype=stored_dtype(info.dtype)).reshape(info.shape).float()
+    if not bool(torch.isfinite(value).all()):
+        raise BadInput(
+            f"{folder.source.shown}: {printable(info.name)}: holds NaN or infinity, of which nothing can be blended"
+        )
+    return value
 
 
 def blending_job(

@@ -6,8 +6,9 @@ All of it comes from headers, the manifest and the config, without torch, so tha
 from __future__ import annotations
 
 import dataclasses
+import filecmp
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -102,7 +103,7 @@ def prepare(
         if wanted.fitted:
             _tried(lambda: _check_fitted(loaded), wrong)
         within = _tried(lambda: _teacher(out, manifest, loaded, wanted, anatomy), wrong)
-        notes = _about_what(manifest, loaded, wanted)
+        notes = [*trained_too(loaded), *_about_what(manifest, loaded, wanted)]
         if within is not None and within.last and loaded.config.preserve and loaded.config.preserve.last is None:
             notes.append(f"`preserve`: the first base is not in the model any more, so {within.shown} teaches")
     if wrong or wanted is None or settled is None or settled_for is None:
@@ -323,6 +324,27 @@ def _check_fitted(loaded: LoadedConfig) -> None:
             )
     if wrong:
         raise bad_input(wrong)
+
+
+def trained_too(loaded: LoadedConfig) -> Iterator[str]:
+    """Say of which sources the held-out text is one that trains, by its path or by its content."""
+    for source in loaded.config.sources:
+        apart = isinstance(source.validation, str)
+        aside = loaded.resolve(str(source.validation) if apart else source.path)
+        for other in loaded.config.sources if source.validation and source.path else ():
+            text = loaded.resolve(other.path)
+            if other.share and other.path and (apart or other is not source) and _are_same(aside, text):
+                yield (
+                    f"source {source.name}: its held-out text is one that source {other.name} trains on"
+                    f" ({printable(str(text))}), so losses on it say nothing of new text; hold other text out"
+                    " (`validation`)"
+                )
+
+
+def _are_same(one: Path, other: Path) -> bool:
+    if one.is_file() and other.is_file():
+        return filecmp.cmp(one, other, shallow=False)
+    return one.is_dir() and other.is_dir() and one.samefile(other)
 
 
 def _check_fixed(wanted: TrainableSet, sharding: Sharding | None) -> None:

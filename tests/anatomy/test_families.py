@@ -178,6 +178,7 @@ def open_changed(folder: Path, **changes: object) -> CheckpointFolder:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"model_type": "Llama"}, "config.json: model_type is 'Llama'; transformers writes it 'llama'"),
         ({"model_type": "mumba"}, "model_type 'mumba' is no text decoder or encoder of the installed transformers"),
         ({"model_type": None}, "`model_type` is missing"),
         ({"hidden_size": 64}, r"shape \[.*\], the config requires \[.*\]"),

@@ -196,8 +196,14 @@ def test_a_run_s_folder_leads_to_its_last_checkpoint(base: Path, tmp_path: Path)
 
 
 def test_what_is_no_adapter_of_peft_is_named(base: Path, tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="not of a whole model"):
+    with pytest.raises(BadInput, match=r"no adapter_config\.json here; this is the folder of a whole model: give"):
         AdapterFolder.open(base, id="base")
+    (lora(tmp_path / "half", layers=2) / "adapter_config.json").unlink()
+    with pytest.raises(BadInput, match=r"/half: no adapter_config\.json here beside adapter_model\.safetensors"):
+        AdapterFolder.open(tmp_path / "half", id="half")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(BadInput, match=r"no adapter_config\.json here; give the folder that `save_pretrained` of PEFT"):
+        AdapterFolder.open(tmp_path / "empty", id="empty")
     lora(tmp_path / "mlx", layers=2)
     (tmp_path / "mlx" / "adapter_model.safetensors").rename(tmp_path / "mlx" / "adapters.safetensors")
     with pytest.raises(BadInput, match=r"an adapter of mlx-lm.*`lora_alpha` `scale` × `rank`"):
@@ -216,6 +222,11 @@ UNFIT: dict[str, tuple[Rename, str]] = {
     "a wrapper that is not known": (
         lambda name: f"base_model.model.{name}",
         r"take `base_model\.model\.` out of the names, in a copy of the adapter",
+    ),
+    "diffusers' names": (lambda name: name.replace("lora_A", "lora.down"), "no adapter of PEFT's has such a name"),
+    "A and B exchanged": (
+        lambda name: name.replace("lora_A", "lora_X").replace("lora_B", "lora_A").replace("lora_X", "lora_B"),
+        r"shape \[32, 2\], base and config call for \[2, 32\]: it is transposed, or A and B are exchanged",
     ),
     "names without an end": (lambda name: name.removesuffix(".weight"), "no adapter of PEFT's has such a name"),
 }

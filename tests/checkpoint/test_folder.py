@@ -28,6 +28,7 @@ from tests.checkpoint.files import (
     SHARDS,
     raw_file,
     sharded,
+    single,
     tensor_bytes,
     write_config,
     write_index,
@@ -56,6 +57,30 @@ def test_shards(tmp_path: Path) -> None:
     for name, info in folder.tensors.items():
         assert bytes(folder.read(name)) == tensor_bytes(name, info.nbytes)
     assert folder.headers[FIRST].tensors[0] == folder.tensors["a.weight"]
+
+
+@pytest.mark.parametrize("damage", ["shard", "header", "index", "config.json", "generation_config.json", "settings"])
+def test_damage_names_the_folder(tmp_path: Path, damage: str) -> None:
+    """A command may be given two: the reader cannot tell otherwise in which of them a shard is cut."""
+    folder = sharded(tmp_path / "model")
+    if damage == "shard":
+        os.truncate(folder / FIRST, (folder / FIRST).stat().st_size - 1)
+    elif damage == "header":
+        (folder / FIRST).write_bytes(raw_file({"a": {}}))
+    elif damage == "index":
+        write_index(folder, {"a.weight": "../away.safetensors"})
+    elif damage == "settings":
+        write_config(folder, __class__="x")
+    else:
+        (folder / damage).write_text("{")
+    assert refused(folder).startswith(f"{folder}: ")
+
+
+def test_a_shard_cut_while_it_is_read_names_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = CheckpointFolder.open(sharded(tmp_path))
+    monkeypatch.setattr(os, "preadv", lambda *_: 0)
+    with pytest.raises(BadInput, match=f"^{tmp_path}: {FIRST}: ends within tensor a.weight"):
+        folder.read("a.weight")
 
 
 def test_a_single_file_wins_over_an_index(tmp_path: Path) -> None:
@@ -719,3 +744,13 @@ def test_many_sparse_shards_open_without_their_data(tmp_path: Path) -> None:
     folder = CheckpointFolder.open(tmp_path)
     assert len(folder.tensors) == 1200
     assert sum(info.nbytes for info in folder.tensors.values()) == 1200 * 648_000_000
+
+
+@pytest.mark.parametrize("other", ["Model.safetensors", INDEX.title(), FIRST.upper()])
+def test_a_file_in_another_case_is_named(tmp_path: Path, other: str) -> None:
+    """Names are other names on Linux, and a copy from a system that takes them for the same has them."""
+    made = single if other == "Model.safetensors" else sharded
+    made(tmp_path)
+    own = next(file for file in tmp_path.iterdir() if file.name == other.lower())
+    own.rename(tmp_path / other)
+    assert refused(tmp_path).endswith(f"; rename {other} to {own.name}")

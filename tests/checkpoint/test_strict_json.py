@@ -95,6 +95,7 @@ def test_keys_stand_once() -> None:
         (b"[-0]", "minus zero"),
         (b'\xef\xbb\xbf{"a": 1}', "byte order mark, which JSON does not allow; save it as UTF-8 without"),
         (b'{"a": "\xff"}', "not UTF-8 at byte 7"),
+        (b"\x1f\x8b[{", "not UTF-8 at byte 1"),
         ('{"a": 1}'.encode("utf-16"), "not UTF-8 at byte 0"),
         (b'["\\ud800"]', "half of a UTF-16 pair"),
         (b'{"\\udc00x": 1}', "half of a UTF-16 pair"),

@@ -26,6 +26,7 @@ PAGE = "https://huggingface.co/org/a-b.c"
         ("org/a-b.c@main", "org/a-b.c@main"),
         ("hf://org/a-b.c", "org/a-b.c"),
         ("hf:/org/a-b.c@v1", "org/a-b.c@v1"),
+        ("hf:org/a-b.c", "org/a-b.c"),
         (PAGE, "org/a-b.c"),
         (f"{PAGE}/", "org/a-b.c"),
         (f"{PAGE}?library=transformers#usage", "org/a-b.c"),
@@ -47,7 +48,8 @@ def test_what_people_give(given: str, found: str, tmp_path: Path, monkeypatch: p
 def test_an_address_of_no_model_is_led_on(rest: str) -> None:
     with pytest.raises(BadInput, match=r"of no model's page; give its id, `user/name`"):
         locate(f"https://huggingface.co/{rest}", revision=None)
-    for address in ("https://huggingface.co/datasets/org/a", "hf://datasets/org/a/a.jsonl", "hf:/datasets/org/a"):
+    pages = ("https://huggingface.co/datasets/org/a", "hf://datasets/org/a/a.jsonl", "hf:/datasets/org/a")
+    for address in (*pages, "hf:datasets/org/a"):
         with pytest.raises(BadInput, match="of a dataset; give dataset:USER/NAME for `--data` or a source"):
             meant(address)
 

@@ -83,7 +83,7 @@ def test_variants_of_layouts(tmp_path: Path) -> None:
     [
         (
             {"prompt": "w1"},
-            "input with output, completion, response, answer, solution); it has prompt; `field: KEY`",
+            "input with output, completion, response, answer, solution); it has prompt; give the source `field:",
         ),
         ({"output": "w1"}, "no keys of a chat (messages, conversations, conversation, contents; instruction,"),
         ({"body": "w1"}, "no keys of a chat (messages, conversations, conversation, contents; instruction,"),
@@ -93,7 +93,7 @@ def test_variants_of_layouts(tmp_path: Path) -> None:
         ({"messages": [{"content": "w1"}]}, "message 1 has no `role` (nor `from`) that is a text"),
         ({"messages": [{"role": "user", "content": None}]}, "message 1 has no `content` (nor `value`) that is a text"),
         ({"conversations": [{"from": "robot", "value": "w1"}]}, "message 1 is from `robot`, which is none of human,"),
-        ({"messages": "w1"}, "`messages` is not a list of messages"),
+        ({"messages": "[]"}, "`messages` is not a list of messages, or an empty one; write the list itself, not its"),
         ({"conversations": []}, "`conversations` is not a list of messages, or an empty one"),
         ({"prompt": "w1", "completion": ["w2", "w3"]}, "`completion` is no text (['w2', 'w3']); make it one"),
         ({"messages": {"role": "user", "content": "w1 w2"}}, "`messages` is not a list of messages"),
@@ -131,7 +131,7 @@ def test_the_kind_is_seen_from_each_row(tmp_path: Path) -> None:
     )
     for spec, document in own:
         assert opened_texts(path, **spec).read(0) == document
-    with pytest.raises(BadInput, match=r"no key `reply`; it has text, .*; `field:` of the source names another one"):
+    with pytest.raises(BadInput, match=r"no key `reply`; it has text, .*; give the source `field: KEY` with one of"):
         opened_texts(path, field=["frage", "reply"])
 
 

@@ -269,9 +269,10 @@ def test_a_file_of_beginnings_is_plain_text_at_a_path_as_people_write_it(
         made = surgeon.recall(base, to=tmp_path / f"{number}.jsonl", prompts=given, listener=listener, **SMALL)
         assert all(line["text"].startswith("w1 w2") for line in lines_of(made.path))
         assert f"{given}: 1 control tokens (</s>) in the beginnings are read as tokens" in listener.said
-    (tmp_path / "rows.jsonl").write_text('\n{"text": "w1"}\n{"text": "w2"}\n')
-    with pytest.raises(BadInput, match=r"rows\.jsonl: JSON; beginnings are plain text"):
-        surgeon.recall(base, to=tmp_path / "rows-of.jsonl", prompts=str(tmp_path / "rows.jsonl"), **SMALL)
+    for rows in ('\n{"text": "w1"}\n{"text": "w2"}\n', '["w1", "w2"]', '[\n  "w1"\n]\n', '{\n  "text": "w1"\n}'):
+        (tmp_path / "rows.jsonl").write_text(rows)
+        with pytest.raises(BadInput, match=r"rows\.jsonl: JSON; beginnings are plain text"):
+            surgeon.recall(base, to=tmp_path / "rows-of.jsonl", prompts=str(tmp_path / "rows.jsonl"), **SMALL)
 
 
 def test_a_run_has_its_model_write_a_source(base: Path, tmp_path: Path) -> None:

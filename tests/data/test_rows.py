@@ -48,7 +48,7 @@ def test_all_bad_rows_are_named_at_once(tmp_path: Path) -> None:
     unknown, broken = refusal(path)
     assert unknown.startswith(f"{path}:4: no keys of a text (`text`) or a chat (") and "; it has txt;" in unknown
     assert unknown.endswith(
-        "(2 of 100 rows: line 4, line 17; `bad_rows: leave_out` of a source in YAML leaves them out)"
+        "(2 of 100 rows: line 4, line 17; to leave them out, give the source `bad_rows: leave_out`)"
     )
     assert broken.startswith(f"{path}:90: not JSON (") and "(1 of 100 rows: line 90;" in broken
     found = opened_texts(path, bad_rows="leave_out")
@@ -249,7 +249,7 @@ def test_chats_whose_answers_are_all_empty_are_bad_rows(tmp_path: Path) -> None:
     path = lines(tmp_path / "a.jsonl", [*rows, json.dumps({"instruction": "w1", "output": ""})])
     (told,) = refusal(path)
     assert told.startswith(f"{path}:4: every answer of the assistant that counts is empty, so there is nothing to")
-    assert "(3 of 6 rows: line 4, line 5, line 6; `bad_rows: leave_out`" in told
+    assert "(3 of 6 rows: line 4, line 5, line 6; to leave them out, give the source `bad_rows" in told
     found = opened_texts(path, bad_rows="leave_out")
     assert len(found) == 3 and [*found.rows.notes()] == ["3 rows that cannot be used are left out (`bad_rows`)"]
 

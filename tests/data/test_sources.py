@@ -92,7 +92,7 @@ def test_what_cannot_be_read_is_told_in_a_line(tmp_path: Path, monkeypatch: pyte
     datasets.DatasetDict({"dev": datasets.Dataset.from_dict({"text": TEXTS})}).save_to_disk(tmp_path / "several")
     (tmp_path / "a.txt").write_text("w1\n")
     for source, told in (
-        ({"path": "one", "field": "body"}, "no key `body`; it has text, numbers; `field:` of the source"),
+        ({"path": "one", "field": "body"}, "no key `body`; it has text, numbers; give the source `field: KEY`"),
         (
             {"path": "one", "field": "numbers"},
             r"one, row 0: `numbers` is no text \(0\); make it one, .*\(30 of 30 rows: row 0, row 1",

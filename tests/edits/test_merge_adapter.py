@@ -403,6 +403,15 @@ def test_an_adapter_that_does_nothing_is_no_success(kind: str, made: Base, tmp_p
         merged(made("llama"), tmp_path)
 
 
+def test_an_adapter_that_is_cut_is_named_with_its_folder(made: Base, tmp_path: Path) -> None:
+    """Of two adapters the reader cannot tell otherwise which one it is."""
+    lora(tmp_path / "adapter", layers=2)
+    file = lora(tmp_path / "other", layers=2) / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(BadInput, match=r"/other: adapter_model\.safetensors: truncated, 1 bytes are missing"):
+        merged(made("llama"), tmp_path, **{"from": ["adapter", "other"]})
+
+
 WRAPPED_NAMES: dict[str, Callable[[str], str]] = {
     "torch.compile": lambda name: name.replace("model.model.", "model._orig_mod.model."),
     "around the adapter": lambda name: f"_orig_mod.{name}",
@@ -430,8 +439,15 @@ def test_names_of_wrappers_are_read_through(case: str, made: Base, tmp_path: Pat
 def test_verify_gives_peft_the_names_that_it_knows(case: str, made: Base, tmp_path: Path) -> None:
     """PEFT leaves out others in silence."""
     base = CheckpointFolder.open(made("llama"))
+    known = Model.of(dissect(base.config, base.tensors))
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-    assert name_for_peft(WRAPPED_NAMES[case](name), Model.of(dissect(base.config, base.tensors))) == name
+    assert name_for_peft(WRAPPED_NAMES[case](name), known) == name
+    if case == "a whole state":
+        return
+    for whole in ("norm.weight", "embed_tokens.weight", "embed_tokens.token_adapter.trainable_tokens_delta"):
+        name = f"base_model.model.model.{whole}"
+        assert name_for_peft(WRAPPED_NAMES[case](name), known) == name
+        assert name_for_peft(name.replace(".weight", ".modules_to_save.default.weight"), known) == name
 
 
 def test_verify_holds_for_a_merge_whose_names_were_read_through(made: Base, tmp_path: Path) -> None:

@@ -302,8 +302,11 @@ def test_tokenizers_that_cannot_grow(tmp_path: Path) -> None:
     assert "dropout" in refused(lambda data: data["model"].update(dropout=0.1))
     assert "no `model`" in refused(lambda data: data.pop("model"))
     bare = tiny.checkpoint(tmp_path / "bare", "llama", num_hidden_layers=1)
-    with pytest.raises(BadInput, match=r"no tokenizer\.json"):
-        grow(CheckpointFolder.open(bare), ["lumière"], rows=128)
+    for made_of, way in ((None, "copy the tokenizer's files here from"), ("vocab.txt", "save the tokenizer with")):
+        if made_of:
+            (bare / made_of).write_text("a")
+        with pytest.raises(BadInput, match=rf"no tokenizer\.json, and .*; {way}"):
+            grow(CheckpointFolder.open(bare), ["lumière"], rows=128)
     nothing = write_text(tmp_path / "none.jsonl", ["the"])
     base = base_with(tmp_path / "base", vocabularies.byte_level, rows=300)
     with pytest.raises(BadInput, match="nothing to add"):

@@ -87,7 +87,7 @@ def test_an_adapter_is_merged_into_its_base_by_what_the_folders_are(tmp_path: Pa
     for given, options, said in (
         ((base, adapter), {}, "name the new folder behind it"),
         ((base, adapter, tmp_path / "new"), {"alpha": 0.5}, "and no --alpha"),
-        ((base, base, tmp_path / "new"), {}, "not of a whole model"),
+        ((base, base, tmp_path / "new"), {}, "this is the folder of a whole model: give"),
         ((adapter, adapter, tmp_path / "new"), {}, "a PEFT adapter, not a base"),
         ((adapter, tmp_path / "new"), {}, "a PEFT adapter, not a base"),
     ):

@@ -328,6 +328,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], dict[str, Any], list[str]]] = {
         ["layers 0-4", "no slot", "lower `threshold`"],
     ),
     "not a LoRA": (config(peft_type="IA3"), {}, ["peft_type", "IA3"]),
+    "in another case": (config(peft_type="lora"), {}, ["'lora'; only LORA is read; write it so"]),
     "no peft_type": (config(peft_type=None), {}, ["peft_type"]),
     "dora": (config(use_dora=True), {}, ["use_dora", "DoRA"]),
     "bias": (config(bias="lora_only"), {}, ["bias", "lora_only"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from surgeon.operations import OPERATIONS
 from surgeon.training.backends import ATTENTION, TRACKERS, missing_for_attention, missing_for_tracker
 from surgeon.training.config.loading import LoadedConfig, load_config
 from surgeon.training.config.settings import settle
+from surgeon.training.preparing import trained_too
 
 SMALLEST = """\
 surgeon_train: 1
@@ -195,6 +197,20 @@ def test_missing_texts_are_named_by_the_configs_line_and_the_path_looked_at(tmp_
     assert "no .jsonl, .json, .txt, .parquet in this folder" in wrong[2][1]
 
 
+def test_held_out_text_that_trains_is_said(tmp_path: Path) -> None:
+    """Its path, a copy of it, or another source's; not where the source is only measured."""
+    for name, text in {"fr": "w1", "copy": "w1", "en": "w2"}.items():
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": text}))
+    for aside in ("fr.jsonl", "./copy.jsonl", "en.jsonl"):
+        (note,) = trained_too(written(tmp_path, SMALLEST.replace("0.9", f"0.9, validation: {aside}")))
+        other = "en" if aside == "en.jsonl" else "fr"
+        assert f"source fr: its held-out text is one that source {other} trains on" in note
+    (note, _) = trained_too(written(tmp_path, SMALLEST.replace("en.jsonl", "fr.jsonl")))
+    assert "source fr: its held-out text is one that source en trains on" in note
+    only_measured = SMALLEST.replace("0.9", "1").replace("0.1", "0, validation: en.jsonl")
+    assert not [*trained_too(written(tmp_path, only_measured)), *trained_too(written(tmp_path, SMALLEST))]
+
+
 def test_a_data_set_of_the_hub_is_led_to_its_form(tmp_path: Path) -> None:
     loaded = written(tmp_path, SMALLEST.replace("fr.jsonl", "org/data"))
     ((_, why),) = check_source(loaded.config.sources[0], loaded)
@@ -202,6 +218,7 @@ def test_a_data_set_of_the_hub_is_led_to_its_form(tmp_path: Path) -> None:
     for address in (
         "https://huggingface.co/datasets/org/data",
         "hf://datasets/org/data/a.jsonl",
+        "hf:org/data",
         "s3://bucket/a.jsonl",
     ):
         with pytest.raises(BadInput, match=r"train.yaml:4: .*is an address: write dataset:USER/NAME for a dataset"):
@@ -241,3 +258,11 @@ def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     assert missing_for_tracker("dagshub") == (
         "`report_to`: dagshub needs the Python module mlflow, which is not installed; install it, or leave dagshub out"
     )
+
+
+def test_prompts_that_are_none_are_refused_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text('[\n  "w1",\n  "w2"\n]\n')
+    text = SMALLEST.replace("path: fr.jsonl", "generate: {tokens: 99, prompts: rows.json}")
+    loaded = written(tmp_path, text)
+    ((key, why),) = check_source(loaded.config.sources[0], loaded)
+    assert (key, why) == ("generate", f"source fr: {tmp_path}/rows.json: JSON; beginnings are plain text, one a line")

@@ -26,6 +26,7 @@ from surgeon.edits.vocabulary.requested_words import Listed, check_new, check_wo
 from surgeon.edits.vocabulary.texts import measured_text, named
 from surgeon.errors import BadInput
 from surgeon.models.tokenizer import Tokenizer, open_tokenizer
+from surgeon.models.view import TOKENIZER_FILES
 
 _OF_THE_PLAN = Listed()
 _NONE_ADDED: Mapping[str, bool] = {}
@@ -127,10 +128,11 @@ def grow(
 def tokenizer_json(base: CheckpointFolder) -> tuple[dict[str, bytes], TokenizerJson]:
     """The side files of `base` by name, and its tokenizer.json. Raises BadInput where it has none of a known kind."""
     if TOKENIZER_FILE not in base.side_files:
-        raise BadInput(
-            f"{base.source.shown}: no {TOKENIZER_FILE}, and a vocabulary changes in it; save the tokenizer with"
-            " transformers once (`AutoTokenizer.from_pretrained(BASE).save_pretrained(BASE)`)"
-        )
+        way = "copy the tokenizer's files here from the model that this one was made of"
+        if any(name in TOKENIZER_FILES for name in base.side_files if not name.endswith("_config.json")):
+            save = "`AutoTokenizer.from_pretrained(BASE).save_pretrained(BASE)`"
+            way = f"save the tokenizer with transformers once ({save})"
+        raise BadInput(f"{base.source.shown}: no {TOKENIZER_FILE}, and a vocabulary changes in it; {way}")
     files = {name: base.read_side_file(name) for name in base.side_files}
     return files, TokenizerJson.parse(files[TOKENIZER_FILE])
 

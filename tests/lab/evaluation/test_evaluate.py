@@ -218,7 +218,7 @@ def test_chats_that_a_template_refuses_are_named_by_line_before_a_model_is_run(
         without.setattr("surgeon.manifest.checkpoint.Checkpoint.load", lambda *_a, **_k: pytest.fail("a model is run"))
         surgeon.evaluate(models, data, device="cpu")
     assert str(caught.value).startswith(f"{data}:3: {tmp_path}/other/chat_template.jinja: its chat template fails on")
-    assert "(no system); remove this chat (1 of 4 rows: line 3; `bad_rows: leave_out`" in str(caught.value)
+    assert "(no system); remove this chat (1 of 4 rows: line 3; to leave them out, give" in str(caught.value)
     with pytest.raises(BadInput, match=r"\(1 of 4 rows: chat.jsonl line 3; "):
         surgeon.evaluate(models[1], data.parent, device="cpu")
     entry = {"name": "chat", "path": str(data), "bad_rows": "leave_out"}
