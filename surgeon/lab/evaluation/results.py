@@ -55,15 +55,13 @@ CellT = TypeVar("CellT", bound=Cell)
 _KEYS = {"nbytes": "bytes", "apart": "kl"}
 
 
-class _Plain:
-    """A cell whose JSON is its fields, but for the source that it is of."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as plain data, of each ratio its value and the ends of its interval."""
-        return {_KEYS.get(key, key): _as_data(value) for key, value in vars(self).items() if key != "source"}
+def _cell_data(cell: Any) -> dict[str, Any]:
+    """A cell's fields as plain data, but for the source that it is of."""
+    return {_KEYS.get(key, key): _as_data(value) for key, value in vars(cell).items() if key != "source"}
 
 
 def _as_data(found: Any) -> Any:
+    """A value as plain data, of a ratio its own and the ends of its interval."""
     if not isinstance(found, Ratio):
         return plain(found)
     low, high = found.interval or (None, None)
@@ -71,7 +69,7 @@ def _as_data(found: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class SourceScores(_Plain):
+class SourceScores:
     """One model on one source: loss in nats a token, bits per byte of UTF-8, accuracy of greedy decoding.
 
     Each has its 95 % confidence interval, over documents. The differences are to the first model, paired by document
@@ -126,9 +124,13 @@ class SourceScores(_Plain):
         low, high = shown.interval or (0, 0)
         return _ratio_cell(shown, "+.4f", "green" if high < 0 else "yellow" if low > 0 else "").append(unit)
 
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return _cell_data(self)
+
 
 @dataclass(frozen=True)
-class LabelScores(_Plain):
+class LabelScores:
     """One model on one source: cross-entropy in nats an example and accuracy, with 95 % confidence intervals.
 
     `f1` is that of the second of two labels, `matthews` Matthews' correlation (`Judged`); None where there is none.
@@ -173,6 +175,10 @@ class LabelScores(_Plain):
     def difference_cell(self) -> Text:
         """Return the difference in accuracy."""
         return Text() if self.accuracy_difference is None else _ratio_cell(self.accuracy_difference, "+.1%")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return _cell_data(self)
 
 
 @dataclass(frozen=True)
