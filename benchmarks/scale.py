@@ -324,8 +324,8 @@ def tables(found: dict[str, list[dict[str, Any]]]) -> list[str]:
 
 def picture(found: dict[str, list[dict[str, Any]]]) -> str:
     """A row for each series: seconds left, memory right."""
-    from surgeon.common.page.charts import placed, standalone
     from surgeon.common.page.plots import Axis, Series, drawn_lines
+    from tests.svg_files import placed, standalone
 
     width, height, gap = 360.0, 190.0, 24.0
     parts = []

@@ -10,22 +10,23 @@ from __future__ import annotations
 
 import functools
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import surgeon
 from surgeon.anatomy.dissect import dissect
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.common.page.charts import placed, standalone
 from surgeon.common.page.markup import Markup, el
 from surgeon.common.page.plots import drawn_lines
 from surgeon.lab.reports.history import History, WiderEnd, layer_history, wider_ends
-from surgeon.lab.reports.page.stack import LEGEND_ROW, drawn_legend, drawn_stack, legend_rows
+from surgeon.lab.reports.page.stack import drawn_stack, legend_rows
 from surgeon.lab.studies.page import panels_of, render
 from surgeon.manifest.manifest import OperationEntry
 from surgeon.manifest.reading import manifest_of
 from tests import tiny
 from tests.studies import RESULTS, STUDIES, findings_of
+from tests.svg_files import placed, standalone
 
 PICTURES = Path(__file__).resolve().parent.parent / "docs" / "pictures"
 
@@ -58,6 +59,8 @@ PLANS = {
 WIDTH = 360.0
 # Pixels a unit, where the page has room.
 SCALE = 1.3
+# The height of a legend's row, and where its words begin.
+LEGEND_ROW, LEGEND_WORDS = 20.0, 36.0
 
 PROMISES = {
     "exact": "exact: at birth every logit is the base's, bit for bit",
@@ -157,6 +160,15 @@ def of_growth() -> str:
     )
     summary = f"{stack.summary}. On {found.base}, {remedy}, a point a learning rate, lower right is better: {words}"
     return standalone("A model grown by new layers, and what it learns and forgets", summary, size, *parts, scale=SCALE)
+
+
+def drawn_legend(rows: Sequence[tuple[Markup, str]]) -> Markup:
+    """The legend as a part of a picture, `LEGEND_ROW` units a row."""
+    drawn = [
+        placed(0, LEGEND_ROW * nth, sample, el("text", words, x=LEGEND_WORDS, y=14, class_="label"))
+        for nth, (sample, words) in enumerate(rows)
+    ]
+    return el("g", *drawn, class_="legend")
 
 
 def _heading(words: str, x: float) -> Markup:

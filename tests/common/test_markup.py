@@ -1,12 +1,15 @@
-"""HTML that is built of escaped pieces: whatever a name or text holds, it stays text."""
+"""HTML of escaped pieces, built or by template: whatever a name or text holds, it stays text."""
 
 from __future__ import annotations
 
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
+from jinja2 import UndefinedError
 
-from surgeon.common.page.markup import Markup, el, figure, folded, lines, pair, section, shaded_table, table, text
+from surgeon.common.page.document import rendered
+from surgeon.common.page.markup import Markup, el, join, lines, text
 
 HOSTILE = (
     "<script>alert(1)</script>",
@@ -14,8 +17,21 @@ HOSTILE = (
     "' onclick='alert(1)",
     "&lt;b&gt;",
     "</td><td>",
+    "{{ 7 * 7 }}",
     "\x1b[31m",
 )
+# The parts that pages are made of, each shown a name that anybody gave.
+PARTS = {
+    "facts": "{{ parts.facts([(name, name, name)]) }}",
+    "box": "{% call parts.box(name, name) %}<tbody><tr><td>{{ name }}</td></tr></tbody>{% endcall %}",
+    "table": "{{ parts.table(name, [name], [[name], [none]], numbers=[0]) }}",
+    "shaded": "{{ parts.shaded(name, name, [name], [(name, [0.5, none])]) }}",
+    "folded": "{% call parts.folded(name) %}{{ name }}{% endcall %}",
+    "figure": "{% call parts.figure(picture) %}{{ name }}{% endcall %}",
+    "figures": "{{ parts.figures([(picture, name)]) }}",
+    "filters": "<p>{{ name|lines }}{{ name|count if name is number else name|replace('x', 'y') }}{{ name ~ name }}</p>",
+}
+PICTURE = Markup("<svg></svg>")
 
 
 class Reader(HTMLParser):
@@ -37,36 +53,41 @@ class Reader(HTMLParser):
         self.words += data
 
 
-@pytest.mark.parametrize("hostile", HOSTILE)
-def test_a_text_stays_a_text_wherever_it_is_put(hostile: str) -> None:
-    shown = hostile.replace("\x1b", "\\x1b")
-    places = {
-        "child": (el("p", hostile), ["p"]),
-        "text": (el("p", text(hostile)), ["p"]),
-        "lines": (el("pre", lines(hostile)), ["pre"]),
-        "folded": (folded(hostile, "more"), ["details", "summary"]),
-        "caption": (figure(Markup("<svg></svg>"), hostile), ["figure", "svg", "figcaption"]),
-        "pair": (pair(hostile), ["div"]),
-        "heading": (section("key", hostile), ["section", "h2"]),
-    }
-    for place, (made, tags) in places.items():
-        read = Reader(made)
-        assert read.tags == tags, place
-        assert shown in read.words, place
+def made(folder: Path, part: str, name: str) -> Reader:
+    """What a template makes of a part."""
+    (folder / "one.html").write_text('{% import "parts.html" as parts %}\n' + part, encoding="utf-8")
+    return Reader(rendered(folder / "one.html", name=name, picture=PICTURE))
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_text_stays_a_text_wherever_a_template_puts_it(part: str, tmp_path: Path) -> None:
+    plain = made(tmp_path, PARTS[part], "plain")
+    for hostile in HOSTILE:
+        shown = hostile.replace("\x1b", "\\x1b")
+        read = made(tmp_path, PARTS[part], hostile)
+        assert read.tags == plain.tags
+        assert [name for name, _ in read.attributes] == [name for name, _ in plain.attributes]
+        assert read.attributes == [(name, value and value.replace("plain", shown)) for name, value in plain.attributes]
+        assert read.words == plain.words.replace("plain", shown)
+
+
+def test_a_page_escapes_its_name_and_refuses_what_it_does_not_know(tmp_path: Path) -> None:
+    whole = '{% extends "page.html" %}{% set title, what = name, name %}{% set sections = [(name, name, name, name)] %}'
+    (tmp_path / "whole.html").write_text(whole, encoding="utf-8")
+    for hostile in HOSTILE:
+        read = Reader(rendered(tmp_path / "whole.html", name=hostile))
+        assert "script" not in read.tags and not any(name.startswith("on") for name, _ in read.attributes)
+        assert read.words.count(hostile.replace("\x1b", "\\x1b")) == 5
+    with pytest.raises(UndefinedError):
+        rendered(tmp_path / "whole.html", named="misspelt")
 
 
 @pytest.mark.parametrize("hostile", HOSTILE)
-def test_a_text_stays_a_text_in_attributes_and_tables(hostile: str) -> None:
+def test_a_text_stays_a_text_in_what_is_built(hostile: str) -> None:
     shown = hostile.replace("\x1b", "\\x1b")
+    for built in (el("p", hostile), el("p", text(hostile)), el("p", lines(hostile)), el("p", join(hostile, None))):
+        read = Reader(built)
+        assert (read.tags, read.words) == (["p"], shown)
     read = Reader(el("a", "here", title=hostile, hidden=True, id=None))
     assert (read.tags, read.words) == (["a"], "here")
     assert read.attributes == [("title", shown), ("hidden", "")]
-    for made in (
-        table(hostile, [hostile], [[hostile]], numbers=[0]),
-        shaded_table(hostile, hostile, [hostile], [(hostile, [0.5])]),
-    ):
-        read = Reader(made)
-        assert set(read.tags) == {"div", "table", "caption", "thead", "tbody", "tr", "th", "td"}
-        assert read.words.count(shown) >= 3
-        assert dict(read.attributes)["aria-label"] == shown
-        assert not any(name.startswith("on") for name, _ in read.attributes)

@@ -99,8 +99,8 @@ MISTAKES = (
         "common",
         "attributes are not escaped",
         "page/markup.py",
-        "    return text(str(value))\n\n\ndef _box",
-        "    return Markup(str(value))\n\n\ndef _box",
+        "    return text(value)",
+        "    return str(value)",
     ),
     _mistake(
         "lab/studies",

@@ -1,52 +1,49 @@
-"""A page as one HTML file that loads nothing and runs nothing, even where a name in it is hostile."""
+"""Pages: HTML files that load nothing and run nothing, even where a name in them is hostile. jinja2 fills templates.
+
+`page.html` is what all pages share, `parts.html` their tables and figures. Whatever a template shows is escaped, but
+for `Markup`, and a name that a template misspells is an error.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from surgeon._version import __version__
+from surgeon.common.formatting import at_revision, count, size
 from surgeon.common.page.charts import picture_style
-from surgeon.common.page.markup import Child, Markup, el, join, raw
+from surgeon.common.page.markup import lines, raw, text
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 _STYLE = files(__package__) / "style.css"
 
 
-def document(title: str, what: str, top: Sequence[Child], sections: Mapping[str, tuple[str, Markup | None]]) -> str:
-    """The page as HTML: `top` above the contents, then the sections that are not None, by key with their short names.
-
-    `what` is what the page is called where readers skip to it.
-    """
-    shown = {key: (name, made) for key, (name, made) in sections.items() if made is not None}
-    contents = el(
-        "nav",
-        el("ul", *(el("li", el("a", name, href=f"#{key}")) for key, (name, _) in shown.items())),
-        aria_label="Contents",
-    )
-    head = el(
-        "head",
-        el("meta", charset="utf-8"),
-        el("meta", http_equiv="Content-Security-Policy", content=_POLICY),
-        el("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        el("meta", name="color-scheme", content="light dark"),
-        el("title", title),
-        el("style", raw("\n" + picture_style() + _STYLE.read_text(encoding="utf-8"))),
-    )
-    body = el(
-        "body",
-        el("a", f"Skip to the {what}", href="#main", class_="skip"),
-        el("header", *top, contents),
-        el("main", *(made for _, made in shown.values()), id="main"),
-        el("footer", f"surgeon {__version__}. One file: no script, no network."),
-    )
-    return "<!DOCTYPE html>\n" + join(el("html", head, body, lang="en")) + "\n"
+def rendered(template: Path, **shown: Any) -> str:
+    """Return the page that a template makes of what it is to show."""
+    style = raw("\n" + picture_style() + _STYLE.read_text(encoding="utf-8"))
+    return _environment(template.parent).get_template(template.name).render(shown, style=style, version=__version__)
 
 
-def facts(entries: Sequence[tuple[str, Child, str | None]]) -> Markup:
-    """The most important facts side by side: a name, a value and its tone (good, warn, bad) each."""
-    return el(
-        "dl",
-        *(el("div", el("dt", name), el("dd", value, class_=tone)) for name, value, tone in entries),
-        class_="facts",
+@cache
+def _environment(folder: Path) -> Environment:
+    """The templates of a folder and of this one, and what they may call."""
+    environment = Environment(
+        loader=FileSystemLoader([folder, Path(__file__).parent]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=text,
+        extensions=["jinja2.ext.do"],
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
     )
+    environment.filters.update(count=count, size=size, lines=lines, at_revision=at_revision, by=_by)
+    return environment
+
+
+def _by(value: Any, form: str) -> str:
+    """A value by a format; nothing for None."""
+    return "" if value is None else format(value, form)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -10,7 +9,7 @@ from rich.text import Text
 
 from surgeon import Answer, Ratio
 from surgeon.common.formatting import counted
-from surgeon.common.json_results import plain_fields
+from surgeon.common.json_results import plain, plain_fields
 
 # A repr names so many models and sources.
 _MOST_SHOWN = 4
@@ -51,6 +50,22 @@ class Cell(Protocol):
 
 
 CellT = TypeVar("CellT", bound=Cell)
+
+# Fields that the JSON calls otherwise.
+_KEYS = {"nbytes": "bytes", "apart": "kl"}
+
+
+def _cell_data(cell: Any) -> dict[str, Any]:
+    """A cell's fields as plain data, but for the source that it is of."""
+    return {_KEYS.get(key, key): _as_data(value) for key, value in vars(cell).items() if key != "source"}
+
+
+def _as_data(found: Any) -> Any:
+    """A value as plain data, of a ratio its own and the ends of its interval."""
+    if not isinstance(found, Ratio):
+        return plain(found)
+    low, high = found.interval or (None, None)
+    return plain({"value": found.value, "low": low, "high": high})
 
 
 @dataclass(frozen=True)
@@ -111,17 +126,7 @@ class SourceScores:
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain data."""
-        ratios = {
-            "loss": self.loss,
-            "perplexity": self.perplexity,
-            "bits_per_byte": self.bits_per_byte,
-            "accuracy": self.accuracy,
-            "loss_difference": self.loss_difference,
-            "bits_difference": self.bits_difference,
-            "kl": self.apart,
-        }
-        sizes = {"documents": self.documents, "tokens": self.tokens, "bytes": self.nbytes}
-        return {**sizes, **{name: _as_data(found) for name, found in ratios.items()}}
+        return _cell_data(self)
 
 
 @dataclass(frozen=True)
@@ -173,14 +178,7 @@ class LabelScores:
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain data."""
-        return {
-            "examples": self.examples,
-            "loss": _as_data(self.loss),
-            "accuracy": _as_data(self.accuracy),
-            "f1": _number(self.f1),
-            "matthews": _number(self.matthews),
-            "accuracy_difference": _as_data(self.accuracy_difference),
-        }
+        return _cell_data(self)
 
 
 @dataclass(frozen=True)
@@ -280,16 +278,3 @@ def _ratio_cell(found: Ratio, form: str, style: str = "") -> Text:
     if found.interval is not None:
         text.append(f" [{found.interval[0]:{form}}, {found.interval[1]:{form}}]", style="dim")
     return text
-
-
-def _as_data(found: Ratio | None) -> dict[str, Any] | None:
-    """A mean and its interval as JSON data."""
-    if found is None:
-        return None
-    low, high = found.interval or (None, None)
-    return {"value": _number(found.value), "low": _number(low), "high": _number(high)}
-
-
-def _number(value: float | None) -> float | str | None:
-    """A number as JSON data; NaN and infinity as strings."""
-    return value if value is None or math.isfinite(value) else str(value)

@@ -50,8 +50,8 @@ _cut_by_base: dict[tuple[str, str], dict[str, Windows]] = {}
 
 
 def carry_out(task: Task) -> Answer:
-    """Do what `task` says: what it found, with `seconds` and `cpu_seconds`; or `error`, lines about what is wrong."""
-    begun, spent = time.perf_counter(), time.process_time()
+    """Do what `task` says: what it found, with `seconds`; or `error`, lines about what is wrong."""
+    begun = time.perf_counter()
     try:
         with one_thread():
             found = _TASKS[task["do"]](task)
@@ -62,8 +62,7 @@ def carry_out(task: Task) -> Answer:
         if (refusal := blamed(error)) is None:
             raise
         return {"error": [str(refusal)]}
-    times = {"seconds": time.perf_counter() - begun, "cpu_seconds": time.process_time() - spent}
-    return {**found, **{name: round(value, 3) for name, value in times.items()}}
+    return {**found, "seconds": round(time.perf_counter() - begun, 3)}
 
 
 def _recall(task: Task) -> Answer:

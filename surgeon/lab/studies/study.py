@@ -40,7 +40,6 @@ from surgeon.lab.studies.records import BASE, Record, Records, digest, losses_of
 from surgeon.lab.studies.schedule import Run, rounds_left, runs_left, sizes_left
 from surgeon.lab.studies.workers import Answer, Task, Workers
 
-_TIMES = ("seconds", "cpu_seconds")
 # What the base wrote, as training configs in their folder name it.
 _MEMORY = f"../{RECALLED}.jsonl"
 
@@ -187,7 +186,7 @@ class Course:
         measured = self.records.get(BASE, fingerprint) is not None
         if not measured:
             # A text that cannot be used is refused before the base writes for hours.
-            self._alone(workers, {"do": "texts", "configs": self._each_remedys(), **self._measuring()})
+            self._alone(workers, self._task("texts", configs=self._each_remedys(), **self._measuring()))
         if study.recalls:
             spec = recalled_by(study)
             if spec.prompts is None:
@@ -195,20 +194,11 @@ class Course:
             elif spec.prompts not in (BEGIN, TEMPLATE):
                 spec = spec.model_copy(update={"prompts": str(request.loaded.resolve(spec.prompts).absolute())})
             request.listener.say(f"the base writes {spec.tokens:,} tokens")
-            self._alone(
-                workers,
-                {
-                    "do": "recall",
-                    "asked": spec.model_dump(),
-                    "to": str(self.memory),
-                    "revision": request.base.revision,
-                    "take_over": request.take_over,
-                },
-                base=request.base.name,
-            )
+            asked = {"asked": spec.model_dump(), "to": str(self.memory), "take_over": request.take_over}
+            self._alone(workers, self._task("recall", **self._named_base(), **asked))
         if not measured:
             request.listener.say("measuring the base")
-            answer = self._alone(workers, {"do": "base", **self._measuring()})
+            answer = self._alone(workers, self._task("base", **self._measuring()))
             self.records.add(BASE, fingerprint, Record.parse({"trained": 0, "diverged": "", **answer}))
 
     def _each_remedys(self) -> list[str]:
@@ -218,15 +208,19 @@ class Course:
         runs = [Run(m.called, r.name, study.rates_of(m, r)[0], 0) for m, r in first.values()]
         return [str(self._config(run)) for run in runs]
 
-    def _alone(self, workers: Workers, task: Task, *, base: str | None = None) -> Answer:
-        request = self.request
-        task |= {
-            "base": base or str(request.base.path),
-            "device": request.device,
-            "trust_remote_code": request.trust_remote_code,
-        }
+    def _alone(self, workers: Workers, task: Task) -> Answer:
         workers.begin(task)
         return _checked(workers.wait()[1], "")
+
+    def _task(self, do: str, **more: Any) -> Task:
+        """What a worker gets: the base where it lies, unless `more` says otherwise, and how models run."""
+        request = self.request
+        by = {"base": str(request.base.path), "device": request.device, "trust_remote_code": request.trust_remote_code}
+        return {"do": do, **by, **more}
+
+    def _named_base(self) -> Task:
+        """The base by the name that it was given, which a grown model's manifest and what it writes are kept under."""
+        return {"base": self.request.base.name, "revision": self.request.base.revision}
 
     def _measuring(self) -> Task:
         """What a worker gets for measuring."""
@@ -278,7 +272,7 @@ class Course:
         self.found[run] = record
         self.budget.made.append(answer["seconds"])
         with (self.request.work / SECONDS_FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"run": run.key, **{name: answer[name] for name in _TIMES}}) + "\n")
+            file.write(json.dumps({"run": run.key, "seconds": answer["seconds"]}) + "\n")
         self._report(run, record, answer["seconds"])
         # The seeds of a rate that was not known before may be there.
         self.request.listener.advance(self._read())
@@ -311,39 +305,32 @@ class Course:
         return self.request.work / "grown" / f"{method}+{seed}"
 
     def _grow_task(self, run: Run) -> Task:
-        request = self.request
-        plan = request.loaded.plans[run.method]
-        return {
-            "do": "grow",
-            "method": run.method,
-            "seed": run.seed,
-            "plan": plan.text,
-            "source": plan.source,
-            "base": request.base.name,
-            "revision": request.base.revision,
-            "to": str(self._grown(run.method, run.seed)),
-            "device": request.device,
-            "trust_remote_code": request.trust_remote_code,
-        }
+        plan = self.request.loaded.plans[run.method]
+        return self._task(
+            "grow",
+            **self._named_base(),
+            method=run.method,
+            seed=run.seed,
+            plan=plan.text,
+            source=plan.source,
+            to=str(self._grown(run.method, run.seed)),
+        )
 
     def _run_task(self, run: Run, out: Path) -> Task:
         self.busy.add(run)
-        request = self.request
-        return {
-            "do": "run",
-            "run": [run.method, run.remedy, run.rate, run.seed],
-            "out": str(out),
-            "config": str(self._config(run)),
-            "to": str(request.work / "runs" / run.key),
-            "keep": request.kept is not None,
-            "blend": request.loaded.config.blend,
-            "base": str(request.base.path),
-            "new": self.names[0],
-            "limit": None if self.budget.is_known else self.budget.minutes and [self.budget.minutes, self.budget.left],
-            "device": request.device,
-            "trust_remote_code": request.trust_remote_code,
+        request, budget = self.request, self.budget
+        return self._task(
+            "run",
+            run=[run.method, run.remedy, run.rate, run.seed],
+            out=str(out),
+            config=str(self._config(run)),
+            to=str(request.work / "runs" / run.key),
+            keep=request.kept is not None,
+            blend=request.loaded.config.blend,
+            new=self.names[0],
+            limit=None if budget.is_known else budget.minutes and [budget.minutes, budget.left],
             **self._measuring(),
-        }
+        )
 
     def _config(self, run: Run) -> Path:
         """The training config of a run, written: what `surgeon train` takes."""
@@ -366,10 +353,10 @@ class Course:
 
 
 def _checked(answer: Answer, what: str) -> Answer:
-    """An answer without its times. Raises BadInput for one that says why the task could not be done."""
+    """An answer without its time. Raises BadInput for one that says why the task could not be done."""
     if "error" in answer:
         raise bad_input([f"{what}{line}" for line in answer["error"]])
-    return {key: value for key, value in answer.items() if key not in _TIMES}
+    return {key: value for key, value in answer.items() if key != "seconds"}
 
 
 # Training keys that change no number.

@@ -308,7 +308,7 @@ def test_more_rates_keep_what_is_there_and_another_study_is_refused(
         if task["do"] not in ("run", "grow"):
             return carry_out(task)
         made.append(task["do"])
-        return {**json.loads(lines[1])["record"], "seconds": 1.0, "cpu_seconds": 1.0}
+        return {**json.loads(lines[1])["record"], "seconds": 1.0}
 
     lines = gzip.decompress((results / RUNS_FILE).read_bytes()).splitlines()
     with monkeypatch.context() as patched:

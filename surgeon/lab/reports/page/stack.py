@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from surgeon.blueprint.grafts import grafts_of
 from surgeon.common.formatting import show
-from surgeon.common.page.charts import WIDTH, drawing, placed
+from surgeon.common.page.charts import WIDTH, drawing
 from surgeon.common.page.markup import Markup, el, join
 from surgeon.lab.reports.history import History, Mark, StackLayer, WiderEnd
 from surgeon.operations import legends
@@ -22,8 +22,6 @@ _HEAD = 20.0
 _FLAG = 24.0
 # A mark's width, and how much wider each letter after the second makes it.
 _PILL, _LETTER = 28.0, 6.0
-# The height of a legend's row, and where its words begin.
-LEGEND_ROW, _LEGEND_WORDS = 20.0, 36.0
 
 _WORDS = {
     "base": "kept: a layer of the base, unchanged by surgery",
@@ -170,15 +168,6 @@ def _sample(origin: str) -> Markup:
 def legend(history: History, ends: Sequence[WiderEnd] = ()) -> Markup:
     """The legend as a list beside the picture."""
     return el("ul", *(_legend_row(sample, words) for sample, words in legend_rows(history, ends)), class_="legend")
-
-
-def drawn_legend(rows: Sequence[tuple[Markup, str]]) -> Markup:
-    """The legend as a part of a picture, `LEGEND_ROW` units a row."""
-    drawn = [
-        placed(0, LEGEND_ROW * nth, sample, el("text", words, x=_LEGEND_WORDS, y=14, class_="label"))
-        for nth, (sample, words) in enumerate(rows)
-    ]
-    return el("g", *drawn, class_="legend")
 
 
 def _legend_row(sample: Markup, words: str) -> Markup:
