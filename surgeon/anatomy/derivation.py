@@ -14,7 +14,6 @@ from pydantic import JsonValue, TypeAdapter
 
 from surgeon.anatomy.composing import activation_in, composition_of
 from surgeon.anatomy.derived import Derived, derive, read_otherwise
-from surgeon.anatomy.encoder_blocks import encoder_composition
 from surgeon.anatomy.family import Axes, Packed, Part, Space, Stream, hidden_axis
 from surgeon.anatomy.grafted_config import config_with_grafts, head_with_grafts
 from surgeon.anatomy.growth import grown, layer_axis, shared_places
@@ -167,7 +166,9 @@ class Derivation:
         Then they lie in its tensors one after the other.
         """
         kind, first, places = self._places(layer)
-        return heads_move(self.seen.config, first, self.seen.parts[kind], places, self.seen.derived.sizes)
+        derived = self.seen.derived
+        path = derived.skeleton.path
+        return heads_move(self.seen.config, path, first, self.seen.parts[kind], places, derived.skeleton.sizes)
 
     @kept
     def spaces(self, layer: int) -> tuple[Space, ...]:
@@ -180,7 +181,7 @@ class Derivation:
             return ()
         back = {name: suffix for suffix, name in places.items()}
         derived = self.seen.derived
-        found = inner_spaces(self.seen.config, derived.skeleton, first, derived.sizes.heads)
+        found = inner_spaces(self.seen.config, derived.skeleton, first, derived.skeleton.sizes.heads)
         return tuple(
             space._replace(slots=tuple(slot._replace(suffix=back[slot.suffix]) for slot in space.slots))
             for space in found
@@ -420,17 +421,14 @@ class Derivation:
 
         `grown` is a config of the base's type for so many `layers`, another number than the base's.
         """
-        built = _skeleton(json.dumps(grown, sort_keys=True))
-        before, after = (each.model.state_dict(keep_vars=True) for each in (self.seen.derived.skeleton, built))
-        found: dict[str, int] = {}
-        for name, place in self.seen.names.outer.items():
-            if place not in before or place not in after or after[place].shape == before[place].shape:
-                continue
-            shapes = tuple(before[place].shape), tuple(after[place].shape)
-            axis = layer_axis(*shapes, len(self.seen.derived.kind_of), layers)
-            if axis is not None:
-                found[name] = axis
-        return found
+        here, there = self.seen.derived.skeleton, _skeleton(json.dumps(grown, sort_keys=True))
+        changed = {place for place, axes in here.changes(there).items() if axes is not None}
+        axes = {
+            name: layer_axis(here.shapes[place], there.shapes[place], len(here.layers), layers)
+            for name, place in self.seen.names.outer.items()
+            if place in changed
+        }
+        return {name: axis for name, axis in axes.items() if axis is not None}
 
 
 def _linear_shape(module: Any) -> tuple[int, int] | None:
@@ -498,8 +496,7 @@ def composition_for(kept: str) -> Composition:
     config = json.loads(kept)
     found = derive(config)
     firsts = [found.kind_of.index(kind) for kind in range(len(found.titles))]
-    compose = encoder_composition if found.skeleton.encoder else composition_of
-    return compose(config, found.skeleton, twin_of(config, heads=found.heads), firsts)
+    return composition_of(config, found.skeleton, twin_of(config, heads=found.heads), firsts)
 
 
 @lru_cache(maxsize=2)

@@ -30,11 +30,9 @@ def rows_of_ids(config: Mapping[str, Any], skeleton: Skeleton, outer: Mapping[st
     others = _other_embeddings(skeleton, fields)
     # As many as keep any padding inside the model as it was.
     more = with_fields(config, skeleton.path, dict.fromkeys(fields, rows + _MORE_WORDS))
-    after = build(more).model.state_dict(keep_vars=True)
+    changed = skeleton.changes(build(more))
     held = skeleton.model.state_dict(keep_vars=True)
-    wider = {
-        name for name, value in held.items() if name not in after or tuple(after[name].shape) != tuple(value.shape)
-    }
+    wider = changed.keys() & held.keys()
     reads = skeleton.model.get_input_embeddings()
     writes = skeleton.model.get_output_embeddings()
     known = {
@@ -48,8 +46,8 @@ def rows_of_ids(config: Mapping[str, Any], skeleton: Skeleton, outer: Mapping[st
         if target not in wider:
             continue
         wider.discard(target)
-        grew = [other - one for one, other in zip(held[target].shape, after[target].shape, strict=False)]
-        if id(held[target]) not in known or grew != [_MORE_WORDS, *[0] * (held[target].ndim - 1)]:
+        rows = held[target].shape[0]
+        if id(held[target]) not in known or changed[target] != {0: (rows, rows + _MORE_WORDS)}:
             raise BadInput(
                 f"{printable(name)}: has a part for each id of the vocabulary and is neither the embedding nor the"
                 " output head, so this model's vocabulary cannot change; leave it as it is"

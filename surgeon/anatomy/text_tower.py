@@ -54,8 +54,8 @@ def text_model(
     model_type, fixed = _causal_type(kept, heads)
     made = _config_for(model_type, config, skeleton) | fixed
     built = build(made)
-    if _shapes(built) != (shapes := _tower(skeleton, _decoder(built))):
-        odd = next((name for name, shape in shapes.items() if _shapes(built).get(name) != shape), "")
+    if built.shapes != (shapes := _tower(skeleton, _decoder(built))):
+        odd = next((name for name, shape in shapes.items() if built.shapes.get(name) != shape), "")
         raise BadInput(
             f"{printable(odd)}: {made['architectures'][0]} holds a twin of this text tower, and not the tower itself;"
             " is config.json its own?"
@@ -100,13 +100,8 @@ def _place(name: str, skeleton: Skeleton, prefix: str) -> str | None:
 
 def _tower(skeleton: Skeleton, prefix: str) -> dict[str, tuple[int, ...]]:
     """The shapes of the tower's tensors by their names in a causal model whose decoder's names begin with `prefix`."""
-    held = skeleton.model.state_dict(keep_vars=True)
-    named = {place: value for name, value in held.items() if (place := _place(name, skeleton, prefix)) is not None}
-    return {name: tuple(value.shape) for name, value in named.items()}
-
-
-def _shapes(skeleton: Skeleton) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(value.shape) for name, value in skeleton.model.state_dict(keep_vars=True).items()}
+    places = ((_place(name, skeleton, prefix), shape) for name, shape in skeleton.shapes.items())
+    return {place: shape for place, shape in places if place is not None}
 
 
 @lru_cache(maxsize=8)
@@ -123,7 +118,7 @@ def _causal_type(kept: str, heads: int) -> tuple[str, dict[str, bool]]:
         try:
             made = _config_for(model_type, small, base)
             built = build(made)
-            if built.path or _shapes(built) != _tower(base, _decoder(built)):
+            if built.path or built.shapes != _tower(base, _decoder(built)):
                 continue
             for fixed in ({}, *_flags(model_type, made, base)):
                 if _computes_the_same(base, made | fixed):
@@ -244,7 +239,7 @@ def _renamed(skeleton: Skeleton, names: Names, built: Skeleton) -> dict[str, str
             # Layers that predict further tokens, which no class of transformers runs here.
             found[name] = name
     covered = {_place(place, skeleton, prefix) for held in places.values() for place in held}
-    lacking = sorted(_shapes(built).keys() - covered - built.model.all_tied_weights_keys.keys())
+    lacking = sorted(built.shapes.keys() - covered - built.model.all_tied_weights_keys.keys())
     if lacking:
         raise BadInput(
             f"{printable(lacking[0])}: no shard has this tensor, and the text model needs it; save the model with its"

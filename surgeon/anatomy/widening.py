@@ -38,8 +38,7 @@ def growths(
     no such model can be built, or a tensor grows along several axes or stands outside the layers.
     """
     built = build(with_fields(config, skeleton.path, fields))
-    before, after = (each.model.state_dict(keep_vars=True) for each in (skeleton, built))
-    changed = {name for name in before.keys() | after.keys() if _shape(before, name) != _shape(after, name)}
+    changed = skeleton.changes(built)
     words = " and ".join(f"`{key}`" for key in fields)
     if outside := sorted(name for name in changed if not name.startswith(f"{skeleton.stack}.")):
         raise BadInput(
@@ -53,14 +52,15 @@ def growths(
             grew = [name for target in targets if (name := f"{skeleton.stack}.{index}.{target}") in changed]
             if not grew:
                 continue
-            one, other = _shape(before, grew[0]), _shape(after, grew[0])
-            axes = [axis for axis, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]]
-            if len(targets) > 1 or len(one) != len(other) or len(axes) != 1:
+            axes = changed[grew[0]]
+            if len(targets) > 1 or axes is None or len(axes) != 1:
+                one, other = (each.shapes.get(grew[0], ()) for each in (skeleton, built))
                 raise BadInput(
                     f"layer {index} ({printable(suffix)}): {words} changes it in a way that surgeon cannot follow"
                     f" ({list(one)}, then {list(other)}); widen something else"
                 )
-            here[suffix] = (axes[0], one[axes[0]], other[axes[0]])
+            ((axis, (before, after)),) = axes.items()
+            here[suffix] = (axis, before, after)
         found.append(here)
     return tuple(found)
 
@@ -121,10 +121,6 @@ def inner_fields(
             " neurons become more; widen something else"
         )
     return found
-
-
-def _shape(held: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    return tuple(held[name].shape) if name in held else ()
 
 
 def _candidates(config: Mapping[str, Any], skeleton: Skeleton) -> Iterator[tuple[str, int]]:
