@@ -9,7 +9,7 @@ from typing import Any
 from surgeon.anatomy.anatomy import Anatomy, LayerKind, in_branch, layer_of, owner_of
 from surgeon.anatomy.compressed import OF_ACTIVATIONS, packs_of, unpacked
 from surgeon.anatomy.decoders import HINTS
-from surgeon.anatomy.derivation import Derivation, Seen
+from surgeon.anatomy.derivation import Derivation
 from surgeon.anatomy.derived import Derived, derive
 from surgeon.anatomy.family import Family, Packed, Part
 from surgeon.anatomy.growth import layer_axis
@@ -18,6 +18,7 @@ from surgeon.anatomy.names import Names, made_of, match, saved_names, under_base
 from surgeon.anatomy.own_classes import trusted
 from surgeon.anatomy.quantised import check_stored, is_scale, packed_of, quantizer_of, without_scales
 from surgeon.anatomy.roles import InMemory, with_roles
+from surgeon.anatomy.seen import Seen
 from surgeon.anatomy.silence import Silence
 from surgeon.anatomy.skeleton import Skeleton, is_known
 from surgeon.checkpoint.damages import ANOTHER

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from surgeon.anatomy.family import Part, Role, Sizes, Slot, Space
 from surgeon.anatomy.growth import part_of
 from surgeon.anatomy.moving import SAME, Move, Mover
+from surgeon.anatomy.seen import Seen
 from surgeon.anatomy.silence import Run, captured
 from surgeon.anatomy.skeleton import Skeleton
 from surgeon.anatomy.twin import shrunk, stored_buffers, twin_of_small
@@ -214,40 +215,28 @@ _OF_HEADS: tuple[Role, ...] = ("query", "key", "value")
 _NORM_OF: Mapping[Role, Role] = {"query_norm": "query", "key_norm": "key"}
 
 
-def heads_move(
-    config: Mapping[str, Any],
-    path: Sequence[str],
-    layer: int,
-    parts: Sequence[Part],
-    places: Mapping[str, str],
-    sizes: Sizes,
-) -> bool:
-    """Whether whole heads of a layer may change places.
+def heads_move(seen: Seen, kind: int) -> bool:
+    """Whether whole heads of a kind of layers may change places.
 
-    Args:
-        config: The base's config.json.
-        path: Where the fields of its text decoder stand.
-        layer: The layer's number.
-        parts: The layer's parts, with their roles.
-        places: The names in memory, below the layer, of those that are in memory as they are on disk, by suffix.
-        sizes: The base's sizes.
-
-    Returns:
-        False also where query, key, value or output are not known, or no twin with several groups of heads can be run.
+    False also where query, key, value or output are not known, or no twin with several groups of heads can be run.
     """
     import torch
 
     try:
-        part = small = shrunk(config, heads_left=_TWIN_GROUPS * _OF_GROUP)
-        for key in path:
+        part = small = shrunk(seen.config, heads_left=_TWIN_GROUPS * _OF_GROUP)
+        for key in seen.skeleton.path:
             part = part[key]
+        sizes = seen.skeleton.sizes
         each = _OF_GROUP if sizes.heads > sizes.kv_heads else 1
         part |= {"num_attention_heads": _TWIN_GROUPS * each, "num_key_value_heads": _TWIN_GROUPS}
-        part.setdefault("head_dim", part_of(small, path).get("hidden_size", 0) // (_TWIN_GROUPS * _OF_GROUP))
+        part.setdefault(
+            "head_dim", part_of(small, seen.skeleton.path).get("hidden_size", 0) // (_TWIN_GROUPS * _OF_GROUP)
+        )
         with one_thread(), torch.no_grad():
             twin = twin_of_small(small)
+            layer = seen.firsts[kind][0]
             run = captured(twin, [layer])[layer]
-            return _moved(run, parts, places, sizes, part["head_dim"], each)
+            return _moved(run, seen.parts[kind], seen.places(kind), sizes, part["head_dim"], each)
     except (*LOAD_FAILURES, KeyError):
         return False
 

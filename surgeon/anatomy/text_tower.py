@@ -17,6 +17,7 @@ from typing import Any
 from surgeon.anatomy.growth import part_of
 from surgeon.anatomy.names import Names, made_of, words_of
 from surgeon.anatomy.running import run_cached, run_prefill
+from surgeon.anatomy.seen import Seen
 from surgeon.anatomy.silence import some_tokens
 from surgeon.anatomy.skeleton import CAUSAL, Skeleton, build, classes_of
 from surgeon.anatomy.twin import shrunk, twin_of_small
@@ -35,23 +36,15 @@ _OF_IMAGES = "mrope"
 _ROTARY = ("rope_parameters", "rope_scaling", "rope_theta")
 
 
-def text_model(
-    config: Mapping[str, Any], skeleton: Skeleton, names: Names, heads: int
-) -> tuple[dict[str, Any], dict[str, str]]:
+def text_model(seen: Seen) -> tuple[dict[str, Any], dict[str, str]]:
     """The causal model that the text tower of an image-text model is: its config.json, and its tensors' names in it.
 
-    Args:
-        config: The image-text model's config.json.
-        skeleton: The model as transformers builds it of that.
-        names: What its tensors are called on disk and in memory.
-        heads: With how many heads a twin of it runs.
-
-    Raises:
-        BadInput: It has no tower for text alone, or no causal class of transformers holds it.
+    Raises BadInput where it has no tower for text alone, or no causal class of transformers holds it.
     """
+    config, skeleton = seen.config, seen.skeleton
     _check_tower(config, skeleton)
     kept = json.dumps(config, sort_keys=True)
-    model_type, fixed = _causal_type(kept, heads)
+    model_type, fixed = _causal_type(kept, seen.derived.heads)
     made = _config_for(model_type, config, skeleton) | fixed
     built = build(made)
     if built.shapes != (shapes := _tower(skeleton, _decoder(built))):
@@ -60,7 +53,7 @@ def text_model(
             f"{printable(odd)}: {made['architectures'][0]} holds a twin of this text tower, and not the tower itself;"
             " is config.json its own?"
         )
-    return made, _renamed(skeleton, names, built)
+    return made, _renamed(skeleton, seen.names, built)
 
 
 def _check_tower(config: Mapping[str, Any], skeleton: Skeleton) -> None:
