@@ -111,19 +111,12 @@ class LayerKind:
 
 
 @dataclass(frozen=True)
-class Anatomy:
-    """A base checkpoint by parts.
+class Found:
+    """What was found of a base beside its tensors: `kinds[kind_of[i]]` is layer `i`'s kind.
 
-    `layers[i]` maps a tensor's suffix (`self_attn.q_proj.weight`) to its entry in the header; `outer`
-    maps full names outside the layers, and of blocks that several layers run (shared.py); with `prefix` begin the names
-    of what a graft adds outside them (`model.` or nothing). Of a base that carries grafts, family, sizes and layers are
-    those of its trunk; `grafted[i]` holds the tensors of a layer's grafts, `bank` those of control states, by what
-    follows the prefix.
-    `idle` are tensors outside the layers that no model of this config has a place for: they are copied like any other,
-    and compute nothing.
-
-    `kinds[kind_of[i]]` is layer `i`'s kind. `derivation` is what was found out about the model type; `beyond` are
-    tensors of layers above the stack, which predict further tokens, by layer and suffix.
+    With `prefix` begin the names of what a graft adds outside the layers (`model.` or nothing). `idle` are tensors
+    outside the layers that no model of this config has a place for: they are copied like any other, and compute
+    nothing.
     """
 
     family: Family
@@ -131,13 +124,28 @@ class Anatomy:
     kinds: tuple[LayerKind, ...]
     kind_of: tuple[int, ...]
     prefix: str
-    layers: tuple[dict[str, TensorInfo], ...]
-    outer: dict[str, TensorInfo]
     layer_types: list[str] | None
     tied: bool
+    idle: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Anatomy(Found):
+    """A base checkpoint by parts.
+
+    `layers[i]` maps a tensor's suffix (`self_attn.q_proj.weight`) to its entry in the header; `outer`
+    maps full names outside the layers, and of blocks that several layers run (shared.py). Of a base that carries
+    grafts, family, sizes and layers are those of its trunk; `grafted[i]` holds the tensors of a layer's grafts, `bank`
+    those of control states, by what follows the prefix.
+
+    `derivation` is what was found out about the model type; `beyond` are tensors of layers above the stack, which
+    predict further tokens, by layer and suffix.
+    """
+
+    layers: tuple[dict[str, TensorInfo], ...]
+    outer: dict[str, TensorInfo]
     grafted: tuple[dict[str, TensorInfo], ...]
     bank: dict[str, TensorInfo]
-    idle: tuple[str, ...]
     derivation: Derivation
     beyond: tuple[dict[str, TensorInfo], ...] = ()
 

@@ -15,6 +15,7 @@ import datetime
 import hashlib
 import platform
 from collections.abc import Mapping
+from dataclasses import fields
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -23,10 +24,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, JsonValue
 
 from surgeon._version import __version__
-from surgeon.anatomy.anatomy import Anatomy, LayerKind
+from surgeon.anatomy.anatomy import Anatomy, Found
 from surgeon.anatomy.derivation import Derivation
 from surgeon.anatomy.dissect import dissect
-from surgeon.anatomy.family import Family, Sizes
 from surgeon.anatomy.grafted_config import is_grafted
 from surgeon.checkpoint.header import TensorInfo
 from surgeon.checkpoint.own_code import OwnCode
@@ -34,7 +34,7 @@ from surgeon.common.cache import cache_folder, digest_of, is_off, read_entry, wr
 from surgeon.common.plugins import any_installed
 
 # Raised whenever entries mean something else.
-_FORMAT = 4
+_FORMAT = 5
 _KIND = "anatomies"
 # What a derivation runs on.
 _LIBRARIES = ("transformers", "torch", "accelerate", "safetensors")
@@ -46,20 +46,12 @@ class _Entry(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     day: datetime.date
-    prefix: str
-    stem: str
-    encoder: bool
-    sizes: Sizes
-    kinds: tuple[LayerKind, ...]
-    kind_of: tuple[int, ...]
+    found: Found
     # Each layer's tensors in order: the lists that occur, and which of them each layer has.
     suffixes: tuple[tuple[str, ...], ...]
     suffixes_of: tuple[int, ...]
     outer: tuple[str, ...]
     beyond: tuple[tuple[str, ...], ...]
-    layer_types: tuple[str, ...] | None
-    tied: bool
-    idle: tuple[str, ...]
     answers: dict[str, JsonValue]
 
 
@@ -87,19 +79,11 @@ def keep(
     lists = list(dict.fromkeys(tuple(layer) for layer in anatomy.layers))
     entry = _Entry(
         day=datetime.date.today(),
-        prefix=anatomy.prefix,
-        stem=anatomy.family.stem,
-        encoder=anatomy.family.encoder,
-        sizes=anatomy.sizes,
-        kinds=anatomy.kinds,
-        kind_of=anatomy.kind_of,
+        found=Found(**{each.name: getattr(anatomy, each.name) for each in fields(Found)}),
         suffixes=tuple(lists),
         suffixes_of=tuple(lists.index(tuple(layer)) for layer in anatomy.layers),
         outer=tuple(anatomy.outer),
         beyond=tuple(tuple(layer) for layer in anatomy.beyond),
-        layer_types=None if anatomy.layer_types is None else tuple(anatomy.layer_types),
-        tied=anatomy.tied,
-        idle=anatomy.idle,
         answers=dict(sorted(derivation.answers.items())),
     )
     write_entry(folder, f"{_key(config, tensors, own)}.json", entry.model_dump_json().encode())
@@ -115,29 +99,19 @@ def _anatomy_of(
     entry: _Entry, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], own: OwnCode | None
 ) -> Anatomy:
     """The anatomy that an entry tells of, with this base's tensors, which are those that it was found out of."""
-    layers = tuple(
-        {suffix: tensors[f"{entry.stem}{index}.{suffix}"] for suffix in entry.suffixes[number]}
-        for index, number in enumerate(entry.suffixes_of)
+    stem = entry.found.family.stem
+    layers = [entry.suffixes[number] for number in entry.suffixes_of]
+    held = tuple(
+        {suffix: tensors[f"{stem}{index}.{suffix}"] for suffix in suffixes}
+        for index, suffixes in enumerate([*layers, *entry.beyond])
     )
-    beyond = tuple(
-        {suffix: tensors[f"{entry.stem}{index}.{suffix}"] for suffix in suffixes}
-        for index, suffixes in enumerate(entry.beyond, len(layers))
-    )
-    types = entry.layer_types
     return Anatomy(
-        family=Family(str(config["model_type"]), entry.stem, entry.encoder),
-        sizes=entry.sizes,
-        kinds=entry.kinds,
-        kind_of=entry.kind_of,
-        prefix=entry.prefix,
-        layers=layers,
+        **vars(entry.found),
+        layers=held[: len(layers)],
         outer={name: tensors[name] for name in entry.outer},
-        layer_types=None if types is None else list(types),
-        tied=entry.tied,
         grafted=tuple({} for _ in layers),
         bank={},
-        idle=entry.idle,
-        beyond=beyond,
+        beyond=held[len(layers) :],
         derivation=Derivation(lambda: dissect(config, tensors, own).derivation.seen, entry.answers, entry.day),
     )
 

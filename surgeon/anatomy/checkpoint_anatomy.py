@@ -9,7 +9,7 @@ from typing import Any
 from surgeon.anatomy.anatomy import Anatomy, LayerKind, in_branch, layer_of, owner_of
 from surgeon.anatomy.compressed import OF_ACTIVATIONS, packs_of, unpacked
 from surgeon.anatomy.decoders import HINTS
-from surgeon.anatomy.derivation import Derivation, Seen
+from surgeon.anatomy.derivation import Derivation
 from surgeon.anatomy.derived import Derived, derive
 from surgeon.anatomy.family import Family, Packed, Part
 from surgeon.anatomy.growth import layer_axis
@@ -18,6 +18,7 @@ from surgeon.anatomy.names import Names, made_of, match, saved_names, under_base
 from surgeon.anatomy.own_classes import trusted
 from surgeon.anatomy.quantised import check_stored, is_scale, packed_of, quantizer_of, without_scales
 from surgeon.anatomy.roles import InMemory, with_roles
+from surgeon.anatomy.seen import Seen
 from surgeon.anatomy.silence import Silence
 from surgeon.anatomy.skeleton import Skeleton, is_known
 from surgeon.checkpoint.damages import ANOTHER
@@ -63,7 +64,7 @@ def anatomy_of(
     layers = tuple({s: tensors[f"{names.stem}{index}.{s}"] for s in names.layers[index]} for index in range(count))
     firsts = [found.kind_of.index(kind) for kind in range(len(found.titles))]
     packed = tuple(packed_of(config, names.layers[first], layers[first]) for first in firsts)
-    sizes = found.sizes
+    sizes = found.skeleton.sizes
     prefix = _prefix(names.stem, found.skeleton)
     _check_grafts(grafts, bank, count, prefix)
     kinds = tuple(
@@ -100,11 +101,11 @@ def _of_trunk(tensors: Mapping[str, TensorInfo], found: Derived, *, branches: in
     if not branches:
         return tensors
     model, count = found.skeleton.model, len(found.kind_of)
-    held, made = model.state_dict(keep_vars=True), dict(tensors)
+    made = dict(tensors)
     for name, info in tensors.items():
-        place = held.get(under_base(model, name))
-        if place is not None and layer_axis(tuple(place.shape), info.shape, count, count + branches) is not None:
-            made[name] = replace(info, shape=tuple(place.shape))
+        shape = found.skeleton.shapes.get(under_base(model, name))
+        if shape is not None and layer_axis(shape, info.shape, count, count + branches) is not None:
+            made[name] = replace(info, shape=shape)
     return made
 
 
@@ -271,8 +272,8 @@ def _kind(
     values, reason = _on_disk(silence.values, stored)
     # What is quantised cannot be aligned.
     hint = HINTS.get(str(found.skeleton.model.config.model_type))
-    hinted = hint.roles if hint is not None else {}
-    known = parts if packed else with_roles(parts, found.sizes, values, _in_memory(found, kind, first, names), hinted)
+    hinted, sizes = hint.roles if hint is not None else {}, found.skeleton.sizes
+    known = parts if packed else with_roles(parts, sizes, values, _in_memory(found, kind, first, names), hinted)
     refusal, groups = silence.reason or reason, groups_of(found.skeleton.text)
     return LayerKind(tuple(known), values, refusal, found.titles[kind], packed, groups)
 

@@ -1,9 +1,7 @@
 """Of which of transformers' classes the upcycled ones of a derived model are composed: found on its skeleton and twin.
 
 Grafts stand beside a layer's attention or its FFN, whatever the model calls them. Which block is which is found by
-trial: what a token's state does to later tokens goes through a token mixer (attention, a state space, a convolution),
-and what it does to its own alone through an FFN (one, or experts). Where a block is no module, or one that norms the
-sum of the stream and what it adds (BERT), its beginning and its end are found by what is added to the stream.
+trial (stream_blocks.py): one that mixes tokens is attention, or what stands in its place, another an FFN, or experts.
 
 Where no field of config.json names an FFN's activation, a twin's FFN is watched as it runs. Its code may call the
 activation by a function (LFM2), name it inside another setting (DBRX), or write it out as a formula (BLOOM). What it
@@ -14,63 +12,105 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from surgeon.anatomy.encoder_blocks import heads_of
-from surgeon.anatomy.silence import some_tokens
-from surgeon.anatomy.skeleton import CAUSAL, IMAGE_TEXT, Skeleton, auto_of
-from surgeon.anatomy.stream_blocks import Block, blocks_in, mixes, norms_sum, told_class, watched
+from surgeon.anatomy.silence import captured, some_tokens
+from surgeon.anatomy.skeleton import BASE, CAUSAL, IMAGE_TEXT, Skeleton, auto_of, classes_of
+from surgeon.anatomy.stream_blocks import Block, blocks_in, mixes, modules_in, norms_sum, told_class, watched
 from surgeon.common.devices import one_thread
-from surgeon.common.library import LOAD_FAILURES
+from surgeon.common.library import LOAD_FAILURES, first_line
 from surgeon.errors import BadInput, printable
-from surgeon.grafts.composition import ATTENTION, FFN, OTHER_AUTOS, Composition, SiteClass, SpanClass
+from surgeon.grafts.composition import (
+    ATTENTION,
+    ENCODER_AUTOS,
+    FFN,
+    OTHER_AUTOS,
+    Composition,
+    HeadClass,
+    SiteClass,
+    SpanClass,
+)
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
 
 # The config's fields that may name the activation.
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act", "activation", "act_fn")
-# Two states of a token mixer or an FFN that differ by less are equal but for rounding.
-_TOLERANCE = 1e-4
 
 
 def composition_of(config: Mapping[str, Any], skeleton: Skeleton, twin: Skeleton, layers: Sequence[int]) -> Composition:
     """The classes of a config's model; `layers` are one of each kind, whose blocks are probed on the `twin`.
 
-    Raises BadInput where a class is not one that transformers has as its own, or the decoder is no model by itself.
+    Raises BadInput where a class is not one that transformers has as its own, or the decoder is no model by itself; of
+    an encoder, where a layer has no self-attention or no FFN that controls could stand beside, saying what it has.
     """
-    from transformers import CONFIG_MAPPING, MODEL_MAPPING
-
     model = skeleton.model
     text = model.get_submodule(skeleton.holder)
-    whole = MODEL_MAPPING.get(type(model.config), type(model))
-    built_of = CONFIG_MAPPING[str(config["model_type"])]
-    if type(model.config) is not built_of or text is model:
-        raise _unfit(config, "its decoder is no model that transformers builds by itself")
-    sites, spans, output = _probed(twin, layers)
+    own = (_of_encoder if skeleton.encoder else _of_decoder)(config, skeleton, text, twin, layers)
     try:
         return Composition(
             model_type=str(config["model_type"]),
-            autos=_autos(config, type(model)),
             config=told_class(type(model.config)),
             text_config=told_class(type(skeleton.text)),
             path=skeleton.path,
-            head=told_class(type(model)),
-            model=told_class(whole),
             text=told_class(type(text)),
             stack=skeleton.stack.removeprefix(f"{skeleton.holder}."),
-            output=told_class(output),
-            activation=_activation(skeleton.text),
             layers=tuple(dict.fromkeys(told_class(type(layer)) for layer in skeleton.layers)),
-            sites=sites,
-            spans=spans,
-            heads=heads_of(model, OTHER_AUTOS),
-            first_position=_first_position(twin),
+            **own,
         )
     except ValueError as error:
-        raise _unfit(config, str(error)) from error
+        raise _unfit(config, skeleton, str(error)) from error
+
+
+def _of_decoder(
+    config: Mapping[str, Any], skeleton: Skeleton, text: Any, twin: Skeleton, layers: Sequence[int]
+) -> dict[str, Any]:
+    """What a composition says of a decoder alone. Raises BadInput."""
+    import torch
+    from transformers import CONFIG_MAPPING, MODEL_MAPPING
+
+    model = skeleton.model
+    if type(model.config) is not CONFIG_MAPPING[str(config["model_type"])] or text is model:
+        raise _unfit(config, skeleton, "its decoder is no model that transformers builds by itself")
+    with torch.no_grad(), one_thread():
+        sites, spans = _probed(twin, layers)
+        output = type(twin.model(input_ids=some_tokens(twin), use_cache=False, return_dict=True))
+    return {
+        "autos": _autos(config, type(model)),
+        "head": told_class(type(model)),
+        "model": told_class(MODEL_MAPPING.get(type(model.config), type(model))),
+        "output": told_class(output),
+        "activation": _activation(skeleton.text),
+        "sites": sites,
+        "spans": spans,
+        "heads": _heads_of(model, OTHER_AUTOS),
+        "first_position": _first_position(twin),
+    }
+
+
+def _of_encoder(
+    config: Mapping[str, Any], skeleton: Skeleton, text: Any, twin: Skeleton, layers: Sequence[int]
+) -> dict[str, Any]:
+    """What a composition says of an encoder alone. Raises BadInput."""
+    model = skeleton.model
+    if text is not model.base_model:
+        raise _unfit(config, skeleton, f"its layers (`{skeleton.stack}`) are no part of its base model")
+    spans = _encoder_spans(config, twin, layers)
+    first, *heads = _heads_of(model, ENCODER_AUTOS)
+    kind = type(text)
+    if kind.__name__ not in classes_of(config["model_type"], BASE):
+        raise _unfit(config, skeleton, f"its base model is a {kind.__name__}, which AutoModel does not find")
+    return {
+        "autos": (first.auto,),
+        "head": first.native,
+        "model": told_class(kind),
+        "output": first.output,
+        "activation": "",
+        "sites": (),
+        "spans": spans,
+        "heads": tuple(heads),
+    }
 
 
 def _autos(config: Mapping[str, Any], head: type[Any]) -> tuple[str, ...]:
@@ -83,11 +123,52 @@ def _autos(config: Mapping[str, Any], head: type[Any]) -> tuple[str, ...]:
     return tuple(dict.fromkeys((own, *found))) if own is not None else tuple(found)
 
 
-def _unfit(config: Mapping[str, Any], reason: str) -> BadInput:
-    return BadInput(
-        f"{printable(str(config.get('model_type')))}: no upcycled classes can be composed for it ({printable(reason)});"
-        " use operations that add layers"
-    )
+def _unfit(config: Mapping[str, Any], skeleton: Skeleton, reason: str) -> BadInput:
+    told, why = printable(str(config.get("model_type"))), printable(reason)
+    if skeleton.encoder:
+        return BadInput(f"{told}: no control states can stand in it ({why}); use another model, or full fine-tuning")
+    return BadInput(f"{told}: no upcycled classes can be composed for it ({why}); use operations that add layers")
+
+
+def _heads_of(model: Any, autos: Sequence[str]) -> tuple[HeadClass, ...]:
+    """The heads that these auto classes find for a model's type, where they say what they return.
+
+    One that calls its base model otherwise than the others would not find their weights: it is given their name for it
+    or, where its class bears no other, left out, unless the config says that these weights are its own.
+    """
+    import transformers
+    from transformers.modeling_layers import GenericForQuestionAnswering
+
+    found: list[HeadClass] = []
+    for auto in autos:
+        for name in classes_of(model.config.model_type, auto)[:1]:
+            native: Any = getattr(transformers, name, None)
+            output = None if native is None else _returned(native)
+            fits = getattr(native, "config_class", None) is type(model.config)
+            own = name in (getattr(model.config, "architectures", None) or ())
+            if output is None or not fits:
+                continue
+            same = own or native.base_model_prefix == model.base_model_prefix
+            if same or issubclass(native, GenericForQuestionAnswering):
+                prefix = "" if same else model.base_model_prefix
+                found.append(HeadClass(auto, told_class(native), told_class(output), prefix))
+    return tuple(found)
+
+
+def _returned(native: type[Any]) -> type[Any] | None:
+    """The class that a head's forward is annotated to return, beside plain tuples."""
+    import typing
+
+    from transformers.utils import ModelOutput
+
+    try:
+        told = typing.get_type_hints(inspect.unwrap(native.forward)).get("return")
+    except (NameError, TypeError):  # annotations for type checkers alone
+        return None
+    kinds = [
+        each for each in (told, *typing.get_args(told)) if isinstance(each, type) and issubclass(each, ModelOutput)
+    ]
+    return kinds[0] if kinds else None
 
 
 def _activation(text: Any) -> str:
@@ -99,79 +180,92 @@ def _activation(text: Any) -> str:
     return next((key for key, made in known.items() if next(made.parameters(), None) is None), "")
 
 
-@dataclass
-class _Run:
-    """A block with what a run of the model gave it, and what it made of that."""
-
-    block: nn.Module
-    name: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    output: Tensor
-    reads: str
-
-    @property
-    def x(self) -> Tensor:
-        x: Tensor = self.args[0] if self.args else self.kwargs[self.reads]
-        return x
-
-    def again(self, x: Tensor) -> Tensor:
-        made = (
-            self.block(x, *self.args[1:], **self.kwargs) if self.args else self.block(**self.kwargs | {self.reads: x})
-        )
-        return _first(made)
-
-
-def _first(made: Any) -> Tensor:
-    output: Tensor = made[0] if isinstance(made, tuple | list) else made
-    return output
-
-
-def _probed(twin: Skeleton, layers: Sequence[int]) -> tuple[tuple[SiteClass, ...], tuple[SpanClass, ...], type[Any]]:
-    """The blocks of these layers beside which something can stand, and the class of what the model returns."""
-    import torch
-
-    kinds = {type(layer) for layer in twin.layers}
+def _probed(twin: Skeleton, layers: Sequence[int]) -> tuple[tuple[SiteClass, ...], tuple[SpanClass, ...]]:
+    """The blocks of a decoder's layers beside which something can stand: modules, and what is none."""
+    kinds, width, ids = {type(layer) for layer in twin.layers}, twin.text.hidden_size, some_tokens(twin)
     sites: dict[SiteClass, None] = {}
     spans: dict[SpanClass, None] = {}
-    with torch.no_grad(), one_thread():
-        runs, output = _captured(twin, layers)
-        for index in layers:
-            # A layer inside another (Zamba's) adds to the stream by itself.
-            blocks = [run for run in runs[index] if type(run.block) not in kinds]
-            told = [(run, role) for run in blocks if (role := _role(run, twin.text.hidden_size)) is not None]
-            chosen = {role: _chosen([run for run, kind in told if kind == role], role) for role in (ATTENTION, FFN)}
-            found = _without_modules(twin, index, chosen)
-            if chosen[FFN] is None and FFN not in found:
-                # It may stand in a module that runs before a token mixer and adds nothing by itself (Zamba 2).
-                inner = _captured(twin, [index], inside=True)[0][index]
-                chosen[FFN] = _chosen([run for run in inner if _role(run, twin.text.hidden_size) == FFN], FFN)
-            for role, run in chosen.items():
-                if role in found:
-                    spans[found[role].told(role)] = None
-                elif run is not None:
-                    sites[SiteClass(run.name, told_class(type(run.block)), role)] = None
-    return tuple(sites), tuple(spans), output
+    for layer in captured(twin, list(layers)).values():
+        seen = watched(layer.layer, layer.output)
+        if seen is None:
+            continue
+
+        def role_of(block: Block, run: Callable[[], Any] = layer.output) -> str:
+            return ATTENTION if any(mixes(block, run, ids.shape[1])) else FFN
+
+        # A layer inside another (Zamba's) adds to the stream by itself.
+        blocks = [(block, role_of(block)) for block in modules_in(seen, width) if type(block.reader) not in kinds]
+        chosen = {role: _chosen([block for block, own in blocks if own == role], role) for role in (ATTENTION, FFN)}
+        asked = {role for role, block in chosen.items() if block is None or norms_sum(seen, block.reads)}
+        # With tokens along another axis nothing shows what goes from one to the next.
+        shown = asked and seen.stream.shape == (*ids.shape, width)
+        largest = _largest(blocks_in(seen, width) if shown else [], role_of)
+        found = {role: block for role, block in largest.items() if role in asked}
+        if chosen[FFN] is None and FFN not in found:
+            # It may stand in a module that runs before a token mixer and adds nothing by itself (Zamba 2).
+            inner = [block for block in modules_in(seen, width, inside=True) if role_of(block) == FFN]
+            chosen[FFN] = _chosen(inner, FFN)
+        for role, block in chosen.items():
+            if role in found:
+                spans[found[role].told(role)] = None
+            elif block is not None:
+                sites[SiteClass(block.reads, told_class(type(block.reader)), role)] = None
+    return tuple(sites), tuple(spans)
 
 
-def _without_modules(twin: Skeleton, index: int, chosen: Mapping[str, _Run | None]) -> dict[str, Block]:
-    """Blocks of a layer, by role, that are no modules, or norm the sum of the stream and what they add."""
+def _chosen(blocks: Sequence[Block], role: str) -> Block | None:
+    """Of several modules of one role the one that is called so, else the last."""
+    words = ("attn", "attention") if role == ATTENTION else ("mlp",)
+    named = [block for block in blocks if any(word in block.reads for word in words)]
+    return next(reversed(named or list(blocks)), None)
+
+
+def _largest(blocks: Sequence[Block], role_of: Callable[[Block], str]) -> dict[str, Block]:
+    """The largest of these blocks of each role."""
+    found: dict[str, Block] = {}
+    for block in blocks:
+        role = role_of(block)
+        if role not in found or block.size > found[role].size:
+            found[role] = block
+    return found
+
+
+def _encoder_spans(config: Mapping[str, Any], twin: Skeleton, layers: Sequence[int]) -> tuple[SpanClass, ...]:
+    """The blocks of an encoder's layers. Raises BadInput where a layer has no attention or no FFN."""
+    import torch
+
+    if not isinstance(getattr(twin.text, "vocab_size", None), int):
+        raise _unfit(config, twin, "its config has no `vocab_size`: it reads no tokens of a vocabulary")
     ids = some_tokens(twin)
 
     def run() -> Any:
-        return twin.model(input_ids=ids, use_cache=False)
+        try:
+            return twin.model(input_ids=ids)
+        except LOAD_FAILURES as error:
+            raise _unfit(config, twin, f"a tiny twin of it does not read a text: {first_line(error)}") from error
 
-    seen = watched(twin.layers[index], run)
-    # With tokens along another axis nothing shows what goes from one to the next.
-    if seen is None or seen.stream.shape != (*ids.shape, twin.text.hidden_size):
-        return {}
-    asked = {role for role, block in chosen.items() if block is None or norms_sum(seen, block.name)}
-    found: dict[str, Block] = {}
-    for block in blocks_in(seen, twin.text.hidden_size) if asked else ():
-        role = ATTENTION if any(mixes(block, run, ids.shape[1])) else FFN
-        if role in asked and (role not in found or block.size > found[role].size):
-            found[role] = block
-    return found
+    def role_of(block: Block) -> str:
+        later, earlier = mixes(block, run, ids.shape[1])
+        if later and not earlier:
+            raise _unfit(config, twin, "its tokens do not see later ones: it is a decoder without a head for language")
+        return ATTENTION if later or earlier else FFN
+
+    found: dict[SpanClass, None] = {}
+    with torch.no_grad(), one_thread():
+        modules = {index: list(twin.layers[index].modules()) for index in layers}
+        seen_of = {index: watched(twin.layers[index], run) for index in layers}
+        for index in layers:
+            if (seen := seen_of[index]) is None:
+                raise _unfit(config, twin, f"its layer {index} does not run once on a text alone")
+            if set(twin.layers[index].modules()) - set(modules[index]):
+                raise _unfit(config, twin, "its layers put other modules in the place of theirs when they run")
+            blocks = _largest(blocks_in(seen, twin.text.hidden_size), role_of)
+            for role, words in ((ATTENTION, "self-attention"), (FFN, "FFN")):
+                if role not in blocks:
+                    held = ", ".join(type(child).__name__ for child in twin.layers[index].children())
+                    raise _unfit(config, twin, f"no {words} is found in its layers, which hold {held}")
+                found[blocks[role].told(role)] = None
+    return tuple(found)
 
 
 def _first_position(twin: Skeleton) -> int:
@@ -191,68 +285,6 @@ def _first_position(twin: Skeleton) -> int:
     finally:
         handle.remove()
     return next(iter(firsts), 0)
-
-
-def _chosen(runs: Sequence[_Run], role: str) -> _Run | None:
-    """Of several blocks of one role the one that is called so, else the last."""
-    words = ("attn", "attention") if role == ATTENTION else ("mlp",)
-    named = [run for run in runs if any(word in run.name for word in words)]
-    return next(reversed(named or list(runs)), None)
-
-
-def _captured(
-    twin: Skeleton, layers: Sequence[int], *, inside: bool = False
-) -> tuple[dict[int, list[_Run]], type[Any]]:
-    """What blocks of these layers get and make when the model reads a text; with `inside`, those in their blocks."""
-    runs: dict[int, list[_Run]] = {index: [] for index in layers}
-
-    def keep(index: int, name: str, reads: str) -> Callable[..., None]:
-        def hook(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> None:
-            runs[index].append(_Run(block, name, args, kwargs, _first(made), reads))
-
-        return hook
-
-    hooks = [
-        block.register_forward_hook(
-            keep(index, name, next(iter(inspect.signature(block.forward).parameters), "")), with_kwargs=True
-        )
-        for index in layers
-        for name, block in twin.layers[index].named_modules()
-        # A block is a class of its own, made of parts: norms and single matrices are none.
-        if name
-        and name.count(".") == int(inside)
-        and type(block).__module__.startswith("transformers.")
-        and any(True for _ in block.children())
-        and any(held.ndim > 1 for held in block.parameters())
-    ]
-    try:
-        output = twin.model(input_ids=some_tokens(twin), use_cache=False, return_dict=True)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return runs, type(output)
-
-
-def _role(run: _Run, width: int) -> str | None:
-    """Whether a block mixes tokens or not; None for what does not go from the stream's width to it."""
-    import torch
-
-    try:
-        x = run.x
-    except (KeyError, IndexError):
-        return None
-    fits = isinstance(x, torch.Tensor) and isinstance(run.output, torch.Tensor) and x.is_floating_point()
-    # With tokens along the second axis: where they are not, nothing shows what goes from one to the next.
-    if not fits or x.ndim != 3 or x.shape[1] < 2 or x.shape[-1] != width or run.output.numel() != x.numel():
-        return None
-    other = x.clone()
-    other[:, 0] = -other[:, 0].flip(-1)
-    try:
-        before, after = run.again(x), run.again(other)
-    except LOAD_FAILURES:  # a block that cannot be run by itself
-        return None
-    apart = (before - after).reshape(x.shape).abs()[:, 1:].max() / before.abs().max().clamp(min=1e-12)
-    return ATTENTION if apart > _TOLERANCE else FFN
 
 
 def activation_in(twin: Skeleton, block: nn.Module) -> str:

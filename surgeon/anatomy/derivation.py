@@ -8,21 +8,21 @@ import datetime
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache, partial, wraps
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast, get_type_hints
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast, get_type_hints
 
 from pydantic import JsonValue, TypeAdapter
 
 from surgeon.anatomy.composing import activation_in, composition_of
-from surgeon.anatomy.derived import Derived, derive, read_otherwise
-from surgeon.anatomy.encoder_blocks import encoder_composition
-from surgeon.anatomy.family import Axes, Packed, Part, Space, Stream, hidden_axis
+from surgeon.anatomy.derived import derive, read_otherwise
+from surgeon.anatomy.family import Axes, Space, Stream, hidden_axis
 from surgeon.anatomy.grafted_config import config_with_grafts, head_with_grafts
 from surgeon.anatomy.growth import grown, layer_axis, shared_places
 from surgeon.anatomy.inner_spaces import heads_move, inner_spaces
-from surgeon.anatomy.names import Names, stored_name, words_of
+from surgeon.anatomy.names import stored_name, words_of
 from surgeon.anatomy.quantised import left_out, renumbered, skips
 from surgeon.anatomy.rows_of_ids import rows_of_ids
 from surgeon.anatomy.running import run_cached
+from surgeon.anatomy.seen import Seen
 from surgeon.anatomy.shared import shared_in
 from surgeon.anatomy.silence import some_tokens
 from surgeon.anatomy.skeleton import Skeleton, build, wordless_auto
@@ -44,16 +44,6 @@ _TIED = "tie_word_embeddings"
 
 _Asked = ParamSpec("_Asked")
 _Answer = TypeVar("_Answer")
-
-
-class Seen(NamedTuple):
-    """What a base was found to be, which takes torch and transformers."""
-
-    config: Mapping[str, Any]
-    derived: Derived
-    names: Names
-    packed: tuple[Mapping[str, Packed], ...]
-    parts: tuple[tuple[Part, ...], ...]
 
 
 def kept(ask: Callable[Concatenate[Derivation, _Asked], _Answer]) -> Callable[Concatenate[Derivation, _Asked], _Answer]:
@@ -103,7 +93,7 @@ class Derivation:
 
     @kept
     def _evidence(self) -> str:
-        skeleton = self.seen.derived.skeleton
+        skeleton = self.seen.skeleton
         misread = read_otherwise(self.seen.config, skeleton.model.config, skeleton.path)
         return f"{self.seen.derived.evidence}; {misread}" if misread else self.seen.derived.evidence
 
@@ -111,13 +101,13 @@ class Derivation:
     @kept
     def stack(self) -> str:
         """The name of the list of decoder layers in transformers' model."""
-        return self.seen.derived.skeleton.stack
+        return self.seen.skeleton.stack
 
     @property
     @kept
     def path(self) -> tuple[str, ...]:
         """Where the fields of the text decoder stand in config.json."""
-        return self.seen.derived.skeleton.path
+        return self.seen.skeleton.path
 
     @property
     def composition(self) -> Composition:
@@ -150,7 +140,7 @@ class Derivation:
         A block that is no module goes by those that it is made of, with a space between. A layer need not have both
         blocks. Raises BadInput where the model's code cannot carry grafts.
         """
-        held = {name: told_class(type(each)) for name, each in self.seen.derived.skeleton.layers[layer].named_modules()}
+        held = {name: told_class(type(each)) for name, each in self.seen.skeleton.layers[layer].named_modules()}
         found: dict[str, str] = {}
         for site in self.composition.sites:
             if held.get(site.block) == site.native:
@@ -166,8 +156,7 @@ class Derivation:
 
         Then they lie in its tensors one after the other.
         """
-        kind, first, places = self._places(layer)
-        return heads_move(self.seen.config, first, self.seen.parts[kind], places, self.seen.derived.sizes)
+        return heads_move(self.seen, self.seen.derived.kind_of[layer])
 
     @kept
     def spaces(self, layer: int) -> tuple[Space, ...]:
@@ -175,38 +164,21 @@ class Derivation:
 
         Those of which a tensor is stored as another than it is in memory are left out.
         """
-        kind, first, places = self._places(layer)
-        if self.seen.packed[kind]:
+        seen, kind = self.seen, self.seen.derived.kind_of[layer]
+        if seen.packed[kind]:
             return ()
-        back = {name: suffix for suffix, name in places.items()}
-        derived = self.seen.derived
-        found = inner_spaces(self.seen.config, derived.skeleton, first, derived.sizes.heads)
+        back = {name: suffix for suffix, name in seen.places(kind).items()}
+        found = inner_spaces(seen.config, seen.skeleton, seen.firsts[kind][0], seen.skeleton.sizes.heads)
         return tuple(
             space._replace(slots=tuple(slot._replace(suffix=back[slot.suffix]) for slot in space.slots))
             for space in found
             if back.keys() >= {slot.suffix for slot in space.slots}
         )
 
-    def _places(self, layer: int) -> tuple[int, int, dict[str, str]]:
-        """A layer's kind, the lowest layer of it, and the names in memory of what is there as it is on disk."""
-        kind = self.seen.derived.kind_of[layer]
-        first = self.seen.derived.kind_of.index(kind)
-        stem = f"{self.seen.names.stem}{first}."
-        return (
-            kind,
-            first,
-            {
-                part.suffix: targets[0]
-                for part in self.seen.parts[kind]
-                if len(targets := self.seen.names.layers[first][part.suffix]) == 1
-                and f"{stem}{part.suffix}" not in self.seen.names.converted
-            },
-        )
-
     @kept
     def linear(self, layer: int) -> dict[str, tuple[int, ...]]:
         """The linear modules of base layer `layer` by their path in it, with their shape (out × in)."""
-        modules = self.seen.derived.skeleton.layers[layer].named_modules()
+        modules = self.seen.skeleton.layers[layer].named_modules()
         elsewhere = _of_other_tokens(json.dumps(self.seen.config, sort_keys=True), self.seen.derived.heads)[layer]
         shapes = {name: _linear_shape(each) for name, each in modules if name not in elsewhere}
         return {name: shape for name, shape in shapes.items() if shape is not None}
@@ -217,8 +189,7 @@ class Derivation:
 
         Raises BadInput where no field is known by which one of them becomes wider.
         """
-        skeleton = self.seen.derived.skeleton
-        return inner_fields(self.seen.config, skeleton, self._firsts, self.seen.parts, by=by, multiple_of=multiple_of)
+        return inner_fields(self.seen, by=by, multiple_of=multiple_of)
 
     @kept
     def growths(self, fields: Mapping[str, int]) -> tuple[dict[str, Growth], ...]:
@@ -226,7 +197,7 @@ class Derivation:
 
         Raises BadInput where one grows in a way that cannot be followed.
         """
-        return growths(self.seen.config, self.seen.derived.skeleton, self._firsts, fields)
+        return growths(self.seen, fields)
 
     @kept
     def stream(self, times: int) -> Stream:
@@ -244,10 +215,10 @@ class Derivation:
 
         Experts that transformers gathers are matrices of their own on disk.
         """
-        first = self.seen.derived.kind_of.index(kind)
+        first, names = self.seen.firsts[kind]
         found: dict[str, Axes] = {}
         for part in self.seen.parts[kind]:
-            targets = self.seen.names.layers[first][part.suffix]
+            targets = names[part.suffix]
             axes = next((grown[target] for target in targets if target in grown), None)
             if axes is None:
                 continue
@@ -262,12 +233,6 @@ class Derivation:
             found[part.suffix] = axes
         return found
 
-    @property
-    def _firsts(self) -> list[tuple[int, Mapping[str, tuple[str, ...]]]]:
-        """Of each kind the lowest layer, and its names in memory by suffix on disk."""
-        lowest = (self.seen.derived.kind_of.index(kind) for kind in range(len(self.seen.parts)))
-        return [(index, self.seen.names.layers[index]) for index in lowest]
-
     @kept
     def grafted(
         self, trunk: Mapping[str, Any], order: Sequence[int], twins: Sequence[int], modules: Sequence[str]
@@ -278,7 +243,7 @@ class Derivation:
         `modules` are the grafts', which are in full precision also where the base is quantised. Raises BadInput where
         there is none.
         """
-        composition, shared = self.composition, shared_in(self.seen.derived.skeleton)
+        composition, shared = self.composition, shared_in(self.seen.skeleton)
         odd = [twin for twin in twins if shared is not None and shared.owner[order[twin]] is not None]
         if shared is not None and odd:
             free = [index for index, source in enumerate(order) if shared.owner[source] is None]
@@ -294,7 +259,7 @@ class Derivation:
             made = self._grown(whole, trunk=len(order))
             # It names modules of the trunk's layers, whose numbers branches do not change.
             made |= {key: copy.deepcopy(trunk[key]) for key in (QUANTISATION,) if key in trunk}
-        made = left_out(made, modules, self.seen.derived.skeleton)
+        made = left_out(made, modules, self.seen.skeleton)
         return config_with_grafts(composition, head, trunk, made)
 
     @kept
@@ -304,9 +269,9 @@ class Derivation:
         `opened` are numbers of layers that are not quantised any more.
         """
         made = self._grown(order)
-        stack = f"{self.seen.derived.skeleton.stack}."
+        stack = f"{self.seen.skeleton.stack}."
         made = renumbered(self.seen.config, made, order, (self.seen.names.stem, stack))
-        before = skips(self.seen.config, self.seen.derived.skeleton)
+        before = skips(self.seen.config, self.seen.skeleton)
         after = skips(made, _skeleton(json.dumps(made, sort_keys=True))) if any(before) else [()] * len(order)
         for index, source in enumerate(order):
             if before[source] != after[index]:
@@ -317,10 +282,10 @@ class Derivation:
                 )
         packed = {index: self.seen.packed[self.seen.derived.kind_of[order[index]]].values() for index in opened}
         modules = dict.fromkeys(f"{stack}{index}.{each.module}" for index in opened for each in packed[index])
-        return left_out(made, list(modules), self.seen.derived.skeleton)
+        return left_out(made, list(modules), self.seen.skeleton)
 
     def _grown(self, order: Sequence[int], trunk: int | None = None) -> dict[str, Any]:
-        return copy.deepcopy(grown(self.seen.config, self.seen.derived.skeleton, order, trunk))
+        return copy.deepcopy(grown(self.seen.config, self.seen.skeleton, order, trunk))
 
     @kept
     def shared_places(self, order: Sequence[int]) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -338,7 +303,7 @@ class Derivation:
 
         Raises BadInput where another tensor than embeddings and output head grows with the vocabulary.
         """
-        return rows_of_ids(self.seen.config, self.seen.derived.skeleton, self.seen.names.outer, rows)
+        return rows_of_ids(self.seen, rows)
 
     @kept
     def parameters(self) -> dict[str, tuple[str, str]]:
@@ -349,7 +314,7 @@ class Derivation:
         """
         names, stack = self.seen.names, self.stack
         # What several layers compute with is more than the parameter of one of them.
-        model = self.seen.derived.skeleton.model
+        model = self.seen.skeleton.model
         shared = {of for name, of in model.all_tied_weights_keys.items() if name.startswith(f"{stack}.")}
         stored = {target: name for name, target in names.outer.items() if target and target not in shared}
         for index, layer in enumerate(names.layers):
@@ -373,7 +338,7 @@ class Derivation:
         for key in self.path:
             part = part.setdefault(key, {})
             part[_TIED] = False
-        skeleton = self.seen.derived.skeleton
+        skeleton = self.seen.skeleton
         return left_out(made, [name.removesuffix(".") for name in words_of(skeleton.model)], skeleton)
 
     @kept
@@ -382,7 +347,7 @@ class Derivation:
 
         Raises BadInput where the head cannot be untied.
         """
-        before = self.seen.derived.skeleton.model
+        before = self.seen.skeleton.model
         if (other := wordless_auto(self.seen.config)) is not None:
             raise BadInput(
                 f"config.json: its head ({other.removeprefix('AutoModelFor')}) returns no words, so no head is tied to"
@@ -412,7 +377,7 @@ class Derivation:
         Names are by those that they have now; tensors of other towers have none. Raises BadInput where no causal class
         of transformers holds the tower.
         """
-        return text_model(self.seen.config, self.seen.derived.skeleton, self.seen.names, self.seen.derived.heads)
+        return text_model(self.seen)
 
     @kept
     def layer_axes(self, grown: Mapping[str, Any], layers: int) -> dict[str, int]:
@@ -420,17 +385,14 @@ class Derivation:
 
         `grown` is a config of the base's type for so many `layers`, another number than the base's.
         """
-        built = _skeleton(json.dumps(grown, sort_keys=True))
-        before, after = (each.model.state_dict(keep_vars=True) for each in (self.seen.derived.skeleton, built))
-        found: dict[str, int] = {}
-        for name, place in self.seen.names.outer.items():
-            if place not in before or place not in after or after[place].shape == before[place].shape:
-                continue
-            shapes = tuple(before[place].shape), tuple(after[place].shape)
-            axis = layer_axis(*shapes, len(self.seen.derived.kind_of), layers)
-            if axis is not None:
-                found[name] = axis
-        return found
+        here, there = self.seen.skeleton, _skeleton(json.dumps(grown, sort_keys=True))
+        changed = {place for place, axes in here.changes(there).items() if axes is not None}
+        axes = {
+            name: layer_axis(here.shapes[place], there.shapes[place], len(here.layers), layers)
+            for name, place in self.seen.names.outer.items()
+            if place in changed
+        }
+        return {name: axis for name, axis in axes.items() if axis is not None}
 
 
 def _linear_shape(module: Any) -> tuple[int, int] | None:
@@ -498,8 +460,7 @@ def composition_for(kept: str) -> Composition:
     config = json.loads(kept)
     found = derive(config)
     firsts = [found.kind_of.index(kind) for kind in range(len(found.titles))]
-    compose = encoder_composition if found.skeleton.encoder else composition_of
-    return compose(config, found.skeleton, twin_of(config, heads=found.heads), firsts)
+    return composition_of(config, found.skeleton, twin_of(config, heads=found.heads), firsts)
 
 
 @lru_cache(maxsize=2)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from surgeon.anatomy.family import OWN_CONFIG, Sizes
+from surgeon.anatomy.family import OWN_CONFIG
 from surgeon.anatomy.kinds import described_kinds, numbered
 from surgeon.anatomy.mixture import Mixture, mixtures
 from surgeon.anatomy.quantised import skips
@@ -55,26 +55,6 @@ class Derived:
             return f"an encoder of {len(self.kind_of)} layers{kinds}; its controls are proven on a twin"
         found = in_words([each.values for each in self.silence])
         return f"found on a twin in {self.seconds:.1f} s: {found}"
-
-    @property
-    def sizes(self) -> Sizes:
-        """The model's sizes, by its config's own names for them; 0 for one that differs between layers."""
-        fields, names = self.skeleton.text.to_dict(), self.skeleton.text.attribute_map
-
-        def of(key: str) -> int:
-            value = fields.get(names.get(key, key))
-            return value if type(value) is int else 0
-
-        heads = of("num_attention_heads")
-        return Sizes(
-            layers=len(self.kind_of),
-            hidden=of("hidden_size"),
-            intermediate=of("intermediate_size"),
-            heads=heads,
-            kv_heads=of("num_key_value_heads") or heads,
-            head_dim=of("head_dim") or (of("hidden_size") // heads if heads else 0),
-            vocabulary=of("vocab_size"),
-        )
 
 
 def derive(config: Mapping[str, Any]) -> Derived:

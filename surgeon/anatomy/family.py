@@ -7,7 +7,6 @@ so that code above this room (transport flow, zero-initialisation) needs no tens
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -38,9 +37,6 @@ Role = Literal[
 # `other`: what is neither a matrix nor a bias nor a norm (a state space's decay, say).
 Kind = Literal["weight", "bias", "norm", "other"]
 Config = Mapping[str, Any]
-
-# Top-level config lists that hold one entry a layer; they grow with the model (`layer_types`, `no_rope_layers`).
-_PER_LAYER_KEY = re.compile(r"(^|_)layers?(_|$)")
 
 # Far above any model so far; stops a hostile config that asks for a billion layers.
 MOST_LAYERS = 10_000
@@ -149,15 +145,6 @@ class Family:
     model_type: str
     stem: str = "model.layers."
     encoder: bool = False
-
-
-def per_layer_lists(config: Config, layers: int) -> dict[str, list[Any]]:
-    """The config's lists that hold one entry for each of `layers` layers, by key."""
-    return {
-        key: value
-        for key, value in config.items()
-        if isinstance(value, list) and len(value) == layers and _PER_LAYER_KEY.search(key)
-    }
 
 
 def listed_layer_types(config: Config, layers: int) -> list[str] | None:

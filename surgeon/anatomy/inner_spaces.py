@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from surgeon.anatomy.family import Part, Role, Sizes, Slot, Space
 from surgeon.anatomy.growth import part_of
+from surgeon.anatomy.moving import SAME, Move, Mover
+from surgeon.anatomy.seen import Seen
 from surgeon.anatomy.silence import Run, captured
-from surgeon.anatomy.skeleton import Skeleton, build
+from surgeon.anatomy.skeleton import Skeleton
 from surgeon.anatomy.twin import shrunk, stored_buffers, twin_of_small
 from surgeon.common.devices import one_thread
 from surgeon.common.library import LOAD_FAILURES
@@ -28,8 +30,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-# Of the layer's largest output: rounding stays below it.
-_SAME = 1e-4
 # Eight first: some classes keep heads in four blocks (CodeGen), which with four of them are no more than heads.
 _HEADS = (8, 4, 2)
 _GROUPS = ("n_groups", "mamba_n_groups", "mamba_ngroups")
@@ -197,107 +197,74 @@ def _fused_heads(layer: _Layer, stem: str, word: str) -> Iterator[Space]:
 
 def _holds(run: Run, space: Space) -> bool:
     """Whether the layer computes what it did once units change places, and something else where one place is left."""
+    held = dict(run.layer.named_parameters()) | stored_buffers(run.layer)
+    moves = [_turned(held[slot.suffix], slot, space.units) for slot in space.slots]
+    return Mover(run).holds(moves, [[each for each in moves if each is not left] for left in moves], least=SAME)
+
+
+def _turned(value: Tensor, slot: Slot, units: int) -> Move:
+    """Every unit at the place of the next."""
     import torch
 
-    held = dict(run.layer.named_parameters()) | stored_buffers(run.layer)
-    before = run.output().clone()
-    scale = before.abs().max()
-
-    def apart(slots: Sequence[Slot]) -> float:
-        for slot in slots:
-            _turn(held[slot.suffix], slot, space.units, 1)
-        found = float((run.output() - before).abs().max() / scale)
-        for slot in slots:
-            _turn(held[slot.suffix], slot, space.units, -1)
-        return found
-
-    if not bool(torch.isfinite(before).all()) or not apart(space.slots) < _SAME:
-        return False
-    return all(apart([each for each in space.slots if each != left]) > _SAME for left in space.slots)
-
-
-def _turn(value: Tensor, slot: Slot, units: int, by: int) -> None:
-    """Move every unit to the place of the next, or with `by` −1 back."""
     own = value.narrow(slot.axis, slot.start, units * slot.each)
-    own.copy_(own.roll(by * slot.each, slot.axis))
+    return Move(own, slot.axis, torch.arange(units * slot.each).roll(slot.each))
 
 
 _TWIN_GROUPS, _OF_GROUP = 2, 2
-# Of the layer's largest output: what is computed otherwise is above it.
-_OTHER = 1e-3
 _OF_HEADS: tuple[Role, ...] = ("query", "key", "value")
 _NORM_OF: Mapping[Role, Role] = {"query_norm": "query", "key_norm": "key"}
 
 
-def heads_move(
-    config: Mapping[str, Any], layer: int, parts: Sequence[Part], places: Mapping[str, str], sizes: Sizes
-) -> bool:
-    """Whether whole heads of a layer may change places.
+def heads_move(seen: Seen, kind: int) -> bool:
+    """Whether whole heads of a kind of layers may change places.
 
-    Args:
-        config: The base's config.json.
-        layer: The layer's number.
-        parts: The layer's parts, with their roles.
-        places: The names in memory, below the layer, of those that are in memory as they are on disk, by suffix.
-        sizes: The base's sizes.
-
-    Returns:
-        False also where query, key, value or output are not known, or no twin with several groups of heads can be run.
+    False also where query, key, value or output are not known, or no twin with several groups of heads can be run.
     """
     import torch
 
     try:
-        path = build(config).path
-        part = small = shrunk(config, heads_left=_TWIN_GROUPS * _OF_GROUP)
-        for key in path:
+        part = small = shrunk(seen.config, heads_left=_TWIN_GROUPS * _OF_GROUP)
+        for key in seen.skeleton.path:
             part = part[key]
+        sizes = seen.skeleton.sizes
         each = _OF_GROUP if sizes.heads > sizes.kv_heads else 1
         part |= {"num_attention_heads": _TWIN_GROUPS * each, "num_key_value_heads": _TWIN_GROUPS}
-        part.setdefault("head_dim", part_of(small, path).get("hidden_size", 0) // (_TWIN_GROUPS * _OF_GROUP))
+        part.setdefault(
+            "head_dim", part_of(small, seen.skeleton.path).get("hidden_size", 0) // (_TWIN_GROUPS * _OF_GROUP)
+        )
         with one_thread(), torch.no_grad():
             twin = twin_of_small(small)
+            layer = seen.firsts[kind][0]
             run = captured(twin, [layer])[layer]
-            return _moved(run, parts, places, sizes, part["head_dim"], each)
+            return _moved(run, seen.parts[kind], seen.places(kind), sizes, part["head_dim"], each)
     except (*LOAD_FAILURES, KeyError):
         return False
 
 
 def _moved(run: Run, parts: Sequence[Part], places: Mapping[str, str], sizes: Sizes, head_dim: int, each: int) -> bool:
     """Whether the layer computes what it did once its heads change places, and something else where half moves."""
-    import torch
-
     held = dict(run.layer.named_parameters())
     orders = {"query": _rows(each, head_dim), "key": _rows(1, head_dim), "value": _rows(1, head_dim)}
-    before = run.output()
-    scale = before.abs().max()
     found: set[Role] = set()
-    written: list[tuple[Tensor, Tensor]] = []
+    inside: list[Move] = []
+    written: list[Move] = []
     for part in parts:
         roles = [_NORM_OF.get(role, role) for role, _ in part.blocks]
         # A norm over one head is the same for all.
         if part.kind == "norm" and part.shape[0] == sizes.head_dim:
             continue
         if "output" in roles and part.kind == "weight" and part.suffix in places:
-            written.append((held[places[part.suffix]], orders["query"]))
+            written.append(Move(held[places[part.suffix]], 1, orders["query"]))
         if not roles or not set(roles) <= set(_OF_HEADS):
             continue
         if part.suffix not in places:
             return False
-        value = held[places[part.suffix]]
-        rows = _stacked([orders[role] for role in roles])
-        if len(value) != len(rows):
-            return False
-        value.copy_(value[rows])
+        inside.append(Move(held[places[part.suffix]], 0, _stacked([orders[role] for role in roles])))
         found |= set(roles) if part.kind == "weight" else set()
-    if found != set(_OF_HEADS) or len(written) != 1:
+    fits = all(value.shape[axis] == len(order) for value, axis, order in (*inside, *written))
+    if found != set(_OF_HEADS) or len(written) != 1 or not fits:
         return False
-    half = (run.output() - before).abs().max() / scale
-    output, order = written[0]
-    if output.shape[1] != len(order):
-        return False
-    output.copy_(output[:, order])
-    whole = (run.output() - before).abs().max() / scale
-    return bool(whole < _SAME) and bool(half > _OTHER) and bool(torch.isfinite(before).all())
+    return Mover(run).holds([*inside, *written], [inside])
 
 
 def _rows(each: int, head_dim: int) -> Tensor:

@@ -10,7 +10,6 @@ import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from surgeon.anatomy.family import per_layer_lists
 from surgeon.anatomy.shared import shared_in, within
 from surgeon.anatomy.skeleton import Skeleton
 
@@ -113,6 +112,8 @@ def numbered(keys: list[Any]) -> list[int]:
     return [first.setdefault(key, len(first)) for key in keys]
 
 
+# What lists that hold one entry a layer are called (`layer_types`, `no_rope_layers`); others are as long by chance.
+_OF_LAYERS = re.compile(r"(^|_)layers?(_|$)")
 # Under these keys stands the config of a text decoder beside which there is more.
 _TEXT = ("text", "language", "llm", "thinker", "decoder")
 
@@ -164,10 +165,7 @@ def _entries(config: Mapping[str, Any], layers: int) -> list[Hashable]:
         told = part.get("num_hidden_layers")
         counts = {layers, told if type(told) is int and told > layers else layers}
         lists = [
-            values[:layers]
-            for count in counts
-            for key, values in sorted(per_layer_lists(part, count).items())
-            if not holds_numbers(key, values, count)
+            values[:layers] for count in counts for key, values in listed(part, count).items() if _OF_LAYERS.search(key)
         ]
         if lists:
             return [repr(entries) for entries in zip(*lists, strict=True)]

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from surgeon.anatomy.moving import Move, Mover
 from surgeon.anatomy.silence import Run, captured
 from surgeon.anatomy.skeleton import Skeleton
 
@@ -22,12 +23,10 @@ DOWN = "down_proj"
 # What an expert's input passes first; in one matrix, gate and up are halves of it, or its rows in turn.
 _BOTH = "gate_up_proj"
 _FIRST = (_BOTH, "gate_proj", "up_proj")
-# Of the layer's largest output: rounding stays below the one, what is computed otherwise is above the other.
-_SAME, _OTHER = 1e-4, 1e-3
 
 
 class Trial:
-    """A layer's experts, a matrix of each in one tensor, and its router, with their values as they were.
+    """A layer's experts, a matrix of each in one tensor, and its router.
 
     What they are taken for is tried: they, and their neurons, change places, and all else stays.
     """
@@ -35,36 +34,27 @@ class Trial:
     def __init__(self, run: Run, experts: dict[str, Tensor], router: dict[str, Tensor]) -> None:
         import torch
 
-        self._run, self.experts, self.router = run, experts, router
+        self._mover, self._hidden, self.experts, self.router = Mover(run), run.stream.shape[-1], experts, router
         self._count = len(experts[DOWN])
-        self._kept = [(value, value.detach().clone()) for value in (*experts.values(), *router.values())]
         self._draws = torch.Generator().manual_seed(0)
-        self._before = run.output()
-        self._now = [(value, value.detach().clone()) for value, _ in self._kept]
-
-    def restore(self) -> None:
-        """Give every tensor the value that it had."""
-        for value, kept in self._kept:
-            value.copy_(kept)
 
     def readings(self) -> Iterator[tuple[bool, bool]]:
         """(transposed, interleaved), as far as the shapes allow."""
-        hidden, down = self._run.stream.shape[-1], self.experts[DOWN]
+        down = self.experts[DOWN]
         held = [key for key in _FIRST if key in self.experts]
         for transposed in (False, True):
             inputs, outputs = (1, 2) if transposed else (2, 1)
-            inner = down.shape[inputs]
-            fits = down.shape[outputs] == hidden and all(self._fits(key, inputs, hidden, inner) for key in held)
+            fits = down.shape[outputs] == self._hidden and all(self._fits(k, inputs, down.shape[inputs]) for k in held)
             if held and fits:
                 yield transposed, False
                 if _BOTH in self.experts:
                     yield transposed, True
 
-    def _fits(self, key: str, inputs: int, hidden: int, inner: int) -> bool:
+    def _fits(self, key: str, inputs: int, inner: int) -> bool:
         """Whether a matrix that reads the stream, and its bias, are as large as for `inner` neurons."""
         value, bias = self.experts[key], self.experts.get(f"{key}_bias")
         rows = inner * (2 if key == _BOTH else 1)
-        wanted = (self._count, hidden, rows) if inputs == 1 else (self._count, rows, hidden)
+        wanted = (self._count, self._hidden, rows) if inputs == 1 else (self._count, rows, self._hidden)
         return value.shape == wanted and (bias is None or bias.shape == (self._count, rows))
 
     def neurons_move(self, transposed: bool, interleaved: bool) -> bool:
@@ -73,20 +63,17 @@ class Trial:
 
         down = self.experts[DOWN]
         inner = down.shape[1 if transposed else 2]
-        moved = [torch.randperm(inner, generator=self._draws) for _ in range(self._count)]
-        for key in _FIRST:
-            for name in (key, f"{key}_bias"):
-                value = self.experts.get(name)
-                if value is None:
-                    continue
-                axis = 1 if transposed and value.ndim == 3 else 0
-                for number, order in enumerate(moved):
-                    rows = _both(order, inner, interleaved) if key == _BOTH else order
-                    value[number] = value[number].index_select(axis, rows)
-        half = self._difference()
-        for number, order in enumerate(moved):
-            down[number] = down[number].index_select(0 if transposed else 1, order)
-        return self._settled(half)
+        named = [(key, name) for key in _FIRST for name in (key, f"{key}_bias") if name in self.experts]
+        first: list[Move] = []
+        last: list[Move] = []
+        for number in range(self._count):
+            order = torch.randperm(inner, generator=self._draws)
+            for key, name in named:
+                value = self.experts[name][number]
+                rows = _both(order, inner, interleaved) if key == _BOTH else order
+                first.append(Move(value, 1 if transposed and value.ndim == 2 else 0, rows))
+            last.append(Move(down[number], 0 if transposed else 1, order))
+        return self._mover.holds([*first, *last], [first])
 
     def experts_move(self, groups: int) -> bool:
         """Whether experts may change places, groups and those within each; and whether the router must follow them."""
@@ -101,22 +88,9 @@ class Trial:
                 for group in torch.randperm(groups, generator=self._draws)
             ]
         )
-        for value in self.experts.values():
-            if len(value) == self._count:
-                value.copy_(value[order])
-        half = self._difference()
-        for value in self.router.values():
-            value.copy_(value[order] if len(value) == self._count else value[:, order])
-        return self._settled(half)
-
-    def _settled(self, half: float) -> bool:
-        whole = self._difference()
-        for value, now in self._now:
-            value.copy_(now)
-        return whole < _SAME and half > _OTHER
-
-    def _difference(self) -> float:
-        return float((self._run.output() - self._before).abs().max() / self._before.abs().max())
+        experts = [Move(value, 0, order) for value in self.experts.values() if len(value) == self._count]
+        router = [Move(value, 0 if len(value) == self._count else 1, order) for value in self.router.values()]
+        return self._mover.holds([*experts, *router], [experts])
 
 
 def _both(order: Tensor, inner: int, interleaved: bool) -> Tensor:
@@ -179,13 +153,10 @@ def _understood(run: Run, groups: int) -> Mixture | None:
         return None
     with torch.no_grad():
         trial = Trial(run, *_held(run, modules[0]))
-        try:
-            for transposed, interleaved in trial.readings():
-                if trial.neurons_move(transposed, interleaved):
-                    moves = trial.experts_move(groups)
-                    return Mixture(modules[0], transposed, interleaved, tuple(trial.router)) if moves else None
-        finally:
-            trial.restore()
+        for transposed, interleaved in trial.readings():
+            if trial.neurons_move(transposed, interleaved):
+                moves = trial.experts_move(groups)
+                return Mixture(modules[0], transposed, interleaved, tuple(trial.router)) if moves else None
     return None
 
 

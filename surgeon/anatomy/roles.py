@@ -61,6 +61,12 @@ _PLAIN: dict[str, Role] = {
 }
 _SHARED_GATE = re.compile(r"(.+\.)?shared_expert_gate")
 
+_FFN: dict[str, tuple[Role, ...]] = {
+    **{word: (role,) for word, role in (_MLP | _PLAIN).items()},
+    "input_linear": ("gate", "up"),
+    "output_linear": ("down",),
+}
+
 # What transformers does to experts stored one by one, and to stacked ones, so that their rows are still known.
 _GATHERED = {"MergeModulelist", "Concatenate"}
 _TURNED = ("Transpose",)
@@ -105,9 +111,9 @@ def with_roles(
     for suffix, part in weights.items():
         path = suffix.removesuffix(".weight")
         if path in hinted:
-            blocks = _hinted(hinted[path], part.shape, sizes)
+            blocks = _blocks(hinted[path], part.shape, sizes, neurons=sizes.intermediate)
         else:
-            blocks = _blocks_in_memory(part, sizes, memory) or _blocks_of(path, part.shape, sizes)
+            blocks = _blocks_in_memory(part, sizes, memory) or _blocks(_roles_of(path), part.shape, sizes)
         # Of two modules of one role it could not be said which one is meant.
         if blocks and not any({role for role, _ in blocks} & {role for role, _ in others} for others in known.values()):
             known[suffix] = blocks
@@ -115,14 +121,23 @@ def with_roles(
     return tuple(experts.get(part.suffix) or _plain(part, known, silent, memory.targets) for part in parts)
 
 
-def _hinted(roles: Sequence[Role], shape: tuple[int, ...], sizes: Sizes) -> tuple[tuple[Role, int], ...]:
-    """The modules that a matrix holds by a hint, with their rows; none where its shape is another one."""
+def _blocks(
+    roles: Sequence[Role], shape: tuple[int, ...], sizes: Sizes, *, neurons: int | None = None
+) -> tuple[tuple[Role, int], ...]:
+    """The modules that a matrix holds, from the top row down, with their rows; none where its shape is another one.
+
+    `neurons` are the rows of gate and up: as many as there are, where it is None.
+    """
+    if len(shape) != 2 or not roles:
+        return ()
+    inner = [role for role in roles if role in ("gate", "up")]
     rows: dict[Role, int] = {"query": sizes.query_width, "key": sizes.kv_width, "value": sizes.kv_width}
-    rows |= dict.fromkeys(("gate", "up"), sizes.intermediate)
-    rows |= dict.fromkeys(("output", "down"), sizes.hidden)
+    rows |= {"output": sizes.hidden, "down": sizes.hidden, "shared_gate": 1}
+    left = shape[0] - sum(rows.get(role, 0) for role in roles)
+    rows |= dict.fromkeys(inner, left // max(len(inner), 1) if neurons is None else neurons)
     blocks = tuple((role, rows[role]) for role in roles)
     reads = not {"output", "down"} & set(roles)
-    fits = len(shape) == 2 and shape[0] == sum(count for _, count in blocks) and (shape[1] == sizes.hidden or not reads)
+    fits = shape[0] == sum(count for _, count in blocks) and (shape[1] == sizes.hidden or not reads)
     return blocks if fits else ()
 
 
@@ -130,39 +145,21 @@ def _blocks_in_memory(part: Part, sizes: Sizes, memory: InMemory) -> tuple[tuple
     """The same of a matrix that is those of the class, by their names there, one below the other."""
     targets = memory.targets[part.suffix]
     shapes = [memory.shapes[target] for target in targets]
-    found = [_blocks_of(target.removesuffix(".weight"), memory.shapes[target], sizes) for target in targets]
+    found = [_blocks(_roles_of(target.removesuffix(".weight")), memory.shapes[target], sizes) for target in targets]
     whole = all(shape[1:] == part.shape[1:] for shape in shapes) and sum(shape[0] for shape in shapes) == part.shape[0]
     below = _PARTED.issuperset(memory.converted.get(part.suffix, ()))
     return tuple(block for blocks in found for block in blocks) if whole and below and all(found) else ()
 
 
-def _blocks_of(path: str, shape: tuple[int, ...], sizes: Sizes) -> tuple[tuple[Role, int], ...]:
-    """The modules that a matrix of this name holds, from the top row down, with their rows."""
-    roles = _roles_of(path, shape, sizes)
-    return tuple((role, shape[0] // len(roles)) for role in roles)
-
-
-def _roles_of(path: str, shape: tuple[int, ...], sizes: Sizes) -> tuple[Role, ...]:
-    """The modules that a matrix of this name holds, from the top row down; none where its shape is another one."""
+def _roles_of(path: str) -> tuple[Role, ...]:
+    """The modules that a matrix of this name holds, from the top row down."""
     block, _, word = path.rpartition(".")
     if path in _PROJECTIONS:
-        role = _PROJECTIONS[path]
-        wide = {"query": sizes.query_width, "key": sizes.kv_width, "value": sizes.kv_width}
-        fits = shape == (wide[role], sizes.hidden) if role in wide else len(shape) == 2 and shape[0] == sizes.hidden
-        return (role,) if fits else ()
-    if _MLPS.fullmatch(block) and word in _MLP:
-        return (_MLP[word],) if _fits(_MLP[word], shape, sizes.hidden) else ()
-    if word in _PLAIN and (not block or _MLPS.fullmatch(block)):
-        return (_PLAIN[word],) if _fits(_PLAIN[word], shape, sizes.hidden) else ()
-    if _MLPS.fullmatch(block) and word == "input_linear" and len(shape) == 2 and shape[1] == sizes.hidden:
-        return () if shape[0] % 2 else ("gate", "up")
-    if _MLPS.fullmatch(block) and word == "output_linear":
-        return ("down",) if _fits("down", shape, sizes.hidden) else ()
-    return ("shared_gate",) if _SHARED_GATE.fullmatch(path) and shape == (1, sizes.hidden) else ()
-
-
-def _fits(role: Role, shape: tuple[int, ...], hidden: int) -> bool:
-    return len(shape) == 2 and shape[0 if role == "down" else 1] == hidden
+        return (_PROJECTIONS[path],)
+    if _SHARED_GATE.fullmatch(path):
+        return ("shared_gate",)
+    known = _MLPS.fullmatch(block) or (not block and word in _PLAIN)
+    return _FFN.get(word, ()) if known else ()
 
 
 def _plain(
@@ -196,7 +193,7 @@ def _experts(parts: Sequence[Part], sizes: Sizes, memory: InMemory) -> dict[str,
             made = None if part.suffix in memory.converted else _router(part, count, sizes.hidden)
             routers += made is not None and part.kind == "weight"
         elif any(target.startswith(f"{mixture.experts}.") for target in targets):
-            made = _expert(part, targets, sizes.hidden, memory, mixture)
+            made = _expert(part, targets, sizes, memory, mixture)
         else:
             continue
         if made is None:
@@ -211,7 +208,7 @@ def _router(part: Part, count: int, hidden: int) -> Part | None:
     return replace(part, blocks=(("router", part.shape[0]),)) if part.shape in ((count,), (1, count)) else None
 
 
-def _expert(part: Part, targets: Sequence[str], hidden: int, memory: InMemory, mixture: Mixture) -> Part | None:
+def _expert(part: Part, targets: Sequence[str], sizes: Sizes, memory: InMemory, mixture: Mixture) -> Part | None:
     """A tensor of one expert, or of all."""
     word = targets[0].removeprefix(f"{mixture.experts}.")
     bias = word.endswith("_bias")
@@ -226,7 +223,7 @@ def _expert(part: Part, targets: Sequence[str], hidden: int, memory: InMemory, m
         role = _MLP.get(last if both else word.removesuffix("_bias"))
         if role is None or len(shape) != len(wanted) - 1 or not _GATHERED.issuperset(done):
             return None
-        fits = bias or _fits(role, shape, hidden)
+        fits = bias or _blocks((role,), shape, sizes)
         return replace(part, blocks=((role, shape[0]),), expert=Expert(int(numbers[0]))) if fits else None
     roles: tuple[Role | None, ...] = ("gate", "up") if both else (_MLP.get(word.removesuffix("_bias")),)
     transposed = mixture.transposed

@@ -7,6 +7,7 @@ from typing import Any
 
 from surgeon.anatomy.family import with_fields
 from surgeon.anatomy.growth import part_of
+from surgeon.anatomy.seen import Seen
 from surgeon.anatomy.skeleton import Skeleton, build
 from surgeon.errors import BadInput, printable
 
@@ -20,21 +21,19 @@ def vocabulary_fields(part: Mapping[str, Any], rows: int) -> list[str]:
     return [VOCABULARY_KEY, *(key for key in part if key.startswith(f"{VOCABULARY_KEY}_") and part[key] == rows)]
 
 
-def rows_of_ids(config: Mapping[str, Any], skeleton: Skeleton, outer: Mapping[str, str], rows: int) -> dict[str, bool]:
+def rows_of_ids(seen: Seen, rows: int) -> dict[str, bool]:
     """The tensors that have a row for each id, by name on disk; True for embeddings of what is read.
 
-    `outer` names the place in memory of each tensor outside the layers. Raises BadInput where something else has such
-    rows.
+    Raises BadInput where something else has such rows.
     """
-    fields = vocabulary_fields(part_of(config, skeleton.path), rows)
+    skeleton = seen.skeleton
+    fields = vocabulary_fields(part_of(seen.config, skeleton.path), rows)
     others = _other_embeddings(skeleton, fields)
     # As many as keep any padding inside the model as it was.
-    more = with_fields(config, skeleton.path, dict.fromkeys(fields, rows + _MORE_WORDS))
-    after = build(more).model.state_dict(keep_vars=True)
+    more = with_fields(seen.config, skeleton.path, dict.fromkeys(fields, rows + _MORE_WORDS))
+    changed = skeleton.changes(build(more))
     held = skeleton.model.state_dict(keep_vars=True)
-    wider = {
-        name for name, value in held.items() if name not in after or tuple(after[name].shape) != tuple(value.shape)
-    }
+    wider = changed.keys() & held.keys()
     reads = skeleton.model.get_input_embeddings()
     writes = skeleton.model.get_output_embeddings()
     known = {
@@ -44,12 +43,12 @@ def rows_of_ids(config: Mapping[str, Any], skeleton: Skeleton, outer: Mapping[st
         for value in module.parameters()
     }
     found: dict[str, bool] = {}
-    for name, target in outer.items():
+    for name, target in seen.names.outer.items():
         if target not in wider:
             continue
         wider.discard(target)
-        grew = [other - one for one, other in zip(held[target].shape, after[target].shape, strict=False)]
-        if id(held[target]) not in known or grew != [_MORE_WORDS, *[0] * (held[target].ndim - 1)]:
+        rows = held[target].shape[0]
+        if id(held[target]) not in known or changed[target] != {0: (rows, rows + _MORE_WORDS)}:
             raise BadInput(
                 f"{printable(name)}: has a part for each id of the vocabulary and is neither the embedding nor the"
                 " output head, so this model's vocabulary cannot change; leave it as it is"

@@ -12,7 +12,6 @@ from surgeon.anatomy.skeleton import Skeleton
 if TYPE_CHECKING:
     from torch import Tensor
 
-_NEW_SEED = 7
 # What models call what they keep for later tokens, argument and output; from transformers 5.24 on nearly all `cache`.
 _CACHES = ("cache", "past_key_values", "cache_params", "state")
 # Of the largest logit: what sums in another order may change in float32.

@@ -10,9 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from surgeon.anatomy.family import LARGEST_SIZE, OWN_CONFIG
+from surgeon.anatomy.family import LARGEST_SIZE, OWN_CONFIG, Sizes
 from surgeon.anatomy.own_classes import code_of, own_class
 from surgeon.checkpoint.weights import QUANTISATION
 from surgeon.common.library import LOAD_FAILURES, config_of, first_line, quiet_transformers
@@ -65,6 +66,46 @@ class Skeleton:
     def layers(self) -> list[nn.Module]:
         """The decoder's, or encoder's, layers."""
         return list(self.model.get_submodule(self.stack))
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every tensor that checkpoints hold, by its name in memory."""
+        return {name: tuple(value.shape) for name, value in self.model.state_dict(keep_vars=True).items()}
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """The model's sizes, by its config's own names for them; 0 for one that differs between layers."""
+        fields, names = self.text.to_dict(), self.text.attribute_map
+
+        def of(key: str) -> int:
+            value = fields.get(names.get(key, key))
+            return value if type(value) is int else 0
+
+        heads = of("num_attention_heads")
+        return Sizes(
+            layers=len(self.layers),
+            hidden=of("hidden_size"),
+            intermediate=of("intermediate_size"),
+            heads=heads,
+            kv_heads=of("num_key_value_heads") or heads,
+            head_dim=of("head_dim") or (of("hidden_size") // heads if heads else 0),
+            vocabulary=of("vocab_size"),
+        )
+
+    def changes(self, other: Skeleton) -> dict[str, dict[int, tuple[int, int]] | None]:
+        """The tensors that have another shape in another model: by axis how long it is here and there.
+
+        None for one that stands in one of the models alone, or has another number of axes.
+        """
+        found: dict[str, dict[int, tuple[int, int]] | None] = {}
+        for name in dict.fromkeys((*self.shapes, *other.shapes)):
+            one, two = self.shapes.get(name), other.shapes.get(name)
+            if one is None or two is None or len(one) != len(two):
+                found[name] = None
+            elif one != two:
+                pairs = enumerate(zip(one, two, strict=True))
+                found[name] = {axis: pair for axis, pair in pairs if pair[0] != pair[1]}
+        return found
 
     @property
     def holder(self) -> str:
@@ -120,31 +161,15 @@ def wordless_auto(config: Mapping[str, Any]) -> str | None:
 
 def auto_of(config: Mapping[str, Any]) -> str | None:
     """The auto class that finds the model of a config: causal or image-text; None where there is neither."""
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-    )
-
-    model_type = config.get("model_type")
-    named = {
-        auto: (names[model_type],) if isinstance(names[model_type], str) else tuple(names[model_type])
-        for auto, names in (
-            (CAUSAL, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
-            (IMAGE_TEXT, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
-        )
-        if model_type in names
-    }
-    architectures = config.get("architectures") or ()
-    stated = next((auto for auto, classes in named.items() if set(classes) & set(map(str, architectures))), None)
-    return stated or next(iter(named), None)
+    named = {auto: {*classes_of(config.get("model_type"), auto)} for auto in (CAUSAL, IMAGE_TEXT)}
+    architectures = {*map(str, config.get("architectures") or ())}
+    stated = next((auto for auto, classes in named.items() if classes & architectures), None)
+    return stated or next((auto for auto, classes in named.items() if classes), None)
 
 
 def reads_images(config: Mapping[str, Any]) -> bool:
     """Whether the head of a config's model, as transformers has it, reads images beside text."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-
-    named = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.get("model_type"), ())
-    classes = {named} if isinstance(named, str) else set(named)
+    classes = {*classes_of(config.get("model_type"), IMAGE_TEXT)}
     stated = {*map(str, config.get("architectures") or ())}
     return bool(classes & stated) or (bool(classes) and auto_of(config) == IMAGE_TEXT)
 

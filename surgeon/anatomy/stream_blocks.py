@@ -1,10 +1,11 @@
-"""Blocks of a layer, found by watching what is added to the stream.
+"""Blocks of a layer, found by watching it run: modules that read the stream, and what is added to it.
 
 A layer adds to the stream what its blocks make of it, and norms the sum or what a block reads. On a twin every tensor
-that goes into a module or out of it is kept, and a sum is recognised by its value, bit for bit: the stream so far plus
-what one module put out. That module is the end of a block; the first that reads the stream, or its norm, is the
-beginning. What a token's state does to other tokens goes through attention, what it does to its own alone through an
-FFN.
+that goes into a module or out of it is kept. A block may be a module that gets a state and puts one out. Where it is
+no module, or one that norms the sum of the stream and what it adds (BERT), a sum is recognised by its value, bit for
+bit: the stream so far plus what one module put out. That module is the end of a block; the first that reads the stream,
+or its norm, is the beginning. What a token's state does to other tokens goes through attention, a state space or a
+convolution, what it does to its own alone through an FFN.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ def watched(layer: nn.Module, run: Callable[[], Any]) -> Watched | None:
         return [each.view(shape) if each.shape == flat else each for each in found]
 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = tensors(*args, *kwargs.values())
+        first = _read_first(module, args)
+        given = tensors(*args, *(kwargs[name] for name in sorted(kwargs, key=lambda name: name != first)))
         if module is layer:
             # What gets no state by itself is no layer that adds to one.
             runs.append(Watched(given[0] if given else torch.empty(0)))
@@ -117,6 +119,33 @@ def watched(layer: nn.Module, run: Callable[[], Any]) -> Watched | None:
         for hook in hooks:
             hook.remove()
     return runs[0] if len(runs) == 1 and runs[0].output is not None else None
+
+
+def _read_first(module: nn.Module, args: tuple[Any, ...]) -> str:
+    """The name of the argument by which a module gets what it reads; empty where that has none."""
+    return "" if args else next(iter(inspect.signature(module.forward).parameters), "")
+
+
+def modules_in(seen: Watched, width: int, *, inside: bool = False) -> list[Block]:
+    """The modules of a layer that get its states and put out as many numbers; `inside`: those that stand in its blocks.
+
+    With tokens along another axis than the second nothing shows what goes from one to the next.
+    """
+    return [
+        Block(event.name, event.module, event.name, event.module)
+        for event in seen.events
+        # A block is a class of its own, made of parts: norms and single matrices are none.
+        if event.name.count(".") == int(inside)
+        and type(event.module).__module__.startswith("transformers.")
+        and any(True for _ in event.module.children())
+        and any(held.ndim > 1 for held in event.module.parameters())
+        and event.given
+        and event.made is not None
+        and event.given[0].ndim == 3
+        and event.given[0].shape[1] > 1
+        and event.given[0].shape[-1] == width
+        and event.made.numel() == event.given[0].numel()
+    ]
 
 
 def blocks_in(seen: Watched, width: int) -> list[Block]:
@@ -234,7 +263,7 @@ def mixes(block: Block, run: Callable[[], Any], count: int) -> tuple[bool, bool]
         return x.view(1, *x.shape) if x.ndim == 2 else x
 
     def turn(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        key = "" if args else next(iter(inspect.signature(module.forward).parameters))
+        key = _read_first(module, args)
         x = (args[0] if args else kwargs[key]).clone()
         for token in turned:
             by_token(x)[:, token] = -by_token(x)[:, token].flip(-1)
@@ -247,16 +276,20 @@ def mixes(block: Block, run: Callable[[], Any], count: int) -> tuple[bool, bool]
         block.reader.register_forward_pre_hook(turn, with_kwargs=True),
         block.writer.register_forward_hook(keep),
     ]
-    try:
+
+    def output(*tokens: int) -> Tensor:
+        """What the block puts out first, with the states of these tokens turned."""
+        turned[:] = tokens
+        made.clear()
         run()
+        return made[0]
+
+    try:
         # Behind the last there may be padding of the model's own.
-        for token in (0, count - 1):
-            turned[:] = [token]
-            run()
+        before, first, last = output(), output(0), output(count - 1)
     finally:
         for hook in hooks:
             hook.remove()
-    before, first, last = made
     scale = before.abs().max().clamp(min=1e-12)
     later = bool((before - first)[:, 1:count].abs().max() / scale > _TOLERANCE)
     earlier = bool((before - last)[:, : count - 1].abs().max() / scale > _TOLERANCE)

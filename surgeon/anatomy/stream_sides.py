@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from surgeon.anatomy.derived import Derived
-from surgeon.anatomy.family import Axes, Axis, Sizes
+from surgeon.anatomy.family import Axes, Axis
 from surgeon.anatomy.running import agree, run_prefill
 from surgeon.anatomy.silence import null_of, some_tokens
 from surgeon.anatomy.skeleton import Skeleton
@@ -47,10 +47,6 @@ class Probe:
     def __init__(self, base: Skeleton, wide: Skeleton, derived: Derived, times: int) -> None:
         self._base, self._wide, self._kind_of, self._times = base, wide, derived.kind_of, times
         self._derived = derived
-        self._shapes = {
-            id(each): {name: value.shape for name, value in each.model.state_dict(keep_vars=True).items()}
-            for each in (base, derived.skeleton)
-        }
         self._calls: dict[str, tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = {}
         self._record()
         held, grown = (
@@ -62,22 +58,14 @@ class Probe:
             for each in (base, wide)
         )
         self._held, self._grown = held, grown
-        self._grows = {
-            name: [
-                axis
-                for axis, pair in enumerate(zip(value.shape, grown[name].shape, strict=False))
-                if pair[0] != pair[1]
-            ]
-            for name, value in held.items()
-            if name in grown and value.shape != grown[name].shape
-        }
+        changed = {name: axes for name, axes in base.changes(wide).items() if name in held or name in grown}
+        self._grows = {name: list(axes) for name, axes in changed.items() if axes is not None}
         others = [
             name
-            for name in held.keys() | grown.keys()
-            if name not in held
-            or name not in grown
-            or any(grown[name].shape[axis] != held[name].shape[axis] * times for axis in self._grows.get(name, ()))
+            for name, axes in changed.items()
+            if axes is None or any(after != before * times for before, after in axes.values())
         ]
+        others += held.keys() ^ grown.keys()
         # What a wider model has in another shape than one so many times as large.
         self.odd = f"{printable(min(others))} would be another" if others else ""
 
@@ -201,7 +189,7 @@ class Probe:
         """The parts that an axis has both in the twin and in the base, in the proportion that they have in `of`."""
         found: list[tuple[int, ...]] = []
         for each in (self._base, self._derived.skeleton):
-            size, sizes, heads = int(self._shapes[id(each)][name][axis]), sizes_of(each), heads_of(each)
+            size, sizes, heads = each.shapes[name][axis], each.sizes, heads_of(each)
             if split == "hidden" and size % sizes.hidden == 0:
                 found.append((1,) * (size // sizes.hidden))
             elif split == "heads" and size == sum(heads) * sizes.head_dim:
@@ -297,12 +285,7 @@ def widened(value: Tensor, axis: Axis, times: int) -> Tensor:
 
 def heads_of(twin: Skeleton) -> tuple[int, int, int]:
     """How many heads queries, keys and values have."""
-    heads = sizes_of(twin).heads
+    heads = twin.sizes.heads
     keys = (value for key, value in flat_fields(twin.text.to_dict()) if KEYS.fullmatch(key) and type(value) is int)
     count = next(keys, heads)
     return heads, count, count
-
-
-def sizes_of(twin: Skeleton) -> Sizes:
-    """The sizes of a model."""
-    return Derived(twin, tuple(range(len(twin.layers))), (), (), (), 0, 0.0).sizes

@@ -19,13 +19,13 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from surgeon.anatomy.derived import Derived
-from surgeon.anatomy.family import Sizes, Stream, with_fields
+from surgeon.anatomy.family import Stream, with_fields
 from surgeon.anatomy.growth import part_of
 from surgeon.anatomy.running import run_prefill
 from surgeon.anatomy.shared import shared_in
 from surgeon.anatomy.silence import some_tokens
 from surgeon.anatomy.skeleton import Skeleton, build
-from surgeon.anatomy.stream_sides import HIDDEN, KEYS, Probe, heads_of, sizes_of
+from surgeon.anatomy.stream_sides import HIDDEN, KEYS, Probe, heads_of
 from surgeon.anatomy.twin import WIDTHS, shrunk, twin_of_small
 from surgeon.anatomy.widening import flat_fields
 from surgeon.common.devices import one_thread
@@ -63,7 +63,7 @@ def wider_stream(config: Mapping[str, Any], derived: Derived, times: int) -> Str
     failed = ""
     with one_thread(), torch.no_grad():
         found: list[tuple[int, dict[str, int], Skeleton, Skeleton]] = []
-        choices = _choices(config, skeleton, derived.sizes, times)
+        choices = _choices(config, skeleton, times)
         for fields in ({json.dumps(choice): choice for choice in choices}).values():
             try:
                 base, wide = stream_twins(config, derived, fields)
@@ -72,7 +72,7 @@ def wider_stream(config: Mapping[str, Any], derived: Derived, times: int) -> Str
                 failed = failed or str(error).partition("\n")[0]
                 continue
             # Another field may have the last word on the width (Bloom's n_embed).
-            if sizes_of(wide).hidden == times * sizes_of(base).hidden:
+            if wide.sizes.hidden == times * base.sizes.hidden:
                 found.append((sum(value.numel() for value in wide.model.parameters()), fields, base, wide))
         refused = ""
         for _, fields, base, wide in sorted(found, key=lambda each: (each[0], len(each[1]))):
@@ -135,8 +135,7 @@ def stream_twins(config: Mapping[str, Any], derived: Derived, fields: Mapping[st
         small = with_fields(small, derived.skeleton.path, grouped)
     base = twin_of_small(small, seed=_SEED)
     before, own = (
-        {"head_dim": sizes_of(each).head_dim} | dict(flat_fields(each.text.to_dict()))
-        for each in (derived.skeleton, base)
+        {"head_dim": each.sizes.head_dim} | dict(flat_fields(each.text.to_dict())) for each in (derived.skeleton, base)
     )
     made = {
         name: own.get(name, after) * after // before.get(name, after) if before.get(name) else after
@@ -145,9 +144,9 @@ def stream_twins(config: Mapping[str, Any], derived: Derived, fields: Mapping[st
     return base, twin_of_small(with_fields(small, base.path, made), seed=_WIDE_SEED)
 
 
-def _choices(config: Mapping[str, Any], skeleton: Skeleton, sizes: Sizes, times: int) -> Iterator[dict[str, int]]:
+def _choices(config: Mapping[str, Any], skeleton: Skeleton, times: int) -> Iterator[dict[str, int]]:
     """The fields of configs that may describe the wider model, in no order."""
-    part, full = part_of(config, skeleton.path), dict(flat_fields(skeleton.text.to_dict()))
+    sizes, part, full = skeleton.sizes, part_of(config, skeleton.path), dict(flat_fields(skeleton.text.to_dict()))
     stated = dict(flat_fields(part))
     called = skeleton.text.attribute_map
 

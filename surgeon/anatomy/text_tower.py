@@ -17,6 +17,7 @@ from typing import Any
 from surgeon.anatomy.growth import part_of
 from surgeon.anatomy.names import Names, made_of, words_of
 from surgeon.anatomy.running import run_cached, run_prefill
+from surgeon.anatomy.seen import Seen
 from surgeon.anatomy.silence import some_tokens
 from surgeon.anatomy.skeleton import CAUSAL, Skeleton, build, classes_of
 from surgeon.anatomy.twin import shrunk, twin_of_small
@@ -35,32 +36,24 @@ _OF_IMAGES = "mrope"
 _ROTARY = ("rope_parameters", "rope_scaling", "rope_theta")
 
 
-def text_model(
-    config: Mapping[str, Any], skeleton: Skeleton, names: Names, heads: int
-) -> tuple[dict[str, Any], dict[str, str]]:
+def text_model(seen: Seen) -> tuple[dict[str, Any], dict[str, str]]:
     """The causal model that the text tower of an image-text model is: its config.json, and its tensors' names in it.
 
-    Args:
-        config: The image-text model's config.json.
-        skeleton: The model as transformers builds it of that.
-        names: What its tensors are called on disk and in memory.
-        heads: With how many heads a twin of it runs.
-
-    Raises:
-        BadInput: It has no tower for text alone, or no causal class of transformers holds it.
+    Raises BadInput where it has no tower for text alone, or no causal class of transformers holds it.
     """
+    config, skeleton = seen.config, seen.skeleton
     _check_tower(config, skeleton)
     kept = json.dumps(config, sort_keys=True)
-    model_type, fixed = _causal_type(kept, heads)
+    model_type, fixed = _causal_type(kept, seen.derived.heads)
     made = _config_for(model_type, config, skeleton) | fixed
     built = build(made)
-    if _shapes(built) != (shapes := _tower(skeleton, _decoder(built))):
-        odd = next((name for name, shape in shapes.items() if _shapes(built).get(name) != shape), "")
+    if built.shapes != (shapes := _tower(skeleton, _decoder(built))):
+        odd = next((name for name, shape in shapes.items() if built.shapes.get(name) != shape), "")
         raise BadInput(
             f"{printable(odd)}: {made['architectures'][0]} holds a twin of this text tower, and not the tower itself;"
             " is config.json its own?"
         )
-    return made, _renamed(skeleton, names, built)
+    return made, _renamed(skeleton, seen.names, built)
 
 
 def _check_tower(config: Mapping[str, Any], skeleton: Skeleton) -> None:
@@ -100,13 +93,8 @@ def _place(name: str, skeleton: Skeleton, prefix: str) -> str | None:
 
 def _tower(skeleton: Skeleton, prefix: str) -> dict[str, tuple[int, ...]]:
     """The shapes of the tower's tensors by their names in a causal model whose decoder's names begin with `prefix`."""
-    held = skeleton.model.state_dict(keep_vars=True)
-    named = {place: value for name, value in held.items() if (place := _place(name, skeleton, prefix)) is not None}
-    return {name: tuple(value.shape) for name, value in named.items()}
-
-
-def _shapes(skeleton: Skeleton) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(value.shape) for name, value in skeleton.model.state_dict(keep_vars=True).items()}
+    places = ((_place(name, skeleton, prefix), shape) for name, shape in skeleton.shapes.items())
+    return {place: shape for place, shape in places if place is not None}
 
 
 @lru_cache(maxsize=8)
@@ -123,7 +111,7 @@ def _causal_type(kept: str, heads: int) -> tuple[str, dict[str, bool]]:
         try:
             made = _config_for(model_type, small, base)
             built = build(made)
-            if built.path or _shapes(built) != _tower(base, _decoder(built)):
+            if built.path or built.shapes != _tower(base, _decoder(built)):
                 continue
             for fixed in ({}, *_flags(model_type, made, base)):
                 if _computes_the_same(base, made | fixed):
@@ -244,7 +232,7 @@ def _renamed(skeleton: Skeleton, names: Names, built: Skeleton) -> dict[str, str
             # Layers that predict further tokens, which no class of transformers runs here.
             found[name] = name
     covered = {_place(place, skeleton, prefix) for held in places.values() for place in held}
-    lacking = sorted(_shapes(built).keys() - covered - built.model.all_tied_weights_keys.keys())
+    lacking = sorted(built.shapes.keys() - covered - built.model.all_tied_weights_keys.keys())
     if lacking:
         raise BadInput(
             f"{printable(lacking[0])}: no shard has this tensor, and the text model needs it; save the model with its"

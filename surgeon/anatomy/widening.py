@@ -8,38 +8,31 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from surgeon.anatomy.family import LARGEST_SIZE, Part, inner_width, with_fields
+from surgeon.anatomy.family import LARGEST_SIZE, inner_width, with_fields
 from surgeon.anatomy.growth import part_of
-from surgeon.anatomy.skeleton import Skeleton, build
+from surgeon.anatomy.seen import Seen
+from surgeon.anatomy.skeleton import build
 from surgeon.errors import BadInput, printable
 
 # Fields that may be the width of an FFN, or of an expert; in a part of the config of their own, with that before a dot.
 _INNER = re.compile(r"(.*\.)?.*(intermediate|n_inner|d_inner|ffn_?dim|ff_dim|ffn_hidden|dim_ff|dff|d_ff|mlp_dim).*")
 # How one tensor of a layer grows: along which axis, from and to how many, as transformers' model has it.
 Growth = tuple[int, int, int]
-# The number of one layer of each kind, and its names in memory by suffix on disk.
-_Layers = Sequence[tuple[int, Mapping[str, tuple[str, ...]]]]
 # Of each kind of layers, the tensors that grow, by their suffix on disk.
 Growths = tuple[dict[str, Growth], ...]
 
 
-def growths(
-    config: Mapping[str, Any],
-    skeleton: Skeleton,
-    layers: _Layers,
-    fields: Mapping[str, int],
-) -> Growths:
-    """The tensors of `layers` that have another shape in a model with these fields.
+def growths(seen: Seen, fields: Mapping[str, int]) -> Growths:
+    """The tensors of each kind of layers that have another shape in a model with these fields.
 
-    `layers` are the number of one layer of each kind, and its names in memory by suffix on disk. Raises BadInput where
-    no such model can be built, or a tensor grows along several axes or stands outside the layers.
+    Raises BadInput where no such model can be built, or a tensor grows along several axes or stands outside the layers.
     """
-    built = build(with_fields(config, skeleton.path, fields))
-    before, after = (each.model.state_dict(keep_vars=True) for each in (skeleton, built))
-    changed = {name for name in before.keys() | after.keys() if _shape(before, name) != _shape(after, name)}
+    skeleton = seen.skeleton
+    built = build(with_fields(seen.config, skeleton.path, fields))
+    changed = skeleton.changes(built)
     words = " and ".join(f"`{key}`" for key in fields)
     if outside := sorted(name for name in changed if not name.startswith(f"{skeleton.stack}.")):
         raise BadInput(
@@ -47,40 +40,30 @@ def growths(
             " something else"
         )
     found: list[dict[str, Growth]] = []
-    for index, names in layers:
+    for index, names in seen.firsts:
         here: dict[str, Growth] = {}
         for suffix, targets in names.items():
             grew = [name for target in targets if (name := f"{skeleton.stack}.{index}.{target}") in changed]
             if not grew:
                 continue
-            one, other = _shape(before, grew[0]), _shape(after, grew[0])
-            axes = [axis for axis, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]]
-            if len(targets) > 1 or len(one) != len(other) or len(axes) != 1:
+            axes = changed[grew[0]]
+            if len(targets) > 1 or axes is None or len(axes) != 1:
+                one, other = (each.shapes.get(grew[0], ()) for each in (skeleton, built))
                 raise BadInput(
                     f"layer {index} ({printable(suffix)}): {words} changes it in a way that surgeon cannot follow"
                     f" ({list(one)}, then {list(other)}); widen something else"
                 )
-            here[suffix] = (axes[0], one[axes[0]], other[axes[0]])
+            ((axis, (before, after)),) = axes.items()
+            here[suffix] = (axis, before, after)
         found.append(here)
     return tuple(found)
 
 
-def inner_fields(
-    config: Mapping[str, Any],
-    skeleton: Skeleton,
-    layers: _Layers,
-    parts: Sequence[Sequence[Part]],
-    *,
-    by: int = 0,
-    multiple_of: int = 1,
-) -> dict[str, int]:
+def inner_fields(seen: Seen, *, by: int = 0, multiple_of: int = 1) -> dict[str, int]:
     """The fields, with their new values, of a model whose every FFN, and every expert, is wider.
 
     Args:
-        config: The base's config.json.
-        skeleton: The base's model.
-        layers: As `growths` says.
-        parts: Of each kind its tensors, with their roles.
+        seen: The base.
         by: How many neurons more; of FFNs whose width is so many times a field's, so many times more.
         multiple_of: Instead, what every width is to be a multiple of.
 
@@ -90,19 +73,19 @@ def inner_fields(
     """
     lacking = {
         (kind, part.suffix): inner_width(part)
-        for kind, held in enumerate(parts)
+        for kind, held in enumerate(seen.parts)
         for part in held
         if part.kind == "weight" and any(role == "down" for role, _ in part.blocks)
     }
     found: dict[str, int] = {}
-    for field, value in _candidates(config, skeleton):
+    for field, value in _candidates(seen):
         if not lacking:
             break
         # A class that rounds may make nothing of a little more.
         mine: dict[tuple[int, str], int] = {}
         for more in (by or multiple_of, 3 * value):
             with contextlib.suppress(BadInput):
-                grown = growths(config, skeleton, layers, {field: value + more})
+                grown = growths(seen, {field: value + more})
                 mine = mine or {place: width for place, width in lacking.items() if place[1] in grown[place[0]]}
         if not mine:
             continue
@@ -113,27 +96,23 @@ def inner_fields(
         more = by or -(width // times) % multiple_of
         if more:
             place, wanted = (kind, suffix, width), width + times * more
-            found[field] = _value_for(config, skeleton, layers, (field, value), place, wanted, value + more)
+            found[field] = _value_for(seen, (field, value), place, wanted, value + more)
     if lacking:
         (kind, suffix), width = next(iter(lacking.items()))
         raise BadInput(
-            f"layer {layers[kind][0]} ({printable(suffix)}): no field of config.json is known by which its {width}"
+            f"layer {seen.firsts[kind][0]} ({printable(suffix)}): no field of config.json is known by which its {width}"
             " neurons become more; widen something else"
         )
     return found
 
 
-def _shape(held: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    return tuple(held[name].shape) if name in held else ()
-
-
-def _candidates(config: Mapping[str, Any], skeleton: Skeleton) -> Iterator[tuple[str, int]]:
+def _candidates(seen: Seen) -> Iterator[tuple[str, int]]:
     """Fields that may be a width, with their values: those that config.json has, then those that the class adds."""
-    seen: set[str] = set()
-    for fields in (part_of(config, skeleton.path), skeleton.text.to_dict()):
+    known: set[str] = set()
+    for fields in (part_of(seen.config, seen.skeleton.path), seen.skeleton.text.to_dict()):
         for name, value in flat_fields(fields):
-            if name not in seen and type(value) is int and 1 < value <= LARGEST_SIZE and _INNER.fullmatch(name):
-                seen.add(name)
+            if name not in known and type(value) is int and 1 < value <= LARGEST_SIZE and _INNER.fullmatch(name):
+                known.add(name)
                 yield name, value
 
 
@@ -146,20 +125,12 @@ def flat_fields(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-def _value_for(
-    config: Mapping[str, Any],
-    skeleton: Skeleton,
-    layers: _Layers,
-    field: tuple[str, int],
-    place: tuple[int, str, int],
-    wanted: int,
-    first: int,
-) -> int:
+def _value_for(seen: Seen, field: tuple[str, int], place: tuple[int, str, int], wanted: int, first: int) -> int:
     """The value of a field of which the class makes the wanted width: `first`, or the least. Raises BadInput."""
     (name, value), (kind, suffix, width) = field, place
 
     def made_of(number: int) -> int:
-        grew = growths(config, skeleton, layers, {name: number})[kind].get(suffix)
+        grew = growths(seen, {name: number})[kind].get(suffix)
         return width if grew is None else width * grew[2] // grew[1]
 
     if made_of(first) == wanted:

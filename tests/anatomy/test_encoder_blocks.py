@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from surgeon.anatomy.composing import composition_of
 from surgeon.anatomy.derived import derive
-from surgeon.anatomy.encoder_blocks import encoder_composition
 from surgeon.anatomy.twin import twin_of
 from surgeon.errors import BadInput
 from surgeon.grafts.bundle import import_bundle
@@ -20,7 +20,7 @@ from tests.runtime.grafting import grafted_encoder, perturbed, states, tokens
 
 def composed(config: dict[str, Any]) -> Any:
     found = derive(config)
-    return encoder_composition(config, found.skeleton, twin_of(config, heads=found.heads), [0])
+    return composition_of(config, found.skeleton, twin_of(config, heads=found.heads), [0])
 
 
 @pytest.mark.parametrize("family", tiny.ENCODERS)

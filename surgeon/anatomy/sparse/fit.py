@@ -129,17 +129,15 @@ def _why_not(dense: Dense, target: Target, segments: int, plain: tuple[int, ...]
 def _misfit(target: Target, dense: Dense, mixture: Mixture, skeleton: Skeleton, other: Skeleton) -> str:
     """The first tensor of the class that nothing of the base's becomes, or the other way round; empty where all fit."""
     # Tensors outside the layers, then those of layers.
-    held = skeleton.model.state_dict(keep_vars=True)
-    planned = {name: tuple(v.shape) for name, v in held.items() if not name.startswith(f"{skeleton.stack}.")}
+    planned = {name: shape for name, shape in skeleton.shapes.items() if not name.startswith(f"{skeleton.stack}.")}
     for index, shapes in dense.kinds.items():
         stem = f"{skeleton.stack}.{index}."
         new = target.layer(dense, mixture) if index in dense.holders else []
         dropped = target.dropped(dense) if new else set()
         planned |= {f"{stem}{suffix}": shape for suffix, shape in shapes.items() if suffix not in dropped}
         planned |= {f"{stem}{each.suffix}": each.shape for each in new}
-    wanted = {name: tuple(v.shape) for name, v in other.model.state_dict(keep_vars=True).items()}
     inside = tuple(f"{other.stack}.{index}." for index in dense.kinds)
-    wanted = {n: shape for n, shape in wanted.items() if n.startswith(inside) or not n.startswith(f"{other.stack}.")}
+    wanted = {n: s for n, s in other.shapes.items() if n.startswith(inside) or not n.startswith(f"{other.stack}.")}
 
     def told(name: str) -> str:
         return printable(next((name.removeprefix(each) for each in inside if name.startswith(each)), name))
