@@ -92,8 +92,6 @@ if TYPE_CHECKING:
     from surgeon.rework.revert import revert as revert
     from surgeon.share.export_slot import export_slot as export_slot
     from surgeon.share.push import push as push
-    from surgeon.training.blend import Blend as Blend
-    from surgeon.training.blend import write_blend as write_blend
     from surgeon.training.config.loading import LoadedConfig as LoadedConfig
     from surgeon.training.config.loading import load_config as load_config
     from surgeon.training.config.schema import LoraSpec as LoraSpec
@@ -104,6 +102,8 @@ if TYPE_CHECKING:
     from surgeon.training.config.schema import TrainConfig as TrainConfig
     from surgeon.training.config.settings import settle as settle
     from surgeon.training.publishing import Trained as Trained
+    from surgeon.training.remedies.blend import Blend as Blend
+    from surgeon.training.remedies.blend import write_blend as write_blend
     from surgeon.training.train import check_training as check_training
     from surgeon.training.train import discard_run as discard_run
     from surgeon.training.train import rehearse as rehearse
@@ -187,8 +187,8 @@ _HOMES = {
     "make_delta": "rework.make_delta",
     "merge": "rework.merge",
     "blend": "lab.evaluation.blend",
-    "Blend": "training.blend",
-    "write_blend": "training.blend",
+    "Blend": "training.remedies.blend",
+    "write_blend": "training.remedies.blend",
     "open_checkpoint": "manifest.checkpoint",
     "open_source": "data.sources",
     "open_texts": "lab.evaluation.open_texts",

@@ -58,7 +58,7 @@ ORDER = (
 
 # A room too large to be read as one list of files has rooms of its own, in an order too; files beside them stand above
 # or below, as their imports say.
-INNER = {"training": ("steps", "losses", "saved", "trainable", "processes", "config")}
+INNER = {"training": ("remedies", "steps", "losses", "saved", "targets", "trainable", "processes", "config")}
 
 # Folders of data that can compute: what WITHOUT names they import inside functions alone, where they compute.
 COMPUTING = ("blueprint/recipes", "operations", "edits")
@@ -137,6 +137,71 @@ def inner_room_of(module: str) -> str:
     """`steps` of `surgeon.training.steps.trainer`; "" of a file that lies beside inner rooms."""
     parts = module.split(".")
     return parts[2] if len(parts) > 3 or (MODULES[module].name == "__init__.py" and len(parts) > 2) else ""
+
+
+# Kinds of targets and remedies: their files, the words and keys by which a config names them, and what they alone use.
+# The folders themselves, their bases and what stands below them may be imported anywhere.
+KINDS = {
+    "targets": {"added", "all", "base", "head", "last", "layers", "lora"},
+    "remedies": {"blend", "fisher", "gate", "kl", "recall"},
+}
+_OF_KINDS = {
+    *(f"surgeon.training.{folder}.{name}" for folder, names in KINDS.items() for name in names),
+    *(f"surgeon.training.losses.{name}" for name in ("cached_teacher", "fisher", "top_k")),
+    *(f"surgeon.training.{name}" for name in ("gate_fitting", "negatives")),
+}
+_WORDS = {*KINDS["targets"], *KINDS["remedies"], "reverse_kl", "hidden_mse", "preserve"}
+_KEYS = {"what", "lora", "preserve", "recall_for_gate", "fitted", "within", "cached", "taught"}
+
+
+def knows_of_kinds(tree: ast.AST) -> set[str]:
+    """Return where a module forks on a target or a remedy: it compares a word of one, or reads its key of a config."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare | ast.MatchValue):
+            words = {each.value for each in ast.walk(node) if isinstance(each, ast.Constant)}
+            found |= {f"line {node.lineno} compares {word!r}" for word in words & _WORDS}
+        elif isinstance(node, ast.Attribute) and node.attr in _KEYS and ast.unparse(node).split(".")[-2] == "config":
+            found.add(f"line {node.lineno} reads {ast.unparse(node)}")
+        elif isinstance(node, ast.Attribute) and node.attr in _KEYS - {"what", "preserve", "lora", "fitted"}:
+            found.add(f"line {node.lineno} reads {ast.unparse(node)}")
+    return found
+
+
+def of_a_kind(module: str) -> bool:
+    """Whether a module of training is a target or a remedy, a part of one, or the schema."""
+    return module in _OF_KINDS or module.startswith(
+        (
+            "surgeon.training.config",
+            "surgeon.training.losses.preserving",
+            "surgeon.training.remedies.original_text",
+            "surgeon.training.targets.target",
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    "module", [name for name in MODULES if name.startswith("surgeon.training") and not of_a_kind(name)]
+)
+def test_what_carries_a_run_out_knows_no_target_and_no_remedy(module: str) -> None:
+    """So one more of them is one file, its schema, and its line in the folder's table."""
+    folders = {f"surgeon.training.{folder}" for folder in KINDS}
+    if module not in folders:
+        assert not (named := dependencies(module) & _OF_KINDS), f"{module} imports {sorted(named)}"
+    assert not (found := knows_of_kinds(HERE.trees[module])), f"{module}: {sorted(found)}"
+
+
+def test_every_kind_has_a_file_and_a_fork_is_noticed() -> None:
+    for folder, names in KINDS.items():
+        shared = {"__init__", "target", "original_text"}
+        assert {file.stem for file in (PACKAGE / "training" / folder).glob("*.py")} - shared == names
+    for line in (
+        'if config.what == "all": pass',
+        "config.lora",
+        'loss in ("kl", 1)',
+        "match a:\n  case 'fisher': pass",
+    ):
+        assert knows_of_kinds(ast.parse(line)), line
 
 
 def test_no_module_and_no_room_imports_in_a_circle() -> None:

@@ -2,42 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from surgeon.common.distributed import Ranks
 from surgeon.common.json_results import plain_fields
 from surgeon.data.encoding import Encoded, Encoder
-from surgeon.data.examples import ExampleStream, batch_of_examples, example_at, labels_of
-from surgeon.data.packing import Batches, SourceStream, batch_of, generator
+from surgeon.data.examples import ExampleStream, example_at, labels_of
+from surgeon.data.packing import SourceStream, generator
 from surgeon.errors import BadInput
-from surgeon.training.footprint import peak_memory
-from surgeon.training.loading import (
-    cached_teacher,
-    check_isolation,
-    fused_head,
-    loaded_model,
-    preserving_by,
-    trained_numbers,
-)
-from surgeon.training.losses.cached_teacher import CachedTeacher
-from surgeon.training.losses.cross_entropy import FusedHead
-from surgeon.training.losses.fisher import Anchored, estimated, original_text
-from surgeon.training.losses.preserving import NUMBERS, Preserving
-from surgeon.training.losses.top_k import TopK
-from surgeon.training.opening import Run
+from surgeon.training.footprint import peak_memory, seconds_since
+from surgeon.training.loading import batches_of, check_isolation, fused_head, loaded_model, trained_numbers
+from surgeon.training.run import Run
 from surgeon.training.self_generated import Imagined
 from surgeon.training.steps.by_document import by_document
 from surgeon.training.steps.optimizer import make_optimizer
+from surgeon.training.steps.trainer import Terms
 
 # Documents of a source that are counted, tokens and runs of a sample that are shown, micro-batches that are timed.
 _COUNTED = 200
@@ -94,13 +79,15 @@ class Rehearsal:
     samples: tuple[Sample, ...]
     seconds_a_step: float
     seconds: float
-    seconds_writing: float
-    seconds_asking: float
-    seconds_estimating: float
-    teacher_bytes: int
     tokens: int
     peak_memory: int
     notes: tuple[str, ...]
+    # Wall seconds of what comes before the first step, with what they are for.
+    before: tuple[tuple[float, str], ...] = ()
+    seconds_writing: float = 0.0
+    seconds_asking: float = 0.0
+    seconds_estimating: float = 0.0
+    teacher_bytes: int = 0
 
     def __repr__(self) -> str:
         return (
@@ -124,7 +111,7 @@ class Rehearsal:
             `seconds_estimating`: before the run, for `loss: fisher`, from one sequence; else 0
             `peak_memory`: measured, with AdamW's state
         """
-        return plain_fields(self, without=("samples",)) | {
+        return plain_fields(self, without=("samples", "before")) | {
             "samples": [
                 {
                     "source": one.source,
@@ -142,16 +129,14 @@ def measured(run: Run, imagined: Imagined) -> Rehearsal:
     Raises BadInput as a run does, and where memory is short.
     """
     settings, listener = run.settings, run.listener
-    cached = cached_teacher(run)
     mixture = run.data.mixture
     streams = list(zip(mixture.streams, mixture.shares, strict=True))
     listener.begin("counting tokens", len(streams), "sources")
     sources: list[SourceTokens] = []
     samples: list[Sample] = []
+    look = _texts_of if run.examples is None else _examples_of
     for stream, share in streams:
-        counted, sample = (
-            _examples_of(run, stream, share) if run.examples is not None else _texts_of(run, stream, share)
-        )
+        counted, sample = look(run, stream, share)
         sources.append(counted)
         samples += [sample] if share else []
         listener.advance(1)
@@ -163,18 +148,23 @@ def measured(run: Run, imagined: Imagined) -> Rehearsal:
         model.to(run.device).train()
         check_isolation(run, model)
         fused = fused_head(run, model)
-        preserving = preserving_by(run, model, fused)
+        for remedy in run.remedies:
+            remedy.join(run, model, fused)
         with by_document():
-            # Kept until a step was taken, as in the run.
-            estimating, _anchored = _estimating(run, model, fused)
-            asking = 0.0 if cached is None or preserving is None else _seconds_asking(run, cached, preserving)
-            seconds = _seconds_a_micro_batch(run, model, fused, preserving, cached) * settings.accumulation
+            estimates = [remedy.rehearse(run, model, fused) for remedy in run.remedies]
+            seconds = _seconds_a_micro_batch(run, model, Terms(fused, run.remedies)) * settings.accumulation
             seconds += _seconds_of_an_update(run, model)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise BadInput(
             f"{run.loaded.source}: a micro-batch of {settings.micro_batch} sequences of {settings.length} tokens does"
             " not fit into memory; use a smaller `micro_batch` or `length`, or `checkpointing: true`"
         ) from error
+    figures: dict[str, Any] = {"seconds_writing": imagined.seconds}
+    before = [(imagined.seconds, "the text that the model writes")] if imagined.seconds else []
+    for estimate in estimates:
+        if estimate is not None:
+            figures |= estimate.figures
+            before.append((estimate.seconds, estimate.words))
     return Rehearsal(
         settings=settings.to_json(),
         device=run.device,
@@ -185,13 +175,11 @@ def measured(run: Run, imagined: Imagined) -> Rehearsal:
         samples=tuple(samples),
         seconds_a_step=seconds,
         seconds=seconds * settings.steps,
-        seconds_writing=imagined.seconds,
-        seconds_asking=asking,
-        seconds_estimating=estimating,
-        teacher_bytes=0 if cached is None else cached.most_bytes,
         tokens=total,
         peak_memory=peak_memory(run.device),
         notes=(*run.out.notes, *run.notes, *imagined.notes, *run.data.notes),
+        before=tuple(before),
+        **figures,
     )
 
 
@@ -204,8 +192,19 @@ def _some(stream: SourceStream | ExampleStream) -> list[int]:
 def _texts_of(run: Run, stream: SourceStream, share: float) -> tuple[SourceTokens, Sample]:
     """A source of texts, counted, and the begin of one of them."""
     encoded = [stream.encoder.encode(stream.documents.read(number)) for number in _some(stream)]
-    total = run.settings.steps * run.settings.batch * run.settings.length
-    return _tokens_of(stream, share, encoded, total), Sample(stream.name, _parts(encoded[0], run.encoder))
+    tokens = sum(len(ids) for ids, _ in encoded)
+    drawn = share * run.settings.steps * run.settings.batch * run.settings.length
+    mean = tokens / len(encoded)
+    counted = SourceTokens(
+        name=stream.name,
+        share=share,
+        documents=len(stream.numbers),
+        tokens_a_document=mean,
+        counted=sum(sum(counts) for _, counts in encoded) / tokens if tokens else 0.0,
+        run_tokens=round(drawn),
+        passes=drawn / (mean * len(stream.numbers)) if mean else 0.0,
+    )
+    return counted, Sample(stream.name, _parts(encoded[0], run.encoder))
 
 
 def _examples_of(run: Run, stream: ExampleStream, share: float) -> tuple[SourceTokens, Sample]:
@@ -229,22 +228,6 @@ def _examples_of(run: Run, stream: ExampleStream, share: float) -> tuple[SourceT
     return counted, Sample(stream.name, ((text, False),), encoder.labels[examples[0].label])
 
 
-def _tokens_of(stream: SourceStream, share: float, encoded: Sequence[Encoded], total: int) -> SourceTokens:
-    tokens = sum(len(ids) for ids, _ in encoded)
-    counted = sum(sum(counts) for _, counts in encoded)
-    documents = len(stream.numbers)
-    mean = tokens / len(encoded)
-    return SourceTokens(
-        name=stream.name,
-        share=share,
-        documents=documents,
-        tokens_a_document=mean,
-        counted=counted / tokens if tokens else 0.0,
-        run_tokens=round(share * total),
-        passes=share * total / (mean * documents) if mean else 0.0,
-    )
-
-
 def _parts(encoded: Encoded, encoder: Encoder) -> tuple[tuple[str, bool], ...]:
     """A document in runs of tokens that the loss counts and that it does not, long ones without their middle."""
     runs = itertools.groupby(zip(*encoded, strict=True), key=lambda pair: pair[1])
@@ -258,57 +241,20 @@ def _parts(encoded: Encoded, encoder: Encoder) -> tuple[tuple[str, bool], ...]:
     return tuple((text(ids), counts) for ids, counts in parts)
 
 
-def _estimating(run: Run, model: Any, fused: FusedHead | None) -> tuple[float, Anchored | None]:
-    """Wall seconds until the Fisher information is estimated, by one sequence, and what it holds in memory."""
-    spec = run.loaded.config.preserve
-    if spec is None or not spec.fisher:
-        return 0.0, None
-    sequences = original_text(run.data.mixture, spec.fisher)
-    begun = time.perf_counter()
-    fisher = estimated(model, sequences[:1], fused, device=torch.device(run.device), ranks=Ranks())
-    return _seconds_since(begun, run) * len(sequences), Anchored(model, fisher, 1.0)
-
-
-def _seconds_asking(run: Run, cached: CachedTeacher, preserving: Preserving) -> float:
-    """Wall seconds until the base has said all that is kept, by one micro-batch after one that is not counted."""
-    count = run.settings.micro_batch
-    stream = next(s for s in run.data.mixture.streams if cached.on == "all" or s.packer.domain == 0)
-    seconds = 0.0
-    for _ in range(2):
-        begun = time.perf_counter()
-        batch = batch_of([stream.next() for _ in range(count)])
-        preserving.top({name: tensor.to(run.device) for name, tensor in batch.items()}, cached.k)
-        seconds = _seconds_since(begun, run)
-    return seconds * cached.most_sequences / count
-
-
-def _seconds_a_micro_batch(
-    run: Run, model: Any, fused: FusedHead | None, preserving: Preserving | None, cached: CachedTeacher | None
-) -> float:
-    """Mean wall seconds of forward and backward, after one that is not counted.
-
-    What the base says is made before, where it will lie on disk.
-    """
+def _seconds_a_micro_batch(run: Run, model: Any, terms: Terms) -> float:
+    """Mean wall seconds of forward and backward, after one that is not counted."""
     settings, say = run.settings, run.listener.say
-    make = batch_of if run.pad is None else partial(batch_of_examples, pad=run.pad)
-    numbered = NUMBERS if run.pad is None else None
-    batches = iter(Batches(run.data.mixture, settings.micro_batch, 0, 1, make=make, numbered=numbered))
+    batches = iter(batches_of(run, process=0, processes=1))
     say(f"timing micro-batches of {settings.micro_batch} × {settings.length} tokens on {run.device}")
     seconds = 0.0
     for number in range(_TIMED + 1):
         batch = {name: tensor.to(run.device) for name, tensor in next(batches).items()}
-        if cached is not None and preserving is not None:
-            preserving.said = _saying(preserving, batch, cached.k)
+        for remedy in terms.remedies:
+            remedy.step([batch], device=model.device, processes=1)
         begun = time.perf_counter()
-        with (
-            contextlib.nullcontext() if preserving is None else preserving.teaching(batch),
-            contextlib.nullcontext() if fused is None else fused.armed(),
-        ):
-            batch.pop(NUMBERS, None)
-            if not hasattr(model, "surgery"):
-                batch.pop("domain_ids", None)
+        with terms.added(model, batch):
             model(**batch).loss.backward()
-        taken = _seconds_since(begun, run)
+        taken = seconds_since(begun, run.device)
         seconds += taken if number else 0.0
     return seconds / _TIMED
 
@@ -319,18 +265,5 @@ def _seconds_of_an_update(run: Run, model: Any) -> float:
     for _ in range(2):
         begun = time.perf_counter()
         optimizer.step()
-        seconds = _seconds_since(begun, run)
+        seconds = seconds_since(begun, run.device)
     return seconds
-
-
-def _seconds_since(begun: float, run: Run) -> float:
-    """Wall seconds, once the device has done what it was given."""
-    if run.device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - begun
-
-
-def _saying(preserving: Preserving, batch: Mapping[str, Tensor], k: int) -> Callable[..., TopK]:
-    """Return the base's predictions for a batch, as they are looked up during training."""
-    found = preserving.top(batch, k)
-    return lambda *_: found

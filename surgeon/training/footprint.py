@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import resource
 import sys
+import time
 from collections.abc import Sequence
 
 import torch
 
 from surgeon.common.disk_space import check_room
 from surgeon.common.formatting import size
-from surgeon.training.losses.cached_teacher import CachedTeacher
-from surgeon.training.losses.fisher import FISHER_FILE
-from surgeon.training.opening import Run
+from surgeon.training.run import Run
 from surgeon.training.saved.checkpoints import KEPT, is_beside
-from surgeon.training.steps.trainer import SurgeonTrainer
 
 
 def optimizer_bytes(trained: Sequence[torch.Tensor]) -> int:
@@ -35,22 +33,22 @@ def copied_bytes(run: Run, model: torch.nn.Module) -> int:
     return copy if is_beside(run.loaded.config.saving, copy_bytes=copy, model_bytes=whole) else 0
 
 
-def check_room_of(run: Run, trainer: SurgeonTrainer, cached: CachedTeacher | None) -> None:
+def check_room_of(run: Run, model: torch.nn.Module) -> None:
     """BadInput where the disk has no room for the checkpoints, of which one more is written than kept, and the run.
 
-    And for what the base says, where that is kept.
+    And for the files of remedies.
     """
-    checkpoint = checkpoint_bytes(trainer.model)
+    checkpoint = checkpoint_bytes(model)
     published = sum(info.nbytes for info in run.out.tensors.values())
     final = sum(run.out.tensors[name].nbytes for name in run.wanted.names)
     kept = KEPT + 1 + (run.loaded.config.keep_best is not None)
-    said = 0 if cached is None else cached.needed_bytes()
-    teacher = f", {size(said)} for what the base says" if said else ""
-    there = sum(path.lstat().st_blocks * 512 for path in run.work.rglob("*") if path.name != FISHER_FILE)
+    beside = [remedy.room(model) for remedy in run.remedies]
+    words = "".join(f", {size(count)} for {what}" for count, what in beside if count)
+    there = sum(path.lstat().st_blocks * 512 for path in run.work.rglob("*"))
     check_room(
         run.work,
-        kept * checkpoint + final + published + said - there,
-        what=f" ({kept} checkpoints of {size(checkpoint)}{teacher}, and {size(published)} for the run)",
+        kept * checkpoint + final + published + sum(count for count, _ in beside) - there,
+        what=f" ({kept} checkpoints of {size(checkpoint)}{words}, and {size(published)} for the run)",
     )
 
 
@@ -60,3 +58,10 @@ def peak_memory(device: str) -> int:
         return int(torch.cuda.max_memory_allocated())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def seconds_since(begun: float, device: str) -> float:
+    """Wall seconds since `begun`, once the device has done what it was given."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - begun

@@ -13,7 +13,6 @@ longer. A sample of many kinds of text (`negatives`) and what the base itself wr
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import math
@@ -21,7 +20,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import safetensors.torch
@@ -29,16 +27,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from surgeon.common.work_folders import read_own, sync, write_durably
+from surgeon.common.work_folders import write_durably
 from surgeon.data.layouts import Document
 from surgeon.data.packing import Mixture, PackedSequence, batch_of, one_pass
 from surgeon.errors import BadInput, printable
 from surgeon.training.negatives import NAMES, Negatives, kinds_of_text
+from surgeon.training.run import Run
 from surgeon.training.saved.checkpoints import RunRecord
 
-# Files of a work folder: the fitted tensors, and what was measured of them. They count by their digest in its record.
+# Files of a work folder: the fitted tensors, and what was measured of them. They count by their digest, which its
+# record has under the key.
 GATE_FILE = "gate.safetensors"
 FIGURES_FILE = "gate.json"
+_KEY = "gate"
 # Tokens of each domain that are read, fewer where layers must run for it, and numbers of their states in memory at a
 # time.
 _TOKENS, _TOKENS_THROUGH_LAYERS = 2**20, 2**18
@@ -85,95 +86,77 @@ class GateFigures:
     # beginning on.
     kept: dict[str, float] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain data."""
-        return dict(vars(self))
 
+def fit_gate(model: Any, run: Run, dtypes: dict[str, torch.dtype], recalled: Sequence[Document] = ()) -> GateFigures:
+    """Fit the gate of `model` and measure it, or take both from the work folder, where an earlier call left them.
 
-def fit_gate(
-    model: Any,
-    mixture: Mixture[PackedSequence],
-    held: Mapping[str, Callable[[int, int], list[PackedSequence]]],
-    *,
-    work: Path,
-    dtypes: dict[str, torch.dtype],
-    seed: int,
-    device: str,
-    leads: bool,
-    say: Callable[[str], None],
-    recalled: Sequence[Document] = (),
-) -> GateFigures:
-    """Fit the gate of `model` and measure it, or take both from `work`, where an earlier call left them.
+    The threshold is chosen by as many independent texts, as a gate that opens by mistake stays open to the end of its
+    text.
 
     Args:
         model: the model, whose gate is fitted in place.
-        mixture: the sources that the gate is fitted on.
-        held: by source, what returns so many held-out sequences of such a length. The threshold is chosen by as many
-            independent texts, as a gate that opens by mistake stays open to the end of its text.
-        work: the folder in which the result is kept.
+        run: its sources, on which the gate is fitted, and what is held out of them.
         dtypes: the gate's tensors, by their names in the model, and in which they are stored; values are rounded to it.
-        seed: of the config.
-        device: where the gate is fitted.
-        leads: whether this process writes the result.
-        say: takes a line for the user.
         recalled: documents that the base wrote, original text too.
 
     Raises:
         BadInput: the gate cannot separate the two domains.
     """
     tensors = {name: getattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in dtypes}
+    mixture, work, say = run.data.mixture, run.work, run.say
     record = RunRecord.read(work)
-    if record is not None and record.gate is not None and record.gate == _digest_of(work):
+    if record is not None and record.has_kept(_KEY, work, GATE_FILE, FIGURES_FILE):
         _take(tensors, safetensors.torch.load_file(work / GATE_FILE))
         return GateFigures(**json.loads((work / FIGURES_FILE).read_text(encoding="utf-8")))
     before = model.training
-    model.to(device).eval()
+    model.to(run.device).eval()
     say("fitting the domain gate")
     length = mixture.streams[0].packer.length
     held_length = max(length, min(_HELD_LENGTH, _context(model)))
-    drawn = {name: draw(max(1, _HELD_TOKENS // held_length), held_length) for name, draw in held.items()}
+    drawn = {name: draw(max(1, _HELD_TOKENS // held_length), held_length) for name, draw in run.data.held.items()}
     negatives = Negatives.beside(mixture.streams, length, held_length, recalled)
     _tell(negatives, say)
-    figures = _fitted(model, mixture, negatives, drawn, dtypes, tensors, seed, say)
+    figures = _fitted(model, run, negatives, drawn, dtypes, tensors)
     if figures.new < _USELESS and figures.kept.keys() & {*NAMES}:
         say(
             f"  with these kinds it is open on {figures.new:.1%} of held-out new tokens, so it is fitted without them:"
             " on kinds of text that no source has the base is not kept"
         )
-        figures = _fitted(model, mixture, Negatives({}, {}, {}), drawn, dtypes, tensors, seed, say)
+        figures = _fitted(model, run, Negatives({}, {}, {}), drawn, dtypes, tensors)
     _from_the_first(tensors)
     model.train(before)
     _judge(figures, say)
-    if leads:
-        _keep(work, tensors, figures, record)
+    if run.ranks.leads:
+        fitted = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+        (work / GATE_FILE).unlink(missing_ok=True)
+        safetensors.torch.save_file(fitted, work / GATE_FILE)
+        write_durably(work / FIGURES_FILE, json.dumps(vars(figures)))
+        if record is not None:
+            record.keep(_KEY, work, GATE_FILE, FIGURES_FILE)
     return figures
 
 
 def _fitted(
     model: Any,
-    mixture: Mixture[PackedSequence],
+    run: Run,
     negatives: Negatives,
     held: Mapping[str, Sequence[PackedSequence]],
     dtypes: Mapping[str, torch.dtype],
     tensors: dict[str, Tensor],
-    seed: int,
-    say: Callable[[str], None],
 ) -> GateFigures:
-    """Fit the classifier on `mixture`, choose the threshold by `held`, with `negatives` on either side, and measure.
+    """Fit the classifier on the run's text, choose the threshold by `held`, with `negatives` for both, and measure.
 
     Args:
         model: the model.
-        mixture: its sources.
+        run: its sources.
         negatives: more original sources.
         held: held-out sequences of every source.
         dtypes: of the gate's tensors, by their names in the model.
         tensors: these, which get their values.
-        seed: of the config.
-        say: takes a line for the user.
     """
     gate, layer = _gate_of(model)
     tokens = _TOKENS_THROUGH_LAYERS if gate.spec.layer else _TOKENS
-    fitted = _classifier(gate, _parts(model, layer, mixture, negatives.fitted, tokens), seed)
+    fitted = _classifier(gate, _parts(model, layer, run.data.mixture, negatives.fitted, tokens), run.loaded.config.seed)
     threshold = next(name for name in dtypes if name.endswith(".threshold"))
 
     def judged(against: float, least: float) -> GateFigures:
@@ -191,29 +174,11 @@ def _fitted(
     figures = judged(_AGAINST, gate.spec.opens)
     if figures.new >= _USELESS or gate.spec.opens <= 0:
         return figures
-    say(
+    run.say(
         f"  with {gate.spec.opens:g} nats of evidence it opens on {figures.new:.1%} of held-out new tokens, so it opens"
         " with as little as `false_positives` allows: these texts are short, or tokens show little of their domain"
     )
     return judged(0.0, -math.inf)
-
-
-def _keep(work: Path, tensors: Mapping[str, Tensor], figures: GateFigures, record: RunRecord | None) -> None:
-    """Write the fitted tensors and the figures to the work folder, and their digest to its record."""
-    safetensors.torch.save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, work / GATE_FILE)
-    sync(work / GATE_FILE)
-    write_durably(work / FIGURES_FILE, json.dumps(figures.to_json()))
-    if record is not None:
-        record.gate = _digest_of(work)
-        record.write(work)
-
-
-def _digest_of(work: Path) -> str | None:
-    """Digest both files; None where one is not there."""
-    contents = [read_own(work / name) for name in (GATE_FILE, FIGURES_FILE)]
-    if any(content is None for content in contents):
-        return None
-    return hashlib.sha256(b"".join(hashlib.sha256(content or b"").digest() for content in contents)).hexdigest()
 
 
 def _gate_of(model: Any) -> tuple[Any, nn.Module]:

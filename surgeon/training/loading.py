@@ -1,33 +1,26 @@
-"""The model of a run, with exactly what is wanted set to train, its head, and the base that teaches it."""
+"""The model of a run, with exactly what is wanted set to train, and its head."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from surgeon.common.library import first_line
-from surgeon.data.documents import Documents
-from surgeon.data.layouts import Document
-from surgeon.data.rows import Rows
-from surgeon.data.specs import RowsSpec
+from surgeon.data.examples import batch_of_examples
+from surgeon.data.packing import Batches, batch_of
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.lineage import Lineage
-from surgeon.models.load import load_model, stored_dtype
+from surgeon.models.load import load_model
 from surgeon.models.outputs import check_window, load_encoder
-from surgeon.training.gate_fitting import fit_gate
 from surgeon.training.isolation import probe
-from surgeon.training.losses.cached_teacher import CachedTeacher
 from surgeon.training.losses.cross_entropy import FusedHead, choose
-from surgeon.training.losses.fisher import Anchored, fisher_of
-from surgeon.training.losses.preserving import Preserving
-from surgeon.training.opening import Run
-from surgeon.training.processes.sharding import gathered
-from surgeon.training.self_generated import gate_text
-from surgeon.training.steps.by_document import by_document
+from surgeon.training.losses.preserving import NUMBERS
+from surgeon.training.run import Run
 from surgeon.training.steps.packed import builds_no_mask, give_masks_positions, implementation_of, run_in_one_row
-from surgeon.training.trainable.trainable_set import StoredNames, TrainedParameters, check_set, hold_fixed, unfreeze
+from surgeon.training.trainable.trainable_set import TrainedParameters
 
 # The operation that makes a mixture of experts of a dense model.
 UPCYCLE = "upcycle_experts"
@@ -41,44 +34,25 @@ def loaded_model(run: Run) -> tuple[Any, TrainedParameters]:
             f"{run.loaded.where('attention')}flex_attention does not train on a CPU; leave `attention` out, or say sdpa"
         )
     options: dict[str, Any] = {"dtype": config.dtype, "attention": config.attention, "say": run.say}
-    if run.auto is None:
+    if run.target.auto is None:
         model = load_model(run.out, **options)
     else:
-        model = load_encoder(run.out, auto=run.auto, **options)
+        model = load_encoder(run.out, auto=run.target.auto, **options)
         check_window(model, run.settings.length)
-    _isolate(run, model)
-    fixed: dict[str, int] = {}
-    if config.lora is not None:
-        # PEFT is an extra.
-        from surgeon.training.trainable.lora import attach
-
-        names = attach(
-            model,
-            config.lora,
-            run.wanted.names,
-            beside=run.wanted.beside,
-            base_names=run.out.tensors,
-            seed=config.seed,
-        )
-        check_set(model, names)
-    else:
-        names = unfreeze(model, run.wanted, base_names=run.out.tensors)
-        for name in names:
-            # Loaded weights may be mapped from the file.
-            parameter = model.get_parameter(name)
-            parameter.data = parameter.data.clone()
-        fixed = hold_fixed(model, run.wanted, tensors=run.out.tensors)
-    run.say(f"trains {len(names)} tensors, {trained_numbers(model, fixed):,} numbers: {run.wanted.shown}")
+    isolate(run, model)
+    parameters = run.target.attach(model, run.wanted)
+    numbers = trained_numbers(model, parameters.fixed)
+    run.say(f"trains {len(parameters.names)} tensors, {numbers:,} numbers: {run.wanted.shown}")
     model.config.use_cache = False
     if _spreads(run, model):
         model.config.output_router_logits = True
     if config.checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
-    return model, TrainedParameters(tuple(names), fixed)
+    return model, parameters
 
 
-def _isolate(run: Run, model: Any) -> None:
+def isolate(run: Run, model: Any) -> None:
     """Have a model keep packed documents apart: by its masks, or where its attention takes none in one row."""
     if run.examples is not None or run.loaded.config.packing == "joined":
         return
@@ -86,6 +60,14 @@ def _isolate(run: Run, model: Any) -> None:
         run_in_one_row(model)
     else:
         give_masks_positions(model)
+
+
+def batches_of(run: Run, *, process: int, processes: int) -> Batches[Any]:
+    """Return a process's micro-batches; those of text have the numbers of their sequences among all of the run."""
+    if run.pad is None:
+        return Batches(run.data.mixture, run.settings.micro_batch, process, processes, batch_of, NUMBERS)
+    make = partial(batch_of_examples, pad=run.pad)
+    return Batches(run.data.mixture, run.settings.micro_batch, process, processes, make)
 
 
 def check_isolation(run: Run, model: Any) -> None:
@@ -144,40 +126,6 @@ def _spreads(run: Run, model: Any) -> bool:
     return any(entry.op == UPCYCLE for surgery in surgeries for entry in surgery.operations)
 
 
-def fit(run: Run, model: Any) -> list[str]:
-    """Fit what gets its values before the first step; its names in the model."""
-    if not run.wanted.fitted:
-        return []
-    stored = StoredNames(model, dict.fromkeys((*run.out.tensors, *run.wanted.fitted)))
-    dtypes: dict[str, torch.dtype] = {}
-    for name in run.wanted.fitted:
-        target = stored.alone(name)
-        assert target is not None, name
-        dtypes[target] = stored_dtype(run.out.tensors[name].dtype)
-    fit_gate(
-        model,
-        run.data.mixture,
-        run.data.held,
-        work=run.work,
-        dtypes=dtypes,
-        seed=run.loaded.config.seed,
-        device=run.device,
-        leads=run.ranks.leads,
-        say=run.say,
-        recalled=_recalled(run),
-    )
-    return list(dtypes)
-
-
-def _recalled(run: Run) -> Sequence[Document]:
-    """What the model wrote for its gate; nothing where it wrote none."""
-    path = gate_text(run.target)
-    if not path.is_file():
-        return ()
-    documents = Documents(path, Rows(RowsSpec()))
-    return [documents.read(number) for number in range(len(documents))]
-
-
 def fused_head(run: Run, model: Any) -> FusedHead | None:
     """The head that computes cross-entropy without all logits at once; None where torch's own does."""
     if run.examples is not None:
@@ -186,59 +134,9 @@ def fused_head(run: Run, model: Any) -> FusedHead | None:
     tokens = run.settings.micro_batch * run.settings.length
     kind = choose(run.loaded.config.cross_entropy, tokens=tokens, vocabulary=vocabulary, device=run.device)
     if kind == "torch":
-        # What teaches needs what the head reads.
-        return None if run.within is None else FusedHead(model, kind)
+        return FusedHead(model, kind) if any(remedy.reads_head for remedy in run.remedies) else None
     run.say(f"cross-entropy: {kind}, without all {tokens:,} × {vocabulary:,} logits at once")
     return FusedHead(model, kind)
-
-
-def preserving_by(run: Run, model: Any, fused: FusedHead | None) -> Preserving | None:
-    """The base within the model that teaches it through the head `fused`; None where none does."""
-    if run.within is None or run.loaded.config.preserve is None:
-        return None
-    assert fused is not None
-    spec, config = run.loaded.config.preserve, run.loaded.config
-    copy: FusedHead | None = None
-    if run.within.apart and spec.cached is None:
-        frozen = load_model(run.out, dtype=config.dtype, attention=config.attention).requires_grad_(False)
-        frozen.config.use_cache = False
-        _isolate(run, frozen)
-        copy = FusedHead(frozen if run.sharding is not None else frozen.to(run.device), "torch")
-    base = run.within.shown
-    how = f"{base} within" if copy is None else f"a frozen copy of {base}"
-    if spec.cached is not None:
-        how = f"what {base} said before the first step"
-    found = Preserving(model, spec, run.within, fused, copy=copy)
-    run.say(f"{how} teaches: {spec.taught} on {spec.on} text, weight {found.weight:g}")
-    return found
-
-
-def anchored_by(run: Run, model: Any, fused: FusedHead | None, device: torch.device) -> Anchored | None:
-    """What trains, pulled back to its values at birth by the Fisher information; None where the config has none."""
-    spec = run.loaded.config.preserve
-    if spec is None or not spec.fisher:
-        return None
-    weight = spec.weight_of("fisher")
-    run.say(f"fisher: estimated from at most {spec.fisher} sequences of original text; weight {weight:g}")
-    with by_document():
-        fisher = fisher_of(
-            model, run.data.mixture, sequences=spec.fisher, work=run.work, fused=fused, device=device, ranks=run.ranks
-        )
-    if not any(bool(gathered(each.any())) for each in fisher.values()):
-        run.say(
-            "fisher: it is 0 everywhere, as nothing that trains takes part in original text, so it keeps nothing; leave"
-            " it out"
-        )
-    return Anchored(model, fisher, weight)
-
-
-def cached_teacher(run: Run) -> CachedTeacher | None:
-    """Return the base's predictions on disk; None where it predicts during training, or not at all."""
-    spec, settings = run.loaded.config.preserve, run.settings
-    if run.within is None or spec is None or spec.cached is None:
-        return None
-    sequences = settings.steps * settings.batch
-    return CachedTeacher(run.work, spec.cached, spec.on, run.data.mixture, sequences, settings.length)
 
 
 def trained_numbers(model: Any, fixed: Mapping[str, int]) -> int:

@@ -12,77 +12,56 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.common import devices
 from surgeon.common.disk_space import writing
-from surgeon.common.distributed import Ranks, waiting
 from surgeon.common.formatting import listed
 from surgeon.common.listener import Listener
-from surgeon.common.work_folders import WorkFolder, work_folder
+from surgeon.common.work_folders import WorkFolder
 from surgeon.data.layouts import Labelled
 from surgeon.data.sources import open_source
 from surgeon.errors import BadInput, printable
 from surgeon.plan.plan import head_plan
 from surgeon.training.config.loading import LoadedConfig
 from surgeon.training.config.schema import MOST_LABELS
-from surgeon.training.self_generated import join
+from surgeon.training.places import headed_folder
+from surgeon.training.run import Prepared
+from surgeon.training.self_generated import by_the_first
 from surgeon.writing.apply import apply
-
-
-def headed_folder(target: Path) -> Path:
-    """Return the folder of an encoder with a new head until the run is published: `.NAME.headed`."""
-    return work_folder(target, "headed")
 
 
 @contextlib.contextmanager
 def headed(
-    out: CheckpointFolder,
-    loaded: LoadedConfig,
-    folder: Path,
-    target: Path,
-    *,
-    device: str,
-    trust_remote_code: bool,
-    listener: Listener,
+    prepared: Prepared, folder: Path | None, *, trust_remote_code: bool, listener: Listener
 ) -> Iterator[CheckpointFolder]:
-    """Give `out` a classification head for the config's labels, drawn by its seed, in `folder` while inside.
+    """Give an encoder a classification head for the config's labels, drawn by its seed, in a folder while inside.
 
     The first of several processes makes it, and its error is raised in all.
 
     Args:
-        out: the encoder.
-        loaded: the training config.
-        folder: where the encoder with a head is written.
-        target: where the run will be published.
-        device: as `apply` takes it.
+        prepared: the run of the encoder without a head.
+        folder: where the encoder with a head is written; None: beside the run.
         trust_remote_code: as `apply` takes it.
         listener: hears what `apply` reports.
 
     Raises:
         BadInput: the data's labels are not names or numbers of classes; and as `apply`.
     """
+    out, place = prepared.out, folder or headed_folder(prepared.to)
     # Called as `out`, which is how the run's manifest calls its base.
-    made = folder / (out.path.resolve().name or "encoder")
-    ranks = Ranks.of_environment()
+    made = place / (out.path.resolve().name or "encoder")
     with contextlib.ExitStack() as stack:
-        if ranks.size == 1:
-            stack.enter_context(_held(folder, target))
-            _make(out, loaded, made, trust_remote_code, listener)
-        else:
-            join(devices.resolve(device))
-            with waiting(ranks) as together:
-                if together.leads:
-                    with together.leading():
-                        stack.enter_context(_held(folder, target))
-                        _make(out, loaded, made, trust_remote_code, listener)
-                else:
-                    together.receive()
+
+        def make() -> None:
+            stack.enter_context(_held(place, prepared.to))
+            _make(out, prepared.loaded, made, trust_remote_code, listener)
+
+        by_the_first(prepared.device, make)
         yield CheckpointFolder.open(made, trust_remote_code=trust_remote_code)
 
 
 @contextlib.contextmanager
-def _held(folder: Path, target: Path) -> Iterator[None]:
+def _held(folder: Path, to: Path) -> Iterator[None]:
     """The folder, ours alone while inside, gone afterwards."""
-    with writing(folder), WorkFolder(folder, target=target) as work:
+    with writing(folder), WorkFolder(folder, target=to) as work:
         # What a run that was cut off left there; the same values are drawn again.
         work.clear()
         try:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
 from transformers.integrations import INTEGRATION_TO_CALLBACK
 
-from surgeon.anatomy.anatomy import Anatomy
 from surgeon.checkpoint.folder import CheckpointFolder, digests_of
 from surgeon.common import devices
 from surgeon.common.distributed import Ranks
@@ -24,129 +22,52 @@ from surgeon.errors import BadInput, printable
 from surgeon.manifest.compose import BaseId, without_surgery
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, StoredTensor
 from surgeon.manifest.moves import recorded_tensors
-from surgeon.manifest.trainable import TrainableSet
-from surgeon.manifest.within import Within
-from surgeon.models.load import CLASSIFIER
-from surgeon.training.config.loading import LoadedConfig
-from surgeon.training.config.settings import Settings
-from surgeon.training.preparing import Prepared, prepare
-from surgeon.training.processes.launching import Sharding
-from surgeon.training.saved.work_folder import work_folder
-from surgeon.training.self_generated import memory_folder
+from surgeon.training.places import memory_folder
+from surgeon.training.run import Prepared, Run
 from surgeon.training.training_data import TrainingData
 
 
-@dataclass(frozen=True)
-class Run:
-    """A run that is settled and checked, with its data opened; `notes` are about its numbers.
-
-    `within` is the base that teaches; None where none does. `manifest` is None where there was no surgery, until the
-    tensors are read.
-    """
-
-    out: CheckpointFolder
-    manifest: Manifest | None
-    loaded: LoadedConfig
-    settings: Settings
-    wanted: TrainableSet
-    data: TrainingData
-    target: Path
-    device: str
-    ranks: Ranks
-    sharding: Sharding | None
-    within: Within | None
-    anatomy: Anatomy
-    trackers: Sequence[TrainerCallback]
-    listener: Listener
-    say: Callable[[str], None]
-    encoder: Encoder
-    notes: Sequence[str]
-    # Of a classification head.
-    examples: ExampleEncoder | None = None
-
-    @property
-    def auto(self) -> str | None:
-        """transformers' class of the model; None: a decoder's."""
-        return None if self.examples is None else CLASSIFIER
-
-    @property
-    def pad(self) -> int | None:
-        """The id that fills up a batch of examples."""
-        return None if self.examples is None else self.examples.pad
-
-    @property
-    def work(self) -> Path:
-        """The folder of checkpoints until the run is published."""
-        return work_folder(self.target)
-
-
-def opened_run(
-    out: CheckpointFolder,
-    manifest: Manifest | None,
-    loaded: LoadedConfig,
-    target: Path,
-    *,
-    device: str,
-    listener: Listener,
-    prepared: Prepared | None,
-    imagined: Mapping[str, Corpus] | None = None,
-) -> Run:
+def opened_run(prepared: Prepared, listener: Listener, *, imagined: Mapping[str, Corpus] | None = None) -> Run:
     """Open a run: its texts are read through, its trackers open.
 
     Args:
-        out: the output to train.
-        manifest: its manifest; None where there was no surgery.
-        loaded: the training config.
-        target: where the run will be published.
-        device: `auto`, or a device.
+        prepared: what `prepare` returned.
         listener: receives progress.
-        prepared: what `prepare` returned; None: it is called here.
         imagined: by source, texts that the model has yet to write.
 
     Raises:
         BadInput: the run cannot be made; every problem is a line.
     """
+    loaded, settings, to = prepared.loaded, prepared.settings, prepared.to
     ranks = Ranks.of_environment()
     say = listener.say if ranks.leads else lambda _: None
-    if prepared is None:
-        prepared = prepare(out, manifest, loaded, target, device=device, processes=ranks.size)
-    settings, sharding = prepared.settings, prepared.sharding
+    sharding = prepared.sharding
     if sharding is not None and ranks.size == 1:
         say("one process: nothing is sharded")
         sharding = None
-    device = devices.resolve(device)
-    trackers = open_trackers(loaded.config.report_to, target=target, config=str(loaded.source))
+    device = devices.resolve(prepared.device)
+    trackers = open_trackers(loaded.config.report_to, to=to, config=str(loaded.source))
     vocabulary = prepared.anatomy.sizes.vocabulary
-    encoder, examples = Encoder(out.path, vocabulary=vocabulary, template=loaded.template), None
+    encoder, examples = Encoder(prepared.out.path, vocabulary=vocabulary, template=loaded.template), None
     if loaded.config.classifies:
-        examples = ExampleEncoder(encoder.tokenizer, out.config, length=settings.length, vocabulary=vocabulary)
+        examples = ExampleEncoder(encoder.tokenizer, prepared.out.config, length=settings.length, vocabulary=vocabulary)
         data = TrainingData.open_examples(loaded, examples, say)
     else:
-        memory = memory_folder(target)
-        data = TrainingData.open(loaded, settings, encoder, say, memory=memory, imagined=imagined)
+        data = TrainingData.open(loaded, settings, encoder, say, memory=memory_folder(to), imagined=imagined)
     notes = prepared.notes
     if prepared.settled_for is not None:
         settings, more = prepared.settled_for(steps=data.steps_of(loaded, settings, say))
         notes = [*notes, *more]
+    settled = {"settings": settings, "notes": notes, "sharding": sharding, "device": device}
     return Run(
-        out,
-        manifest,
-        loaded,
-        settings,
-        prepared.wanted,
-        data,
-        target,
-        device,
-        ranks,
-        sharding,
-        prepared.within,
-        prepared.anatomy,
-        trackers,
-        listener,
-        say,
-        encoder,
-        notes,
-        examples,
+        **(vars(prepared) | settled),
+        data=data,
+        ranks=ranks,
+        trackers=trackers,
+        listener=listener,
+        say=say,
+        encoder=encoder,
+        examples=examples,
     )
 
 
@@ -180,7 +101,7 @@ def as_it_is(run: Run, digests: Mapping[str, str]) -> Manifest:
     return without_surgery(out, BaseId(out.path.resolve().name), run.anatomy, digests=digests, files=files)
 
 
-def open_trackers(names: Sequence[str], *, target: Path, config: str) -> list[TrainerCallback]:
+def open_trackers(names: Sequence[str], *, to: Path, config: str) -> list[TrainerCallback]:
     """The trackers' callbacks, by the names that transformers gives them; `config` is the file that asks for them.
 
     Raises BadInput for a name that transformers does not know, and for a library that is not installed; so does a
@@ -199,7 +120,7 @@ def open_trackers(names: Sequence[str], *, target: Path, config: str) -> list[Tr
             raise BadInput(f"{where}: {_line(error)}") from None
         if name == "tensorboard" and callback.logging_dir is None:
             # transformers' own place is in the work folder, which goes when the run is published.
-            callback.logging_dir = str(target.with_name(f"{target.name}-tensorboard"))
+            callback.logging_dir = str(to.with_name(f"{to.name}-tensorboard"))
         opened.append(_begun(callback, where))
     return opened
 

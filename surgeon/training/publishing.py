@@ -11,10 +11,10 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from surgeon._version import __version__
@@ -39,10 +39,9 @@ from surgeon.manifest.run_files import (
     kept_name,
     kept_tensors,
 )
-from surgeon.manifest.trainable import Fixed, TrainableSet
-from surgeon.models.load import build_model, stored_dtype
-from surgeon.training.config.schema import LoraSpec
-from surgeon.training.trainable.trainable_set import StoredNames
+from surgeon.manifest.trainable import Fixed
+from surgeon.models.load import stored_dtype
+from surgeon.training.targets.target import Values
 from surgeon.writing.job import (
     Job,
     beside_weights,
@@ -68,6 +67,12 @@ class Change(NamedTuple):
 
     max_change: float
     relative_change: float | None
+
+    @classmethod
+    def between(cls, before: Tensor, after: Tensor) -> Self:
+        """Measure it, in float64."""
+        delta, norm = after.double() - before.double(), float(before.double().norm())
+        return cls(float(delta.abs().max()), float(delta.norm()) / norm if norm else None)
 
 
 @dataclass(frozen=True)
@@ -135,7 +140,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Final:
-    """The trained values, in FINAL_FILE, and a LoRA's adapter, in ADAPTER_FILE, with its config.
+    """The trained values, in FINAL_FILE, and an adapter, in ADAPTER_FILE, with its config.
 
     `changes` says how each tensor differs from what it was.
     """
@@ -144,75 +149,39 @@ class Final:
     adapter: bytes | None = None
 
 
-def write_final(
-    out: CheckpointFolder,
-    trained: Path,
-    work: Path,
-    *,
-    wanted: TrainableSet,
-    lora: LoraSpec | None = None,
-    base: str = "",
-    auto: str | None = None,
-) -> Final:
-    """Write the trained values in the output's dtypes to `work`'s FINAL_FILE, and measure how each differs from before.
+def write_final(out: CheckpointFolder, values: Values, work: Path, fixed: Mapping[str, Fixed]) -> Final:
+    """Write trained values in the output's dtypes to `work`'s FINAL_FILE, and measure how each differs from before.
 
-    A part of a tensor that is fixed did not train: it is written as the output has it. A LoRA is merged, and written
-    beside it.
+    A part of a tensor that is fixed did not train: it is written as the output has it. An adapter is written beside it.
 
     Args:
         out: the output that was trained.
-        trained: the checkpoint's file of trained values.
+        values: what training made of its tensors.
         work: the folder to write to.
-        wanted: what was to train.
-        lora: the config's LoRA.
-        base: what the adapter's config calls the model.
-        auto: transformers' class of the model; None: a decoder's.
+        fixed: by tensor, what of it did not train.
 
     Raises:
         PromiseBroken: a fixed part is another in what was trained.
         BadInput: a trained value is not finite.
     """
-    adapter = None
-    if lora is not None:
-        tensors, adapter = _with_lora(out, trained, work, lora, base, auto)
-    else:
-        tensors = load_file(trained)
-        if tensors.keys() != set(wanted.names):
-            # Of a tied tensor that the checkpoint holds twice, one was trained.
-            stored = StoredNames(build_model(out, dtype=lambda _: torch.float32, auto=auto), out.tensors)
-            tensors = stored.on_disk(tensors, also=wanted.names)
     changes: dict[str, Change] = {}
-    for name, value in tensors.items():
+    tensors: dict[str, Tensor] = {}
+    for name, value in values.tensors.items():
         info = out.tensors[name]
         dtype = stored_dtype(info.dtype)
-        stored_value = torch.frombuffer(out.read(name), dtype=dtype).reshape(info.shape)
-        before = stored_value.double()
-        if held := wanted.fixed.get(name):
-            value = _with_fixed(name, value, stored_value, held)
-        tensors[name] = value.to(dtype)
-        delta = tensors[name].double() - before
+        stored = torch.frombuffer(out.read(name), dtype=dtype).reshape(info.shape)
+        tensors[name] = _with_fixed(name, value, stored, fixed[name]) if name in fixed else value.to(dtype)
         if not bool(torch.isfinite(tensors[name]).all()):
             raise BadInput(
                 f"{printable(name)}: holds NaN or infinity after the last step, and nothing is published of it; lower"
                 " `optimizer.lr` or look at the data"
             )
-        norm = float(before.norm())
-        changes[name] = Change(float(delta.abs().max()), float(delta.norm()) / norm if norm else None)
-    (work / FINAL_FILE).unlink(missing_ok=True)
-    save_file(tensors, work / FINAL_FILE, metadata={"format": "pt"})
-    return Final(changes, adapter)
-
-
-def _with_lora(
-    out: CheckpointFolder, trained: Path, work: Path, spec: LoraSpec, base: str, auto: str | None
-) -> tuple[dict[str, Tensor], bytes]:
-    """The weights with the LoRA merged, and its config; its own tensors go to ADAPTER_FILE."""
-    from surgeon.training.trainable.lora import adapter_config, merged, write_adapter
-
-    found = merged(out, trained, spec, build_model(out, dtype=lambda _: torch.float32, auto=auto))
-    write_adapter(found.adapter, work / ADAPTER_FILE)
-    config = adapter_config(spec, found.adapter, base, transposed=found.transposed, whole=found.whole)
-    return found.tensors, config
+        changes[name] = Change.between(stored, tensors[name])
+    for file, content in ((FINAL_FILE, tensors), (ADAPTER_FILE, values.adapter)):
+        (work / file).unlink(missing_ok=True)
+        if content is not None:
+            save_file(dict(content), work / file, metadata={"format": "pt"})
+    return Final(changes, values.adapter_config)
 
 
 def _with_fixed(name: str, value: Tensor, stored: Tensor, fixed: Fixed) -> Tensor:
@@ -238,7 +207,7 @@ class Before(NamedTuple):
 
 def _kept_shards(
     out: CheckpointFolder, manifest: Manifest, of_base: Collection[str], lost: Mapping[str, TensorInfo]
-) -> tuple[tuple[Shard, ...], dict[str, Pieces]]:
+) -> tuple[list[Shard], dict[str, Pieces]]:
     """Lay out what the tensors `of_base` were before all training, in shards cut as the output's, and where that lies.
 
     What an earlier run kept is taken from there; what an earlier run changed and did not keep is gone, unless `lost`
@@ -255,49 +224,7 @@ def _kept_shards(
             outputs = tuple(Output(kept_name(n), Copy.of((infos | found)[n]), None) for n in names)
             shards.append(Shard(f"{KEPT_FOLDER}/{file}", outputs, None))
     places = places_of({kept_name(name): info for name, info in infos.items()})
-    return tuple(shards), places | places_of({kept_name(name): info for name, info in found.items()}, _BEFORE)
-
-
-@dataclass(frozen=True)
-class _Beside:
-    """Files of weights beside the run's own: what the base's tensors were before training, and a LoRA's adapter.
-
-    `kept` names the former, `adapter` are the tensors of the latter in the order of their names.
-    """
-
-    shards: tuple[Shard, ...]
-    places: dict[str, Pieces]
-    kept: tuple[str, ...] = ()
-    adapter: tuple[TensorInfo, ...] = ()
-
-    @classmethod
-    def of(
-        cls,
-        out: CheckpointFolder,
-        manifest: Manifest,
-        made: LocalSource,
-        final: Final,
-        before: Collection[str] | None,
-        lost: Mapping[str, TensorInfo],
-    ) -> _Beside:
-        """Lay them out.
-
-        Args:
-            out: the output that was trained.
-            manifest: its manifest.
-            made: the work folder, with the adapter where a LoRA trained.
-            final: what training made.
-            before: the tensors of the base that trained, whose values of before are kept; None: none are.
-            lost: values from before all training that the output no longer has.
-        """
-        shards, places = ((), {}) if before is None else _kept_shards(out, manifest, before, lost)
-        kept = tuple(name for name in out.tensors if kept_name(name) in places)
-        if final.adapter is None:
-            return cls(shards, places, kept)
-        ordered = made.headers([ADAPTER_FILE])[ADAPTER_FILE].tensors
-        adapter = Shard(ADAPTER_WEIGHTS_FILE, tuple(copied(info.name, info) for info in ordered), None)
-        places = places | places_of({info.name: info for info in ordered}, _TRAINED)
-        return cls((*shards, adapter), places, kept, tuple(sorted(ordered, key=lambda info: info.name)))
+    return shards, places | places_of({kept_name(name): info for name, info in found.items()}, _BEFORE)
 
 
 def publishing_job(
@@ -330,23 +257,39 @@ def publishing_job(
     shards = tuple(
         Shard(file, tuple(copied(info.name, info) for info in infos), file) for file, infos in in_order(out).items()
     )
+    # Files of weights beside the run's own: what the base's tensors were before training, and an adapter.
     lost = keep.tensors if isinstance(keep, Before) else {}
-    beside = _Beside.of(out, manifest, made, final, of_base if keep or manifest.kept else None, lost)
+    beside, places = _kept_shards(out, manifest, of_base, lost) if keep or manifest.kept else ([], {})
+    kept = [name for name in out.tensors if kept_name(name) in places]
+    adapter: dict[str, TensorInfo] = {}
     if final.adapter is not None:
+        adapter = {info.name: info for info in made.headers([ADAPTER_FILE])[ADAPTER_FILE].tensors}
+        outputs = tuple(copied(name, info) for name, info in adapter.items())
+        beside.append(Shard(ADAPTER_WEIGHTS_FILE, outputs, None))
+        places |= places_of(adapter, _TRAINED)
         added = {**added, ADAPTER_CONFIG_FILE: final.adapter}
 
     def finish(proof: ReadBack) -> Mapping[str, bytes]:
         """Write manifest and card. Raises PromiseBroken where a tensor that did not train is not what it was."""
-        _check_untrained(proof, digests, {*beside.places, *final.changes})
-        run = _training_entry(proof, digests, final, entry, beside, of_base)
+        _check_untrained(proof, digests, {*places, *final.changes})
+        before: dict[str, dict[str, Any]] = {name: {"before": digests[name]} for name in of_base}
+        tensors = {
+            name: TrainedTensor(sha256=proof.digests[name], **change._asdict(), **before.get(name, {}))
+            for name, change in final.changes.items()
+        }
+        more: dict[str, Any] = {"kept": kept} if kept else {}
+        if final.adapter is not None:
+            stored = {name: StoredTensor.of(adapter[name], proof.digests[name]) for name in sorted(adapter)}
+            more["adapter"] = AdapterEntry(config=hashlib.sha256(final.adapter).hexdigest(), tensors=stored)
+        run = TrainingEntry(tool=Tool(name="surgeon", version=__version__), tensors=tensors, **entry, **more)
         files = {name: digest for name, digest in proof.files.items() if not name.startswith(f"{ADAPTER_FOLDER}/")}
         after = manifest.changed(training=[*manifest.training, run], files=beside_weights(files))
         return manifest_and_card(after, out.config, shards, metadata_of(out))
 
     return Job(
-        shards=(*shards, *beside.shards),
+        shards=(*shards, *beside),
         sources={"": out.source, _TRAINED: made, **({_BEFORE: keep.source} if isinstance(keep, Before) else {})},
-        places=places_in(out.tensors, shards) | places_of(trained, _TRAINED) | beside.places,
+        places=places_in(out.tensors, shards) | places_of(trained, _TRAINED) | places,
         twins=twins_in(out, shards),
         files=model_files(out.config, shards, _code_of(out, manifest)) | dict(added),
         carried=out,
@@ -355,7 +298,7 @@ def publishing_job(
         identity={
             "train": _digest(work / FINAL_FILE),
             "adapter": None if final.adapter is None else _digest(work / ADAPTER_FILE),
-            "kept": list(beside.kept),
+            "kept": kept,
             "entry": entry,
             "held": dict(digests),
             "out": out.identity(),
@@ -376,31 +319,6 @@ def _check_untrained(proof: ReadBack, digests: Mapping[str, str], changed: Colle
             raise PromiseBroken(
                 f"{printable(name)}: did not train, yet is not what surgery.json says; nothing was published"
             )
-
-
-def _training_entry(
-    proof: ReadBack,
-    digests: Mapping[str, str],
-    final: Final,
-    entry: dict[str, Any],
-    beside: _Beside,
-    of_base: Collection[str],
-) -> TrainingEntry:
-    """Return the run's entry in the manifest, once all of it was read back; arguments as `publishing_job` has them."""
-    tensors = {
-        name: TrainedTensor(
-            sha256=proof.digests[name],
-            max_change=change.max_change,
-            relative_change=change.relative_change,
-            **({"before": digests[name]} if name in of_base else {}),
-        )
-        for name, change in final.changes.items()
-    }
-    more: dict[str, Any] = {"kept": list(beside.kept)} if beside.kept else {}
-    if final.adapter is not None:
-        adapter = {info.name: StoredTensor.of(info, proof.digests[info.name]) for info in beside.adapter}
-        more["adapter"] = AdapterEntry(config=hashlib.sha256(final.adapter).hexdigest(), tensors=adapter)
-    return TrainingEntry(tool=Tool(name="surgeon", version=__version__), tensors=tensors, **entry, **more)
 
 
 def _digest(path: Path) -> str:

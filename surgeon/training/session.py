@@ -7,44 +7,26 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import TrainerCallback
 
-from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.staging import check_destination, check_space
 from surgeon.common.disk_space import writing
 from surgeon.common.formatting import size
-from surgeon.common.listener import Listener, Quiet, Stopwatch
-from surgeon.data.examples import batch_of_examples
-from surgeon.data.packing import Batches, batch_of
+from surgeon.common.listener import Listener, Stopwatch
 from surgeon.errors import BadInput, printable
-from surgeon.manifest.manifest import Manifest
 from surgeon.manifest.reading import written_manifest
 from surgeon.models.templates import TEMPLATE_FILE
-from surgeon.training.config.loading import LoadedConfig
 from surgeon.training.footprint import check_room_of, copied_bytes, peak_memory
-from surgeon.training.gate_fitting import FIGURES_FILE
-from surgeon.training.loading import (
-    anchored_by,
-    cached_teacher,
-    check_isolation,
-    fit,
-    fused_head,
-    loaded_model,
-    preserving_by,
-    trained_numbers,
-)
-from surgeon.training.losses.cached_teacher import CachedTeacher
-from surgeon.training.losses.held_out import figures_by_source
-from surgeon.training.losses.preserving import NUMBERS
-from surgeon.training.opening import Run, as_it_is, check_as_left, opened_run
-from surgeon.training.preparing import Prepared
+from surgeon.training.loading import batches_of, check_isolation, fused_head, loaded_model, trained_numbers
+from surgeon.training.opening import as_it_is, check_as_left, opened_run
+from surgeon.training.places import memory_folder
 from surgeon.training.processes.sharding import let_go, shard, sharded_here
 from surgeon.training.publishing import Trained, publishing_job, write_final
+from surgeon.training.run import Prepared, Run
 from surgeon.training.saved.checkpoints import (
     RUN_FILE,
     STATE_FILE,
@@ -57,10 +39,9 @@ from surgeon.training.saved.checkpoints import (
     step_of,
 )
 from surgeon.training.saved.work_folder import fingerprint_of, own_work_folder
-from surgeon.training.self_generated import memory_folder, write_sources
-from surgeon.training.steps.by_document import by_document
+from surgeon.training.self_generated import write_texts
 from surgeon.training.steps.cadence import Cadence
-from surgeon.training.steps.trainer import DATA_FILE, TRAINED_FILE, Sequences, SurgeonTrainer, Terms, training_arguments
+from surgeon.training.steps.trainer import DATA_FILE, TRAINED_FILE, SurgeonTrainer, Terms, training_arguments
 from surgeon.writing.linked_shards import bytes_to_move
 from surgeon.writing.write import execute
 
@@ -69,30 +50,20 @@ WHOLE_FOLDER = "whole"
 
 
 def run_training(
-    out: CheckpointFolder,
-    manifest: Manifest | None,
-    loaded: LoadedConfig,
-    target: Path,
-    *,
-    device: str,
-    listener: Listener,
     prepared: Prepared,
+    listener: Listener,
+    *,
     deliver: Callable[[Path], object] | None = None,
     link: bool = False,
     take_over: bool = False,
 ) -> Trained | None:
-    """Train `out` by the config and publish it as `target`; None on processes that do not lead.
+    """Train by what `prepare` returned and publish the run; None on processes that do not lead.
 
     Args:
-        out: the output to train.
-        manifest: its manifest; None where there was no surgery.
-        loaded: the training config.
-        target: where the run is published.
-        device: `auto`, or a device.
+        prepared: the output, the config, where the run is published, and what is settled of it.
         listener: receives progress.
-        prepared: what `prepare` returned.
-        deliver: makes `target` of the run, which is published in the work folder then.
-        link: link shards in which nothing trained to `out`'s.
+        deliver: makes the run's folder of the run, which is published in the work folder then.
+        link: link shards in which nothing trained to the output's.
         take_over: continue a work folder that came from elsewhere.
 
     Raises:
@@ -101,22 +72,22 @@ def run_training(
         Diverged: the loss is no number any more.
         PromiseBroken: a tensor that did not train changed.
     """
-    fitted = bool(prepared.wanted.fitted)
-    write_sources(out, loaded, target, gate=fitted, device=device, listener=listener, take_over=take_over)
-    run = opened_run(out, manifest, loaded, target, device=device, listener=listener, prepared=prepared)
-    settings, data, ranks, say = run.settings, run.data, run.ranks, run.say
-    digests = check_as_left(out, manifest, listener)
-    if manifest is None:
+    out, loaded, to = prepared.out, prepared.loaded, prepared.to
+    write_texts(prepared, listener, take_over=take_over)
+    run = opened_run(prepared, listener)
+    ranks, say = run.ranks, run.say
+    digests = check_as_left(out, run.manifest, listener)
+    if run.manifest is None:
         run = replace(run, manifest=as_it_is(run, digests))
     kept = f"checkpoints are kept in {printable(str(run.work))}: the same command continues"
-    fingerprint = fingerprint_of(loaded, settings, digests, data)
+    fingerprint = fingerprint_of(loaded, run.settings, digests, run.data)
     with (
         writing(run.work, kept=kept),
-        own_work_folder(run.work, target, fingerprint, leads=ranks.leads, take_over=take_over, say=say) as work,
+        own_work_folder(run.work, to, fingerprint, leads=ranks.leads, take_over=take_over, say=say) as work,
     ):
         # Another run may have made it before this one held the folder.
-        check_destination(target, out.path)
-        for note in (*out.notes, *run.notes, *data.notes):
+        check_destination(to, out.path)
+        for note in (*out.notes, *run.notes, *run.data.notes):
             say(note)
         for why in drop_what_does_not_count(run.work, loaded.config.keep_best) if ranks.leads else ():
             say(f"{why}, so it is passed over and dropped")
@@ -125,24 +96,17 @@ def run_training(
         if work is None:
             return None
         work.check_there()
-        trained = _delivered(trained, run, digests, deliver, link=link)
+        if deliver is None:
+            trained = _publish(trained, run, to, digests, link=link)
+        else:
+            whole = run.work / WHOLE_FOLDER
+            if whole.exists():
+                # Of a run that was cut off between the two.
+                shutil.rmtree(whole)
+            trained = _publish(trained, run, whole, digests, link=link)
+            deliver(whole)
         work.remove(last=RUN_FILE)
-        shutil.rmtree(memory_folder(target), ignore_errors=True)
-    return trained
-
-
-def _delivered(
-    trained: Trained, run: Run, digests: dict[str, str], deliver: Callable[[Path], object] | None, *, link: bool
-) -> Trained:
-    """Publish the run as its target; with `deliver`, in the work folder, out of which that makes the target."""
-    if deliver is None:
-        return _publish(trained, run, run.target, digests, link=link)
-    whole = run.work / WHOLE_FOLDER
-    if whole.exists():
-        # Of a run that was cut off between the two.
-        shutil.rmtree(whole)
-    trained = _publish(trained, run, whole, digests, link=link)
-    deliver(whole)
+        shutil.rmtree(memory_folder(to), ignore_errors=True)
     return trained
 
 
@@ -156,11 +120,10 @@ def _train(run: Run) -> Trained:
     checkpoint = newest_checkpoint(run.work)
     done = step_of(checkpoint) if checkpoint else 0
     trainer = _trainer(run, done)
-    cached = cached_teacher(run)
     if ranks.leads:
-        check_room_of(run, trainer, cached)
-    if cached is not None:
-        _record_teacher(cached, trainer, run)
+        check_room_of(run, trainer.model)
+    for remedy in run.remedies:
+        remedy.measure(run, trainer.model, trainer.terms.fused)
     first = _first_losses(trainer, run)
     begun = time.perf_counter()
     history = _steps(trainer, run, checkpoint, done)
@@ -175,7 +138,7 @@ def _train(run: Run) -> Trained:
         made = 0
     return Trained(
         out=run.out.path,
-        path=run.target,
+        path=run.to,
         manifest=run.manifest,
         operations=run.wanted.operations,
         settings=settings.to_json(),
@@ -191,20 +154,6 @@ def _train(run: Run) -> Trained:
         peak_memory=peak_memory(run.device),
         scores={} if run.examples is None else {name: _scores(last, name) for name in first},
     )
-
-
-def _record_teacher(cached: CachedTeacher, trainer: SurgeonTrainer, run: Run) -> None:
-    """Write down what the base says, before anything of it trains."""
-    assert trainer.terms.preserving is not None
-    run.say(f"{cached.summary}, in {printable(str(run.work))} while the run lasts")
-    with by_document():
-        cached.record(
-            trainer.terms.preserving,
-            micro_batch=run.settings.micro_batch,
-            device=trainer.args.device,
-            ranks=run.ranks,
-            listener=run.listener if run.ranks.leads else Quiet(),
-        )
 
 
 def _steps(trainer: SurgeonTrainer, run: Run, checkpoint: Path | None, done: int) -> list[dict[str, Any]]:
@@ -247,41 +196,36 @@ def _published_step(run: Run, log: Sequence[Mapping[str, Any]], first: Mapping[s
 def _trainer(run: Run, done: int) -> SurgeonTrainer:
     """Load the model, let exactly the run's parameters train, and make the trainer that continues after step `done`."""
     config, settings, ranks = run.loaded.config, run.settings, run.ranks
-    args = training_arguments(
-        run.target.name, run.work, settings, log_every=config.log_every, save_every=config.save_every, device=run.device
-    )
+    args = training_arguments(run)
     model, parameters = loaded_model(run)
-    parameters = replace(parameters, fitted=tuple(fit(run, model)))
+    fitted = [name for remedy in run.remedies for name in remedy.fit(run, model)]
     if run.sharding is None:
         # What is compared before the first step runs where training does: some attention runs on a GPU alone.
         model.to(args.device)
     fused = fused_head(run, model)
-    preserving = preserving_by(run, model, fused)
+    beside = [remedy.join(run, model, fused) for remedy in run.remedies]
     if run.sharding is not None:
-        shard(model, run.sharding, device=args.device)
-        if preserving is not None and preserving.base.model is not model:
-            shard(preserving.base.model, run.sharding, device=args.device)
+        for each in (model, *beside):
+            if each is not None:
+                shard(each, run.sharding, device=args.device)
         run.say(f"sharded over {ranks.size} processes (FSDP2)")
-    make = batch_of if run.pad is None else partial(batch_of_examples, pad=run.pad)
-    batches = Batches(
-        run.data.mixture,
-        micro_batch=settings.micro_batch,
-        process=ranks.rank,
-        processes=ranks.size,
-        make=make,
-        numbered=NUMBERS if cached_teacher(run) is not None else None,
+    cadence = Cadence(
+        settings,
+        config.evaluate_every,
+        run.say,
+        run.listener if ranks.leads else None,
+        done,
+        examples=run.examples is not None,
+        terms=[remedy.logged for remedy in run.remedies if remedy.logged is not None],
     )
-    shown = run.listener if ranks.leads else None
-    cadence = Cadence(settings, config.evaluate_every, run.say, shown, done, examples=run.examples is not None)
     trainer = SurgeonTrainer(
         model,
         args,
-        settings=settings,
-        parameters=parameters,
-        sequences=Sequences(batches, run.data.validation, run.pad),
+        run=run,
+        parameters=replace(parameters, fitted=tuple(fitted)),
+        batches=batches_of(run, process=ranks.rank, processes=ranks.size),
         callbacks=[cadence, *run.trackers],
-        terms=Terms(fused, preserving, anchored_by(run, model, fused, args.device)),
-        keep_best=config.keep_best,
+        terms=Terms(fused, run.remedies),
         saving=_saving(run, model),
     )
     check_isolation(run, model)
@@ -306,12 +250,10 @@ def _publish(trained: Trained, run: Run, target: Path, digests: dict[str, str], 
             f"{printable(str(run.work))}: {wrong}; nothing is published of it. Run the same command again: it goes on"
             " from the checkpoint before"
         )
-    lora = run.loaded.config.lora
-    # What the adapter goes onto: the model as it is before this run.
+    # What an adapter goes onto: the model as it is before this run.
     called = run.manifest.base.id if not run.manifest.operations else run.out.path.resolve().name
-    final = write_final(
-        run.out, last / TRAINED_FILE, run.work, wanted=run.wanted, lora=lora, base=called, auto=run.auto
-    )
+    values = run.target.publish(last / TRAINED_FILE, run.wanted, called)
+    final = write_final(run.out, values, run.work, run.wanted.fixed)
     template = run.loaded.template
     added = {TEMPLATE_FILE: template.encode()} if template and TEMPLATE_FILE not in run.out.side_files else {}
     made = publishing_job(
@@ -354,8 +296,8 @@ def _entry(trained: Trained, run: Run) -> dict[str, Any]:
         entry["scores"] = trained.scores
     if run.loaded.config.keep_best is not None:
         entry["published_step"] = trained.published_step
-    if run.wanted.fitted:
-        entry["gate"] = json.loads((run.work / FIGURES_FILE).read_text(encoding="utf-8"))
+    for remedy in run.remedies:
+        entry |= remedy.after(run)
     return entry
 
 
@@ -381,15 +323,7 @@ def _first_losses(trainer: SurgeonTrainer, run: Run) -> dict[str, float]:
     record = RunRecord.read(run.work)
     if record is not None and record.first is not None:
         return record.first
-    figures = figures_by_source(
-        trainer.model,
-        trainer.validation,
-        micro_batch=trainer.settings.micro_batch,
-        process=run.ranks.rank,
-        processes=run.ranks.size,
-        pad=run.pad,
-    )
-    losses = {name: found["loss"] for name, found in figures.items()}
+    losses = {name: found["loss"] for name, found in trainer.figures().items()}
     if losses:
         run.say("step 0: held-out loss " + ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items()))
     if run.ranks.leads:

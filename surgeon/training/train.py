@@ -6,9 +6,9 @@ import contextlib
 import datetime
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -22,19 +22,16 @@ from surgeon.common.json_results import by_number
 from surgeon.common.listener import Listener, Quiet
 from surgeon.common.tables import FittedTable
 from surgeon.errors import BadInput, printable
-from surgeon.manifest.manifest import Manifest
 from surgeon.manifest.reading import manifest_of
 from surgeon.training.config.loading import LoadedConfig, load_config
 
 _MOST_LABELS = 6
 
-_T = TypeVar("_T")
-
 if TYPE_CHECKING:
     from surgeon.manifest.checkpoint import Checkpoint
     from surgeon.training.dry_run import Rehearsal
-    from surgeon.training.preparing import Prepared
     from surgeon.training.publishing import Change, Trained
+    from surgeon.training.run import Prepared
 
 
 def train(
@@ -79,7 +76,7 @@ def train(
         WrongSet: anything else would train.
         Diverged: the loss is no number any more.
     """
-    checked = _checked(out, config, to, overrides, device, trust_remote_code)
+    prepared = _prepared(out, config, to, overrides, device, trust_remote_code)
     listener = listener or Quiet()
 
     from surgeon.training.session import run_training
@@ -88,13 +85,11 @@ def train(
         from surgeon.rework.make_delta import make_delta_of
 
         run = CheckpointFolder.open(whole, trust_remote_code=trust_remote_code)
-        make_delta_of(run, checked.target, None, metadata_of(run), listener)
+        make_delta_of(run, prepared.to, None, metadata_of(run), listener)
 
-    with _with_head(checked, None, device, trust_remote_code, listener) as headed:
+    with _with_head(prepared, None, trust_remote_code, listener) as headed:
         deliver = as_delta if delta_only else None
-        return headed.given_to(
-            run_training, device=device, listener=listener, deliver=deliver, link=link, take_over=take_over
-        )
+        return run_training(headed, listener, deliver=deliver, link=link, take_over=take_over)
 
 
 def rehearse(
@@ -124,49 +119,31 @@ def rehearse(
     Raises:
         BadInput: as `train`, and where a micro-batch does not fit into memory.
     """
-    checked = _checked(out, config, to, overrides, device, trust_remote_code)
+    prepared = _prepared(out, config, to, overrides, device, trust_remote_code)
     if Ranks.of_environment().size > 1:
         raise BadInput("torchrun: `--dry-run` times one process; run it without torchrun")
 
     from surgeon.training.dry_run import measured
     from surgeon.training.opening import opened_run
-    from surgeon.training.self_generated import imagined_sources
+    from surgeon.training.self_generated import imagined_texts
 
     listener = listener or Quiet()
-    fitted = bool(checked.prepared.wanted.fitted)
-    imagined = imagined_sources(
-        checked.out, checked.loaded, checked.target, gate=fitted, device=device, say=listener.say
-    )
+    imagined = imagined_texts(prepared, listener.say)
     with (
         tempfile.TemporaryDirectory(prefix="surgeon-head-") as room,
-        _with_head(checked, Path(room) / "head", device, trust_remote_code, listener) as headed,
+        _with_head(prepared, Path(room) / "head", trust_remote_code, listener) as headed,
     ):
-        run = headed.given_to(opened_run, device=device, listener=listener, imagined=imagined.texts)
-        return measured(run, imagined)
+        return measured(opened_run(headed, listener, imagined=imagined.texts), imagined)
 
 
-class _Checked(NamedTuple):
-    """A run whose config and output were read, and fit each other."""
-
-    out: CheckpointFolder
-    manifest: Manifest | None
-    loaded: LoadedConfig
-    target: Path
-    prepared: Prepared
-
-    def given_to(self, call: Callable[..., _T], **more: Any) -> _T:
-        """Call `make` with all of it, and with `more`."""
-        return call(self.out, self.manifest, self.loaded, self.target, prepared=self.prepared, **more)
-
-
-def _checked(
+def _prepared(
     out: str | Path,
     config: str | Path | LoadedConfig,
     to: str | Path,
     overrides: Sequence[str],
     device: str,
     trust_remote_code: bool,
-) -> _Checked:
+) -> Prepared:
     """Everything about a run that is checked without torch. Raises BadInput with all that is wrong."""
     if isinstance(config, LoadedConfig):
         if overrides:
@@ -178,37 +155,25 @@ def _checked(
     from surgeon.training.preparing import prepare
 
     folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
-    manifest, target = None if folder.manifest is None else manifest_of(folder), Path(to)
-    processes = Ranks.of_environment().size
-    prepared = prepare(folder, manifest, loaded, target, device=device, processes=processes)
-    return _Checked(folder, manifest, loaded, target, prepared)
+    manifest = None if folder.manifest is None else manifest_of(folder)
+    return prepare(folder, manifest, loaded, Path(to), device=device, processes=Ranks.of_environment().size)
 
 
 @contextlib.contextmanager
 def _with_head(
-    checked: _Checked, folder: Path | None, device: str, trust_remote_code: bool, listener: Listener
-) -> Iterator[_Checked]:
+    prepared: Prepared, folder: Path | None, trust_remote_code: bool, listener: Listener
+) -> Iterator[Prepared]:
     """The same, of an encoder without a head with the one that its labels need, which lies in `folder` (None: beside
-    the target) while inside."""
-    if not checked.prepared.headless:
-        yield checked
+    the run) while inside."""
+    if not prepared.headless:
+        yield prepared
         return
 
-    from surgeon.training.new_head import headed, headed_folder
+    from surgeon.training.new_head import headed
     from surgeon.training.preparing import prepared_with_head
 
-    with headed(
-        checked.out,
-        checked.loaded,
-        folder or headed_folder(checked.target),
-        checked.target,
-        device=device,
-        trust_remote_code=trust_remote_code,
-        listener=listener,
-    ) as out:
-        manifest = manifest_of(out)
-        prepared = prepared_with_head(checked.prepared, out, manifest, checked.loaded)
-        yield checked._replace(out=out, manifest=manifest, prepared=prepared)
+    with headed(prepared, folder, trust_remote_code=trust_remote_code, listener=listener) as out:
+        yield prepared_with_head(prepared, out, manifest_of(out))
 
 
 def trained_view(trained: Trained) -> RenderableType:
@@ -293,15 +258,8 @@ def rehearsal_view(rehearsal: Rehearsal) -> RenderableType:
     )
     whole = datetime.timedelta(seconds=round(rehearsal.seconds))
     facts.add_row("time", f"about {whole} for {settings['steps']:,} steps, {rehearsal.tokens:,} tokens")
-    if rehearsal.seconds_writing:
-        before = datetime.timedelta(seconds=round(rehearsal.seconds_writing))
-        facts.add_row("before", f"about {before} for the text that the model writes")
-    if rehearsal.teacher_bytes:
-        before = datetime.timedelta(seconds=round(rehearsal.seconds_asking))
-        facts.add_row("before", f"about {before} for what the base says, kept on disk: {size(rehearsal.teacher_bytes)}")
-    if rehearsal.seconds_estimating:
-        before = datetime.timedelta(seconds=round(rehearsal.seconds_estimating))
-        facts.add_row("before", f"about {before} for the Fisher information")
+    for seconds, words in rehearsal.before:
+        facts.add_row("before", f"about {datetime.timedelta(seconds=round(seconds))} for {words}")
     facts.add_row("memory", f"about {size(rehearsal.peak_memory)} at the most, with AdamW's state")
     return Group(*parts, facts, Text(), Text("dry run: nothing was written", style="bold green"))
 
@@ -327,8 +285,7 @@ def check_training(out: Checkpoint, config: LoadedConfig) -> None:
 
 def discard_run(to: str | Path) -> None:
     """Remove what a call of `train` that ended early keeps beside `to`: checkpoints, and texts that the model wrote."""
-    from surgeon.training.saved.work_folder import work_folder
-    from surgeon.training.self_generated import memory_folder
+    from surgeon.training.places import memory_folder, work_folder
 
     for folder in (work_folder(Path(to)), memory_folder(Path(to))):
         shutil.rmtree(folder, ignore_errors=True)

@@ -23,11 +23,7 @@ from surgeon.errors import BadInput, printable
 from surgeon.models.templates import MARKS, unknown_marks
 from surgeon.training.config.loading import LoadedConfig
 from surgeon.training.config.settings import Settings
-
-
-def written_source(memory: Path, source: SourceSpec) -> Path:
-    """The file of a text that the model writes itself."""
-    return memory / f"{source.name}.jsonl"
+from surgeon.training.places import written_source
 
 
 def _as_file(source: SourceSpec, memory: Path | None, loaded: LoadedConfig) -> SourceSpec:

@@ -25,9 +25,9 @@ from surgeon.rework.refresh import Refreshed
 from surgeon.rework.revert import Reverted
 from surgeon.share.export_slot import Exported
 from surgeon.share.push import Pushed
-from surgeon.training.blend import Blend
 from surgeon.training.dry_run import Rehearsal
 from surgeon.training.publishing import Trained
+from surgeon.training.remedies.blend import Blend
 from surgeon.verification.diff import Difference
 from surgeon.verification.verification import Verification
 from surgeon.writing.apply import Applied

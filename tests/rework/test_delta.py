@@ -21,7 +21,7 @@ from surgeon.errors import BadInput
 from surgeon.manifest.manifest import seal_of
 from surgeon.rework import make_delta as making
 from surgeon.rework.apply_delta import applying_job
-from surgeon.training.saved.work_folder import work_folder
+from surgeon.training.places import work_folder
 from tests import tiny
 from tests.checkpoint.stand_in_hub import Hub
 from tests.checkpoints import train, write_plan

@@ -22,7 +22,7 @@ from surgeon.training.losses import cached_teacher
 from surgeon.training.losses.cached_teacher import INDEX_FILE, SAID_FILE, STATE_FILE, CachedTeacher
 from surgeon.training.losses.preserving import Preserving, chunked_divergence
 from surgeon.training.losses.top_k import TopK
-from surgeon.training.saved.work_folder import work_folder
+from surgeon.training.places import work_folder
 from surgeon.training.steps.trainer import SurgeonTrainer
 from surgeon.training.train import rehearsal_view
 from tests.training.test_preserve import ORIGINAL, curve

@@ -19,15 +19,14 @@ from surgeon.models.load import load_model
 from surgeon.training.losses import fisher
 from surgeon.training.losses.cross_entropy import FusedHead
 from surgeon.training.losses.fisher import FISHER_FILE, Anchored, estimated
+from surgeon.training.places import work_folder
 from surgeon.training.saved.checkpoints import RunRecord
-from surgeon.training.saved.work_folder import work_folder
 from surgeon.training.steps.trainer import SurgeonTrainer
 from surgeon.training.train import rehearsal_view
 from tests.training.test_losses_live import ids_of
 from tests.training.test_preserve import OPERATIONS, OPTIMIZER, ORIGINAL, curve, forgotten
 from tests.training.test_train import base_of, config, digests
 
-CPU = torch.device("cpu")
 # Two documents in a sequence; the first three tokens of another do not count.
 IDS = ids_of(0)
 SEQUENCES = [
@@ -97,7 +96,7 @@ def test_it_is_the_definitions(made: Path, how: Any) -> None:
     model = trained_model(made)
     expected = by_hand(made, model)
     head = None if how == "plain" else FusedHead(model, how)
-    found = estimated(model.train(), SEQUENCES, head, device=CPU, ranks=Ranks())
+    found = estimated(model.train(), SEQUENCES, head, Ranks())
     assert found.keys() == expected.keys() and len(found) > 10
     assert model.training and all(parameter.grad is None for parameter in model.parameters())
     for name, each in found.items():
@@ -154,7 +153,7 @@ def test_killed_anywhere_it_ends_byte_for_byte(made: Path, tmp_path: Path, monke
     """While it is estimated, while it is written, and while the model trains; then it is not estimated again."""
     given: dict[str, Any] = {"save_every": 1, "preserve": {"loss": ["kl", "fisher"], "sequences": 3}}
     run(made, tmp_path / "whole", **given)
-    nats, keep, step, calls = fisher._nats, fisher._keep, SurgeonTrainer.training_step, []
+    nats, keep, step, calls = fisher._nats, RunRecord.keep, SurgeonTrainer.training_step, []
 
     def second(*arguments: Any) -> Any:
         calls.append(1)
@@ -162,8 +161,8 @@ def test_killed_anywhere_it_ends_byte_for_byte(made: Path, tmp_path: Path, monke
             raise Killed
         return nats(*arguments)
 
-    def half(work: Path, found: Any) -> None:
-        keep(work, found)
+    def half(self: Any, key: str, work: Path, *files: str) -> None:
+        keep(self, key, work, *files)
         (work / FISHER_FILE).write_bytes((work / FISHER_FILE).read_bytes()[:-9])
         raise Killed
 
@@ -174,7 +173,7 @@ def test_killed_anywhere_it_ends_byte_for_byte(made: Path, tmp_path: Path, monke
 
     for where, name, cut in (
         (fisher, "_nats", second),
-        (fisher, "_keep", half),
+        (RunRecord, "keep", half),
         (SurgeonTrainer, "training_step", third),
     ):
         with monkeypatch.context() as patched, pytest.raises(Killed):
@@ -199,7 +198,7 @@ def test_one_of_other_weights_is_not_taken(made: Path, tmp_path: Path, monkeypat
         run(made, tmp_path / "run", **given)
     work = work_folder(tmp_path / "run")
     record = RunRecord.read(work)
-    assert record is not None and record.fisher is not None
+    assert record is not None and "fisher" in record.kept
     other = {name: 1000 * tensor for name, tensor in load_file(work / FISHER_FILE).items()}
     save_file(other, work / FISHER_FILE)
     with pytest.raises(BadInput, match="holds checkpoints of another run"):
@@ -243,11 +242,11 @@ def test_text_that_gives_nothing_is_refused(made: Path) -> None:
     model = trained_model(made)
     nothing = PackedSequence([3, 4], [-100, -100], [0, 1], 0)
     with pytest.raises(BadInput, match="no token of the original text counts"):
-        estimated(model, [nothing], None, device=CPU, ranks=Ranks())
+        estimated(model, [nothing], None, Ranks())
     name = next(iter(model.freeze_base()))
     model.get_parameter(name).data.fill_(float("nan"))
     with pytest.raises(BadInput, match="its gradients on the original text are no finite numbers"):
-        estimated(model, SEQUENCES, None, device=CPU, ranks=Ranks())
+        estimated(model, SEQUENCES, None, Ranks())
 
 
 def test_what_is_said(made: Path, tmp_path: Path) -> None:

@@ -20,10 +20,9 @@ from safetensors.torch import load_file
 import surgeon
 from surgeon.errors import BadInput
 from surgeon.training import gate_fitting
+from surgeon.training.places import memory_folder, work_folder
 from surgeon.training.publishing import Trained
 from surgeon.training.saved.checkpoints import newest_checkpoint
-from surgeon.training.saved.work_folder import work_folder
-from surgeon.training.self_generated import memory_folder
 from tests import tiny
 from tests.training import sharded_runs
 from tests.training.test_train import CONFIG, base_of, config, digests, grown

@@ -172,10 +172,11 @@ KILLED_IN = """
 import os, signal, sys
 from surgeon.data import recalled_text
 from surgeon.training import gate_fitting
+from surgeon.training.saved.checkpoints import RunRecord
 
 gate_fitting._STEPS = 200
 name, left = sys.argv[1], int(sys.argv[2])
-home = recalled_text.TextSoFar if name == "save" else gate_fitting
+home = recalled_text.TextSoFar if name == "save" else RunRecord
 real = getattr(home, name)
 
 def killed(*given):
@@ -199,7 +200,7 @@ def test_a_fitting_that_was_killed_ends_as_one_that_was_not(made: Path, monkeypa
     monkeypatch.setattr(gate_fitting, "_STEPS", 200)
     train(made, "out", "whole", steps=1, recall_for_gate=2500)
     called = ["train", *(str(made / name) for name in ("out", "train.yaml", "cut")), "--device", "cpu"]
-    for name, call in (("save", 2), ("_digest_of", 1)):
+    for name, call in (("save", 2), ("keep", 1)):
         ran = subprocess.run([*warm(), "-c", KILLED_IN, name, str(call), *called], capture_output=True, check=False)
         assert ran.returncode == -signal.SIGKILL, ran.stderr[-2000:]
     kept = {path.name for path in (made / ".cut.memory").iterdir() if path.suffix == ".jsonl"}

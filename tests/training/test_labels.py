@@ -24,6 +24,7 @@ from surgeon.plan.plan import head_plan
 from surgeon.training.config.loading import load_config
 from surgeon.training.loading import loaded_model
 from surgeon.training.opening import opened_run
+from surgeon.training.preparing import prepare
 from surgeon.training.steps import trainer
 from surgeon.training.train import rehearsal_view
 from tests import tiny
@@ -188,15 +189,9 @@ def test_a_step_is_that_of_a_plain_loop(tmp_path: Path) -> None:
     out = grown(tmp_path, "deberta", pairs=True)
     rows(tmp_path / "words.jsonl", count=40, pairs=True)
     asked = config(tmp_path, steps=3, length=20, optimizer=CONFIG["optimizer"] | {"clip": 0.0, "weight_decay": 0.0})
-    run = opened_run(
-        CheckpointFolder.open(out),
-        manifest_of(CheckpointFolder.open(out)),
-        load_config(asked),
-        tmp_path / "no",
-        device="cpu",
-        listener=Quiet(),
-        prepared=None,
-    )
+    opened, loaded = CheckpointFolder.open(out), load_config(asked)
+    prepared = prepare(opened, manifest_of(opened), loaded, tmp_path / "no", device="cpu", processes=1)
+    run = opened_run(prepared, Quiet())
     model, training = loaded_model(run)
     model.train()
     optimizer = torch.optim.AdamW([model.get_parameter(name) for name in training.names], lr=2e-2, weight_decay=0.0)

@@ -15,8 +15,8 @@ from surgeon.common.listener import Quiet
 from surgeon.errors import BadInput, SurgeonError
 from surgeon.manifest.within import Within
 from surgeon.models.load import load_model
-from surgeon.training import loading
 from surgeon.training.config.schema import PreserveSpec
+from surgeon.training.losses import preserving as losses
 from surgeon.training.losses.cross_entropy import FusedHead
 from surgeon.training.losses.preserving import Preserving, chunked_divergence
 from surgeon.training.steps.trainer import shares_of, weighed
@@ -204,7 +204,7 @@ def test_the_adapters_l1_is_a_mean_over_the_steps_original_tokens(made: Path, cu
     expected = 0.5 * float(torch.stack([each[0].double().abs().mean() for each in seen]).mean())
     whole = {"input_ids": ids, "labels": ids, "domain_ids": domains}
     batches = [{key: value[begin : begin + cut] for key, value in whole.items()} for begin in range(0, 10, cut)]
-    shares = shares_of(batches, None, device=torch.device("cpu"), processes=1)
+    shares = shares_of(batches, device=torch.device("cpu"), processes=1)
     items = torch.tensor(ids[:, 1:].numel())
     total = 0.0
     model.train()
@@ -272,12 +272,12 @@ def test_a_teacher_that_is_not_the_base_ends_the_run(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Were the manifest's layers misread, the first step would not be taken."""
-    plain = loading.Preserving
+    plain = losses.Preserving
 
     def misread(model: Any, spec: Any, within: Within, head: Any, **more: Any) -> Preserving:
         return plain(model, spec, Within(within.layers, (2,), None, newborn=True), head)
 
-    monkeypatch.setattr(loading, "Preserving", misread)
+    monkeypatch.setattr(losses, "Preserving", misread)
     with pytest.raises(SurgeonError, match="does not compute what the base does"):
         run(made, tmp_path / "run", preserve={})
     assert not (tmp_path / "run").exists()

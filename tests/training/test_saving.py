@@ -21,8 +21,8 @@ from surgeon.cli import app
 from surgeon.common.interrupting import interrupt
 from surgeon.errors import BadInput
 from surgeon.training import session
+from surgeon.training.places import work_folder
 from surgeon.training.saved.checkpoints import COMPLETE_FILE, Saving, is_beside, newest_checkpoint
-from surgeon.training.saved.work_folder import work_folder
 from surgeon.training.steps import cadence, trainer
 from tests.training.test_train import config, digests, grown
 

@@ -12,7 +12,7 @@ from transformers.integrations import INTEGRATION_TO_CALLBACK, TensorBoardCallba
 
 import surgeon
 from surgeon.errors import BadInput
-from surgeon.training.saved.work_folder import work_folder
+from surgeon.training.places import work_folder
 from tests.training.test_train import config, digests, grown
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import yaml
 from rich.console import Console
@@ -33,10 +34,11 @@ from surgeon.data.packing import Packer, held_out, split
 from surgeon.errors import BadInput, Diverged
 from surgeon.models.load import load_model
 from surgeon.models.templates import TEMPLATES
-from surgeon.training import publishing, session
-from surgeon.training.losses.held_out import losses_by_source
+from surgeon.training import session
+from surgeon.training.losses.held_out import figures_by_source
+from surgeon.training.places import work_folder
 from surgeon.training.saved.checkpoints import RunRecord, drop_what_does_not_count, newest_checkpoint, step_of
-from surgeon.training.saved.work_folder import own_work_folder, work_folder
+from surgeon.training.saved.work_folder import own_work_folder
 from surgeon.training.steps import trainer
 from surgeon.training.steps.trainer import TRAINED_FILE
 from surgeon.training.train import rehearsal_view, trained_view
@@ -115,7 +117,7 @@ def test_every_preserving_plan_starts_at_the_bases_loss_and_moves_nothing_else(
         documents = opened_texts(tmp_path / source["path"])
         _, held = split(documents, source["validation"], name=source["name"])
         sequences = held_out(documents, list(held), encoder, Packer(24, "isolated", 0), most=4)
-        expected = losses_by_source(base, {"it": sequences}, micro_batch=4)["it"]
+        expected = figures_by_source(base, {"it": sequences}, micro_batch=4)["it"]["loss"]
         assert trained.losses[source["name"]][0] == expected
     after = digests(tmp_path / "run")
     moved = {name for name in before if before[name] != after[name]}
@@ -672,7 +674,7 @@ def test_what_is_no_number_after_the_last_step_is_not_published(
         return {name: torch.full_like(value, torch.nan) for name, value in load_file(path).items()}
 
     out, asked = grown(tmp_path), config(tmp_path, steps=2)
-    monkeypatch.setattr(publishing, "load_file", broken)
+    monkeypatch.setattr(safetensors.torch, "load_file", broken)
     with pytest.raises(BadInput, match="holds NaN or infinity after the last step, and nothing is published of it"):
         surgeon.train(out, asked, tmp_path / "run", device="cpu")
     assert not (tmp_path / "run").exists()

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import surgeon
+from surgeon.anatomy.dissect import dissect_folder
 from surgeon.checkpoint.folder import DELTA_FILE, CheckpointFolder
 from surgeon.common.listener import Quiet
 from surgeon.errors import BadInput
@@ -27,17 +28,18 @@ from surgeon.lab.reports.inspect import inspection_view
 from surgeon.manifest.manifest import seal_of
 from surgeon.manifest.reading import manifest_of
 from surgeon.manifest.run_files import ADAPTER_CONFIG_FILE, ADAPTER_FOLDER, ADAPTER_WEIGHTS_FILE, KEPT_FOLDER
-from surgeon.manifest.trainable import Fixed, LayersSpec, trainable_set
+from surgeon.manifest.trainable import Fixed, LayersSpec, TrainableSet, trainable_set
 from surgeon.manifest.within import base_within
 from surgeon.models.load import load_model
 from surgeon.models.teacher import BaseWithin
-from surgeon.training.config.loading import load_config
-from surgeon.training.config.schema import LoraSpec
+from surgeon.training.config.loading import LoadedConfig, load_config
+from surgeon.training.config.schema import TrainConfig
 from surgeon.training.opening import opened_run
+from surgeon.training.places import work_folder
+from surgeon.training.preparing import prepare
 from surgeon.training.saved.checkpoints import step_of
-from surgeon.training.saved.work_folder import work_folder
 from surgeon.training.steps import trainer
-from surgeon.training.trainable.lora import attach
+from surgeon.training.targets.lora import Lora
 from tests import tiny
 from tests.decoders import tiny_decoder
 from tests.training.test_train import CONFIG, base_of, config, digests
@@ -264,8 +266,15 @@ def test_under_a_lora_the_base_is_within(tmp_path: Path) -> None:
     base = tiny.checkpoint(tmp_path / "base", "llama", num_hidden_layers=2)
     model, plain = load_model(base), load_model(base)
     names = [f"model.layers.{index}.mlp.up_proj.weight" for index in range(2)]
-    tensors = CheckpointFolder.open(base).tensors
-    trains = attach(model, LoraSpec(rank=2, dora=True), names, base_names=tensors, seed=7)
+    opened = CheckpointFolder.open(base)
+
+    def attached(model: Any, seed: int, **more: Any) -> tuple[str, ...]:
+        given = {"surgeon_train": 1, "steps": 1, "seed": seed, "lora": {"rank": 2, **more}}
+        source = {"name": "fr", "path": "fr.jsonl", "share": 1.0}
+        asked = LoadedConfig(TrainConfig.model_validate(given | {"sources": [source]}), tmp_path / "train.yaml")
+        return Lora(asked, opened, None, dissect_folder(opened)).attach(model, TrainableSet(tuple(names), ())).names
+
+    trains = attached(model, 7, dora=True)
     ids = torch.randint(3, 100, (2, 12), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = plain(ids).logits
@@ -277,11 +286,7 @@ def test_under_a_lora_the_base_is_within(tmp_path: Path) -> None:
         assert not torch.equal(model(ids).logits, expected)
     # The lengths of rows train as well. The same seed draws the same, another one does not.
     assert len(trains) == 6
-    first = [
-        attach(each := load_model(base), LoraSpec(rank=2), names, base_names=tensors, seed=seed)
-        and each.get_parameter(trains[0])
-        for seed in (7, 7, 8)
-    ]
+    first = [attached(each := load_model(base), seed) and each.get_parameter(trains[0]) for seed in (7, 7, 8)]
     assert torch.equal(first[0], first[1])
     assert not torch.equal(first[0], first[2])
 
@@ -412,7 +417,7 @@ def test_epochs_are_passes_through_what_is_new(tmp_path: Path) -> None:
     listener = Quiet()
     loaded = load_config(config(tmp_path, epochs=2, **given))
     folder = CheckpointFolder.open(tmp_path / "base")
-    run = opened_run(folder, None, loaded, tmp_path / "run", device="cpu", listener=listener, prepared=None)
+    run = opened_run(prepare(folder, None, loaded, tmp_path / "run", device="cpu", processes=1), listener)
     new = run.data.mixture.streams[0]
     tokens = sum(len(new.encoder.encode(new.documents.read(int(number)))[0]) for number in new.numbers)
     steps = math.ceil(2 * tokens / (0.75 * 4 * 16))
@@ -435,7 +440,7 @@ def test_bytes_are_of_the_new_text_that_the_run_draws(tmp_path: Path) -> None:
     folder = CheckpointFolder.open(tmp_path / "base")
     for wanted in (700, 5000):
         loaded = load_config(config(tmp_path, bytes=wanted, **given))
-        run = opened_run(folder, None, loaded, tmp_path / "run", device="cpu", listener=Quiet(), prepared=None)
+        run = opened_run(prepare(folder, None, loaded, tmp_path / "run", device="cpu", processes=1), Quiet())
         new, steps = run.data.mixture.streams[0], run.settings.steps
         drawn = [run.data.mixture.next() for _ in range(4 * steps)]
         assert any(note.startswith(f"bytes {wanted:,}: {steps} steps of 64 tokens") for note in run.data.notes)

@@ -141,7 +141,23 @@ class CachedTeacher:
             if not state["done"]:
                 if state["mixture"] is not None:
                     self.mixture.restore(state["mixture"])
-                self._write(preserving, state, micro_batch, device, ranks, listener)
+                listener.begin("asking the base", self.sequences, "sequences")
+                listener.advance(int(state["sequences"]))
+                with contextlib.ExitStack() as files:
+                    writer = _Writer(self, state, files) if ranks.leads else None
+                    for count, places, sequences in self._groups(int(state["sequences"]), micro_batch * ranks.size):
+                        # Groups of sequences are the same wherever one goes on.
+                        own = sequences[ranks.rank * micro_batch : (ranks.rank + 1) * micro_batch]
+                        # Sharded weights are gathered by all processes or none.
+                        runs = own or (sequences[:1] if is_sharded(preserving.model) else [])
+                        said = self._recorded(preserving, runs, device) if runs else []
+                        found = _gathered(said if own else [], ranks)
+                        if writer is None:
+                            ranks.receive()
+                            continue
+                        with ranks.leading(), writing(self.work):
+                            writer.add(count, places, sequences, found)
+                        listener.advance(count)
                 self.mixture.restore(begun)
                 let_go(preserving.model)
         self._open()
@@ -200,34 +216,6 @@ class CachedTeacher:
                     file.truncate(size)
         return state
 
-    def _write(
-        self,
-        preserving: Preserving,
-        state: Mapping[str, Any],
-        micro_batch: int,
-        device: torch.device,
-        ranks: Ranks,
-        listener: Listener,
-    ) -> None:
-        """Write what is not written yet. Groups of sequences are the same wherever one goes on."""
-        done, sharded = int(state["sequences"]), is_sharded(preserving.model)
-        listener.begin("asking the base", self.sequences, "sequences")
-        listener.advance(done)
-        writer = _Writer(self, state) if ranks.leads else None
-        with contextlib.nullcontext() if writer is None else writer:
-            for count, places, sequences in self._groups(done, micro_batch * ranks.size):
-                own = sequences[ranks.rank * micro_batch : (ranks.rank + 1) * micro_batch]
-                # Sharded weights are gathered by all processes or none.
-                runs = own or (sequences[:1] if sharded else [])
-                said = self._recorded(preserving, runs, device) if runs else []
-                found = _gathered(said if own else [], ranks)
-                if writer is None:
-                    ranks.receive()
-                    continue
-                with ranks.leading(), writing(self.work):
-                    writer.add(count, places, sequences, found)
-                listener.advance(count)
-
     def _groups(self, done: int, size: int) -> Iterator[tuple[int, list[int], list[PackedSequence]]]:
         """How many sequences are drawn, the places of those among them on which the base teaches, and these: `size`."""
         count, places, kept = 0, list[int](), list[PackedSequence]()
@@ -274,24 +262,16 @@ class CachedTeacher:
 
 
 class _Writer:
-    """Appends to the files of a teacher, from `state` on, and says from time to time how far they are safe."""
+    """Appends to the `files` of a teacher, from `state` on, and says from time to time how far they are safe."""
 
-    def __init__(self, teacher: CachedTeacher, state: Mapping[str, Any]) -> None:
+    def __init__(self, teacher: CachedTeacher, state: Mapping[str, Any], files: contextlib.ExitStack) -> None:
         self.teacher = teacher
         self.sequences, self.tokens = int(state["sequences"]), int(state["tokens"])
         self.saved = time.monotonic()
         self.digest = hashlib.sha256((read_own(teacher.work / INDEX_FILE) or b"")[: self.sequences * _ENTRY.itemsize])
-
-    def __enter__(self) -> _Writer:
-        with contextlib.ExitStack() as stack:
-            self.said, self.index = (
-                stack.enter_context((self.teacher.work / name).open("ab")) for name in (SAID_FILE, INDEX_FILE)
-            )
-            self.files = stack.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.files.close()
+        self.said, self.index = (
+            files.enter_context((teacher.work / name).open("ab")) for name in (SAID_FILE, INDEX_FILE)
+        )
 
     def add(
         self, count: int, places: Sequence[int], sequences: Sequence[PackedSequence], found: Sequence[NDArray[Any]]

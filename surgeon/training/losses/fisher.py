@@ -10,7 +10,6 @@ numbers act independently.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import safetensors.torch
@@ -20,15 +19,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from surgeon.common.distributed import Ranks, is_sharded
-from surgeon.common.work_folders import sync
 from surgeon.data.packing import IGNORED_LABEL, Mixture, PackedSequence, batch_of, one_pass
 from surgeon.errors import BadInput, printable
 from surgeon.training.losses.cross_entropy import FusedHead, next_labels
 from surgeon.training.processes.sharding import dealt_out, gathered
-from surgeon.training.saved.checkpoints import RunRecord, file_digest
+from surgeon.training.run import Run
+from surgeon.training.saved.checkpoints import RunRecord
 
-# In a work folder; it counts by its digest in the record.
-FISHER_FILE = "fisher.safetensors"
+# In a work folder; it counts by its digest, which the record has under the key.
+FISHER_FILE, _KEY = "fisher.safetensors", "fisher"
 
 
 class Anchored:
@@ -67,42 +66,37 @@ class Anchored:
         return sum(map(float, found)) / max(1, len(found))
 
 
-def fisher_of(
-    model: Any,
-    mixture: Mixture[PackedSequence],
-    *,
-    sequences: int,
-    work: Path,
-    fused: FusedHead | None,
-    device: torch.device,
-    ranks: Ranks,
-) -> dict[str, Tensor]:
-    """Estimate the Fisher information of what trains, or take it from `work`, where an earlier call left it.
+def fisher_of(model: Any, run: Run, sequences: int, fused: FusedHead | None) -> dict[str, Tensor]:
+    """Estimate the Fisher information of what trains, or take it from the work folder, where an earlier call left it.
 
-    All processes call, before anything trains; the first one writes.
+    All processes call, before anything trains; the first one writes. The run's mixture stays where it is.
 
     Args:
         model: the model, at birth, on its device, or sharded.
-        mixture: the run's sources; it stays where it is.
-        sequences: of original text, at most; every source gives as many.
-        work: the folder in which the result is kept.
+        run: the run, whose original text it is estimated from.
+        sequences: of that text, at most; every source gives as many.
         fused: the head that computes the loss without all logits; None: the model's own does.
-        device: where the model runs.
-        ranks: this process and the others.
 
     Raises:
         BadInput: the text gives nothing to estimate from, or gradients that are no finite numbers.
     """
-    kept = _kept(work) if ranks.leads else None
+    ranks, work = run.ranks, run.work
+    kept: dict[str, Tensor] | None = None
+    record = RunRecord.read(work)
+    if ranks.leads and record is not None and record.has_kept(_KEY, work, FISHER_FILE):
+        kept = safetensors.torch.load_file(work / FISHER_FILE)
     if ranks.leads:
         ranks.send(kept is not None)
     if kept is not None or (not ranks.leads and ranks.receive()):
         return {name: _given_out(kept, name, p) for name, p in model.named_parameters() if p.requires_grad}
-    found = estimated(model, original_text(mixture, sequences), fused, device=device, ranks=ranks)
+    found = estimated(model, original_text(run.data.mixture, sequences), fused, ranks)
     # Sharded values are gathered by all processes.
     whole = {name: tensor.cpu().contiguous() for name, tensor in gathered(found).items()}
     if ranks.leads:
-        _keep(work, whole)
+        assert record is not None
+        (work / FISHER_FILE).unlink(missing_ok=True)
+        safetensors.torch.save_file(whole, work / FISHER_FILE)
+        record.keep(_KEY, work, FISHER_FILE)
     return found
 
 
@@ -116,9 +110,9 @@ def original_text(mixture: Mixture[PackedSequence], count: int) -> list[PackedSe
 
 
 def estimated(
-    model: Any, sequences: Sequence[PackedSequence], fused: FusedHead | None, *, device: torch.device, ranks: Ranks
+    model: Any, sequences: Sequence[PackedSequence], fused: FusedHead | None, ranks: Ranks
 ) -> dict[str, Tensor]:
-    """F of every parameter that trains, float32, by its name; arguments and errors as `fisher_of` has them."""
+    """Return F of every parameter that trains, float32, by its name; arguments and errors are those of `fisher_of`."""
     batches = [batch_of([sequence], domains=False) for sequence in sequences]
     tokens = sum(int((next_labels(batch["labels"]) != IGNORED_LABEL).sum()) for batch in batches)
     if not tokens:
@@ -130,7 +124,7 @@ def estimated(
     own = batches if sharded else batches[ranks.rank :: ranks.size]
     model.eval()
     for batch in own:
-        nats = _nats(model, fused, {name: tensor.to(device) for name, tensor in batch.items()})
+        nats = _nats(model, fused, {name: tensor.to(model.device) for name, tensor in batch.items()})
         nats.backward()  # type: ignore[no-untyped-call]
         for name, parameter in trained.items():
             if parameter.grad is not None:
@@ -166,23 +160,3 @@ def _given_out(kept: Mapping[str, Tensor] | None, name: str, parameter: nn.Param
     if not isinstance(parameter, DTensor) and torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.broadcast(whole, 0)
     return dealt_out(whole, parameter)
-
-
-def _kept(work: Path) -> dict[str, Tensor] | None:
-    """What an earlier call left; None where there is none, or it is not what the record says."""
-    record, file = RunRecord.read(work), work / FISHER_FILE
-    if record is None or record.fisher is None or not file.exists() or file_digest(file) != record.fisher:
-        return None
-    kept: dict[str, Tensor] = safetensors.torch.load_file(file)
-    return kept
-
-
-def _keep(work: Path, fisher: Mapping[str, Tensor]) -> None:
-    """Write it to the work folder, and its digest to its record."""
-    record = RunRecord.read(work)
-    assert record is not None
-    (work / FISHER_FILE).unlink(missing_ok=True)
-    safetensors.torch.save_file(dict(fisher), work / FISHER_FILE)
-    sync(work / FISHER_FILE)
-    record.fisher = file_digest(work / FISHER_FILE)
-    record.write(work)

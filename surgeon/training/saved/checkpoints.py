@@ -42,14 +42,13 @@ _NAME = re.compile(r"checkpoint-(0|[1-9][0-9]{0,17})")
 @dataclass
 class RunRecord:
     """`run.json`: the fingerprint of all that the run's numbers depend on, the held-out losses before the first step
-    (None: not measured yet), of every checkpoint, by its step, the digest of its `complete.json`, that of the files of
-    a gate that was fitted, and of the Fisher information (None: there is none)."""
+    (None: not measured yet), of every checkpoint, by its step, the digest of its `complete.json`, and that of the files
+    that each remedy keeps, by its key."""
 
     fingerprint: str
     first: dict[str, float] | None = None
     checkpoints: dict[str, str] = field(default_factory=dict)
-    gate: str | None = None
-    fisher: str | None = None
+    kept: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def read(cls, work: Path) -> RunRecord | None:
@@ -73,12 +72,25 @@ class RunRecord:
     def _of(cls, data: Any) -> RunRecord:
         """Raises TypeError for what is no such record."""
         record = cls(**data)
-        more = [digest for digest in (record.gate, record.fisher) if digest is not None]
-        texts = [record.fingerprint, *more, *record.checkpoints.values()]
+        texts = [record.fingerprint, *record.kept.values(), *record.checkpoints.values()]
         numbers = [] if record.first is None else list(record.first.values())
         if not all(isinstance(text, str) for text in texts) or not all(isinstance(n, float) for n in numbers):
             raise TypeError("it is no record of a run")
         return record
+
+    def has_kept(self, key: str, work: Path, *files: str) -> bool:
+        """Whether files of the work folder are there and what `keep` wrote down of them."""
+        try:
+            return key in self.kept and self.kept[key] == _digest_of(work, files)
+        except OSError:
+            return False
+
+    def keep(self, key: str, work: Path, *files: str) -> None:
+        """Flush files of the work folder, and write down what they are."""
+        for name in files:
+            sync(work / name)
+        self.kept[key] = _digest_of(work, files)
+        self.write(work)
 
     def write(self, work: Path) -> None:
         """Replace the record in a work folder, durably."""
@@ -105,12 +117,6 @@ def best_step(log: Iterable[Mapping[str, Any]], source: str) -> int | None:
     key = f"eval_{source}_loss"
     found = [(float(entry[key]), int(entry["step"])) for entry in log if key in entry and math.isfinite(entry[key])]
     return min(found)[1] if found else None
-
-
-def best_before(checkpoint: Path, source: str) -> int | None:
-    """The best step on a source of those up to a checkpoint that counts."""
-    state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
-    return best_step(state["log_history"], source)
 
 
 def damage(checkpoint: Path, record: RunRecord) -> str | None:
@@ -144,7 +150,10 @@ def drop_what_does_not_count(work: Path, keep_best: str | None = None) -> list[s
     found = [(folder, damage(folder, record)) for folder in _folders(work)]
     sound = {step_of(folder) for folder, wrong in found if wrong is None}
     for number, (folder, wrong) in enumerate(found):
-        best = None if wrong is not None or keep_best is None else best_before(folder, keep_best)
+        best = None
+        if wrong is None and keep_best is not None:
+            state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+            best = best_step(state["log_history"], keep_best)
         if best is not None and best not in sound:
             found[number] = folder, f"{folder.name} goes on from checkpoint-{best}, the best so far, which is gone"
             sound -= {step_of(folder)}
@@ -183,6 +192,11 @@ def complete(checkpoint: Path, step: int, best: int | None = None) -> None:
 
 def _folders(work: Path) -> list[Path]:
     return sorted((path for path in work.glob("checkpoint-*") if _NAME.fullmatch(path.name)), key=step_of)
+
+
+def _digest_of(work: Path, files: Iterable[str]) -> str:
+    """Digest files by their digests."""
+    return hashlib.sha256("".join(file_digest(work / name) for name in files).encode()).hexdigest()
 
 
 def _digests(folder: Path, names: Any) -> dict[str, str]:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from surgeon._version import __version__
-from surgeon.common import work_folders
 from surgeon.common.signed import check_own
 from surgeon.common.work_folders import WorkFolder, working_in
 from surgeon.errors import BadInput, printable
@@ -17,11 +16,6 @@ from surgeon.training.config.loading import LoadedConfig
 from surgeon.training.config.settings import Settings
 from surgeon.training.saved.checkpoints import RUN_FILE, RunRecord, newest_checkpoint
 from surgeon.training.training_data import TrainingData
-
-
-def work_folder(target: Path) -> Path:
-    """Return the folder of checkpoints until the run is published: `.NAME.training`."""
-    return work_folders.work_folder(target, "training")
 
 
 @contextlib.contextmanager

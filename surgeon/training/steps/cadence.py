@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from transformers import TrainerCallback
@@ -12,17 +12,12 @@ from transformers import TrainerCallback
 from surgeon.common.listener import Listener
 from surgeon.training.config.settings import Settings
 
-# In the log: what `preserve` adds to the loss, unweighted.
-PRESERVE = "loss.preserve"
-# What its `fisher` adds, unweighted.
-FISHER = "loss.fisher"
-_TERMS = {PRESERVE: "from the base", FISHER: "of fisher"}
-
 
 class Cadence(TrainerCallback):  # type: ignore[misc]
     """Evaluates, and logs where it saves, so that a resumed run's log is an uninterrupted one's; shows both.
 
-    Speed is in tokens a second, with `examples` in examples.
+    Speed is in tokens a second, with `examples` in examples. `terms` are the names in the log of what is added to the
+    loss, with what a line calls each.
 
     `done` steps were made before; `listener` shows progress (None: another process does). The speed and the time that
     is left are taken from the steps since this call began, without those in which something was measured or saved.
@@ -36,7 +31,8 @@ class Cadence(TrainerCallback):  # type: ignore[misc]
         listener: Listener | None,
         done: int,
         *,
-        examples: bool = False,
+        examples: bool,
+        terms: Sequence[tuple[str, str]],
     ) -> None:
         self.settings = settings
         self.evaluate_every = evaluate_every
@@ -44,6 +40,7 @@ class Cadence(TrainerCallback):  # type: ignore[misc]
         self.listener = listener
         self.done = done
         self.examples = examples
+        self.terms = terms
         self._begun = 0.0
         self._steps = 0
         self._seconds = 0.0
@@ -69,7 +66,7 @@ class Cadence(TrainerCallback):  # type: ignore[misc]
         if not state.is_world_process_zero or not logs:
             return
         if "loss" in logs:
-            terms = [f"{logs[key]:.4f} {what}" for key, what in _TERMS.items() if key in logs]
+            terms = [f"{logs[key]:.4f} {what}" for key, what in self.terms if key in logs]
             added = f" ({', '.join(terms)})" if terms else ""
             said = f"step {state.global_step}: loss {logs['loss']:.4f}{added}, rate {logs['learning_rate']:.3g}"
             self.say(said + self._pace(state, logs))

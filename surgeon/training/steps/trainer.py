@@ -27,15 +27,13 @@ from transformers.utils import logging as transformers_logging
 from surgeon.common.distributed import is_sharded
 from surgeon.data.packing import IGNORED_LABEL, Batches
 from surgeon.errors import Diverged
-from surgeon.training.config.settings import Settings
 from surgeon.training.losses.cross_entropy import FusedHead
-from surgeon.training.losses.fisher import Anchored
 from surgeon.training.losses.held_out import figures_by_source
-from surgeon.training.losses.preserving import NUMBERS, Preserving
+from surgeon.training.losses.preserving import NUMBERS
 from surgeon.training.processes.sharding import dealt_out, gathered
+from surgeon.training.run import Remedy, Run
 from surgeon.training.saved.checkpoints import Saving, best_step, complete, newest_checkpoint, step_of
 from surgeon.training.steps.by_document import by_document
-from surgeon.training.steps.cadence import FISHER, PRESERVE
 from surgeon.training.steps.optimizer import make_optimizer, make_schedule
 from surgeon.training.trainable.trainable_set import TrainedParameters, check_set
 
@@ -46,25 +44,28 @@ _SHARE = "share"
 
 
 @dataclass(frozen=True)
-class Sequences:
-    """Sequences that a model trains on, and held-out ones by source; `pad` fills up a batch of examples with labels."""
-
-    batches: Batches[Any]
-    validation: Mapping[str, Sequence[Any]]
-    pad: int | None = None
-
-
-@dataclass(frozen=True)
 class Terms:
-    """What computes the loss, and what is added to it.
-
-    `fused`: the loss without logits. `preserving`: the base that teaches. `anchored`: what trains, with its values at
-    birth. None: there is none.
-    """
+    """What computes the loss, and what is added to it. `fused`: the loss without logits; None: the model's own."""
 
     fused: FusedHead | None = None
-    preserving: Preserving | None = None
-    anchored: Anchored | None = None
+    remedies: Sequence[Remedy] = ()
+
+    @contextlib.contextmanager
+    def added(self, model: nn.Module, batch: dict[str, Any]) -> Iterator[None]:
+        """Inside, a forward of `model` on the step's next micro-batch has the whole loss.
+
+        Keys of `batch` that the model does not take are dropped.
+        """
+        with contextlib.ExitStack() as stack:
+            for remedy in self.remedies:
+                stack.enter_context(remedy.loss(batch))
+            batch.pop(NUMBERS, None)
+            if not hasattr(model, "surgery"):
+                # A native model knows no domains.
+                batch.pop("domain_ids", None)
+            if self.fused is not None:
+                stack.enter_context(self.fused.armed())
+            yield
 
 
 class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformers is not typed
@@ -75,26 +76,24 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         model: nn.Module,
         args: TrainingArguments,
         *,
-        settings: Settings,
+        run: Run,
         parameters: TrainedParameters,
-        sequences: Sequences,
+        batches: Batches[Any],
         callbacks: Sequence[TrainerCallback],
         terms: Terms,
-        keep_best: str | None = None,
-        saving: Saving | None = None,
+        saving: Saving,
     ) -> None:
         """Take over what a run consists of.
 
         Args:
             model: the model, with requires_grad set.
             args: what transformers' Trainer is to do.
-            settings: the run's numbers.
+            run: its numbers, and the texts that are held out.
             parameters: what trains, and what else is published.
-            sequences: what it trains on and is evaluated on.
+            batches: what this process trains on.
             callbacks: called by transformers' Trainer.
             terms: what computes the loss, and what is added to it.
-            keep_best: the source whose lowest held-out loss chooses the checkpoint that is published.
-            saving: writes checkpoints; None: within the steps.
+            saving: writes checkpoints.
         """
         super().__init__(model=model, args=args, callbacks=list(callbacks))
         for callback in (transformers.PrinterCallback, transformers.trainer_callback.ProgressCallback):
@@ -102,18 +101,17 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         self.optimizer: Any
         self.lr_scheduler: Any
         self.control: Any
-        self.settings = settings
+        self.settings = run.settings
         self.parameters = parameters
-        self.batches = sequences.batches
-        self.validation = sequences.validation
-        self.pad = sequences.pad
+        self.batches = batches
+        self.validation = run.data.validation
+        self.pad = run.pad
         self.terms = terms
-        # Steps in which `preserve` had something to teach on, since the last line of the log.
-        self.taught = 0
         # Seconds in which no step was made: evaluations and checkpoints.
         self.aside = 0.0
-        self.keep_best = keep_best
-        self.saving = saving or Saving(beside=False)
+        # The source whose lowest held-out loss chooses the checkpoint that is published.
+        self.keep_best = run.loaded.config.keep_best
+        self.saving = saving
         if self.pad is not None:
             # Heads take the mean over a micro-batch, and these have all as many examples: Trainer takes their mean.
             self.model_accepts_loss_kwargs = False
@@ -149,9 +147,10 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         self.saving.check()
         with by_document():
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
-        if self.terms.anchored is not None and self.accelerator.sync_gradients:
-            # The step's gradients are whole, and no micro-batch's.
-            loss = loss + self.terms.anchored.pull()
+        # From the last micro-batch on the gradients are those of the whole step.
+        for remedy in self.terms.remedies if self.accelerator.sync_gradients else ():
+            if (pulled := remedy.pull()) is not None:
+                loss = loss + pulled
         # Of all processes: one that stopped alone would leave the others waiting for it.
         total = loss.detach().to(torch.float32, copy=True)
         if self.args.world_size > 1:
@@ -165,40 +164,27 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         samples, items = super().get_batch_samples(*args, **kwargs)
         if self.pad is not None:
             return samples, items
-        shares = shares_of(samples, self.terms.preserving, device=self.args.device, processes=self.args.world_size)
-        for batch, share in zip(samples, shares, strict=True):
+        together = {"device": self.args.device, "processes": self.args.world_size}
+        for batch, share in zip(samples, shares_of(samples, **together), strict=True):
             batch[_SHARE] = share
-        self.taught += bool(shares and shares[0].taught)
+        for remedy in self.terms.remedies:
+            remedy.step(samples, **together)
         return samples, items
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Compute the loss as Trainer does, with the fused head and the base that teaches, where there are any."""
+        """Compute the loss as Trainer does, with the fused head and what remedies add, where there are any."""
         if self.pad is not None:
             return super().compute_loss(model, inputs, *args, **kwargs)
-        share: Share = inputs.pop(_SHARE)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(weighed(self.model, share))
-            if self.terms.preserving is not None:
-                stack.enter_context(self.terms.preserving.teaching(inputs, share.taught, anywhere=share.anywhere))
-            inputs.pop(NUMBERS, None)
-            if self.terms.fused is not None:
-                stack.enter_context(self.terms.fused.armed())
-            if not hasattr(self.model, "surgery"):
-                # A native model knows no domains.
-                inputs.pop("domain_ids")
+        with weighed(self.model, inputs.pop(_SHARE)), self.terms.added(self.model, inputs):
             return super().compute_loss(model, inputs, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log as Trainer does, with the mean of what `preserve` adds."""
-        if "loss" in logs and self.terms.anchored is not None:
-            logs[FISHER] = self.terms.anchored.take()
-        if "loss" in logs and self.terms.preserving is not None:
-            found = self.terms.preserving.take().to(self.args.device)
-            if self.args.world_size > 1:
-                torch.distributed.all_reduce(found)
-            if self.taught:
-                logs[PRESERVE] = float(found) / self.taught
-            self.taught = 0
+        """Log as Trainer does, with the mean of what each remedy adds."""
+        for remedy in self.terms.remedies if "loss" in logs else ():
+            if remedy.logged is None:
+                continue
+            if (mean := remedy.take(device=self.args.device, processes=self.args.world_size)) is not None:
+                logs[remedy.logged[0]] = mean
         super().log(logs, *args, **kwargs)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
@@ -216,6 +202,17 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
             " lower `optimizer.lr` or look at the data"
         )
 
+    def figures(self) -> dict[str, dict[str, float]]:
+        """Return the figures of every source's held-out sequences (`figures_by_source`)."""
+        return figures_by_source(
+            self.model,
+            self.validation,
+            micro_batch=self.settings.micro_batch,
+            process=self.args.process_index,
+            processes=self.args.world_size,
+            pad=self.pad,
+        )
+
     @torch.no_grad()
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         """Return the mean loss of every source's held-out sequences, in nats a token, logged as `eval_NAME_loss`.
@@ -223,14 +220,7 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         A classification head's other figures come with it, as `eval_NAME_accuracy`.
         """
         with self._aside():
-            found = figures_by_source(
-                self.model,
-                self.validation,
-                micro_batch=self.settings.micro_batch,
-                process=self.args.process_index,
-                processes=self.args.world_size,
-                pad=self.pad,
-            )
+            found = self.figures()
         metrics = {f"eval_{name}_{key}": value for name, figures in found.items() for key, value in figures.items()}
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -307,96 +297,72 @@ def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
 _ORIGINAL, _TASKS = "local_l1_loss", "router_loss"
 
 
-@dataclass(frozen=True)
-class Share:
-    """`factors`: by what the runtime's scale of a loss is to be multiplied, by the loss's name.
-
-    `taught` is the number of tokens on which the base teaches in the whole accumulated batch; `anywhere`: some process
-    has one in its micro-batch.
-    """
-
-    factors: Mapping[str, float]
-    taught: int
-    anywhere: bool
-
-
 def shares_of(
-    batches: Sequence[Mapping[str, Tensor]], preserving: Preserving | None, *, device: torch.device, processes: int
-) -> list[Share]:
-    """Return the shares of one process's micro-batches of one step; all processes call.
+    batches: Sequence[Mapping[str, Tensor]], *, device: torch.device, processes: int
+) -> list[dict[str, float]]:
+    """Return by what the runtime's scale of a loss is to be multiplied in each micro-batch of a process's step.
+
+    All processes call.
 
     Args:
         batches: the micro-batches.
-        preserving: the base that teaches, if one does.
         device: where numbers of all processes are summed.
         processes: how many there are.
+
+    Returns:
+        for each micro-batch the factors, by the loss's name
     """
-    counts = torch.tensor([_counts(batch, preserving) for batch in batches], dtype=torch.int64, device=device)
-    together = counts.clone()
+    counts = torch.tensor([_counts(batch) for batch in batches], dtype=torch.int64, device=device)
+    together = counts.sum(dim=0)
     if processes > 1:
         torch.distributed.all_reduce(together)
-    labels, original, tasks, taught = together.sum(dim=0).tolist()
-    shares = []
-    for (own_labels, own_original, own_tasks, _), (*_, anywhere) in zip(
-        counts.tolist(), together.tolist(), strict=True
-    ):
-        by_labels = own_labels / labels
-        factors = {
-            name: own / whole / by_labels
-            for name, own, whole in ((_ORIGINAL, own_original, original), (_TASKS, own_tasks, tasks))
+    labels, *wholes = together.tolist()
+    return [
+        {
+            name: own / whole / (own_labels / labels)
+            for name, own, whole in zip((_ORIGINAL, _TASKS), owns, wholes, strict=True)
             if whole
         }
-        shares.append(Share(factors, taught, bool(anywhere)))
-    return shares
+        for own_labels, *owns in counts.tolist()
+    ]
 
 
-def _counts(batch: Mapping[str, Tensor], preserving: Preserving | None) -> tuple[int, int, int, int]:
-    """Count a micro-batch's labels, tokens of original text, tokens of tasks or new text, and tokens to teach on."""
+def _counts(batch: Mapping[str, Tensor]) -> tuple[int, int, int]:
+    """Count a micro-batch's labels, tokens of original text, and tokens of tasks or new text."""
     labels = int((batch["labels"][..., 1:] != IGNORED_LABEL).sum())
     original = int((batch["domain_ids"] == 0).sum()) * batch["input_ids"].shape[1]
-    taught = 0 if preserving is None else int(preserving.counted(batch).sum())
-    return labels, original, batch["input_ids"].numel() - original, taught
+    return labels, original, batch["input_ids"].numel() - original
 
 
 @contextlib.contextmanager
-def weighed(model: Any, share: Share) -> Iterator[None]:
+def weighed(model: Any, factors: Mapping[str, float]) -> Iterator[None]:
     """Inside, the model's layers weigh their losses by this micro-batch's share of the tokens that they are about."""
     with contextlib.ExitStack() as back:
         for layer in model.modules():
             weights = vars(layer).get("loss_weights")
-            if isinstance(weights, dict) and (scaled := weights.keys() & share.factors.keys()):
+            if isinstance(weights, dict) and (scaled := weights.keys() & factors.keys()):
                 back.callback(setattr, layer, "loss_weights", weights)
-                layer.loss_weights = weights | {name: weights[name] * share.factors[name] for name in scaled}
+                layer.loss_weights = weights | {name: weights[name] * factors[name] for name in scaled}
         yield
 
 
-def training_arguments(
-    name: str, work: Path, settings: Settings, *, log_every: int, save_every: int, device: str
-) -> TrainingArguments:
-    """Return the arguments of transformers' Trainer for the run's settings.
-
-    Args:
-        name: the run's, for trackers.
-        work: the folder of checkpoints.
-        settings: the run's numbers.
-        log_every: steps between lines of the log.
-        save_every: steps between checkpoints.
-        device: where the model trains.
-    """
+def training_arguments(run: Run) -> TrainingArguments:
+    """Return the arguments of transformers' Trainer for a run; trackers know it by its folder's name."""
+    settings, config = run.settings, run.loaded.config
     transformers_logging.set_verbosity_error()
     args = TrainingArguments(
-        run_name=name,
-        output_dir=str(work),
+        run_name=run.to.name,
+        output_dir=str(run.work),
         max_steps=settings.steps,
         per_device_train_batch_size=settings.micro_batch,
         gradient_accumulation_steps=settings.accumulation,
         learning_rate=settings.lr,
         max_grad_norm=settings.clip,
         logging_strategy="steps",
-        logging_steps=log_every,
+        logging_steps=config.log_every,
         logging_nan_inf_filter=False,
         save_strategy="steps",
-        save_steps=save_every,
+        save_steps=config.save_every,
         # `complete` lets go of old ones: only once the new one counts.
         save_total_limit=None,
         ignore_data_skip=True,
@@ -404,7 +370,7 @@ def training_arguments(
         report_to=[],
         disable_tqdm=True,
         seed=settings.seed,
-        use_cpu=device == "cpu",
+        use_cpu=run.device == "cpu",
     )
     if args.device.type == "cuda":
         # One process trains on one device; several devices are for torchrun.

@@ -1,1 +1,1 @@
-"""What trains: the set a manifest or a config names, and a LoRA over a frozen model."""
+"""What trains in a loaded model: exactly the wanted parameters, set and checked."""

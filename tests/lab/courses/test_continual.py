@@ -31,7 +31,7 @@ from surgeon.lab.courses.continual import Continued
 from surgeon.models.load import load_model
 from surgeon.share.parcel import pack
 from surgeon.share.push import hold_output
-from surgeon.training.saved.work_folder import work_folder as training_folder
+from surgeon.training.places import work_folder as training_folder
 from tests import tiny
 from tests.commands import killed_at
 from tests.test_api import check_json

@@ -16,7 +16,7 @@ from surgeon.cli import app
 from surgeon.errors import BadInput
 from surgeon.lab.evaluation.blend import blended_view
 from surgeon.models.load import load_model
-from surgeon.training import blend as blending
+from surgeon.training.remedies import blend as blending
 from surgeon.verification.verify import verify
 from tests.test_api import check_json
 from tests.training.test_losses_live import ids_of

@@ -26,8 +26,8 @@ from surgeon.lab.studies.config.loading import load_study
 from surgeon.lab.studies.config.settings import suited, training_config
 from surgeon.lab.studies.page import render
 from surgeon.lab.studies.records import RUNS_FILE, Record, losses_of, read_packed
-from surgeon.training import blend as blending
 from surgeon.training.config.loading import load_config
+from surgeon.training.remedies import blend as blending
 from tests import tiny, vocabularies
 from tests.decoders import tiny_decoder
 from tests.lab.reports.test_page import Reader

@@ -1,0 +1,18 @@
+"""What keeps a model near its base while it learns: one file each.
+
+`blend` is one after training, and no part of a run: a command of its own.
+"""
+
+from __future__ import annotations
+
+from surgeon.training.remedies.fisher import Fisher
+from surgeon.training.remedies.gate import Gate
+from surgeon.training.remedies.kl import Kl
+from surgeon.training.remedies.recall import Recall
+from surgeon.training.run import Remedy
+
+# In the order in which they are asked, and shown.
+REMEDIES: tuple[type[Remedy], ...] = (Recall, Gate, Kl, Fisher)
+
+# What lines of the log call the terms that they add to the loss, by the terms' names in it.
+LOGGED = dict(kind.logged for kind in REMEDIES if kind.logged is not None)

@@ -1,0 +1,274 @@
+"""A run and its base interpolated (WiSE-FT, LiNeS), which costs no training: a remedy after a run, and no part of it.
+
+Of a tensor of the base, θ = (1 − α) θ_base + α θ_run; the same of a copy of one, such as Control LLM's twins. Of parts
+that a surgery added silent, what was zero at birth is multiplied by α: that is the scale of what they add. Values are
+computed in float32 and rounded once; α = 1 and α = 0 give both ends exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from surgeon.anatomy.anatomy import layer_of
+from surgeon.blueprint.shards import Shard, header_of
+from surgeon.checkpoint.folder import MANIFEST_FILE, CheckpointFolder
+from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
+from surgeon.checkpoint.ranges import zeros_sha256
+from surgeon.checkpoint.staging import check_destination
+from surgeon.common.disk_space import writing
+from surgeon.common.json_results import plain_fields
+from surgeon.common.listener import Listener, Quiet, Stopwatch
+from surgeon.common.work_folders import work_folder, working_in, write_durably
+from surgeon.errors import BadInput, printable
+from surgeon.manifest.lineage import Lineage, State
+from surgeon.manifest.manifest import Manifest, NewTensor
+from surgeon.manifest.reading import manifest_of
+from surgeon.rework.revert import state_difference
+from surgeon.writing.job import copied
+from surgeon.writing.linked_shards import Moved
+from surgeon.writing.write import check_output, execute
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from surgeon.training.publishing import Final
+
+
+@dataclass(frozen=True)
+class Blend:
+    """A blend that was written: `alpha` of the run in the lowest layer, `alpha_top` in the highest.
+
+    `tensors` were interpolated with the base's, `scaled` are those of added parts that were multiplied.
+    """
+
+    path: Path
+    run: Path
+    base: Path
+    alpha: float
+    alpha_top: float
+    tensors: int
+    scaled: int
+    nbytes: int
+    seconds: dict[str, float]
+    moved: Moved
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data for `--json`.
+
+        Keys:
+            `path`, `run`, `base`: the new folder; what was blended
+            `alpha`, `alpha_top`: the run's share in the lowest and in the highest layer
+            `tensors`, `scaled`: how many were interpolated with the base's, and how many of added parts were multiplied
+            `bytes`, `moved`, `seconds`: as of `apply`
+        """
+        return plain_fields(self)
+
+
+def write_blend(
+    run: str | Path,
+    dest: str | Path,
+    *,
+    base: str | Path,
+    alpha: float,
+    alpha_top: float | None = None,
+    link: bool = False,
+    trust_remote_code: bool = False,
+    listener: Listener | None = None,
+) -> Blend:
+    """Write `run` on its way back to `base`, the model that its last surgery or training began with, as `dest`.
+
+    What trained of the base's own tensors, and copies of them, is (1 − alpha) · base + alpha · run (WiSE-FT, Wortsman
+    et al., 2022); of parts that were added silent, what was zero at birth is multiplied by alpha. With `alpha_top` the
+    share goes linearly from `alpha` in the lowest layer to `alpha_top` in the highest (LiNeS, Wang et al., 2025). The
+    base's values lie beside the weights, so `revert` gives the base back. The same command continues one that was cut
+    off.
+
+    Args:
+        run: what `train` wrote.
+        dest: the new folder.
+        base: the folder of the model that the run's last surgery, or training, began with.
+        alpha: the run's share; 1: the run, 0: the base.
+        alpha_top: its share in the highest layer; None: `alpha`.
+        link: hard-link shards of the run in which nothing changes (`apply`).
+        trust_remote_code: run the code that the run brings.
+        listener: receives progress.
+
+    Raises:
+        BadInput: the run is another base's, or what trained has no way back to it.
+    """
+    for name, share in (("alpha", alpha), ("alpha_top", alpha_top)):
+        if share is not None and not 0 <= share <= 1:
+            raise BadInput(f"{name} is {share:g}; it must be between 0 (the base) and 1 (the run)")
+    listener, target = listener or Quiet(), Path(dest)
+    folder = CheckpointFolder.open(Path(run), trust_remote_code=trust_remote_code)
+    opened = CheckpointFolder.open(Path(base), trust_remote_code=trust_remote_code)
+    manifest = manifest_of(folder)
+    state = Lineage.of(manifest, file=str(folder.path / MANIFEST_FILE)).state(None, folder)
+    if (differs := state_difference(state, opened, listener)) is not None:
+        raise BadInput(
+            f"{folder.source.shown}: its base, {printable(state.base.id)}, has another {printable(differs)} than"
+            f" {opened.source.shown}; blend it with the model that its last surgery or training began with"
+        )
+
+    from surgeon.training.opening import check_as_left
+    from surgeon.training.publishing import FINAL_FILE, Before, publishing_job
+
+    top = alpha if alpha_top is None else alpha_top
+    way = _way_back(folder, manifest, state)
+    check_destination(target, folder.path)
+    digests = check_as_left(folder, manifest, listener)
+    work = work_folder(target, "blending")
+    stopwatch = Stopwatch()
+    with writing(work), working_in(work, target=target, marker=FINAL_FILE) as own:
+        final = _write_blended(
+            folder, opened, way, partial(_share_of, bottom=alpha, top=top, layers=len(manifest.layers)), work, listener
+        )
+        shares = {"alpha": alpha, "alpha_top": top}
+        new = manifest.new_tensors
+        in_base = {name: was for name, was in way.items() if was is not None and name not in new}
+        job = publishing_job(
+            folder,
+            manifest,
+            work,
+            digests=digests,
+            final=final,
+            entry={"config": {"blend": shares}, "settings": {}, "steps": 0, "tokens": 0, "losses": {}},
+            added={},
+            of_base=tuple(in_base),
+            keep=Before(opened.source, {name: opened.tensors[was] for name, was in in_base.items()}),
+        )
+        job = replace(job, link=link)
+        check_output(job, folder.path, target)
+        moved = execute(job, target, listener, stopwatch)
+        own.remove(last=FINAL_FILE)
+    scaled = sum(was is None for was in way.values())
+    return Blend(
+        target,
+        folder.path,
+        opened.path,
+        alpha,
+        top,
+        len(way) - scaled,
+        scaled,
+        job.bytes_to_write,
+        stopwatch.seconds,
+        moved,
+    )
+
+
+# The tensors of a run that are blended: each with the tensor of the base that it was, or None where it was zero.
+_Way = Mapping[str, str | None]
+
+
+def _way_back(out: CheckpointFolder, manifest: Manifest, state: State) -> _Way:
+    """What each tensor that trained was before. Raises BadInput where that is neither the base's nor zero."""
+    fitted = {number for number, entry in enumerate(manifest.operations) if entry.trains == "fitted"}
+    in_base = {
+        lying.tensors[0]: name
+        for name, lying in state.pieces.items()
+        if lying.tensors and lying.tensors[0] in out.tensors and lying.is_all_of(out.tensors[lying.tensors[0]])
+    }
+    new = manifest.new_tensors
+    trained = [name for name in manifest.trained if name not in new or new[name].operation not in fitted]
+    if not trained:
+        raise BadInput(f"{out.source.shown}: no run trained it, so there is nothing between it and its base to blend")
+    back: dict[str, str | None] = {name: in_base[name] for name in trained if name in in_base and name not in new}
+    groups: dict[object, list[str]] = {}
+    for name in trained:
+        if name not in back:
+            place = layer_of(name)
+            groups.setdefault((place and place[1], new[name].operation if name in new else None), []).append(name)
+    for names in groups.values():
+        silent = [name for name in names if name in new and _was_zero(new[name])]
+        copies = {name: next(iter(new[name].spans)) if name in new and new[name].is_copy else None for name in names}
+        if silent and manifest.promise != "none":
+            back |= dict.fromkeys(silent, None)
+        elif manifest.promise == "exact" and all(was in state.tensors for was in copies.values()):
+            back |= copies
+        else:
+            raise BadInput(
+                f"{printable(names[0])}: grew in the run and was neither silent nor a copy at birth, so nothing lies"
+                " between it and the base; blend a run whose surgery adds silent parts, or one without a surgery"
+            )
+    return {name: back[name] for name in out.tensors if name in back}
+
+
+def _share_of(tensor: str, bottom: float, top: float, layers: int) -> float:
+    """Return the run's share in a tensor: `bottom` in the lowest of `layers` layers, `top` in the highest.
+
+    It is linear between; embeddings are the lowest layer's, what comes after the layers is the highest's.
+    """
+    place = layer_of(tensor)
+    if place is None:
+        return bottom if "emb" in tensor or "wte" in tensor else top
+    return bottom + (top - bottom) * place[1] / max(1, layers - 1)
+
+
+def _was_zero(made: NewTensor) -> bool:
+    return len(made.shape) > 1 and made.sha256 == zeros_sha256(made.nbytes)
+
+
+def _write_blended(
+    out: CheckpointFolder,
+    base: CheckpointFolder,
+    way: _Way,
+    share_of: Callable[[str], float],
+    work: Path,
+    listener: Listener,
+) -> Final:
+    """Write the blended tensors to `work`'s FINAL_FILE, one after the other, and measure how each differs from the run.
+
+    Args:
+        out: the run.
+        base: its base.
+        way: what is blended.
+        share_of: how much of the run is taken of a tensor.
+        work: the folder to write to.
+        listener: receives progress.
+
+    Raises:
+        BadInput: a tensor is no floating-point one, or holds numbers that are not finite.
+    """
+    import torch
+
+    from surgeon.models.load import stored_dtype
+    from surgeon.training.publishing import FINAL_FILE, Change, Final
+
+    infos = [out.tensors[name] for name in way]
+    shard = Shard(FINAL_FILE, tuple(copied(info.name, info) for info in infos), None)
+    changes: dict[str, Change] = {}
+
+    def content() -> Iterator[bytes]:
+        yield header_of(shard, None)[0]
+        for info in infos:
+            was = way[info.name]
+            run = _read(out, info)
+            before = torch.zeros_like(run) if was is None else _read(base, base.tensors[was])
+            blended = torch.lerp(before, run, share_of(info.name)).to(stored_dtype(info.dtype))
+            changes[info.name] = Change.between(run, blended)
+            listener.advance(info.nbytes)
+            yield blended.view(torch.uint8).numpy().tobytes()
+
+    listener.begin("blending", sum(info.nbytes for info in infos))
+    write_durably(work / FINAL_FILE, content())
+    return Final(changes)
+
+
+def _read(folder: CheckpointFolder, info: TensorInfo) -> Tensor:
+    """A tensor in float32. Raises BadInput where it is no floating-point one, or a number of it is not finite."""
+    import torch
+
+    from surgeon.models.load import stored_dtype
+
+    if info.dtype not in FLOAT_DTYPES:
+        raise BadInput(f"{printable(info.name)}: stored in {info.dtype}; only floating-point tensors can be blended")
+    value = torch.frombuffer(folder.read(info.name), dtype=stored_dtype(info.dtype)).reshape(info.shape).float()
+    if not bool(torch.isfinite(value).all()):
+        raise BadInput(
+            f"{folder.source.shown}: {printable(info.name)}: holds NaN or infinity, of which nothing can be blended"
+        )
+    return value

@@ -1,0 +1,138 @@
+"""A domain gate that a surgery added: it is fitted before the first step, and closed on what the base knows.
+
+It is fitted on text of both domains, and on such as the model writes, where no original source is one: what the base
+writes is of the kinds that it knows, of which a user may have shown one. That is no source: nothing trains on it, and
+no loss is measured.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+from surgeon.anatomy.limits import context_of
+from surgeon.common.schema import BEGIN, ORIGINAL, TEMPLATE
+from surgeon.data.sources import is_chat
+from surgeon.data.specs import GenerateSpec, RowsSpec
+from surgeon.errors import bad_input
+from surgeon.manifest.manifest import Manifest
+from surgeon.models.templates import template_of
+from surgeon.training.config.schema import originals_of
+from surgeon.training.places import memory_folder
+from surgeon.training.run import Case, Remedy, Run, Text
+
+if TYPE_CHECKING:
+    from surgeon.data.layouts import Document
+
+# The longest document that the model writes for it in tokens: many short ones say more of what the model knows than
+# few long ones.
+_LENGTH = 256
+
+
+def gate_of(manifest: Manifest | None) -> int | None:
+    """Return the number of the operation of the last surgery that is fitted."""
+    operations = [] if manifest is None else manifest.operations
+    return next((number for number, operation in enumerate(operations) if operation.trains == "fitted"), None)
+
+
+class Gate(Remedy):
+    """The gate; an earlier run may have fitted it."""
+
+    key = "gate"
+
+    @classmethod
+    def of(cls, case: Case) -> Self | None:
+        """Return it where the last surgery added one."""
+        return None if gate_of(case.manifest) is None else cls(case)
+
+    @property
+    def fitted(self) -> tuple[str, ...]:
+        """Its tensors, where this run fits them."""
+        return self.case.wanted.fitted
+
+    def check_sources(self) -> None:
+        """Raise BadInput where the config has no text of a domain, or holds none of it out."""
+        loaded, wrong = self.case.loaded, []
+        sources = loaded.config.sources
+        for role, original in (("original", True), ("new", False)) if self.fitted else ():
+            held = [number for number, source in enumerate(sources) if (source.role == ORIGINAL) is original]
+            if not held:
+                wrong.append(
+                    f"{loaded.where('sources')}the plan's domain gate is fitted on text of both domains, and no source"
+                    f" has the role `{role}`; add one (`share: 0` fits the gate without training on it)"
+                )
+            elif not any(sources[number].validation for number in held):
+                wrong.append(
+                    f"{loaded.where('sources', held[0], 'validation')}source {sources[held[0]].name}: `validation` is"
+                    " 0, and the domain gate's threshold is chosen on held-out text; hold some out"
+                )
+        if wrong:
+            raise bad_input(wrong)
+
+    def notes(self) -> list[str]:
+        """Say what the base's own tensors mean for it where they train."""
+        if not self.case.wanted.of_base:
+            return []
+        return [
+            "the base's own tensors train, so the model on original text is no longer the base,"
+            " and the domain gate comes to read other states than it was fitted on"
+        ]
+
+    def texts(self) -> list[Text]:
+        """Return the text that the model writes for it, unless an original source is such a one."""
+        loaded, out = self.case.loaded, self.case.out
+        tokens = loaded.config.recall_for_gate
+        if not self.fitted or not tokens or any(source.generate for source in originals_of(loaded.config)):
+            return []
+        length = min(_LENGTH, context_of(out.config) or _LENGTH)
+        # As chats where a source is one and the model has a template of its own.
+        chats = any(is_chat(source, loaded) for source in loaded.config.sources)
+        prompts = TEMPLATE if chats and template_of(out) else BEGIN
+        spec = GenerateSpec(tokens=max(tokens, length), length=length, prompts=prompts)
+        without = (
+            "  the domain gate is fitted without what the model writes ({}): kinds of text that no source has keep the"
+            " base less often"
+        )
+        # No source can have the name of the file.
+        file = memory_folder(self.case.to) / "gate.recalled.jsonl"
+        return [Text("(recalled)", "for the domain gate", spec, file, without)]
+
+    def fit(self, run: Run, model: Any) -> Sequence[str]:
+        """Fit it on the run's sources. Raises BadInput where it cannot tell the domains apart."""
+        if not self.fitted:
+            return ()
+
+        from surgeon.models.load import stored_dtype
+        from surgeon.training.gate_fitting import fit_gate
+        from surgeon.training.trainable.trainable_set import StoredNames
+
+        stored = StoredNames(model, dict.fromkeys((*run.out.tensors, *self.fitted)))
+        dtypes = {}
+        for name in self.fitted:
+            in_memory = stored.alone(name)
+            assert in_memory is not None, name
+            dtypes[in_memory] = stored_dtype(run.out.tensors[name].dtype)
+        fit_gate(model, run, dtypes, self._recalled())
+        return list(dtypes)
+
+    def _recalled(self) -> Sequence[Document]:
+        """Return what the model wrote for it; nothing where it wrote none."""
+        from surgeon.data.documents import Documents
+        from surgeon.data.rows import Rows
+
+        found: list[Document] = []
+        for text in self.texts():
+            if text.file.is_file():
+                documents = Documents(text.file, Rows(RowsSpec()))
+                found += [documents.read(number) for number in range(len(documents))]
+        return found
+
+    def after(self, run: Run) -> dict[str, Any]:
+        """Return how well it separates held-out text."""
+        if not self.fitted:
+            return {}
+
+        from surgeon.training.gate_fitting import FIGURES_FILE
+
+        return {"gate": json.loads((run.work / FIGURES_FILE).read_text(encoding="utf-8"))}

@@ -1,0 +1,230 @@
+"""`preserve` by a teacher: the base within the model, or what it said before, teaches (`losses.preserving`)."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+from surgeon.common.formatting import size
+from surgeon.common.listener import Quiet
+from surgeon.errors import BadInput, printable
+from surgeon.manifest.lineage import Lineage
+from surgeon.manifest.within import Within, base_within
+from surgeon.training.config.schema import PreserveSpec, originals_of
+from surgeon.training.remedies.gate import gate_of
+from surgeon.training.remedies.original_text import check_original_text
+from surgeon.training.run import Case, Estimate, Remedy, Run
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from surgeon.training.losses.cached_teacher import CachedTeacher
+    from surgeon.training.losses.cross_entropy import FusedHead
+    from surgeon.training.losses.preserving import Preserving
+
+
+class Kl(Remedy):
+    """A term of `preserve` for which the base `within` teaches: kl, reverse_kl or hidden_mse."""
+
+    key = "teacher"
+    logged = "loss.preserve", "from the base"
+
+    def __init__(self, case: Case, spec: PreserveSpec, within: Within) -> None:
+        super().__init__(case)
+        self.spec, self.within = spec, within
+        self.preserving: Preserving | None = None
+        self.cached: CachedTeacher | None = None
+        self._rehearsing = False
+        # Of the step's micro-batches that are still to come: tokens that count in all of them, and whether one does in
+        # this one, in some process.
+        self._shares: list[tuple[int, bool]] = []
+        # Steps in which some token counted, since the term was last taken.
+        self._steps = 0
+
+    @classmethod
+    def of(cls, case: Case) -> Self | None:
+        """Return it where `preserve` names one. Raises BadInput where the base has nothing to teach on, or is lost."""
+        loaded, spec = case.loaded, case.loaded.config.preserve
+        if spec is None or spec.taught is None:
+            return None
+        check_original_text(loaded)
+        try:
+            within = _within(case, spec)
+        except BadInput as error:
+            raise BadInput(f"{loaded.where('preserve')}`preserve`: {error}, or leave `preserve` out") from error
+        if within.rows is not None and spec.taught == "reverse_kl":
+            raise BadInput(
+                f"{loaded.where('preserve', 'loss')}`preserve.loss` is reverse_kl, which is infinite where the"
+                " vocabulary grew: the base gives new tokens no probability; use kl"
+            )
+        vocabulary = within.rows or case.anatomy.sizes.vocabulary
+        if (spec.cached or 0) > vocabulary:
+            raise BadInput(
+                f"{loaded.where('preserve', 'teacher', 'cached')}`preserve.teacher.cached` is {spec.cached}, and the"
+                f" base has {vocabulary} tokens; use {vocabulary} at most"
+            )
+        return cls(case, spec, within)
+
+    def notes(self) -> list[str]:
+        """Say where it teaches nothing, and who teaches where the first base is lost."""
+        found = []
+        if self.spec.on == "original":
+            if not sum(source.share for source in originals_of(self.case.loaded.config)):
+                found.append(
+                    "`preserve` teaches nothing here: the share of original text is 0, so the run draws none of it;"
+                    " give a source of it a share, or say `on: all`"
+                )
+            elif self._all_gated():
+                found.append(
+                    "`preserve` teaches nothing here: on original text the domain gate is closed and the model is the"
+                    " base, so the term is 0 and costs its forwards; leave it out"
+                )
+        if self.within.last and self.spec.last is None:
+            found.append(f"`preserve`: the first base is not in the model any more, so {self.within.shown} teaches")
+        return found
+
+    def _all_gated(self) -> bool:
+        """Whether a domain gate switches all that trains: everything before it in the plan but new tokens."""
+        manifest, wanted = self.case.manifest, self.case.wanted
+        gate = gate_of(manifest)
+        if manifest is None or gate is None or wanted.fixed:
+            return False
+        new = manifest.new_tensors
+        return all(name in new and new[name].operation < gate for name in wanted.names)
+
+    @property
+    def reads_head(self) -> bool:
+        """It does."""
+        return True
+
+    def join(self, run: Run, model: Any, head: FusedHead | None) -> Any:
+        """Find the base in the model; where its own tensors train, load a frozen copy, which is returned."""
+        from surgeon.models.load import load_model
+        from surgeon.training.loading import isolate
+        from surgeon.training.losses.cached_teacher import CachedTeacher
+        from surgeon.training.losses.cross_entropy import FusedHead
+        from surgeon.training.losses.preserving import Preserving
+
+        assert head is not None
+        spec, config, settings = self.spec, run.loaded.config, run.settings
+        how, copy = f"{self.within.shown} within", None
+        if spec.cached is not None:
+            how = f"what {self.within.shown} said before the first step"
+            sequences = settings.steps * settings.batch
+            self.cached = CachedTeacher(run.work, spec.cached, spec.on, run.data.mixture, sequences, settings.length)
+        elif self.within.apart:
+            how = f"a frozen copy of {self.within.shown}"
+            copy = load_model(run.out, dtype=config.dtype, attention=config.attention).requires_grad_(False)
+            copy.config.use_cache = False
+            isolate(run, copy)
+            copy = copy if run.sharding is not None else copy.to(run.device)
+        teacher = None if copy is None else FusedHead(copy, "torch")
+        self.preserving = Preserving(model, spec, self.within, head, copy=teacher)
+        run.say(f"{how} teaches: {spec.taught} on {spec.on} text, weight {self.preserving.weight:g}")
+        return copy
+
+    def room(self, model: Any) -> tuple[int, str]:
+        """Return the bytes of what the base says, where that is kept."""
+        return (0 if self.cached is None else self.cached.needed_bytes()), "what the base says"
+
+    def measure(self, run: Run, model: Any, head: FusedHead | None) -> None:
+        """Write down what the base says, before anything of it trains."""
+        from surgeon.training.steps.by_document import by_document
+
+        if self.cached is None:
+            return
+        assert self.preserving is not None
+        run.say(f"{self.cached.summary}, in {printable(str(run.work))} while the run lasts")
+        with by_document():
+            self.cached.record(
+                self.preserving,
+                micro_batch=run.settings.micro_batch,
+                device=model.device,
+                ranks=run.ranks,
+                listener=run.listener if run.ranks.leads else Quiet(),
+            )
+
+    def step(self, batches: Sequence[Mapping[str, Tensor]], *, device: Any, processes: int) -> None:
+        """Count the tokens on which the base teaches, in all micro-batches and processes."""
+        import torch
+
+        assert self.preserving is not None
+        if self._rehearsing and self.cached is not None:
+            # As it will be looked up during training.
+            found = self.preserving.top(batches[0], self.cached.k)
+            self.preserving.said = lambda *_: found
+        counts = torch.tensor([int(self.preserving.counted(batch).sum()) for batch in batches], device=device)
+        if processes > 1:
+            torch.distributed.all_reduce(counts)
+        total = int(counts.sum())
+        self._shares = [(total, here > 0) for here in counts.tolist()]
+        self._steps += total > 0
+
+    def loss(self, batch: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[None]:
+        """Inside, the base teaches."""
+        assert self.preserving is not None
+        total, anywhere = self._shares.pop(0)
+        return self.preserving.teaching(batch, total, anywhere=anywhere)
+
+    def take(self, *, device: Any, processes: int) -> float | None:
+        """Return the term; None where there was nothing to teach on."""
+        import torch
+
+        assert self.preserving is not None
+        found = self.preserving.take().to(device)
+        if processes > 1:
+            torch.distributed.all_reduce(found)
+        steps, self._steps = self._steps, 0
+        return float(found) / steps if steps else None
+
+    def rehearse(self, run: Run, model: Any, head: FusedHead | None) -> Estimate | None:
+        """Estimate how long the base says what is kept, by one micro-batch after one that is not counted."""
+        from surgeon.data.packing import batch_of
+        from surgeon.training.footprint import seconds_since
+
+        cached, preserving, count = self.cached, self.preserving, run.settings.micro_batch
+        self._rehearsing = True
+        if cached is None:
+            return None
+        assert preserving is not None
+        stream = next(s for s in run.data.mixture.streams if cached.on == "all" or s.packer.domain == 0)
+        seconds = 0.0
+        for _ in range(2):
+            begun = time.perf_counter()
+            batch = batch_of([stream.next() for _ in range(count)])
+            preserving.top({name: tensor.to(run.device) for name, tensor in batch.items()}, cached.k)
+            seconds = seconds_since(begun, run.device)
+        seconds *= cached.most_sequences / count
+        words = f"what the base says, kept on disk: {size(cached.most_bytes)}"
+        return Estimate(seconds, words, {"seconds_asking": seconds, "teacher_bytes": cached.most_bytes})
+
+
+def _within(case: Case, spec: PreserveSpec) -> Within:
+    """Return the first base; or the base of the last surgery, where the config says so or the first one is lost.
+
+    Raises BadInput where it is not in the model.
+    """
+    out, manifest, wanted = case.out, case.manifest, case.wanted
+    steps_change = case.target.changes_in_steps
+    if manifest is None:
+        apart = steps_change and bool(wanted.of_base)
+        return Within(case.anatomy.sizes.layers, (), None, newborn=True, apart=apart)
+    # Of what trains in part the base's rows are fixed.
+    changing = frozenset({*wanted.names} - {*wanted.fixed}) if steps_change else frozenset()
+    if not spec.last:
+        try:
+            return base_within(out, manifest, training=changing & wanted.of_base)
+        except BadInput as error:
+            if spec.last is False:
+                raise BadInput(
+                    f"{error}; or say `teacher: {{surgery: last}}`, the model as it stood when the last surgery began"
+                ) from error
+            if Lineage.of(manifest).count == 1 and manifest.operations:
+                raise
+    if not manifest.operations:
+        # Training alone made it of its base.
+        shown = "the model as it stands, which no surgery made,"
+        return Within(len(manifest.layers), (), None, newborn=True, apart=bool(changing), last=True, shown=shown)
+    return base_within(out, manifest, training=changing, last=True)

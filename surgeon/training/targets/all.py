@@ -1,0 +1,17 @@
+"""`what: all`: every tensor."""
+
+from __future__ import annotations
+
+from surgeon.training.targets.target import OwnTensors
+
+
+class All(OwnTensors):
+    """Every tensor."""
+
+    what = "all"
+
+    def notes(self) -> list[str]:
+        """Say that the base's own tensors are among them."""
+        if self.manifest is None or not self.manifest.operations:
+            return []
+        return ["`what: all` is every tensor, the base's own too; `added` are those that surgeries added"]

@@ -1,0 +1,16 @@
+"""`what: {layers: …}`: layers of the model as it is, whole."""
+
+from __future__ import annotations
+
+from surgeon.manifest.trainable import LayersSpec
+from surgeon.training.config.schema import TrainConfig
+from surgeon.training.targets.target import OwnTensors
+
+
+class Layers(OwnTensors):
+    """All tensors of some layers."""
+
+    @classmethod
+    def named_by(cls, config: TrainConfig) -> bool:
+        """Whether `what` selects layers."""
+        return isinstance(config.what, LayersSpec)
