@@ -17,9 +17,10 @@ from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.grafts import Graft
 from surgeon.blueprint.recipes import Constant, Recipe
 from surgeon.common.formatting import show_layers
-from surgeon.edits.widths import ROUNDING, check_alone, check_free, divisor_of, widen
+from surgeon.edits.widths import ROUNDING, check_alone, check_free, widen
 from surgeon.errors import BadInput
 from surgeon.operations.gated_adapters import GatedAdapters
+from surgeon.operations.growing import divisor_of
 from surgeon.operations.operation import Operation, Paper, TrainingDefaults
 from surgeon.runtime.adapters_rules import ADAPTER
 

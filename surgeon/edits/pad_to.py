@@ -20,7 +20,6 @@ from surgeon.anatomy.rows_of_ids import VOCABULARY_KEY
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft, LayerDraft
 from surgeon.blueprint.recipes import HEAD_BLOCK, Constant, Copy, Recipe, extended, side_by_side, sliced_along
-from surgeon.edits.growing import inner_widths, lengthen, norms_of_all_heads, shown_growth, wider_ffns, wider_heads
 from surgeon.edits.rows import bound_of_rows, claim_of_rows
 from surgeon.edits.widths import (
     COMPOSABLE,
@@ -31,6 +30,7 @@ from surgeon.edits.widths import (
     parts_with,
 )
 from surgeon.errors import BadInput
+from surgeon.operations.growing import inner_widths, lengthen, norms_of_all_heads, shown_growth, wider_ffns, wider_heads
 from surgeon.operations.operation import NEURONS, Operation, Paper, TrainingDefaults
 from surgeon.operations.prepare import Scale
 

@@ -70,13 +70,11 @@ class TrimFacts(Facts):
         if base is None:
             return []
         made = trimmed_files({name: base.read_side_file(name) for name in base.side_files}, self.tokens)
-        wrong = [name for name in {**made, **self.side_files} if not self._names(name, made)]
+        there = {name: out.read_side_file(name) if name in out.side_files else None for name in made}
+        wrong = [name for name in {**made, **self.side_files} if name not in made or made[name] != there[name]]
+        wrong += [name for name in made if self.side_files.get(name) != SideFile.of(made[name]) and name not in wrong]
         kept = f"the base's with new ids, for the tokens that stay: {some(sorted(made))}"
         return [Check.of("tokenizer", sorted(wrong), "not the base's without the tokens that went", kept)]
-
-    def _names(self, name: str, made: Mapping[str, bytes | None]) -> bool:
-        """Whether a side file that was made anew is recorded as it is."""
-        return name in made and self.side_files.get(name) == SideFile.of(made[name])
 
 
 class TrimVocabulary(Operation):

@@ -18,7 +18,6 @@ from pydantic import Field
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Recipe
-from surgeon.edits.growing import New, lengthen, norms_of_all_heads, wider_heads
 from surgeon.edits.widths import (
     COMPOSABLE,
     ROUNDING,
@@ -30,6 +29,7 @@ from surgeon.edits.widths import (
 )
 from surgeon.errors import BadInput
 from surgeon.grafts.adapters import VARIANCES
+from surgeon.operations.growing import New, lengthen, norms_of_all_heads, wider_heads
 from surgeon.operations.operation import OneOf, Operation, Paper, TrainingDefaults
 
 

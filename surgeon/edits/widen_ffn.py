@@ -16,10 +16,10 @@ from surgeon.anatomy.family import LARGEST_SIZE
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Recipe
-from surgeon.edits.growing import New, inner_widths, lengthen, shown_growth, wider_ffns
 from surgeon.edits.widths import COMPOSABLE, ROUNDING, check_alone, check_free, drawn, which_layers
 from surgeon.errors import BadInput
 from surgeon.grafts.adapters import VARIANCES
+from surgeon.operations.growing import New, inner_widths, lengthen, shown_growth, wider_ffns
 from surgeon.operations.operation import NEURONS, OneOf, Operation, Paper, TrainingDefaults
 from surgeon.operations.prepare import Scale
 

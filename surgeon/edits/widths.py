@@ -15,13 +15,11 @@ from surgeon.anatomy.family import Part, Role
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Constant, Copy, Joined, Random, Recipe, side_by_side, sliced
 from surgeon.common.formatting import show_layers
-from surgeon.edits.growing import New
 from surgeon.errors import BadInput, printable
 from surgeon.grafts.adapters import VARIANCES
+from surgeon.operations.growing import New
 from surgeon.operations.operation import Paper
 
-# K-quants pack so many numbers together; no kernel needs more.
-MOST_DIVIDED = 256
 ROUNDING = "sums over more of them are taken in another order, so logits differ by rounding"
 
 COMPOSABLE = Paper(
@@ -31,11 +29,6 @@ COMPOSABLE = Paper(
     2023,
     "2308.06103",
 )
-
-
-def divisor_of(size: int) -> int:
-    """The largest power of two, up to `MOST_DIVIDED`, that divides a size."""
-    return math.gcd(size, MOST_DIVIDED)
 
 
 def check_alone(draft: Draft, size: str) -> None:

@@ -16,9 +16,8 @@ from surgeon.blueprint.blueprint import Blueprint
 from surgeon.checkpoint.damages import ANOTHER
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
-from surgeon.edits.growing import groups_that_fit, head_growths
-from surgeon.edits.widths import divisor_of
 from surgeon.errors import BadInput, printable
+from surgeon.operations.growing import divisor_of, groups_that_fit, head_growths
 
 # Keys that count experts, or how many of them a token takes.
 _COUNTS = re.compile(r".*experts(_per_tok(en)?)?$|moe_(topk|k|top_k)$|.*top_k_experts$")

@@ -227,7 +227,7 @@ def test_values_are_rounded_to_the_base(plan: Callable[..., Path], base: Path, t
     for layer in range(6):
         value = given[f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_B.weight"]
         assert torch.equal(found[f"model.layers.{layer}.self_attn.q_proj.slots.0.lora_B"], value.bfloat16())
-    kept = applied.manifest.adapters["adapter"]
+    kept = applied.manifest.facts["0"]
     assert kept.tensors.keys() == given.keys()
     close(logits(load(out)), expected, atol=0.1)
 
@@ -255,7 +255,7 @@ def test_an_adapter_on_the_hub_is_pinned(plan: Callable[..., Path], base: Path, 
         told = run_surgeon(hub, home, "preview", str(unknown), str(base))
         assert told.returncode == 2
         assert "gone" in told.stderr
-    kept = surgeon.inspect(tmp_path / "out").manifest.adapters["user/adapter"]
+    kept = surgeon.inspect(tmp_path / "out").manifest.facts["0"]
     assert (kept.id, kept.revision) == ("user/adapter", COMMIT)
     offline = run_surgeon(hub, home, "preview", str(chosen), str(base), HF_HUB_OFFLINE="1")
     assert offline.returncode == 0, offline.stderr

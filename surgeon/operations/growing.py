@@ -7,6 +7,7 @@ anything; elsewhere transformers' class is built wider, and its shapes say it.
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -64,6 +65,15 @@ class New:
         """Copies of the lowest of what there is, in turn."""
         turns = [min(self.count, self.more - done) for done in range(0, self.more, self.count)]
         return tuple(sliced_along(self.of, self.axis, self.begin, self.begin + n, again=True) for n in turns)
+
+
+# K-quants pack so many numbers together; no kernel needs more.
+MOST_DIVIDED = 256
+
+
+def divisor_of(size: int) -> int:
+    """The largest power of two, up to `MOST_DIVIDED`, that divides a size."""
+    return math.gcd(size, MOST_DIVIDED)
 
 
 _FFN: tuple[Role, ...] = ("gate", "up", "down")
