@@ -173,7 +173,7 @@ def test_a_grafted_base_whose_config_disagrees(
 def test_a_manifest_of_the_future_is_refused_before_any_work(base: Path, plan: Write, tmp_path: Path) -> None:
     out = tmp_path / "out"
     surgeon.apply(plan(EXPERTS), str(base), out)
-    edited(out, lambda data: data.update(surgeon_manifest=3), "surgery.json")
+    edited(out, lambda data: data.update(surgeon_manifest=4), "surgery.json")
     for command in (("preview", "pmoe/next-task", out), ("apply", "pmoe/next-task", out, tmp_path / "next")):
         assert "manifest format 3, this surgeon reads 2" in refused(*command)
 
