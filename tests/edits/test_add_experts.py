@@ -114,7 +114,7 @@ def test_those_that_matter_most_get_copies_and_the_cost_is_that_of_the_output(ma
     base = made("qwen3_moe")
     done = applied(base, tmp_path, count=12, by="reap", **READ)
     judged, measured = tokens(base, tmp_path)
-    (facts,) = done.manifest.facts.values()
+    (facts,) = (kept.model_dump(exclude_unset=True) for kept in done.manifest.facts.values())
     for layer, scores in enumerate(by_hand(base, judged)[0]):
         # Of all that a score shared by 1, 2, 3 … copies can be, the twelve largest.
         shares = sorted((-score / held, expert) for expert, score in enumerate(scores) for held in range(1, 13))
@@ -127,7 +127,7 @@ def test_those_that_matter_most_get_copies_and_the_cost_is_that_of_the_output(ma
     assert cost["random"] != cost["grows"] and cost["tokens"] == WINDOWS * (WINDOW - 1)
     often = applied(base, tmp_path / "often", count=1, by="frequency", **READ)
     counts = by_hand(base, judged)[1]
-    (facts,) = often.manifest.facts.values()
+    (facts,) = (kept.model_dump(exclude_unset=True) for kept in often.manifest.facts.values())
     assert facts["copied"] == {str(layer): [of.index(max(of))] for layer, of in enumerate(counts)}
 
 
