@@ -174,7 +174,7 @@ def test_reap_and_frequency_are_as_by_hand_and_differ(made: Base, tmp_path: Path
     often = applied(base, tmp_path / "often", count=3, by="frequency", **READ)
     assert gone_of(often) == lowest(counts, 3) != lowest(scores, 3)
     # As many of the least often chosen are what the other is compared with.
-    (one,), (other,) = done.manifest.facts.values(), often.manifest.facts.values()
+    (one,), (other,) = ([kept.model_dump() for kept in each.manifest.facts.values()] for each in (done, often))
     assert one["cost"]["frequency"] == other["cost"]["grows"] != one["cost"]["grows"]
     assert "3 of 8 experts in each of 2 layers, least router weight" in done.manifest.operations[0].matched
     with pytest.raises(BadInput, match="is lost"):
