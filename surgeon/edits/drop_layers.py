@@ -14,17 +14,20 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from surgeon.anatomy.anatomy import Anatomy
+from surgeon.anatomy.anatomy_cache import recalled
+from surgeon.anatomy.dissect import dissect_folder
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Constant, Recipe, Summed
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import DTYPE_BITS
+from surgeon.common.check import Check
 from surgeon.common.formatting import show_layers
 from surgeon.common.schema import Many
 from surgeon.errors import BadInput, printable
 from surgeon.models.layer_choice import By, LayersOut, Stack, collapsed, runs_above
 from surgeon.operations.operation import Operation, Paper, Spec, TrainingDefaults
-from surgeon.operations.prepare import Facts, OpenedBase, digest_of_file
+from surgeon.operations.prepare import Facts, OpenedBase, Scale, digest_of_file
 from surgeon.operations.selectors import Index, select_layers
 from surgeon.operations.sites import check_grafts
 
@@ -71,6 +74,19 @@ class LayerFacts(Facts):
     def becomes(self) -> dict[int, dict[int, int]]:
         """For each layer that takes others in, the factors of these, by layer."""
         return {int(layer): {int(of): by for of, by in made.items()} for layer, made in self.merged.items()}
+
+    def small(self, scale: Scale) -> LayerFacts:
+        """Of the silent layers those that go: these alone a twin has silent, too."""
+        gone = {layer for layers in scale.blueprint.dropped.values() for layer in layers}
+        return self.model_copy(update={"silent": [layer for layer in self.silent if layer in gone]})
+
+    def checks(self, base: CheckpointFolder | None, out: CheckpointFolder) -> list[Check]:
+        """Whether the layers that are said to be silent are."""
+        if base is None or not self.silent:
+            return []
+        wrong = {*self.silent} - {*silent_layers(base, dissect_folder(base, recalled))}
+        kept = f"{len(self.silent)} of the base's layers add nothing, as is said"
+        return [Check.of("silent layers", [f"layer {layer}" for layer in sorted(wrong)], "not as is said", kept)]
 
 
 class DropLayers(Operation):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from pydantic import ValidationError
 
+from surgeon.checkpoint.source import is_side_file
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.manifest import Surgery
 from surgeon.operations.operation import Operation
@@ -24,6 +25,11 @@ def facts_of(surgery: Surgery, plan: Plan, *, file: str) -> dict[int, Facts]:
         if kept is not None and operation.facts is not None and operation.has_facts:
             found[number] = _read(operation, operation.facts, kept, file)
             found[number].check(file)
+            if odd := next((name for name in kept.side_files if not is_side_file(name)), None):
+                raise BadInput(
+                    f"{printable(file)}: facts of `{operation.op}`: {printable(odd)} is no side file; was it edited by"
+                    " hand?"
+                )
     return found
 
 
@@ -40,7 +46,9 @@ def _read(operation: Operation, kind: type[Facts], kept: KeptFacts, file: str) -
 
 
 def kept(facts: Mapping[int, Facts]) -> dict[str, KeptFacts]:
-    """The facts of a plan's operations as surgery.json keeps them."""
-    return {
-        str(number): KeptFacts(**each.model_dump(mode="json", exclude_unset=True)) for number, each in facts.items()
-    }
+    """The facts of a plan's operations as surgery.json keeps them: without what is as it is by default.
+
+    So there is one way to say them.
+    """
+    dumped = {number: each.model_dump(mode="json", exclude_defaults=True) for number, each in facts.items()}
+    return {str(number): KeptFacts(**data) for number, data in dumped.items()}

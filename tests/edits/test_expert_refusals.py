@@ -175,7 +175,7 @@ def test_a_manifest_of_the_future_is_refused_before_any_work(base: Path, plan: W
     surgeon.apply(plan(EXPERTS), str(base), out)
     edited(out, lambda data: data.update(surgeon_manifest=4), "surgery.json")
     for command in (("preview", "pmoe/next-task", out), ("apply", "pmoe/next-task", out, tmp_path / "next")):
-        assert "manifest format 3, this surgeon reads 2" in refused(*command)
+        assert "manifest format 4, this surgeon reads 3" in refused(*command)
 
 
 def test_slots_hold_still_while_others_train(base: Path, plan: Write, tmp_path: Path) -> None:

@@ -290,6 +290,6 @@ def test_refusals_say_what_to_do() -> None:
     # A colon stands before what to do where a semicolon is taken; some sentences end with words made elsewhere.
     advice = re.compile(
         r"[;?]|_AGAIN|: (use|write|save|import|leave|put|give) "
-        r"|\{_?(error|problem|why_no_weights|no_chat|damage|empty|then|PREFERENCES|NOT_READ)"
+        r"|\{_?(error|problem|way\}|led_below|why_no_weights|no_chat|damage|empty|then|PREFERENCES|NOT_READ)"
     )
     assert not [f"{where}: {said}" for where, said in found if not advice.search(said)]

@@ -207,7 +207,7 @@ def test_what_is_no_output_of_surgeon(base: Path, tmp_path: Path) -> None:
     for version in (1, 99):
         (out / "surgery.json").write_text(json.dumps(manifest | {"surgeon_manifest": version}))
         message = refused("verify", base, out)
-        assert f"manifest format {version}, this surgeon reads 2" in message and "by the same plan" in message
+        assert f"manifest format {version}, this surgeon reads 3" in message and "by the same plan" in message
     (out / "surgery.json").write_text(json.dumps(manifest | {"extra": 1}))
     assert "extra" in refused("inspect", out)
 

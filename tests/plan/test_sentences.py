@@ -22,12 +22,12 @@ from surgeon.training.config.loading import load_config
 from tests.house import PACKAGE
 
 VALIDATING = [
-    *sorted((PACKAGE / "operations").glob("*.py")),
+    *sorted(file for room in ("operations", "edits") for file in (PACKAGE / room).glob("*.py")),
     PACKAGE / "common" / "schema.py",
     PACKAGE / "data" / "specs.py",
-    PACKAGE / "train" / "config" / "schema.py",
-    PACKAGE / "continual" / "config" / "schema.py",
-    PACKAGE / "evaluate" / "open_texts.py",
+    PACKAGE / "training" / "config" / "schema.py",
+    PACKAGE / "lab" / "courses" / "config" / "schema.py",
+    PACKAGE / "lab" / "evaluation" / "open_texts.py",
 ]
 
 CONTROL = "op: control_llm, layers: all"

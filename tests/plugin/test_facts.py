@@ -199,7 +199,7 @@ EDITS: dict[Callable[[dict[str, Any]], None], str] = {
     _more_words: "facts of `drop_faint`: told",
     _another_kind: "facts of `drop_faint`: loudest",
     _of_no_operation: "facts.7",
-    _of_the_other: "facts.1",
+    _of_the_other: "facts of `add_tokens`: kind",
     _dropped_others: "does not name each of the base's 6 layers once",
     _fewer_tokens: "tokens",
     _beyond: "a token beyond the base's",

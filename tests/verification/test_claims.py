@@ -41,7 +41,7 @@ UNSEEN: dict[str, str] = {
     r"proven(\..*)?": "the libraries by which apply proved the promise; verify proves it itself",
     r"texts\.\*": "the digest of the text, which verify is not given; what was computed with it is compared",
     r"facts\.0\.(id|revision)": "how the adapter was called",
-    r"facts\.0\.alpha_pattern": "a pattern that no module of the adapter has",
+    r"facts\.0\.(adapters\.\*\.facts\.)?alpha_pattern": "a pattern that no module of the adapter has",
     r"facts\.0\.tensors\.\*\.sha256": "the adapter's file is not at hand; what was imported is compared",
     r"models\.\*\.(id|sha256)": "how another model was called, and a digest of it; what was taken of it is compared",
     r"facts\.0\.texts(\..*)?": "what a change of the vocabulary measured of texts, which verify is not given",
@@ -130,7 +130,7 @@ def edits(value: Any) -> Iterator[Any]:
             yield 1
             yield "x"
         case dict():
-            yield {**value, "more.of-it": copy.deepcopy(next(iter(value.values()), 1))}
+            yield {**value, "more.of-it": copy.deepcopy(next(iter(value.values()), 1.5))}
             if value:
                 yield {}
         case list():

@@ -25,7 +25,7 @@ from tests import tiny
 from tests.lab.demonstration.test_base import FEW_STEPS, WHOLE
 from tests.training.texts import add_tokenizer, text
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+README = Path(__file__).resolve().parents[3] / "README.md"
 
 
 def test_definitions_without_comments_and_documentation(tmp_path: Path) -> None:

@@ -237,8 +237,10 @@ def test_all_runs_lie_in_one_file_from_which_alone_a_study_goes_on(whole: Whole,
 
 def test_the_committed_studies_hold_every_run_of_their_pages() -> None:
     """What a clone has of them: as many records as results.json has points, with the same losses."""
-    folder = Path(__file__).parents[2] / "benchmarks" / "results"
-    for results in folder.glob("frontier_*/results.json"):
+    folder = Path(__file__).parents[3] / "benchmarks" / "results"
+    studies = list(folder.glob("frontier_*/results.json"))
+    assert studies
+    for results in studies:
         found = json.loads(results.read_text(encoding="utf-8"))
         packed = read_packed(results.with_name(RUNS_FILE))
         assert packed is not None
