@@ -14,21 +14,18 @@ from pydantic import JsonValue, TypeAdapter
 
 from surgeon.anatomy.composing import activation_in, composition_of
 from surgeon.anatomy.derived import derive, read_otherwise
-from surgeon.anatomy.family import Axes, Space, Stream, hidden_axis
+from surgeon.anatomy.family import Space
 from surgeon.anatomy.grafted_config import config_with_grafts, head_with_grafts
 from surgeon.anatomy.growth import grown, layer_axis, shared_places
 from surgeon.anatomy.inner_spaces import heads_move, inner_spaces
-from surgeon.anatomy.names import stored_name, words_of
 from surgeon.anatomy.quantised import left_out, renumbered, skips
 from surgeon.anatomy.rows_of_ids import rows_of_ids
 from surgeon.anatomy.running import run_cached
 from surgeon.anatomy.seen import Seen
 from surgeon.anatomy.shared import shared_in
 from surgeon.anatomy.silence import some_tokens
-from surgeon.anatomy.skeleton import Skeleton, build, wordless_auto
+from surgeon.anatomy.skeleton import Skeleton, build
 from surgeon.anatomy.stream_blocks import told_class
-from surgeon.anatomy.stream_width import wider_stream
-from surgeon.anatomy.text_tower import text_model
 from surgeon.anatomy.twin import twin_of
 from surgeon.anatomy.widening import Growth, growths, inner_fields
 from surgeon.checkpoint.weights import QUANTISATION
@@ -36,22 +33,22 @@ from surgeon.common.cache import digest_of
 from surgeon.common.devices import one_thread
 from surgeon.common.formatting import show
 from surgeon.common.library import LOAD_FAILURES
-from surgeon.errors import BadInput, printable
+from surgeon.errors import BadInput
 from surgeon.grafts.composition import FFN, Composition
-
-_TIED = "tie_word_embeddings"
-
 
 _Asked = ParamSpec("_Asked")
 _Answer = TypeVar("_Answer")
 
 
 def kept(ask: Callable[Concatenate[Derivation, _Asked], _Answer]) -> Callable[Concatenate[Derivation, _Asked], _Answer]:
-    """Give the answer that a question had before, in an earlier command too; refusals are made anew each time."""
+    """Give the answer that a question had before, in an earlier command too; refusals are made anew each time.
+
+    A question of one operation alone is a function of its own, that takes the derivation. Answers are JSON data.
+    """
 
     @wraps(ask)
     def asked(self: Derivation, /, *given: _Asked.args, **named: _Asked.kwargs) -> _Answer:
-        question = digest_of([ask.__name__, *given, named])
+        question = digest_of([ask.__module__, ask.__qualname__, *given, named])
         if question in self.answers:
             kind = get_type_hints(ask)["return"]
             return cast("_Answer", TypeAdapter(kind).validate_python(self.answers[question]))
@@ -200,40 +197,6 @@ class Derivation:
         return growths(self.seen, fields)
 
     @kept
-    def stream(self, times: int) -> Stream:
-        """What grows in a model whose stream is so many times as wide, by names on disk, and what is new of it.
-
-        Raises BadInput where no twin with random values computes what the base's does.
-        """
-        fields, kinds, outer = wider_stream(self.seen.config, self.seen.derived, times)
-        found = [self._stored_axes(kind, grown) for kind, grown in enumerate(kinds)]
-        outside = {name: outer[target] for name, target in self.seen.names.outer.items() if target in outer}
-        return dict(fields), tuple(found), outside
-
-    def _stored_axes(self, kind: int, grown: Mapping[str, Axes]) -> dict[str, Axes]:
-        """The axes of a kind's tensors as they are stored, of those in memory. Raises BadInput for one made of others.
-
-        Experts that transformers gathers are matrices of their own on disk.
-        """
-        first, names = self.seen.firsts[kind]
-        found: dict[str, Axes] = {}
-        for part in self.seen.parts[kind]:
-            targets = names[part.suffix]
-            axes = next((grown[target] for target in targets if target in grown), None)
-            if axes is None:
-                continue
-            if len(targets) > 1 or f"{self.seen.names.stem}{first}.{part.suffix}" in self.seen.names.converted:
-                if part.expert is None or len(axes) != 1:
-                    raise BadInput(
-                        f"layer {first} ({printable(part.suffix)}): transformers makes other tensors of it"
-                        f" ({printable(', '.join(targets))}), and which side of it is the stream is not known;"
-                        " widen_ffn may widen it"
-                    )
-                axes = (axes[0]._replace(axis=hidden_axis(part)),)
-            found[part.suffix] = axes
-        return found
-
-    @kept
     def grafted(
         self, trunk: Mapping[str, Any], order: Sequence[int], twins: Sequence[int], modules: Sequence[str]
     ) -> dict[str, Any]:
@@ -306,80 +269,6 @@ class Derivation:
         return rows_of_ids(self.seen, rows)
 
     @kept
-    def parameters(self) -> dict[str, tuple[str, str]]:
-        """Every parameter of transformers' model, by its name: where it is stored, and its form.
-
-        It is stored as a tensor of its own (its name on disk), or as several, or as another's (empty). The form is one
-        of `FORMS`.
-        """
-        names, stack = self.seen.names, self.stack
-        # What several layers compute with is more than the parameter of one of them.
-        model = self.seen.skeleton.model
-        shared = {of for name, of in model.all_tied_weights_keys.items() if name.startswith(f"{stack}.")}
-        stored = {target: name for name, target in names.outer.items() if target and target not in shared}
-        for index, layer in enumerate(names.layers):
-            for suffix, targets in layer.items():
-                name = f"{names.stem}{index}.{suffix}"
-                if len(targets) == 1 and name not in names.converted:
-                    stored[f"{stack}.{index}.{targets[0]}"] = name
-        return {
-            f"{path}.{key}".removeprefix("."): (stored.get(f"{path}.{key}".removeprefix("."), ""), _form(module, key))
-            for path, module in model.named_modules()
-            for key, value in module._parameters.items()
-            if value is not None
-        }
-
-    @kept
-    def untied(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """A config.json like the base's, as that of a model whose output head has tensors of its own."""
-        made = copy.deepcopy(dict(config))
-        part = made
-        part[_TIED] = False
-        for key in self.path:
-            part = part.setdefault(key, {})
-            part[_TIED] = False
-        skeleton = self.seen.skeleton
-        return left_out(made, [name.removesuffix(".") for name in words_of(skeleton.model)], skeleton)
-
-    @kept
-    def head_tensors(self) -> dict[str, str]:
-        """The tensors that an untied head needs and the base does not store, by name, and the one that each now is.
-
-        Raises BadInput where the head cannot be untied.
-        """
-        before = self.seen.skeleton.model
-        if (other := wordless_auto(self.seen.config)) is not None:
-            raise BadInput(
-                f"config.json: its head ({other.removeprefix('AutoModelFor')}) returns no words, so no head is tied to"
-                " the embeddings; operate on the model with its language head"
-            )
-        after = _skeleton(json.dumps(self.untied(self.seen.config), sort_keys=True)).model
-        left = after.all_tied_weights_keys
-        pairs = {name: of for name, of in before.all_tied_weights_keys.items() if name not in left}
-        words = words_of(before)
-        if not any(name.startswith(words) for pair in pairs.items() for name in pair):
-            raise BadInput(
-                f"config.json: with `{_TIED}: false` transformers still builds this model with a head tied to"
-                " something else, or with none, so it cannot have a tensor of its own; leave `untie_embeddings` out"
-            )
-        stored = {target: name for name, target in self.seen.names.outer.items() if target}
-        found: dict[str, str] = {}
-        for name, of in pairs.items():
-            lacking, held = (name, of) if of in stored else (of, name)
-            if lacking not in stored:
-                found[stored_name(after, lacking, as_in_memory=stored[held] == held)] = stored[held]
-        return found
-
-    @kept
-    def text_model(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """The text tower of an image-text model as a causal model: its config.json, and its tensors' names in it.
-
-        Names are by those that they have now; tensors of other towers have none. Raises BadInput where no causal class
-        of transformers holds the tower.
-        """
-        return text_model(self.seen)
-
-    @kept
     def layer_axes(self, grown: Mapping[str, Any], layers: int) -> dict[str, int]:
         """The axes along which tensors outside the layers, by name, hold a part for each layer; others are left out.
 
@@ -404,18 +293,6 @@ def _linear_shape(module: Any) -> tuple[int, int] | None:
         return None
     first, second = module.weight.shape
     return (second, first) if isinstance(module, Conv1D) else (first, second)
-
-
-def _form(module: Any, key: str) -> str:
-    """The form of a module's parameter, one of `FORMS`."""
-    from torch import nn
-    from transformers.pytorch_utils import Conv1D
-
-    if key == "weight" and isinstance(module, nn.Linear | Conv1D | nn.Embedding):
-        return "turned" if isinstance(module, Conv1D) else "linear" if isinstance(module, nn.Linear) else "embedding"
-    if module._parameters[key].ndim == 3:
-        return "turned experts" if getattr(module, "is_transposed", False) else "experts"
-    return "other"
 
 
 @lru_cache(maxsize=8)

@@ -160,11 +160,6 @@ def listed_layer_types(config: Config, layers: int) -> list[str] | None:
     return list(types)
 
 
-# What a parameter is to the module that has it: a linear module's matrix, outputs by inputs or `turned`; an embedding;
-# the matrices of all experts, each outputs by inputs or turned; anything else.
-FORMS = ("linear", "turned", "embedding", "experts", "turned experts", "other")
-
-
 class Axis(NamedTuple):
     """How one axis of a tensor grows: along which, what is new there (None: copies of what there is), and the parts
     that each grow for themselves, in proportion.
@@ -176,8 +171,6 @@ class Axis(NamedTuple):
 
 
 Axes = tuple[Axis, ...]
-# The fields of a wider model's config, the axes of the tensors of each kind of layers by suffix, and of those outside.
-Stream = tuple[dict[str, int], tuple[dict[str, Axes], ...], dict[str, Axes]]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from surgeon.blueprint.recipes import (
     Recipe,
 )
 from surgeon.checkpoint.pieces import Pieces
-from surgeon.checkpoint.source import IMAGE_FILES
 
 # What training changes: an operation's new tensors, every tensor, or its new ones once, before the first step.
 Trains = Literal["new", "all", "fitted"]
@@ -127,13 +126,9 @@ class Blueprint:
     dropped: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     # The sizes that operations changed and layers share, by their fields of the config (`with_fields`).
     resized: Mapping[str, int] = field(default_factory=dict)
-    # Whether an operation gave the head tensors of its own that were the embeddings'.
-    untied: bool = False
     # The tensors of the base that each operation left behind, by its number: of towers beside the text, and what a
     # layer that was taken out alone used of a block that it shared with others.
     left_behind: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    # Whether it is the text tower of a larger model.
-    extracted: bool = False
     # Whether config.json is another one than the base's with more or fewer layers: of another class, or other parts.
     converted: bool = False
 
@@ -157,11 +152,6 @@ class Blueprint:
     def native(self) -> bool:
         """Whether the output loads without custom code."""
         return not self.code_files
-
-    @property
-    def files_left(self) -> frozenset[str]:
-        """The side files of the base that do not come along: those of images, where their towers do not."""
-        return IMAGE_FILES if self.extracted else frozenset()
 
     @property
     def promise(self) -> Promise:

@@ -6,15 +6,13 @@ No weight is read here.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from surgeon.anatomy.anatomy import Anatomy, LayerKind, layer_of, with_dtype
+from surgeon.anatomy.anatomy import Anatomy, LayerKind, layer_of
 from surgeon.anatomy.family import MOST_LAYERS, with_fields
 from surgeon.anatomy.grafted_config import native_config
-from surgeon.anatomy.rows_of_ids import VOCABULARY_KEY
-from surgeon.anatomy.vocabulary import vocabulary_tensors, with_vocabulary
 from surgeon.blueprint.blueprint import (
     Blueprint,
     GraftNote,
@@ -42,7 +40,6 @@ from surgeon.blueprint.recipes import (
     whole,
 )
 from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
-from surgeon.checkpoint.trimmed_vocabulary import with_tokens
 from surgeon.errors import BadInput, printable
 from surgeon.grafts.bundle import CODE_FILE
 from surgeon.runtime.rules import BRANCH
@@ -112,10 +109,8 @@ class Draft:
     def __init__(self, anatomy: Anatomy, config: Mapping[str, Any], *, seed: int) -> None:
         self.anatomy = anatomy
         self.seed = seed
-        # Sizes of the config that operations changed, by their key (`with_fields`): widths, rows of the vocabulary.
-        self.sizes: dict[str, int] = {}
-        # The ids of the base that stay, where operations took tokens out.
-        self.tokens: tuple[int, ...] | None = None
+        # Sizes of the config that operations changed and layers share, by their key (`with_fields`).
+        self.widths: dict[str, int] = {}
         # The layers of the base that operations took out, by their numbers.
         self.dropped: dict[int, tuple[int, ...]] = {}
         # The tensors outside the layers, by name: the base's in their order, then those that operations added.
@@ -124,10 +119,8 @@ class Draft:
         self.beyond = [{s: Outer(Copy.of(info), None) for s, info in tensors.items()} for tensors in anatomy.beyond]
         # Of the trunk alone; `finish` writes back what grafts need.
         self.config = native_config(config)
-        # What the config says that numbers are stored in, where an operation stores some in a wider dtype.
-        self.dtype: str | None = None
-        # Whether an operation gave the head tensors of its own that were the embeddings'.
-        self.untied = False
+        # What else operations change of config.json, each by a name of its own: made of the finished one, in order.
+        self.config_edits: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {}
         # Of a text model that was taken out of a larger one: its tensors' names, by those that the base has for them.
         self.renamed: Mapping[str, str] | None = None
         self.couplings: dict[str, Coupling] = {}
@@ -158,40 +151,9 @@ class Draft:
         """The place in the plan of the operation that is at work."""
         return len(self.records)
 
-    @property
-    def base_names(self) -> list[str]:
-        """The tensors of the base, by name, but for those of grafts."""
-        held = (self.anatomy.outer, *self.anatomy.layers, *self.anatomy.beyond)
-        return [info.name for tensors in held for info in tensors.values()]
-
-    @property
-    def widths(self) -> dict[str, int]:
-        """The sizes that operations changed, but for the vocabulary's."""
-        return {key: size for key, size in self.sizes.items() if key != VOCABULARY_KEY}
-
     def set_outer(self, name: str, recipe: Recipe) -> None:
         """Give a tensor outside the layers another value, or add it, in the name of the operation that is at work."""
         self.outer[name] = Outer(recipe, self.number)
-
-    def vocabulary_tensors(self, *, further: Collection[str] = ()) -> dict[str, bool]:
-        """As the anatomy's, and the tensors of a head that an earlier operation of the plan gave its own."""
-        found = vocabulary_tensors(self.anatomy, further=further)
-        heads = self.anatomy.derivation.head_tensors() if self.untied else {}
-        return found | {name: False for name, source in heads.items() if source in found}
-
-    def stored(self, name: str) -> Copy:
-        """A tensor outside the layers, as the base's bytes. Raises BadInput where an operation has changed it."""
-        recipe = self.outer[name].recipe
-        if not isinstance(recipe, Copy):
-            raise BadInput(f"{printable(name)}: an earlier operation of this plan changed it; apply two plans")
-        return recipe
-
-    def place_of(self, name: str) -> tuple[dict[str, Outer], str]:
-        """Where a tensor of the base stands that is in no layer of the stack: those around it, and its key there."""
-        for held, infos in zip(self.beyond, self.anatomy.beyond, strict=True):
-            if (suffix := next((s for s, info in infos.items() if info.name == name), None)) is not None:
-                return held, suffix
-        return self.outer, name
 
     def add_coupling(self, coupling: Coupling) -> None:
         """Keep a transport map for recipes to share; its name must be new, what it needs must be there."""
@@ -311,17 +273,11 @@ class Draft:
             trunk = self.trunk_config()
             config = self._grafted_config(trunk) if grafted else trunk
         config = with_fields(config, self.anatomy.derivation.path, self.widths)
-        if self.dtype is not None:
-            config = with_dtype(config, self.dtype)
         outer = [Output(name, each.recipe, each.operation) for name, each in self.outer.items()]
         known = len(self.anatomy.outer)
         outputs, unused = self._with_shared([*self._with_parts(outer[:known], config), *outer[known:]])
-        if VOCABULARY_KEY in self.sizes:
-            config = with_vocabulary(config, self.anatomy, self.sizes[VOCABULARY_KEY])
-        if self.untied:
-            config = self.anatomy.derivation.untied(config)
-        if self.tokens is not None:
-            config = with_tokens(config, self.tokens)
+        for edit in self.config_edits.values():
+            config = edit(config)
         for index, layer in enumerate(self.layers):
             stem = self.anatomy.layer_name(index, "")
             if layer.base is None and not self.widths:
@@ -356,10 +312,8 @@ class Draft:
             config=config,
             code_files=(CODE_FILE,) if grafted else (),
             dropped=dict(self.dropped),
-            resized=self.widths,
-            untied=self.untied,
+            resized=dict(self.widths),
             left_behind=({len(self.records) - 1: left} if left else {}) | unused,
-            extracted=self.renamed is not None,
             converted=self.converted is not None,
         )
 

@@ -10,15 +10,17 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
 from surgeon.anatomy.anatomy import Anatomy
+from surgeon.anatomy.derivation import Derivation, kept
 from surgeon.anatomy.family import Expert, Part
 from surgeon.blueprint.recipes import ExpertLayout
 from surgeon.checkpoint.peft_folder import ADAPTER_CONFIG, AdapterFolder, matched, numbers_of
 from surgeon.common.patterns import Matcher
+from surgeon.edits.embeddings import head_tensors
 from surgeon.errors import BadInput, printable
 from surgeon.operations.operation import Spec
 
@@ -135,6 +137,48 @@ def ends(path: str, name: str) -> bool:
     return path == name or path.endswith(f".{name}")
 
 
+# What a parameter is to the module that has it: a linear module's matrix, outputs by inputs or `turned`; an embedding;
+# the matrices of all experts, each outputs by inputs or turned; anything else.
+FORMS = ("linear", "turned", "embedding", "experts", "turned experts", "other")
+
+
+@kept
+def parameters(base: Derivation) -> dict[str, tuple[str, str]]:
+    """Every parameter of transformers' model, by its name: where it is stored, and its form.
+
+    It is stored as a tensor of its own (its name on disk), or as several, or as another's (empty). The form is one
+    of `FORMS`.
+    """
+    names, stack = base.seen.names, base.stack
+    # What several layers compute with is more than the parameter of one of them.
+    model = base.seen.skeleton.model
+    shared = {of for name, of in model.all_tied_weights_keys.items() if name.startswith(f"{stack}.")}
+    stored = {target: name for name, target in names.outer.items() if target and target not in shared}
+    for index, layer in enumerate(names.layers):
+        for suffix, targets in layer.items():
+            name = f"{names.stem}{index}.{suffix}"
+            if len(targets) == 1 and name not in names.converted:
+                stored[f"{stack}.{index}.{targets[0]}"] = name
+    return {
+        f"{path}.{key}".removeprefix("."): (stored.get(f"{path}.{key}".removeprefix("."), ""), _form(module, key))
+        for path, module in model.named_modules()
+        for key, value in module._parameters.items()
+        if value is not None
+    }
+
+
+def _form(module: Any, key: str) -> str:
+    """The form of a module's parameter, one of `FORMS`."""
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    if key == "weight" and isinstance(module, nn.Linear | Conv1D | nn.Embedding):
+        return "turned" if isinstance(module, Conv1D) else "linear" if isinstance(module, nn.Linear) else "embedding"
+    if module._parameters[key].ndim == 3:
+        return "turned experts" if getattr(module, "is_transposed", False) else "experts"
+    return "other"
+
+
 @dataclass(frozen=True)
 class Place:
     """A parameter of transformers' model: what it is called there and on disk, its form there, its shape on disk.
@@ -200,7 +244,7 @@ class Model:
             for index, held in enumerate(anatomy.layers)
             for suffix, info in held.items()
         }
-        found = anatomy.derivation.parameters()
+        found = parameters(anatomy.derivation)
         places = {
             name: Place(name, stored, form, *known.get(stored, ((), None, "")))
             for name, (stored, form) in found.items()
@@ -231,7 +275,7 @@ class Model:
         if not self._anatomy.tied:
             return None
         try:
-            lacking = self._anatomy.derivation.head_tensors()
+            lacking = head_tensors(self._anatomy.derivation)
         except BadInput:
             return None
         inside, rows = f"{self.stack}.", (self._anatomy.sizes.vocabulary,)

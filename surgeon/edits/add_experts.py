@@ -189,11 +189,11 @@ class AddExperts(Operation):
                 add_to(home, mixtures[home.base][1], places, draft, silent=self.how == "zero")
         before, more = next(iter(mixtures.values()))[0], len(next(iter(added.values())))
         chosen = chosen_by(draft)
-        draft.sizes |= sizes_with(draft, before, before + more)
+        draft.widths |= sizes_with(draft, before, before + more)
         if self.top_k == "grown":
             if not chosen:
                 raise BadInput("config.json: no field says how many experts a token takes; use `top_k: fixed`")
-            draft.sizes |= {key: value * (self.times or 1) for key, value in chosen.items()}
+            draft.widths |= {key: value * (self.times or 1) for key, value in chosen.items()}
         matched = f"{before} experts become {before + more} in each of {len(mixtures)} layers, {self._what}"
         return OperationRecord(
             self.op,

@@ -159,7 +159,7 @@ class DropExperts(Operation):
                 _take_out(home, mixtures[home.base], gone[home.base], draft)
         before = next(iter(mixtures.values()))[0]
         count = before - len(next(iter(gone.values())))
-        draft.sizes |= sizes_with(draft, before, count)
+        draft.widths |= sizes_with(draft, before, count)
         how = f", {_WORDS[self.by or 'reap']}" if self.experts is None else ""
         found = f"{before - count} of {before} experts in each of {len(gone)} layers{how}"
         return OperationRecord(self.op, found + _said(facts.cost), _claim(facts.cost), trains="all")

@@ -11,9 +11,10 @@ from typing import ClassVar, Literal
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
 from surgeon.checkpoint.source import IMAGE_FILES
+from surgeon.edits.text_tower import text_model
 from surgeon.errors import BadInput, printable
 from surgeon.operations.operation import Operation, Paper, TrainingDefaults
-from surgeon.operations.prepare import OpenedBase
+from surgeon.operations.prepare import Facts, OpenedBase, SideFile
 
 # A template that processors alone read.
 _PROCESSOR_TEMPLATE, _TEMPLATE = "chat_template.json", "chat_template.jinja"
@@ -34,26 +35,32 @@ class ExtractText(Operation):
     )
     training: ClassVar[TrainingDefaults] = TrainingDefaults("ours, no paper's: nothing is new", lr=1e-5)
 
+    facts: ClassVar[type[Facts] | None] = Facts
+
     op: Literal["extract_text"]
 
-    def prepare(self, base: OpenedBase) -> None:
-        """Say which files stay behind."""
+    def prepare(self, base: OpenedBase) -> Facts:
+        """Leave the files behind that are for images."""
         names = base.folder.side_files
         if left := [name for name in names if name in IMAGE_FILES]:
             base.notes.append(f"left behind, as they are for images: {', '.join(left)}")
+            base.side_files.update(dict.fromkeys(left))
         if _PROCESSOR_TEMPLATE in names and _TEMPLATE not in names:
             base.notes.append(
                 f"{_PROCESSOR_TEMPLATE} comes along, and processors alone read it: put its template into {_TEMPLATE}"
             )
+        return Facts(side_files=dict.fromkeys(left, SideFile.of(None)))
 
-    def edit(self, draft: Draft, facts: None) -> OperationRecord:
+    def edit(self, draft: Draft, facts: Facts | None) -> OperationRecord:
         """Have the config be the causal class's, and the tower's tensors have its names."""
         if draft.records:
             raise BadInput("the text is extracted by a plan of its own: apply the operations before it first")
         if draft.bank is not None or any(layer.grafts for layer in draft.layers):
             raise BadInput("the model carries grafts, which are of the image-text class; merge or revert them first")
-        draft.converted, draft.renamed = draft.anatomy.derivation.text_model()
-        left = [name for name in draft.base_names if name not in draft.renamed]
+        draft.converted, draft.renamed = text_model(draft.anatomy.derivation)
+        anatomy = draft.anatomy
+        held = [info.name for of in (anatomy.outer, *anatomy.layers, *anatomy.beyond) for info in of.values()]
+        left = [name for name in held if name not in draft.renamed]
         return OperationRecord(
             op=self.op,
             matched=f"the text tower as {printable(draft.converted['architectures'][0])}, {len(draft.renamed)} tensors;"

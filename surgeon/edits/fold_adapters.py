@@ -60,7 +60,7 @@ class FoldAdapters(Operation):
             layer.rewritten |= dict.fromkeys(changed, draft.number)
             layer.grafts = [graft for graft in layer.grafts if graft.kind != "adapters"]
         draft.settings.pop("local_loss", None)
-        draft.sizes["intermediate_size"] = before + size
+        draft.widths["intermediate_size"] = before + size
         left = "; other grafts stay" if any(layer.grafts for layer in draft.layers) or draft.bank else ""
         return OperationRecord(
             op=self.op,

@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from surgeon.anatomy.family import LARGEST_SIZE
-from surgeon.anatomy.rows_of_ids import VOCABULARY_KEY
 from surgeon.blueprint.blueprint import OperationRecord
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import extended
 from surgeon.checkpoint.source import MAX_SIDE_FILE_BYTES
 from surgeon.checkpoint.strict_json import json_object
 from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE
-from surgeon.checkpoint.trimmed_vocabulary import OTHER_VOCABULARIES, ids_named
+from surgeon.edits.embeddings import has_other_rows, is_untied, set_rows, stored, vocabulary_tensors
 from surgeon.edits.rows import VocabularyFacts, claim_of_rows
+from surgeon.edits.vocabulary.trimmed import OTHER_VOCABULARIES, ids_named
 from surgeon.errors import BadInput, printable
 from surgeon.operations.operation import Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.prepare import Facts, OpenedBase, Paths, Scale
@@ -167,12 +167,12 @@ class GrowVocabulary(Operation):
 
     def edit(self, draft: Draft, facts: VocabularyFacts | None) -> OperationRecord:
         """Extend embeddings and output head."""
-        if VOCABULARY_KEY in draft.sizes:
+        if has_other_rows(draft):
             raise BadInput("an earlier operation of this plan changes the vocabulary; join the two, or apply two plans")
         if facts is None:
             raise BadInput("the tokens to add are not known: give a base with its tokenizer.json")
         rows, tied = draft.anatomy.sizes.vocabulary, draft.anatomy.tied
-        if draft.untied and self.input_init != "mean":
+        if is_untied(draft) and self.input_init != "mean":
             raise BadInput(
                 "an earlier operation of this plan unties the head, so with `input_init: pieces` its new rows would"
                 " not be the embeddings'; write grow_vocabulary first, say `input_init: mean`, or apply two plans"
@@ -192,10 +192,10 @@ class GrowVocabulary(Operation):
         new = tokens if whole == rows else whole - facts.rows
         pieces = not tied and self.input_init != "mean"
         means: tuple[tuple[int, ...], ...] = ((),) * new
-        for name, reads in draft.vocabulary_tensors().items():
+        for name, reads in vocabulary_tensors(draft).items():
             made_of = (*facts.pieces, *means[tokens:]) if reads and pieces else means
-            draft.set_outer(name, extended(draft.stored(name), made_of, facts.rows))
-        draft.sizes[VOCABULARY_KEY] = whole
+            draft.set_outer(name, extended(stored(draft, name), made_of, facts.rows))
+        set_rows(draft, whole)
         return OperationRecord(
             op=self.op,
             matched=_matched(facts, rows, new),

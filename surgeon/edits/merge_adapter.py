@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from surgeon.anatomy.anatomy import Anatomy
-from surgeon.anatomy.rows_of_ids import VOCABULARY_KEY
-from surgeon.anatomy.vocabulary import further_rows
+from surgeon.anatomy.anatomy import Anatomy, with_dtype
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Adapted, Product, Recipe, Rounding, Step, Trained, one_expert, stacked_experts
@@ -28,7 +26,7 @@ from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, TokenizerJson
 from surgeon.checkpoint.trust import leads_to_code
 from surgeon.edits.adapter_changes import Sorted, deltas, name_for_peft, sets_whole
 from surgeon.edits.adapter_places import Model, Place, Settings, settings_of
-from surgeon.edits.rows import untie
+from surgeon.edits.embeddings import further_rows, has_other_rows, is_untied, set_rows, untie, vocabulary_tensors
 from surgeon.errors import BadInput, printable
 from surgeon.models.templates import template_of
 from surgeon.operations.imported_lora import AdapterFacts
@@ -182,11 +180,11 @@ class MergeAdapter(Operation):
         rows = next((each.rows for each in found if each.rows is not None), None)
         if facts.side_files and rows is None and self.tokenizer == "base":
             raise BadInput("the adapters bring a tokenizer that nobody asked for; was surgery.json edited?")
-        if rows is not None and (found[1:] or VOCABULARY_KEY in draft.sizes):
+        if rows is not None and (found[1:] or has_other_rows(draft)):
             raise BadInput(
                 "an adapter that brings embeddings of another size is merged first and alone: apply two plans"
             )
-        untied = any(each.apart for each in found) and not draft.untied
+        untied = any(each.apart for each in found) and not is_untied(draft)
         if untied:
             untie(draft)
         for name, steps in merged.items():
@@ -195,8 +193,8 @@ class MergeAdapter(Operation):
             self._merge(draft, place, steps)
         said = ""
         if rows is not None:
-            draft.sizes[VOCABULARY_KEY] = rows
-            lacking = [name for name in draft.vocabulary_tensors() if draft.outer[name].recipe.shape[0] != rows]
+            set_rows(draft, rows)
+            lacking = [name for name in vocabulary_tensors(draft) if draft.outer[name].recipe.shape[0] != rows]
             if lacking:
                 raise BadInput(
                     f"the adapter has {rows} rows for tokens and none for {printable(lacking[0])}; save it with"
@@ -278,7 +276,7 @@ class MergeAdapter(Operation):
             )
         wider = self.dtype == "float32" and recipe.dtype in ("F16", "BF16")
         if wider:
-            draft.dtype = self.dtype
+            draft.config_edits["dtype"] = lambda config: with_dtype(config, self.dtype)
         dtype = "F32" if wider else recipe.dtype
         if resized is not None and not steps:
             return replace(resized, dtype=dtype)

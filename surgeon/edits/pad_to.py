@@ -20,6 +20,7 @@ from surgeon.anatomy.rows_of_ids import VOCABULARY_KEY
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft, LayerDraft
 from surgeon.blueprint.recipes import HEAD_BLOCK, Constant, Copy, Recipe, extended, side_by_side, sliced_along
+from surgeon.edits.embeddings import has_other_rows, set_rows, stored, vocabulary_tensors
 from surgeon.edits.rows import bound_of_rows, claim_of_rows
 from surgeon.edits.widths import (
     COMPOSABLE,
@@ -124,7 +125,7 @@ class PadTo(Operation):
             fields, growths = wider_heads(draft, kv_heads - sizes.kv_heads)
             check_norms(draft, growths)
             lengthen(draft, growths, lambda new: new.zeros)
-            draft.sizes |= fields
+            draft.widths |= fields
             yield shown
             return
         norms = [norms_of_all_heads(kind, sizes.head_dim) for kind in draft.anatomy.kinds]
@@ -150,7 +151,7 @@ class PadTo(Operation):
                 layer.tensors[suffix] = side_by_side(pieces, int(part.blocks[0][0] == "output"))
                 layer.rewritten[suffix] = draft.number
         # Without `head_dim` a class would divide the hidden size by the heads.
-        draft.sizes |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": sizes.head_dim}
+        draft.widths |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": sizes.head_dim}
         yield shown
 
     def _head_counts(self, draft: Draft) -> tuple[int, int]:
@@ -187,7 +188,7 @@ class PadTo(Operation):
         for field in fields:
             check_alone(draft, field)
         lengthen(draft, growths, lambda new: new.zeros)
-        draft.sizes |= fields
+        draft.widths |= fields
         yield shown_growth(draft, growths)
 
     def _rows(self, draft: Draft) -> int:
@@ -196,13 +197,13 @@ class PadTo(Operation):
         more = 0 if self.vocabulary is None else -before % self.vocabulary
         if not more:
             return 0
-        if VOCABULARY_KEY in draft.sizes:
+        if has_other_rows(draft):
             raise BadInput("an earlier operation of this plan changes the vocabulary; apply two plans")
         if before + more > LARGEST_SIZE:
             raise BadInput(f"the vocabulary would have {before + more} rows; beyond 2^31 is refused")
-        for name in draft.vocabulary_tensors():
-            draft.set_outer(name, extended(draft.stored(name), ((),) * more))
-        draft.sizes[VOCABULARY_KEY] = before + more
+        for name in vocabulary_tensors(draft):
+            draft.set_outer(name, extended(stored(draft, name), ((),) * more))
+        set_rows(draft, before + more)
         return more
 
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from surgeon.blueprint.blueprint import Claim
-from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import HEAD_BLOCK
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE, TokenizerJson, without
@@ -108,16 +107,3 @@ def claim_of_rows(rows: int, added: int, new: int) -> Claim:
         f" {bound}",
         tail_alone=True,
     )
-
-
-def untie(draft: Draft) -> dict[str, str]:
-    """Give the output head tensors of its own, copies of the embeddings; return their names, with what each copies.
-
-    Raises BadInput where the head cannot be untied.
-    """
-    lacking = draft.anatomy.derivation.head_tensors()
-    for name, source in lacking.items():
-        # With the rows that an earlier operation of the plan left or added.
-        draft.set_outer(name, draft.outer[source].recipe)
-    draft.untied = True
-    return lacking

@@ -1,7 +1,7 @@
 """`trim_vocabulary`: fewer tokens, in the tokenizer and as rows of the embeddings.
 
 The rows that stay are the base's bytes, so a logit of a token that stays is what it was on every text of such tokens.
-Texts of them are cut as before (`surgeon.checkpoint.trimmed_vocabulary`); the softmax is over fewer tokens, so their
+Texts of them are cut as before (`surgeon.edits.vocabulary.trimmed`); the softmax is over fewer tokens, so their
 loss is at most what it was.
 """
 
@@ -13,18 +13,17 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from surgeon.anatomy.rows_of_ids import VOCABULARY_KEY
 from surgeon.anatomy.skeleton import wordless_auto
-from surgeon.anatomy.vocabulary import further_rows
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft, Outer
 from surgeon.blueprint.recipes import HEAD_BLOCK, Copy, kept_rows
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.checkpoint.tokenizer_files import TOKENIZER_FILE
-from surgeon.checkpoint.trimmed_vocabulary import from_bits, to_bits, trimmed_files
 from surgeon.common.check import Check, some
 from surgeon.common.json_results import plain_fields
+from surgeon.edits.embeddings import further_rows, has_other_rows, set_rows, vocabulary_tensors
+from surgeon.edits.vocabulary.trimmed import from_bits, to_bits, trimmed_files, with_tokens
 from surgeon.errors import BadInput, printable
 from surgeon.operations.operation import Operation, Paper, TrainingDefaults
 from surgeon.operations.prepare import Facts, OpenedBase, Paths, Scale, SideFile, TextCounts
@@ -39,7 +38,7 @@ _PER_LAYER = ("vocab_size_per_layer_input", "hidden_size_per_layer_input")
 class TrimFacts(Facts):
     """A trim of the vocabulary: what surgery.json keeps of it.
 
-    `kept` are the ids that stay, of the base's `rows`, as bits (`surgeon.checkpoint.trimmed_vocabulary.to_bits`).
+    `kept` are the ids that stay, of the base's `rows`, as bits (`surgeon.edits.vocabulary.trimmed.to_bits`).
     """
 
     kind: str
@@ -163,7 +162,7 @@ class TrimVocabulary(Operation):
 
     def edit(self, draft: Draft, facts: TrimFacts | None) -> OperationRecord:
         """Take rows out of embeddings and output head."""
-        if VOCABULARY_KEY in draft.sizes:
+        if has_other_rows(draft):
             raise BadInput("an earlier operation of this plan changes the vocabulary; apply two plans")
         if facts is None:
             raise BadInput("the tokens that stay are not known: give a base with its tokenizer.json")
@@ -171,8 +170,8 @@ class TrimVocabulary(Operation):
         if facts.rows != rows or len(kept) >= rows:
             raise BadInput(f"{len(kept)} of {facts.rows} tokens stay, the model has {rows} rows; was the plan edited?")
         further = further_rows(draft.anatomy)
-        for name in (*draft.vocabulary_tensors(further=further), *further):
-            held, key = draft.place_of(name)
+        for name in (*vocabulary_tensors(draft, further=further), *further):
+            held, key = _place_of(draft, name)
             recipe = held[key].recipe
             if not isinstance(recipe, Copy) or recipe.source is None or recipe.dtype not in FLOAT_DTYPES:
                 raise BadInput(
@@ -180,8 +179,17 @@ class TrimVocabulary(Operation):
                     " operation of this plan changed it; trim the vocabulary first, in a plan of its own"
                 )
             held[key] = Outer(kept_rows(recipe, kept), draft.number)
-        draft.sizes[VOCABULARY_KEY], draft.tokens = len(kept), kept
+        set_rows(draft, len(kept))
+        draft.config_edits["tokens"] = lambda config: with_tokens(config, kept)
         return OperationRecord(op=self.op, matched=_matched(facts), claim=_claim(facts), trains="new")
+
+
+def _place_of(draft: Draft, name: str) -> tuple[dict[str, Outer], str]:
+    """Where a tensor of the base stands that is in no layer of the stack: those around it, and its key there."""
+    for held, infos in zip(draft.beyond, draft.anatomy.beyond, strict=True):
+        if (suffix := next((s for s, info in infos.items() if info.name == name), None)) is not None:
+            return held, suffix
+    return draft.outer, name
 
 
 def _check(base: OpenedBase) -> None:

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
-from surgeon.edits.rows import untie
+from surgeon.edits.embeddings import is_untied, untie
 from surgeon.errors import BadInput, printable
 from surgeon.operations.operation import Operation, Paper, TrainingDefaults
 
@@ -34,7 +34,7 @@ class UntieEmbeddings(Operation):
 
     def edit(self, draft: Draft, facts: None) -> OperationRecord:
         """Add the tensors that the head lacks, and have the config say that it has its own."""
-        if draft.untied:
+        if is_untied(draft):
             raise BadInput("an earlier operation of this plan unties the embeddings; once is enough")
         if not draft.anatomy.tied:
             raise BadInput(

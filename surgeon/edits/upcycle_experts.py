@@ -1,6 +1,6 @@
 """`upcycle_experts`: the MLP of every layer becomes a mixture of experts (sparse upcycling, Komatsuzaki et al., 2023).
 
-The output is a class of transformers that mixes experts, found by building it (`surgeon/anatomy/sparse/`).
+The output is a class of transformers that mixes experts, found by building it (`surgeon/edits/sparse/`).
 
 `form: shared`: the base's MLP is the expert that every token passes, and stays as it is; routed experts begin as copies
 of its gate and up with an output matrix of zeros. What they add is exactly zero, whatever the router says.
@@ -17,10 +17,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from surgeon.anatomy.sparse.dense import BESIDE, Dense, Mixture, NoTarget, Take, check_divides
-from surgeon.anatomy.sparse.fit import dense_of, target_for
-from surgeon.anatomy.sparse.target import Made, Target
-from surgeon.anatomy.sparse.targets import TARGETS
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft, LayerDraft
 from surgeon.blueprint.grafts import Graft
@@ -40,11 +36,16 @@ from surgeon.blueprint.recipes import (
 )
 from surgeon.checkpoint.header import FLOAT_DTYPES
 from surgeon.common.formatting import show, show_layers
+from surgeon.edits.sparse.dense import BESIDE, Dense, Mixture, NoTarget, Take, check_divides
+from surgeon.edits.sparse.fit import dense_of, target_for
+from surgeon.edits.sparse.plain_ffn import dense_sites, routed_tensors
+from surgeon.edits.sparse.target import Made, Target
+from surgeon.edits.sparse.targets import TARGETS
 from surgeon.errors import BadInput, printable
 from surgeon.operations.operation import Legend, OneOf, Operation, Paper, Spec, TrainingDefaults
 from surgeon.operations.prepare import OpenedBase, Scale, check_fine_tune
 from surgeon.operations.selectors import LayerSelector, select_layers
-from surgeon.operations.sites import IN_SHARED, default_activation, dense_sites, routed_tensors
+from surgeon.operations.sites import IN_SHARED, default_activation
 
 _BALANCE = 0.01
 # In a list of experts, the base itself.

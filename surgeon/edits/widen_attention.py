@@ -80,7 +80,7 @@ class WidenAttention(Operation):
                 f" {sizes.kv_heads} that there are (`groups: double`)"
             )
         wider = lengthen(draft, growths, partial(self._born, draft, bool(normed)), scales=True)
-        draft.sizes |= fields
+        draft.widths |= fields
         heads, kv_heads = fields["num_attention_heads"], fields["num_key_value_heads"]
         return OperationRecord(
             op=self.op,

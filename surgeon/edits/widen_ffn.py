@@ -88,7 +88,7 @@ class WidenFFN(Operation):
         for field in fields:
             check_alone(draft, field)
         wider = lengthen(draft, growths, partial(self._born, draft))
-        draft.sizes |= fields
+        draft.widths |= fields
         return OperationRecord(
             op=self.op,
             matched=f"{shown_growth(draft, growths)} in {which_layers(wider, draft)}, {self.init}",

@@ -15,12 +15,13 @@ from pydantic import Field, model_validator
 
 from surgeon.anatomy.anatomy import Anatomy
 from surgeon.anatomy.decoders import USUAL_DECODERS
-from surgeon.anatomy.family import LARGEST_SIZE, Axes, Axis, Part, Role, Stream
+from surgeon.anatomy.family import LARGEST_SIZE, Axes, Axis, Part, Role
 from surgeon.anatomy.growth import part_of
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Constant, Copy, Joined, Recipe, side_by_side, sliced_along
 from surgeon.checkpoint.header import FLOAT_DTYPES
+from surgeon.edits.streams.width import Stream, wider_stream
 from surgeon.edits.widths import ROUNDING, check_alone
 from surgeon.errors import BadInput, printable
 from surgeon.operations.operation import Operation, Paper, TrainingDefaults
@@ -88,14 +89,16 @@ class WidenHidden(Operation):
         times = self._times(before)
         model_type = draft.anatomy.family.model_type
         usual = model_type in USUAL_DECODERS and model_type not in _ROOTED
-        fields, kinds, outer = _of_roles(draft.anatomy, times) if usual else draft.anatomy.derivation.stream(times)
+        fields, kinds, outer = (
+            _of_roles(draft.anatomy, times) if usual else wider_stream(draft.anatomy.derivation, times)
+        )
         for layer in draft.layers:
             for suffix, axes in kinds[draft.anatomy.kind_of[layer.like]].items():
                 layer.tensors[suffix] = _wider(_plain(layer.tensors[suffix], suffix), axes, times)
                 layer.rewritten[suffix] = number
         for name, axes in outer.items():
             draft.set_outer(name, _wider(_plain(Copy.of(draft.anatomy.outer[name]), name), axes, times))
-        draft.sizes |= fields
+        draft.widths |= fields
         return OperationRecord(
             op=self.op,
             matched=f"a stream of {before} becomes {before * times}, itself {times} times, in all {len(draft.layers)}"

@@ -42,7 +42,7 @@ def check_alone(draft: Draft, size: str) -> None:
             f"{printable(beyond)}: a layer that predicts further tokens has the widths of the others, and surgeon"
             " does not change it; take these layers out first"
         )
-    if size in draft.sizes:
+    if size in draft.widths:
         raise BadInput(f"an earlier operation of this plan changes `{size}` too: join the two, or apply two plans")
 
 

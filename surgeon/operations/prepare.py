@@ -99,8 +99,11 @@ class Facts(Bounded):
     texts: list[TextCounts] = []  # noqa: RUF012
 
     def small(self, scale: Scale) -> Self:
-        """The same of a small twin of the base: where they name tokens that only the base has, such as the twin has."""
-        return self
+        """The same of a small twin of the base: where they name tokens that only the base has, such as the twin has.
+
+        A twin has no side files.
+        """
+        return self.model_copy(update={"side_files": {}})
 
     def check(self, file: str) -> None:
         """Raise BadInput where facts that were read from `file` contradict themselves."""

@@ -7,19 +7,13 @@ FFN, can stand in layers whose FFN is one of plain matrices.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
-from surgeon.anatomy.family import Part, Role
-from surgeon.anatomy.sparse.dense import Mixture, Take
-from surgeon.anatomy.sparse.target import Made
 from surgeon.blueprint.draft import Draft
 from surgeon.common.formatting import layers_have, show
 from surgeon.errors import BadInput, printable
-from surgeon.grafts.composition import ATTENTION, FFN
+from surgeon.grafts.composition import ATTENTION
 from surgeon.operations.selectors import LayerSelector, select_layers
-from surgeon.runtime.routed_rules import ROUTED
 
 # What is said of an FFN that is no layer's own.
 IN_SHARED = "the model's FFN stands in a block that several layers share"
@@ -93,95 +87,6 @@ def check_adapted(draft: Draft, layer: int, modules: Sequence[str]) -> None:
                 " slot takes its module's place, where transformers' kernels look for their own; name `targets` that"
                 " are not quantised in any layer, or use another operation"
             )
-
-
-_READING: tuple[Role, ...] = ("gate", "up")
-
-
-@dataclass(frozen=True)
-class PlainFFN:
-    """An FFN of plain matrices: of what reads, gate before up, the rows of its weight and (or none) of its bias.
-
-    `down` is the suffix of the matrix that writes, `width` how many neurons there are.
-    """
-
-    reading: Mapping[Role, tuple[Take, Take | None]]
-    down: str
-    width: int
-
-    @property
-    def biased(self) -> bool:
-        """Whether all that reads has biases."""
-        return all(bias is not None for _, bias in self.reading.values())
-
-    def settings(self, activation: str) -> dict[str, Any]:
-        """What an entry of `routed_experts` says beyond the usual: no gate, biases, an activation of their own."""
-        made: dict[str, Any] = {} if "gate" in self.reading else {"gated": False}
-        made |= {"biased": True} if self.biased else {}
-        return made | ({"activation": activation} if activation else {})
-
-
-def dense_sites(draft: Draft, selector: LayerSelector) -> dict[int, PlainFFN]:
-    """The layers that the selector matches, each with its FFN; of `all` those that have a plain one.
-
-    Raises BadInput where a layer that is matched otherwise, or every layer, has none.
-    """
-    sites = select_sites(draft, selector, FFN)
-    found = {index: ffn for index in sites if (ffn := _plain_ffn(draft.kind_of(index).parts)) is not None}
-    lacking = next((index for index in sites if index not in found), None)
-    if lacking is None or (selector == "all" and found):
-        return found
-    if draft.anatomy.shared and not any(part.blocks for part in draft.kind_of(lacking).parts):
-        raise BadInput(
-            f"layer {lacking}: {IN_SHARED}, and experts begin as copies of a layer's own; use gated_adapters, or a"
-            " dense model whose layers share none"
-        )
-    mixed = any(part.expert is not None for part in draft.kind_of(lacking).parts)
-    why = (
-        "is a mixture of experts already; use the dense original"
-        if mixed
-        else "has no matrices that are known as its up and down projections, of which experts could begin as copies"
-    )
-    raise BadInput(
-        f"the FFN of layer {lacking} of this {printable(draft.anatomy.family.model_type)} {why}"
-        + (f"; choose `layers` among {show(sorted(found))}" if found else "")
-    )
-
-
-def _plain_ffn(parts: tuple[Part, ...]) -> PlainFFN | None:
-    if any(part.expert is not None for part in parts):
-        return None
-    takes: dict[tuple[str, Role], Take] = {}
-    for part in parts:
-        begin = 0
-        for role, rows in part.blocks:
-            takes[part.kind, role] = Take(part.suffix, begin, begin + rows)
-            begin += rows
-    reading = {role: (take, takes.get(("bias", role))) for role in _READING if (take := takes.get(("weight", role)))}
-    down = next((part for part in parts if part.kind == "weight" and ("down", part.shape[0]) in part.blocks), None)
-    if down is None or "up" not in reading or any(t.stop - t.start != down.shape[1] for t, _ in reading.values()):
-        return None
-    return PlainFFN(reading, down.suffix, down.shape[1])
-
-
-def routed_tensors(ffn: PlainFFN, mixture: Mixture, hidden: int) -> list[Made]:
-    """The tensors of a layer's routed experts, each all experts' in one."""
-    size = ffn.width // mixture.segments
-    numbers = [expert % mixture.segments for expert in range(mixture.count)]
-
-    def all_of(take: Take) -> tuple[Take, ...]:
-        return tuple(take.part(number, mixture.segments) for number in numbers)
-
-    made = [Made(f"{ROUTED}router", (mixture.count, hidden), "router")]
-    inner = (mixture.count, size, hidden)
-    made += [Made(f"{ROUTED}{role}_proj", inner, "inner", all_of(take)) for role, (take, _) in ffn.reading.items()]
-    made += [
-        Made(f"{ROUTED}{role}_bias", (mixture.count, size), "copied", all_of(bias))
-        for role, (_, bias) in ffn.reading.items()
-        if bias is not None and ffn.biased
-    ]
-    down = Take(ffn.down, 0, hidden)
-    return [*made, Made(f"{ROUTED}down_proj", (mixture.count, hidden, size), "down", (down,) * mixture.count)]
 
 
 def check_grafts(draft: Draft, layers: Sequence[int]) -> None:

@@ -197,7 +197,7 @@ def carry_out(operation: Operation, draft: Draft, facts: Facts | None = None) ->
             f"config.json: the base is quantised ({COMPRESSED}); `dequantise` it first, by a plan of its own, or"
             " operate on the full-precision weights"
         )
-    before = draft.widths
+    before = dict(draft.widths)
     draft.records.append(operation.edit(draft, facts))
     if before and draft.widths == before:
         raise BadInput("an earlier operation of this plan changes widths, which others do not know; apply two plans")

@@ -160,9 +160,8 @@ class Beside:
     @classmethod
     def of(cls, blueprint: Blueprint, base: Base, manifest: Manifest) -> Beside:
         """What a plan makes of a base."""
-        come = (n for n in base.files if n not in blueprint.files_left)
         # Scripts beside surgeon's are those that the user trusts: of the model, or of a tokenizer alone.
-        carried = {n: base.files[n] for n in come if is_side_file(n) or (n.endswith(".py") and n != CODE_FILE)}
+        carried = {n: base.files[n] for n in base.files if is_side_file(n) or (n.endswith(".py") and n != CODE_FILE)}
         grown: dict[str, str] = {}
         for name, how in manifest.side_files.items():
             digest = carried.pop(name, None)

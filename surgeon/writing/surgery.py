@@ -79,7 +79,7 @@ def surgery_job(
         twins=twins_in(base, shards),
         files=model_files(blueprint.config, shards, code) | {n: c for n, c in changed.items() if c is not None},
         carried=base,
-        carried_names=tuple(name for name in base.side_files if name not in (*changed, *blueprint.files_left)),
+        carried_names=tuple(name for name in base.side_files if name not in changed),
         finish=finish,
         identity={
             "plan": drawn.plan.data(),
@@ -116,7 +116,7 @@ class _Finish:
         drawn, base = self.drawn, self.opened.folder
         blueprint = drawn.blueprint
         # Files that changed were the base's before; others do not come along.
-        others = [n for n in base.side_files if n in self.opened.side_files or n in blueprint.files_left]
+        others = [n for n in base.side_files if n in self.opened.side_files]
         files = {**proof.files, **{n: _digest_of(base.read_side_file(n)) for n in others}}
         digests = proof.digests_of(base)
         found = base_entry(base, self.base_id, layers=len(blueprint.layer_of_base), digests=digests, files=files)

@@ -18,8 +18,9 @@ from surgeon.anatomy.kinds import described_kinds, numbered
 from surgeon.anatomy.silence import silences
 from surgeon.anatomy.skeleton import CAUSAL, IMAGE_TEXT, build
 from surgeon.anatomy.twin import shrunk, twin_of
-from surgeon.anatomy.vocabulary import vocabulary_tensors
+from surgeon.blueprint.draft import Draft
 from surgeon.checkpoint.folder import CheckpointFolder
+from surgeon.edits.embeddings import vocabulary_tensors
 from surgeon.errors import BadInput
 from tests import tiny
 from tests.decoders import checkpoint_of, tiny_config, tiny_decoder
@@ -172,7 +173,9 @@ def test_a_second_embedding_of_tokens_grows_with_the_first(tmp_path: Path) -> No
         tiny_decoder(base, "gemma4_text", hidden_size_per_layer_input=8, vocab_size_per_layer_input=rows)
     )
     embeddings = {"model.embed_tokens.weight", "model.embed_tokens_per_layer.weight"}
-    assert vocabulary_tensors(dissect(folder.config, folder.tensors)) == dict.fromkeys(embeddings, True)
+    assert vocabulary_tensors(Draft(dissect(folder.config, folder.tensors), folder.config, seed=0)) == dict.fromkeys(
+        embeddings, True
+    )
     plan.write_text(f'{{"surgeon": 1, "operations": [{{"op": "pad_to", "vocabulary": {2 * rows - 1}}}]}}')
     surgeon.apply(plan, str(base), out)
     config = json.loads((out / "config.json").read_text())
@@ -184,7 +187,7 @@ def test_a_second_embedding_of_tokens_grows_with_the_first(tmp_path: Path) -> No
         surgeon.preview(plan, base)
     folder = CheckpointFolder.open(checkpoint_of(PUBLISHED["gemma4_text"] | {field: 325}, tmp_path / "more"))
     with pytest.raises(BadInput, match=rf"embed_tokens_per_layer: tokens are read .* 325 rows \(`{field}`\)"):
-        vocabulary_tensors(dissect(folder.config, folder.tensors))
+        vocabulary_tensors(Draft(dissect(folder.config, folder.tensors), folder.config, seed=0))
 
 
 def test_positions_that_a_model_counts_from_one_are_known_to_grafts(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ from transformers import AutoTokenizer
 import surgeon
 from surgeon.anatomy.skeleton import CAUSAL, IMAGE_TEXT
 from surgeon.checkpoint.tokenizer_files import TokenizerJson
-from surgeon.checkpoint.trimmed_vocabulary import Closure, from_bits, to_bits, trimmed_files
 from surgeon.edits.vocabulary.growing import Old, check_ids
+from surgeon.edits.vocabulary.trimmed import Closure, from_bits, to_bits, trimmed_files
 from surgeon.errors import BadInput
 from surgeon.models.tokenizer import open_tokenizer
 from surgeon.runtime.graft import cache_in

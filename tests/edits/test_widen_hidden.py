@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import surgeon
 from benchmarks.published import published
 from surgeon.anatomy.skeleton import IMAGE_TEXT
-from surgeon.anatomy.stream_sides import Probe
+from surgeon.edits.streams.sides import Probe
 from surgeon.errors import BadInput
 from tests.checkpoints import weights
 from tests.decoders import tiny_decoder

@@ -304,7 +304,7 @@ GROWN = {
 
 
 def test_the_proof_of_widths_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from surgeon.edits import growing
+    from surgeon.operations import growing
 
     base, made = tiny_decoder(tmp_path / "base", "smollm3", CAUSAL, dtype="bfloat16"), growing.Constant
     monkeypatch.setattr(growing, "Constant", lambda _value, *rest: made(0.5, *rest))

@@ -10,10 +10,10 @@ from pathlib import Path
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.strict_json import json_object, shaped
 from surgeon.checkpoint.tokenizer_files import MeasuredText
-from surgeon.checkpoint.trimmed_vocabulary import Closure, byte_characters, ids_in, ids_of_file, trimmed_files
 from surgeon.edits.vocabulary.grow import opened_files, tokenizer_json
 from surgeon.edits.vocabulary.growing import Old, check_ids
 from surgeon.edits.vocabulary.texts import counted_tokens, measured_text, named
+from surgeon.edits.vocabulary.trimmed import Closure, byte_characters, ids_in, ids_of_file, trimmed_files
 from surgeon.errors import BadInput, printable
 from surgeon.models.templates import TEMPLATE_FILE
 from surgeon.models.tokenizer import Tokenizer

@@ -7,11 +7,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from surgeon.anatomy.rows_of_ids import VOCABULARY_KEY
-from surgeon.anatomy.vocabulary import vocabulary_tensors
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Copy, extended
+from surgeon.edits.embeddings import set_rows, vocabulary_tensors
 from surgeon.edits.rows import VocabularyFacts
 from surgeon.errors import BadInput
 from surgeon.operations.operation import Operation, TrainingDefaults
@@ -41,10 +40,10 @@ class AddTokens(Operation):
         rows = draft.anatomy.sizes.vocabulary
         if facts is None or facts.rows != rows:
             raise BadInput(f"the new tokens are not known, or do not begin at id {rows}")
-        for name in vocabulary_tensors(draft.anatomy):
+        for name in vocabulary_tensors(draft):
             info = draft.anatomy.outer[name]
             means: tuple[tuple[int, ...], ...] = ((),) * len(facts.made_of)
             draft.set_outer(name, extended(Copy.of(info), means))
-        draft.sizes[VOCABULARY_KEY] = rows + len(facts.made_of)
+        set_rows(draft, rows + len(facts.made_of))
         claim = Claim("exact", "old logits are bit-identical: new rows stand behind the old ones")
         return OperationRecord(self.op, f"{len(facts.made_of)} tokens from id {rows}", claim, trains="new")

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from surgeon.anatomy.names import as_loaded, made_of
 from surgeon.anatomy.skeleton import Skeleton, build
-from surgeon.anatomy.sparse.dense import BESIDE, STEM, Dense, Form, Mixture, NoTarget, check_divides
-from surgeon.anatomy.sparse.target import Made, Target
-from surgeon.anatomy.sparse.targets import TARGETS
 from surgeon.anatomy.twin import shrunk, twin_of
 from surgeon.common.devices import one_thread
 from surgeon.common.library import LOAD_FAILURES, first_line, quiet_transformers
+from surgeon.edits.sparse.dense import BESIDE, STEM, Dense, Form, Mixture, NoTarget, check_divides
+from surgeon.edits.sparse.target import Made, Target
+from surgeon.edits.sparse.targets import TARGETS
 from surgeon.errors import BadInput, printable
 
 if TYPE_CHECKING:

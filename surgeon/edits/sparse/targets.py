@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from surgeon.anatomy.sparse.dense import Dense, Mixture
-from surgeon.anatomy.sparse.target import HIDDEN, NEURONS, Target
+from surgeon.edits.sparse.dense import Dense, Mixture
+from surgeon.edits.sparse.target import HIDDEN, NEURONS, Target
 from surgeon.errors import BadInput
 
 

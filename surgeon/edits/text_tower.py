@@ -14,10 +14,10 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
+from surgeon.anatomy.derivation import Derivation, kept
 from surgeon.anatomy.growth import part_of
 from surgeon.anatomy.names import Names, made_of, words_of
 from surgeon.anatomy.running import run_cached, run_prefill
-from surgeon.anatomy.seen import Seen
 from surgeon.anatomy.silence import some_tokens
 from surgeon.anatomy.skeleton import CAUSAL, Skeleton, build, classes_of
 from surgeon.anatomy.twin import shrunk, twin_of_small
@@ -36,15 +36,18 @@ _OF_IMAGES = "mrope"
 _ROTARY = ("rope_parameters", "rope_scaling", "rope_theta")
 
 
-def text_model(seen: Seen) -> tuple[dict[str, Any], dict[str, str]]:
+@kept
+def text_model(base: Derivation) -> tuple[dict[str, Any], dict[str, str]]:
     """The causal model that the text tower of an image-text model is: its config.json, and its tensors' names in it.
 
-    Raises BadInput where it has no tower for text alone, or no causal class of transformers holds it.
+    Names are by those that they have now; tensors of other towers have none. Raises BadInput where there is no tower
+    for text alone, or no causal class of transformers holds it.
     """
+    seen = base.seen
     config, skeleton = seen.config, seen.skeleton
     _check_tower(config, skeleton)
-    kept = json.dumps(config, sort_keys=True)
-    model_type, fixed = _causal_type(kept, seen.derived.heads)
+    told = json.dumps(config, sort_keys=True)
+    model_type, fixed = _causal_type(told, seen.derived.heads)
     made = _config_for(model_type, config, skeleton) | fixed
     built = build(made)
     if built.shapes != (shapes := _tower(skeleton, _decoder(built))):
@@ -98,13 +101,13 @@ def _tower(skeleton: Skeleton, prefix: str) -> dict[str, tuple[int, ...]]:
 
 
 @lru_cache(maxsize=8)
-def _causal_type(kept: str, heads: int) -> tuple[str, dict[str, bool]]:
+def _causal_type(told: str, heads: int) -> tuple[str, dict[str, bool]]:
     """The model type of the causal class that holds the text tower of a config.json, given as JSON text.
 
     And the settings of its own that it needs for that, as where the tower's class always does what is a choice there.
     Raises BadInput where none does.
     """
-    small = shrunk(json.loads(kept), heads_left=heads)
+    small = shrunk(json.loads(told), heads_left=heads)
     base = twin_of_small(small, seed=_SEED)
     alike: list[str] = []
     for model_type in _types_like(str(base.text.model_type)):

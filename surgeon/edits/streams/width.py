@@ -18,30 +18,71 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from surgeon.anatomy.derivation import Derivation, kept
 from surgeon.anatomy.derived import Derived
-from surgeon.anatomy.family import Stream, with_fields
+from surgeon.anatomy.family import Axes, hidden_axis, with_fields
 from surgeon.anatomy.growth import part_of
 from surgeon.anatomy.running import run_prefill
+from surgeon.anatomy.seen import Seen
 from surgeon.anatomy.shared import shared_in
 from surgeon.anatomy.silence import some_tokens
 from surgeon.anatomy.skeleton import Skeleton, build
-from surgeon.anatomy.stream_sides import HIDDEN, KEYS, Probe, heads_of
 from surgeon.anatomy.twin import WIDTHS, shrunk, twin_of_small
 from surgeon.anatomy.widening import flat_fields
 from surgeon.common.devices import one_thread
 from surgeon.common.library import LOAD_FAILURES
+from surgeon.edits.streams.sides import HIDDEN, KEYS, Probe, heads_of
 from surgeon.errors import BadInput, printable
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+# The fields of a wider model's config, the axes of the tensors of each kind of layers by suffix, and of those outside.
+Stream = tuple[dict[str, int], tuple[dict[str, Axes], ...], dict[str, Axes]]
 _HEADS = "num_attention_heads"
 # Fields that say how many times as wide as the stream something is.
 _EXPAND = re.compile(r"(.*[._])?expand(_factor)?")
 _SEED, _WIDE_SEED = 3, 7
 
 
-def wider_stream(config: Mapping[str, Any], derived: Derived, times: int) -> Stream:
+@kept
+def wider_stream(base: Derivation, times: int) -> Stream:
+    """What grows in a model whose stream is so many times as wide, by names on disk, and what is new of it.
+
+    Raises BadInput where no twin with random values computes what the base's does.
+    """
+    seen = base.seen
+    fields, kinds, outer = _in_memory(seen.config, seen.derived, times)
+    found = [_stored_axes(seen, kind, grown) for kind, grown in enumerate(kinds)]
+    outside = {name: outer[target] for name, target in seen.names.outer.items() if target in outer}
+    return dict(fields), tuple(found), outside
+
+
+def _stored_axes(seen: Seen, kind: int, grown: Mapping[str, Axes]) -> dict[str, Axes]:
+    """The axes of a kind's tensors as they are stored, of those in memory. Raises BadInput for one made of others.
+
+    Experts that transformers gathers are matrices of their own on disk.
+    """
+    first, names = seen.firsts[kind]
+    found: dict[str, Axes] = {}
+    for part in seen.parts[kind]:
+        targets = names[part.suffix]
+        axes = next((grown[target] for target in targets if target in grown), None)
+        if axes is None:
+            continue
+        if len(targets) > 1 or f"{seen.names.stem}{first}.{part.suffix}" in seen.names.converted:
+            if part.expert is None or len(axes) != 1:
+                raise BadInput(
+                    f"layer {first} ({printable(part.suffix)}): transformers makes other tensors of it"
+                    f" ({printable(', '.join(targets))}), and which side of it is the stream is not known;"
+                    " widen_ffn may widen it"
+                )
+            axes = (axes[0]._replace(axis=hidden_axis(part)),)
+        found[part.suffix] = axes
+    return found
+
+
+def _in_memory(config: Mapping[str, Any], derived: Derived, times: int) -> Stream:
     """What grows in a model whose stream is so many `times` as wide, by names in memory (below a layer, and whole).
 
     Raises BadInput where nothing can be proven.

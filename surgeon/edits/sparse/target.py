@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from surgeon.anatomy.sparse.dense import JOINT, KEY, QUERY, STEM, VALUE, Dense, Form, Mixture, Take
+from surgeon.edits.sparse.dense import JOINT, KEY, QUERY, STEM, VALUE, Dense, Form, Mixture, Take
 from surgeon.errors import BadInput
 
 # Half of a matrix has another kernel for its activation where its width is no multiple of this.
