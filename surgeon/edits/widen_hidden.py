@@ -13,24 +13,17 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from surgeon.anatomy.anatomy import Anatomy
-from surgeon.anatomy.decoders import USUAL_DECODERS
-from surgeon.anatomy.family import LARGEST_SIZE, Axes, Axis, Part, Role
+from surgeon.anatomy.family import LARGEST_SIZE, Axes, Axis
 from surgeon.anatomy.growth import part_of
 from surgeon.blueprint.blueprint import Claim, OperationRecord
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Constant, Copy, Joined, Recipe, side_by_side, sliced_along
 from surgeon.checkpoint.header import FLOAT_DTYPES
-from surgeon.edits.streams.width import Stream, wider_stream
+from surgeon.edits.streams.width import wider_stream
 from surgeon.edits.widths import ROUNDING, check_alone
 from surgeon.errors import BadInput, printable
 from surgeon.operations.operation import Operation, Paper, TrainingDefaults
 
-_READING: tuple[Role, ...] = ("query", "key", "value", "gate", "up")
-# What has nothing of the stream's width: norms of query and key.
-_INSIDE: tuple[Role, ...] = ("query_norm", "key_norm")
-# Usual types whose classes multiply embeddings by the root of the width: a twin shows it.
-_ROOTED = ("gemma", "gemma2", "gemma3_text")
 # Far beyond any use; each copy is a part of each tensor that writes.
 _MOST = 64
 _MOST_AXES = 2
@@ -87,11 +80,7 @@ class WidenHidden(Operation):
         _check(draft)
         before = draft.anatomy.sizes.hidden
         times = self._times(before)
-        model_type = draft.anatomy.family.model_type
-        usual = model_type in USUAL_DECODERS and model_type not in _ROOTED
-        fields, kinds, outer = (
-            _of_roles(draft.anatomy, times) if usual else wider_stream(draft.anatomy.derivation, times)
-        )
+        fields, kinds, outer = wider_stream(draft.anatomy.derivation, times)
         for layer in draft.layers:
             for suffix, axes in kinds[draft.anatomy.kind_of[layer.like]].items():
                 layer.tensors[suffix] = _wider(_plain(layer.tensors[suffix], suffix), axes, times)
@@ -141,12 +130,6 @@ def _other_fields(draft: Draft, fields: dict[str, int]) -> str:
     return "".join(f", `{key}` {printable(str(part[key]))} becomes {value}" for key, value in others.items())
 
 
-def _null_scale(anatomy: Anatomy) -> float:
-    """The stored scale with which a norm gives zeros: −1 where it multiplies by one plus it."""
-    known = (part.identity for part in anatomy.parts if part.kind == "norm" and part.identity is not None)
-    return next(known, 1.0) - 1.0
-
-
 def _plain(recipe: Recipe, name: str) -> Copy:
     """A tensor of the base. Raises BadInput for one in another format."""
     assert isinstance(recipe, Copy), name
@@ -155,43 +138,6 @@ def _plain(recipe: Recipe, name: str) -> Copy:
             f"{printable(name)}: quantised ({recipe.dtype}); widen the full-precision model, and quantise the output"
         )
     return recipe
-
-
-def _of_roles(anatomy: Anatomy, times: int) -> Stream:
-    """What grows in a usual type, which is known without building anything, as `Derivation.stream` says."""
-    kinds: list[dict[str, Axes]] = []
-    for kind in anatomy.kinds:
-        axes = {part.suffix: _of_role(part) for part in kind.parts}
-        kinds.append({suffix: found for suffix, found in axes.items() if found})
-    # Without `head_dim` a class would divide the hidden size by the heads.
-    fields = {"hidden_size": anatomy.sizes.hidden * times, "head_dim": anatomy.sizes.head_dim}
-    return fields, tuple(kinds), _outside(anatomy)
-
-
-def _of_role(part: Part) -> Axes:
-    """How a layer's tensor grows; not at all, inside of attention."""
-    roles = {role for role, _ in part.blocks}
-    reads = bool(roles) and roles <= set(_READING)
-    if roles <= set(_INSIDE) or (reads and part.kind == "bias"):
-        return ()
-    return (Axis(1, 0.0),) if reads else (Axis(0, None),)
-
-
-def _outside(anatomy: Anatomy) -> dict[str, Axes]:
-    """How embeddings, last norm and head grow, by name. Raises BadInput for what is neither.
-
-    Of tied embeddings, which write several times, the last norm silences all but the first copy: its further values
-    learn. Of a head of its own further columns are zero, and learn as the norm passes all copies.
-    """
-    known: dict[str, Axes] = {
-        anatomy.outer_name("embed_tokens.weight"): (Axis(1, None),),
-        anatomy.outer_name("norm.weight"): (Axis(0, _null_scale(anatomy) if anatomy.tied else None),),
-        "lm_head.weight": (Axis(1, None if anatomy.tied else 0.0),),
-    }
-    left = [name for name in anatomy.outer if name not in anatomy.idle and "rotary_emb" not in name]
-    if odd := next((name for name in left if name not in known), None):
-        raise BadInput(f"{printable(odd)}: what it does with the stream is not known, so that cannot become wider")
-    return {name: known[name] for name in left}
 
 
 def _wider(of: Copy, axes: Axes, times: int) -> Joined:

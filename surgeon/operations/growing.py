@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from surgeon.anatomy.anatomy import Anatomy, LayerKind
-from surgeon.anatomy.decoders import USUAL_DECODERS
-from surgeon.anatomy.family import Part, Role, Sizes, inner_width
+from surgeon.anatomy.family import Part, Role, inner_width
 from surgeon.anatomy.growth import part_of
 from surgeon.blueprint.draft import Draft
 from surgeon.blueprint.recipes import Constant, Copy, Joined, Recipe, side_by_side, sliced_along
@@ -84,12 +83,6 @@ def wider_ffns(draft: Draft, *, by: int = 0, multiple_of: int = 1) -> tuple[dict
 
     Raises BadInput where an FFN's width follows from no field that is known.
     """
-    before = draft.anatomy.sizes.intermediate
-    plain = [_plain_neurons(kind, before) for kind in draft.anatomy.kinds]
-    if _is_usual(draft.anatomy) and before and all(each is not None for each in plain):
-        after = before + (by or -before % multiple_of)
-        grown = [{suffix: (axis, before, after) for suffix, axis in (each or {}).items()} for each in plain]
-        return ({"intermediate_size": after} if after > before else {}), grown
     fields = draft.anatomy.derivation.inner_fields(by=by, multiple_of=multiple_of)
     grown = list(draft.anatomy.derivation.growths(fields)) if fields else []
     for number, found in enumerate(grown):
@@ -102,11 +95,6 @@ def wider_ffns(draft: Draft, *, by: int = 0, multiple_of: int = 1) -> tuple[dict
             )
         _check_experts(draft, number, found)
     return fields, grown
-
-
-def _is_usual(anatomy: Anatomy) -> bool:
-    """Whether a type's fields are known to mean what their names say: other classes may round, or derive a width."""
-    return anatomy.family.encoder or anatomy.family.model_type in USUAL_DECODERS
 
 
 def _check_experts(draft: Draft, number: int, grown: Mapping[str, tuple[int, int, int]]) -> None:
@@ -158,18 +146,6 @@ def _of_ffn(part: Part) -> bool:
     return any(role in _FFN for role, _ in part.blocks)
 
 
-def _plain_neurons(kind: LayerKind, width: int) -> dict[str, int] | None:
-    """The axis of each tensor that holds neurons of a layer's one FFN of this width; None where it has another one."""
-    own = [part for part in kind.parts if _of_ffn(part)]
-    roles = sorted(role for part in own if part.kind == "weight" for role, _ in part.blocks)
-    if any(part.expert is not None for part in own) or roles not in ([], ["down", "up"], ["down", "gate", "up"]):
-        return None
-    held = {part.suffix: neurons_of(part) for part in own if part.kind == "weight" or part.blocks[0][0] != "down"}
-    if any(rows != width for _, blocks in held.values() for _, rows in blocks):
-        return None
-    return {suffix: axis for suffix, (axis, _) in held.items()}
-
-
 def neurons_of(part: Part) -> tuple[int, tuple[tuple[Role, int], ...]]:
     """Along which axis a tensor of an FFN, or of experts, holds neurons; and its modules there, with how many each.
 
@@ -185,7 +161,6 @@ def neurons_of(part: Part) -> tuple[int, tuple[tuple[Role, int], ...]]:
 
 
 _HEAD_NORMS: frozenset[str] = frozenset({"query_norm", "key_norm"})
-_HEADS: frozenset[str] = frozenset({"query", "key", "value", "output"})
 # Fields that count heads of keys and values.
 _KEYS = re.compile(r"(.*[._])?num_(global_)?(key_value|kv)_heads|(.*\.)?kv_n_heads")
 _HEAD_DIM = "head_dim"
@@ -201,18 +176,14 @@ def wider_heads(draft: Draft, groups: int) -> tuple[dict[str, int], Growths]:
     if not sizes.heads or sizes.heads % sizes.kv_heads:
         raise BadInput("config.json: its layers have no heads of attention in groups, so none can be added")
     each, after = sizes.heads // sizes.kv_heads, sizes.kv_heads + groups
-    # Without `head_dim` a class would divide the hidden size by the heads.
     fields = {"num_attention_heads": after * each, "num_key_value_heads": after}
-    plain = [_plain_heads(kind, sizes, after) for kind in draft.anatomy.kinds]
-    if _is_usual(draft.anatomy) and any(plain) and all(each is not None for each in plain):
-        return fields | {_HEAD_DIM: sizes.head_dim}, [each or {} for each in plain]
     part = part_of(draft.config, draft.anatomy.derivation.path)
     # Some layers may have other numbers of them, each in fields of its own.
     others = {key: value for key, value in part.items() if _KEYS.fullmatch(key) and type(value) is int}
     fields |= {key: value * after // sizes.kv_heads for key, value in others.items()}
-    found = head_growths(draft.anatomy, fields)
+    found = _head_growths(draft.anatomy, fields)
     if found is None:
-        raise BadInput(groups_that_fit(draft.anatomy) or f"config.json: with {after * each} heads {SMALLER_HEADS}")
+        raise BadInput(_groups_that_fit(draft.anatomy) or f"config.json: with {after * each} heads {SMALLER_HEADS}")
     return found
 
 
@@ -226,7 +197,7 @@ SMALLER_HEADS = (
 _MOST_GROUPS, _MOST_TRIALS = 4096, 3
 
 
-def head_growths(anatomy: Anatomy, fields: Mapping[str, int]) -> tuple[dict[str, int], Growths] | None:
+def _head_growths(anatomy: Anatomy, fields: Mapping[str, int]) -> tuple[dict[str, int], Growths] | None:
     """These fields, with a head size where the class needs it, and what grows with them; None where that is uneven."""
     before, after = anatomy.sizes.kv_heads, fields["num_key_value_heads"]
     for more in ({}, {_HEAD_DIM: anatomy.sizes.head_dim}):
@@ -237,7 +208,7 @@ def head_growths(anatomy: Anatomy, fields: Mapping[str, int]) -> tuple[dict[str,
     return None
 
 
-def groups_that_fit(anatomy: Anatomy) -> str:
+def _groups_that_fit(anatomy: Anatomy) -> str:
     """The fewest new groups of heads that transformers' class takes, in words; why there are none; empty if unknown.
 
     The rule of classes is that heads divide the hidden size, also where the config says `head_dim`; what is named was
@@ -249,22 +220,9 @@ def groups_that_fit(anatomy: Anatomy) -> str:
     fitting = [groups for groups in numbers if sizes.hidden % (sizes.heads + groups * each) == 0]
     for groups in fitting[:_MOST_TRIALS]:
         heads, keys = sizes.heads + groups * each, sizes.kv_heads + groups
-        if head_growths(anatomy, {"num_attention_heads": heads, "num_key_value_heads": keys}) is not None:
+        if _head_growths(anatomy, {"num_attention_heads": heads, "num_key_value_heads": keys}) is not None:
             return f"{heads} heads are the fewest that fit (`groups: {groups}` in `widen_attention`)"
     return f"with {sizes.heads + fitting[0] * each} heads {SMALLER_HEADS}" if fitting else ""
-
-
-def _plain_heads(kind: LayerKind, sizes: Sizes, after: int) -> dict[str, tuple[int, int, int]] | None:
-    """What grows in a layer of four projections of heads; None where its attention is, or may be, another."""
-    own = [part for part in kind.parts if {role for role, _ in part.blocks} & _HEADS]
-    roles = sorted(role for part in own if part.kind == "weight" for role, _ in part.blocks)
-    unknown = [part for part in kind.parts if not part.blocks and part.kind != "norm"]
-    if unknown or (own and roles != sorted(_HEADS)):
-        return None
-    writing = {part.suffix for part in own if part.blocks[0][0] == "output"}
-    held = [part for part in own if part.kind == "weight" or part.suffix not in writing]
-    held += norms_of_all_heads(kind, sizes.head_dim)
-    return {part.suffix: (int(part.suffix in writing), sizes.kv_heads, after) for part in held}
 
 
 def norms_of_all_heads(kind: LayerKind, head_dim: int) -> list[Part]:

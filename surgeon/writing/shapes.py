@@ -17,7 +17,7 @@ from surgeon.checkpoint.damages import ANOTHER
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import FLOAT_DTYPES, TensorInfo
 from surgeon.errors import BadInput, printable
-from surgeon.operations.growing import divisor_of, groups_that_fit, head_growths
+from surgeon.operations.growing import divisor_of
 
 # Keys that count experts, or how many of them a token takes.
 _COUNTS = re.compile(r".*experts(_per_tok(en)?)?$|moe_(topk|k|top_k)$|.*top_k_experts$")
@@ -98,26 +98,15 @@ def check_shapes(blueprint: Blueprint, anatomy: Anatomy) -> None:
             if blueprint.native:
                 build(blueprint.config)
         except BadInput as error:
-            advice = _fitting_groups(blueprint, anatomy) or "choose other widths, or insert layers"
             why = str(error).removesuffix(f"; {OWN_CONFIG}")
-            raise BadInput(f"{shown}: a model of these widths cannot be described; {advice}: {why}") from error
+            raise BadInput(
+                f"{shown}: a model of these widths cannot be described; choose other widths, or insert layers: {why}"
+            ) from error
         try:
             dissect(blueprint.config, {info.name: info for info in planned})
         except BadInput as error:
             why = str(error).removesuffix(f"; {ANOTHER}")
-            if advice := _fitting_groups(blueprint, anatomy):
-                raise BadInput(f"{shown}: {advice}: {why}") from error
             raise BadInput(
                 f"{shown}: its code wants other tensors at these widths than are known to change with them; widen"
                 f" something else, or insert layers: {why}"
             ) from error
-
-
-def _fitting_groups(blueprint: Blueprint, anatomy: Anatomy) -> str:
-    """Where heads were added, in a number that transformers does not take: the fewest new groups that it takes."""
-    sizes, after = anatomy.sizes, blueprint.resized
-    each = sizes.heads // sizes.kv_heads if sizes.kv_heads else 0
-    added = HEADS in after and after[HEADS] == each * after.get(KEYS, 0)
-    # Elsewhere groups became larger, of which there are as many as before, or something else does not fit.
-    wrong = added and head_growths(anatomy, {key: after[key] for key in (HEADS, KEYS)}) is None
-    return groups_that_fit(anatomy) if blueprint.native and wrong else ""

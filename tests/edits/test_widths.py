@@ -234,7 +234,7 @@ REFUSED: dict[str, tuple[list[list[dict[str, Any]]], str]] = {
     "narrower": ([[{"op": "widen_ffn", "to": 40}]], "have 48 neurons already"),
     "heads that do not divide": (
         [[ATTENTION | {"groups": 1}]],
-        r"cannot be described; 8 heads are the fewest that fit \(`groups: 2` in `widen_attention`\)",
+        r"8 heads are the fewest that fit \(`groups: 2` in `widen_attention`\)",
     ),
 }
 
