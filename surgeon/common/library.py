@@ -69,7 +69,12 @@ def first_line(error: BaseException) -> str:
     if len(lines) > 1 and lines[0].startswith("Class validation error"):
         # What a config's own check found comes after the name of the check.
         lines = [lines[1].removeprefix("ValueError: ")]
-    return printable(lines[0] if lines else type(error).__name__, limit=300)
+    told = lines[:1] or [type(error).__name__]
+    if isinstance(error, KeyError):
+        told = [f"it has no {told[0]}"]
+    # What a check of a field found comes after the field.
+    told += lines[1:2] if told[0].endswith(":") else []
+    return printable(" ".join(told), limit=300)
 
 
 def described(config: Mapping[str, Any], kind: type[Any] | None = None) -> dict[str, Any]:

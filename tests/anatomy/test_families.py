@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from surgeon.anatomy.decoders import USUAL_DECODERS, USUAL_ENCODERS
 from surgeon.anatomy.derived import derive
-from surgeon.anatomy.dissect import ACTIVATIONS, ROPE_TYPES, check_settings, dissect
+from surgeon.anatomy.dissect import dissect
 from surgeon.anatomy.grafted_config import head_with_grafts, native_config
 from surgeon.anatomy.skeleton import build
 from surgeon.checkpoint.folder import CheckpointFolder
@@ -182,11 +181,11 @@ def open_changed(folder: Path, **changes: object) -> CheckpointFolder:
         ({"model_type": "mumba"}, "model_type 'mumba' is no text decoder or encoder of the installed transformers"),
         ({"model_type": None}, "`model_type` is missing"),
         ({"hidden_size": 64}, r"shape \[.*\], the config requires \[.*\]"),
-        ({"hidden_size": None}, "`hidden_size` is missing"),
-        ({"hidden_size": "32"}, r"`hidden_size` is '32', not a whole number from 1 to 2\^31; use the model's own"),
+        ({"hidden_size": None}, r"lm_head.weight .*: shape \[128, 32\], the config requires \[128, 4096\]"),
+        ({"hidden_size": "32"}, r"Field 'hidden_size' expected int, got str \(value: '32'\)\); use the model's own"),
         ({"num_hidden_layers": 5}, "`num_hidden_layers` 5, so there is no layer 5"),
         ({"num_hidden_layers": 7}, r"model\.layers\.6\..*no shard has it"),
-        ({"num_hidden_layers": 10**9}, "more than 10000 is refused"),
+        ({"num_hidden_layers": 10**9}, "`num_hidden_layers` is 1000000000; more than 1000 is refused"),
         ({"num_key_value_heads": 4}, "the config requires"),
         ({"attention_bias": True}, r"self_attn\.\w_proj\.bias: the config requires this tensor"),
         ({"quantization_config": {"quant_method": "gptq"}}, "`quantization_config` is left over"),
@@ -199,13 +198,11 @@ def test_config_and_weights_that_disagree(tmp_path: Path, changes: dict, message
         dissect(folder.config, folder.tensors)
 
 
-# By setting: values of another kind than transformers takes; each once was accepted, and a traceback later.
+# By setting: values with which transformers builds no model.
 NONSENSE: dict[str, list[Any]] = {
-    "max_position_embeddings": [0, -1, True, "128", 2**40, [128]],
-    "sliding_window": ["8", -1, True, 1.5, [8]],
-    "rope_theta": [0, -1.0, "10000", True, {}, []],
-    "rope_parameters": [3, "x", [1], {"factor": "\0", "x": {"y": {"z": 1}}}, {"factors": ["a"]}],
-    "rope_scaling": [True, {"long_factor": [1, None]}],
+    "max_position_embeddings": [True, "128", 2**40, [128]],
+    "rope_parameters": [3, "x", [1], {"rope_type": "banana"}, {"rope_type": [1]}, {"type": "linear", "factor": "two"}],
+    "rope_scaling": [True, {"rope_type": "linear"}, {"rope_type": "yarn"}],
     "rms_norm_eps": [-1, "1e-6", True, []],
     "hidden_act": [3, ["silu"], "os.system", "\x1b[31m"],
     "layer_types": ["full_attention", ["full_attention"], [1] * 6, 0],
@@ -213,13 +210,12 @@ NONSENSE: dict[str, list[Any]] = {
     "attention_bias": ["no", 1, [True]],
     "use_cache": ["yes", 1],
     "dtype": ["float8", 3, [], {}],
-    "torch_dtype": ["bf16", 16],
-    "architectures": ["LlamaForCausalLM", [1], {}],
-    "pad_token_id": [-2, True, "0", 10**30, 128],
+    "pad_token_id": [True, "0", 10**30, 128],
     "eos_token_id": [1.5, [None], {}, [[1]]],
-    "attention_dropout": [-0.1, 2, "0", True],
+    "attention_dropout": ["0", True],
     "num_attention_heads": [3],
-    "num_key_value_heads": [3],
+    "num_hidden_layers": [10**9, "6", 0],
+    "hidden_size": ["32", 1.5],
 }
 
 
@@ -228,50 +224,8 @@ def test_settings_of_another_kind(tmp_path: Path) -> None:
     dissect(folder.config, folder.tensors)
     for key, values in NONSENSE.items():
         for value in values:
-            with pytest.raises(BadInput, match=rf"config.json: .*`{key}`.*; use the model's own config.json"):
+            with pytest.raises(BadInput, match=r"config\.json: .*; use the model's own"):
                 dissect(folder.config | {key: value}, folder.tensors)
-
-
-def test_activations_are_transformers_own() -> None:
-    """Older versions that are supported may lack the newest; none has one that would be refused."""
-    from transformers.activations import ACT2FN
-
-    assert set(ACT2FN) <= ACTIVATIONS
-
-
-def test_rotary_embeddings_are_transformers_own() -> None:
-    """Every kind, with what it cannot be without, and nothing that it can do without."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    assert set(ROPE_INIT_FUNCTIONS) <= set(ROPE_TYPES)
-    given: dict[str, Any] = {"factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    given |= {"short_factor": [1.0] * 4, "long_factor": [1.0] * 4}
-    for kind in ROPE_INIT_FUNCTIONS:
-        whole = {"rope_type": kind, "rope_theta": 1e4} | {name: given[name] for name in ROPE_TYPES[kind]}
-        for missing in (None, *ROPE_TYPES[kind]):
-            rope = {name: value for name, value in whole.items() if name != missing}
-            plain = tiny.config("llama").to_dict() | {"rope_parameters": dict(rope)}
-            with nullcontext() if missing is None else pytest.raises(BadInput, match=f"and has no `{missing}`"):
-                check_settings(plain)
-            with nullcontext() if missing is None else pytest.raises((KeyError, TypeError, ValueError)):
-                LlamaForCausalLM(LlamaConfig(**plain))
-
-
-@pytest.mark.parametrize(
-    ("rope", "told"),
-    [
-        ({"rope_type": "banana"}, "is of the type 'banana', which transformers does not have"),
-        ({"rope_type": [1]}, r"is of the type \[1\], which"),
-        ({"type": "linear", "factor": "two"}, "factor` is 'two', not a finite number above 0"),
-        ({"full_attention": {"rope_type": "linear", "factor": -1}}, r"full_attention.factor` is -1, not a finite"),
-    ],
-)
-def test_rotary_embeddings_that_nothing_computes(rope: dict[str, Any], told: str) -> None:
-    for key in ("rope_scaling", "rope_parameters"):
-        with pytest.raises(BadInput, match=told):
-            check_settings({key: rope})
-    # Own code computes what it likes.
-    check_settings({"rope_scaling": {"type": "banana"}, "auto_map": {"AutoConfig": "own.Config"}})
 
 
 @pytest.mark.parametrize("layers", [2**40, 10**30, 0, -1, 10_001])
@@ -287,12 +241,6 @@ def test_an_output_of_before_is_refused_in_a_line() -> None:
     said = {"model_type": "upcycled_llama", "num_hidden_layers": 6, "surgery": {"trunk_layers": 6, "new_layers": [0]}}
     with pytest.raises(BadInput, match=r"config.json: `anatomy` cannot be read; get the output's own config.json"):
         native_config(said)
-
-
-@pytest.mark.parametrize("family", [*tiny.FAMILIES, *tiny.ENCODERS])
-def test_settings_that_transformers_writes_pass(family: str) -> None:
-    check_settings(json.loads(tiny.config(family).to_json_string()))
-    check_settings(json.loads(AutoConfig.for_model(family).to_json_string()))
 
 
 @pytest.mark.parametrize("number", ["01", "+1", "\u0661", "-1", "1_0", "0x1", "99999999999999999999", "1e0", " 1", ""])
