@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from surgeon.errors import BadInput, printable
-
 Role = Literal[
     "pre_attention_norm",
     "query",
@@ -145,19 +143,6 @@ class Family:
     model_type: str
     stem: str = "model.layers."
     encoder: bool = False
-
-
-def listed_layer_types(config: Config, layers: int) -> list[str] | None:
-    """The config's own `layer_types`; None where it has none. Raises BadInput where it is not one name a layer."""
-    types = config.get("layer_types")
-    if types is None:
-        return None
-    if not isinstance(types, list) or len(types) != layers or not all(isinstance(t, str) for t in types):
-        shown = f"has {len(types)} entries" if isinstance(types, list) else f"is {printable(repr(types), 60)}"
-        raise BadInput(
-            f"config.json: `layer_types` {shown}; it must list one name for each of the {layers} layers; {OWN_CONFIG}"
-        )
-    return list(types)
 
 
 class Axis(NamedTuple):

@@ -29,7 +29,6 @@ from surgeon.operations.operation import Operation, Paper, TrainingDefaults
 from surgeon.operations.prepare import Facts, OpenedBase, Paths, Scale, SideFile, TextCounts
 
 # Up to which power of two, that divides the base's rows, the rows that stay are filled up.
-_USUAL_MULTIPLE = 128
 _MULTIPLES = (1, 2, 4, 8, 16, 32, 64, 128)
 # Tables with a row for each id in every layer, which are not the embeddings that are trimmed.
 _PER_LAYER = ("vocab_size_per_layer_input", "hidden_size_per_layer_input")
