@@ -5,7 +5,7 @@
 Makes the Llama-3.2-1B-shaped checkpoint of depth_growth.py (2.5 GB, three shards) in DIR, and grafts adapters onto it:
 copied, or reflinked where DIR's file system has that; and hard-linked, with the base's digests to be found, and
 remembered from the time before. Beside each stand `cp -r`, `cp -r --reflink=auto`, `cp -rl`, and `cp -r` with `sync` of
-the same output. surgeon runs in a process whose imports are done: start-up is start_up.py's. Wall and processor s;
+the same output. surgeon runs in a process whose imports are done. Wall and processor s;
 candidates in turn. The floor of hashing is sha256 of the same bytes on all cores. Results go to
 benchmarks/results/moving*.md.
 
