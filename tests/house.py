@@ -206,11 +206,9 @@ class House:
     @cached_property
     def homes(self) -> dict[str, str]:
         """The public names (`from surgeon import apply`) and the modules that define them."""
-        found = {"__version__": "_version"}
-        for node in self.trees["surgeon"].body:
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOMES":
-                found |= ast.literal_eval(node.value)
-        return {f"surgeon.{name}": f"surgeon.{home}" for name, home in found.items()}
+        stub = ast.parse((self.package / "__init__.pyi").read_text(encoding="utf-8"))
+        imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+        return {f"surgeon.{alias.name}": str(node.module) for node in imports for alias in node.names}
 
     def dependencies(self, module: str) -> set[str]:
         """The modules of the package that a module imports; a public name counts as the module that defines it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeAlias, overload
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -19,7 +19,7 @@ from surgeon.lab.evaluation.open_texts import open_texts
 from surgeon.lab.evaluation.results import Cell, Evaluation, LabelScores, SourceScores
 
 # A model as `evaluate` takes it.
-Model = str | Path | Checkpoint
+Model: TypeAlias = str | Path | Checkpoint
 
 
 @overload

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
@@ -27,7 +27,7 @@ _WHAT = "data file"
 _NEEDS = "`surgeon_data: 1` and `sources:`"
 
 # What `evaluate` takes as texts.
-Texts = str | Path | HeldOut | Sequence[str | Path | HeldOut] | Mapping[str, str | Path]
+Texts: TypeAlias = str | Path | HeldOut | Sequence[str | Path | HeldOut] | Mapping[str, str | Path]
 
 
 class DataConfig(Entry):
