@@ -97,7 +97,7 @@ def compare(
 
     Every run is `train`'s, and measured by `evaluate` on held-out text; rates extend by themselves. The same call goes
     on where it was cut off, and one with more methods, rates or seeds keeps what is there. All runs lie in
-    runs.jsonl.gz too, from which alone the call goes on.
+    runs.jsonl.gz, from which alone the call goes on.
 
     Args:
         study: The study's file, or the name of a shipped one.
@@ -187,7 +187,6 @@ def _carried_out(request: Request, target: Path, jobs: int, gpus: int) -> Compar
                 # Cut short or refused half-way, what is finished can be looked at.
                 if course.begun:
                     write_study(target, findings())
-                    course.records.pack()
             return Compared(
                 target,
                 findings(),

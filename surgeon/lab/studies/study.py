@@ -1,7 +1,7 @@
 """A study under way: texts and base are read, the base writes and is measured, and the runs are dealt out to workers.
 
-In RESULTS/work lie the records of finished runs, each written when it is done and never changed, what the base wrote,
-and grown models and runs while they are needed. The same command always knows what is left to do.
+In RESULTS/work lie what the base wrote, and grown models and runs while they are needed; the record of a finished run
+is written when it is done and never changed (records.py). The same command always knows what is left to do.
 
 What its numbers depend on are digests: what is made under another one is no part of it. Where files lie makes no
 difference, so that a study may move with its texts.
