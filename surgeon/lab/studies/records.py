@@ -156,7 +156,7 @@ class Record:
         """From plain data. Raises KeyError, TypeError, ValueError."""
         measured = None if data["measured"] is None else _parse(data["measured"])
         blended = {float(share): _parse(each) for share, each in data.get("blended", {}).items()}
-        return cls(measured, data["trained"], data["diverged"], data.get("steps", 0), blended)
+        return cls(measured, data.get("trained", 0), data.get("diverged", ""), data.get("steps", 0), blended)
 
 
 def _plain(measured: Measured) -> dict[str, Any]:

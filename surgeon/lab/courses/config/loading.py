@@ -22,7 +22,7 @@ from surgeon import (
     TextSpec,
     TrainConfig,
     check_source,
-    load_named,
+    find_plan,
     load_plan,
     overrides_of,
     parse_plan,
@@ -248,11 +248,9 @@ def _plan_of(loaded: LoadedTasks, number: int) -> LoadedPlan | None:
     if asked == NOTHING:
         return None
     if isinstance(asked, str):
-        beside = loaded.resolve(asked)
-        if beside.is_file():
-            return load_plan(beside)
         with at_line(loaded, number):
-            return load_named(asked)
+            found = find_plan(asked, beside=loaded.source.parent)
+        return load_plan(found.path, found.overrides)
     # Seeds differ by the slot's number in tensors' names.
     plan = {"surgeon": 1, "seed": loaded.config.seed, "operations": [{"op": SLOTS, **asked}]}
     with at_line(loaded, number):

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from surgeon import (
-    FoundPlan,
     LoadedPlan,
     SourceSpec,
     check_source,
@@ -242,9 +241,8 @@ def _plans(loaded: LoadedStudy, wrong: list[str]) -> dict[str, LoadedPlan]:
     for number, method in enumerate(loaded.config.methods):
         if method.plan is None:
             continue
-        beside = loaded.resolve(method.plan)
         try:
-            plan = FoundPlan(beside) if beside.is_file() else find_plan(method.plan)
+            plan = find_plan(method.plan, beside=loaded.source.parent)
         except BadInput as error:
             peers = "" if "did you mean" in str(error) else f" (or {', '.join(PEERS)})"
             wrong.append(f"{loaded.where('methods', number, 'plan')}method {error}{peers}")
