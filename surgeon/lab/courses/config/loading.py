@@ -224,16 +224,22 @@ def texts_of(sources: Sequence[GeneralSource]) -> list[TextSpec]:
     return [TextSpec(**text.model_dump()) for text in sources]
 
 
+def every_text(config: TasksConfig) -> list[tuple[Place, TextSpec]]:
+    """Return every text of a tasks file with its place: the tasks' sources, then those of `general` and `memory`."""
+    found: list[tuple[Place, TextSpec]] = [
+        (("tasks", number, "sources", nth), source)
+        for number in range(len(config.tasks))
+        for nth, source in enumerate(own_sources(config, number))
+    ]
+    for key, listed in (("general", config.general), ("memory", config.memory)):
+        found += [((key, nth), text) for nth, text in enumerate(texts_of(listed))]
+    return found
+
+
 def check_texts(loaded: LoadedTasks) -> None:
     """Raise BadInput with every text of the tasks file that is not there, by its line."""
-    named: list[tuple[Place, TextSpec]] = [
-        (("tasks", number, "sources", nth), source)
-        for number in range(len(loaded.config.tasks))
-        for nth, source in enumerate(own_sources(loaded.config, number))
-    ]
-    for key, listed in (("general", loaded.config.general), ("memory", loaded.config.memory)):
-        named += [((key, nth), text) for nth, text in enumerate(texts_of(listed))]
-    wrong = [f"{loaded.where(*place, key)}{why}" for place, text in named for key, why in check_source(text, loaded)]
+    texts = every_text(loaded.config)
+    wrong = [f"{loaded.where(*place, key)}{why}" for place, text in texts for key, why in check_source(text, loaded)]
     if wrong:
         raise bad_input(wrong)
 
