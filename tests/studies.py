@@ -14,7 +14,6 @@ from typing import Any
 import yaml
 
 from benchmarks import remedies
-from surgeon.common.work_folders import parse_record
 from surgeon.lab.studies.analysis import find, judge, remedied
 from surgeon.lab.studies.compare import write_study
 from surgeon.lab.studies.config.entries import Claim
@@ -37,7 +36,7 @@ def findings_of(study: str) -> Findings:
 
 def _of_runs(study: str, found: dict[str, Any], packed: Packed) -> Findings:
     """From the losses of every run by text; results.json says which texts they are."""
-    every = {name: Record.parse(parse_record(content)["record"]) for name, content in packed.records.items()}
+    every = {name: Record.parse(entry["record"]) for name, entry in packed.records.items()}
     start = every.pop(BASE)
     runs = {Run(*_run_of(name)): record for name, record in every.items()}
     # Which texts they were has no part in what is worked out of losses.

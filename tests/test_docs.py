@@ -165,7 +165,7 @@ def _plan(block: Block, where: str, folder: Path, number: int) -> None:
     path = folder / (named[1] if named else "plan.yaml")
     path.write_text(block.text, encoding="utf-8")
     # As surgeon reads it: to YAML 1.1 a key `on` is a truth value.
-    asked, _ = parse_yaml(block.text, where, what="page", needs="something")
+    asked = parse_yaml(block.text, where, what="page", needs="something").data
     if "surgeon_continual" in asked:
         short = {"steps": 2, "batch": 2, "length": 16}
         path.write_text(json.dumps(asked | {"train": asked["train"] | short, "validation_sequences": 2}))

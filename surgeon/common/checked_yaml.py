@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -15,38 +14,23 @@ from pydantic_core import ErrorDetails
 from surgeon.common.formatting import did_you_mean, nearest, value_text
 from surgeon.common.places import meant
 from surgeon.common.schema import Forms, holds
-from surgeon.common.yaml import Place
+from surgeon.common.yaml import Document, Place
 from surgeon.errors import bad_input, printable
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 MOST_PROBLEMS = 20  # shown of one file
-NOTHING_GIVEN: Mapping[Place, str] = MappingProxyType({})
-NO_HABITS: Mapping[str, str] = MappingProxyType({})
 
 # How a bound is said, by pydantic's name for it.
 _BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 
 
-def check_yaml(
-    model: type[ModelT],
-    data: dict[str, Any],
-    lines: dict[Place, int],
-    source: str,
-    *,
-    what: str,
-    habits: Mapping[str, str] = NO_HABITS,
-    given: Mapping[Place, str] = NOTHING_GIVEN,
-) -> ModelT:
+def check_yaml(model: type[ModelT], document: Document, habits: Mapping[str, str] | None = None) -> ModelT:
     """Check a document by its schema.
 
     Args:
         model: the schema
-        data: the document, as `parse_yaml` read it
-        lines: the line of every place in it
-        source: the file's name, for errors
-        what: the kind of file, for errors
+        document: the document as it was read, with what options changed in it
         habits: what keys of other programs, and former values, are called here
-        given: the options that changed the document after it was read, by the place that they set
 
     Returns:
         the document as `model` has it
@@ -55,20 +39,21 @@ def check_yaml(
         BadInput: with every problem, a line each: file, line, key, what is wrong, and the key or value that was
             probably meant
     """
+    data = document.data
     try:
         # JSON mode: strict about types, yet lists are lists and whole numbers count as numbers.
         return model.model_validate_json(json.dumps(data))
     except ValidationError as error:
         problems = {_place_of(problem, data): problem for problem in _problems(error, data)}
-    said = _Said(Forms(model.model_json_schema()), data, what, habits)
+    said = _Said(Forms(model.model_json_schema()), data, document.what, habits or {})
     misspelt = {
         (*place[:-1], meant)
         for place, problem in problems.items()
         if problem["type"] == "extra_forbidden" and (meant := nearest(str(place[-1]), said.keys_beside(place)))
     }
     found = [
-        where(place, lines, source, given) + said.about(problem, place)
-        for place, problem in sorted(problems.items(), key=lambda entry: _line_of(entry[0], lines))
+        _where(place, document) + said.about(problem, place)
+        for place, problem in sorted(problems.items(), key=lambda entry: _line_of(entry[0], document.lines))
         if not (problem["type"] == "missing" and place in misspelt)
     ]
     raise bad_input(found[:MOST_PROBLEMS])
@@ -80,18 +65,18 @@ def check_given(model: type[ModelT], **given: Any) -> ModelT:
         return model(**given)
     except ValidationError as error:
         problems = error.errors()
-    said = _Said(Forms(model.model_json_schema()), given, "options", NO_HABITS)
+    said = _Said(Forms(model.model_json_schema()), given, "options", {})
     raise bad_input([said.about_value(problem, problem["loc"]) for problem in problems])
 
 
-def where(place: Place, lines: Mapping[Place, int], source: str, given: Mapping[Place, str] = NOTHING_GIVEN) -> str:
+def _where(place: Place, file: Document | Loaded[Any]) -> str:
     """The beginning of an error about a place: the option that set it, or file, line and the options inside it."""
     for cut in range(len(place), 0, -1):
-        if (option := given.get(place[:cut])) is not None:
+        if (option := file.given.get(place[:cut])) is not None:
             return f"{printable(option)}: "
-    inside = dict.fromkeys(printable(option) for at, option in given.items() if at[: len(place)] == place)
+    inside = dict.fromkeys(printable(option) for at, option in file.given.items() if at[: len(place)] == place)
     changed = f", with {' '.join(inside)}" if inside else ""
-    return f"{printable(source)}:{_line_of(place, lines)}{changed}: "
+    return f"{printable(str(file.source))}:{_line_of(place, file.lines)}{changed}: "
 
 
 @dataclass(frozen=True)
@@ -110,7 +95,7 @@ class Loaded(Generic[ModelT]):
         """How an error about a key begins: the file and line, or what set it instead."""
         if not self.lines and place not in self.given:
             return f"{printable(str(self.source))}: "
-        return where(place, self.lines, str(self.source), self.given)
+        return _where(place, self)
 
     def resolve(self, path: str) -> Path:
         """A path that the file names."""

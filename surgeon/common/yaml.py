@@ -34,6 +34,52 @@ _CORE_TAGS = ("str", "int", "float", "bool", "null", "map", "seq")
 Place = tuple[str | int, ...]
 
 
+@dataclass
+class Document:
+    """A YAML document as it was read, which may be changed until its schema checks it (`check_yaml`).
+
+    `lines` are those of all places in it, `source` is the file's name and `what` its kind, for errors; `given` are the
+    options that changed it, by the place that they set.
+    """
+
+    data: dict[str, Any]
+    lines: dict[Place, int]
+    source: str
+    what: str
+    given: dict[Place, str] = field(default_factory=dict)
+
+    def override(self, settings: Sequence[str], *, example: str, called: str = "--set") -> None:
+        """Set values by `dotted.path=VALUE`, VALUE in YAML; an entry of a list goes by its name or number.
+
+        Errors call a setting by what `called` says before it. Raises BadInput for what is no such setting (it shows
+        `example`), and where the path leads through a value or to an entry that is not there; keys that the schema does
+        not know are found with the rest of the document.
+        """
+        for setting in settings:
+            option = f"{called} {setting}"
+            path, equals, value = setting.partition("=")
+            steps = path.split(".")
+            if not equals or not all(steps):
+                raise BadInput(f"{printable(option)}: give a key and a value, as in --set {example}")
+            if len(steps) > DEEPEST:
+                raise BadInput(
+                    f"{printable(option)}: nested more than {DEEPEST} deep; give a key, as in --set {example}"
+                )
+            node: Any = self.data
+            place: Place = ()
+            for number, step in enumerate(steps):
+                key = _key_in(node, step, option, ".".join(steps[:number]))
+                place = (*place, key)
+                if number + 1 == len(steps):
+                    node[key] = parse_yaml(f"value: {value}", option, what="value", needs="a value").data["value"]
+                elif isinstance(node, dict) and node.get(key) is None:
+                    # A section that the file leaves out; of a wrong name it is this option's.
+                    node[key] = {}
+                    self.given[place] = option
+                node = node[key]
+            self.given[place] = option
+
+
 def read_text(path: Path, *, what: str) -> str:
     """The text of a regular file. Raises BadInput, which names file and line, where it cannot be read as UTF-8."""
     return decoded(read_given(path, what=what, most=LARGEST_FILE), str(path))
@@ -49,8 +95,13 @@ def decoded(raw: bytes, source: str) -> str:
         raise BadInput(f"{where}: not UTF-8 text (byte {raw[error.start]:#04x}); save it as UTF-8") from None
 
 
-def parse_yaml(text: str, source: str, *, what: str, needs: str) -> tuple[dict[str, Any], dict[Place, int]]:
-    """The document as plain data and the line of every place in it; `needs` are the keys that it must have.
+def read_yaml(path: Path, *, what: str, needs: str) -> Document:
+    """Read a file that holds a document. Raises BadInput as `read_text` and `parse_yaml` do."""
+    return parse_yaml(read_text(path, what=what), str(path), what=what, needs=needs)
+
+
+def parse_yaml(text: str, source: str, *, what: str, needs: str) -> Document:
+    """Read a document that is given as text; `needs` are the keys that it must have.
 
     Raises BadInput for what is not valid YAML, nests too deep, repeats a key, is empty or no mapping.
     """
@@ -80,7 +131,7 @@ def parse_yaml(text: str, source: str, *, what: str, needs: str) -> tuple[dict[s
     data = _Builder(shown, lines, what).build(node, ())
     if not isinstance(data, dict):
         raise BadInput(f"{shown}: a {what} is a mapping with {needs}, not {_kind_of(data)}; write one")
-    return data, lines
+    return Document(data, lines, source, what)
 
 
 class _Reader(yaml.SafeLoader):
@@ -192,40 +243,6 @@ class _Builder:
         if text.lower().lstrip("+-") in (".inf", ".nan") or _FLOAT.fullmatch(text):
             raise BadInput(f"{self.shown}:{line}: `{printable(text)}` is not a finite number; write a plain number")
         return text
-
-
-def override(data: dict[str, Any], settings: Sequence[str], *, example: str, called: str = "--set") -> dict[Place, str]:
-    """Set values of a document by `dotted.path=VALUE`, VALUE in YAML; an entry of a list goes by its name or number.
-
-    Errors call a setting by what `called` says before it.
-
-    Returns for every place that was set the option, as errors name it. Raises BadInput for what is no such setting (it
-    shows `example`), and where the path leads through a value or to an entry that is not there; keys that the schema
-    does not know are found with the rest of the document (`check_yaml`).
-    """
-    given: dict[Place, str] = {}
-    for setting in settings:
-        option = f"{called} {setting}"
-        path, equals, value = setting.partition("=")
-        steps = path.split(".")
-        if not equals or not all(steps):
-            raise BadInput(f"{printable(option)}: give a key and a value, as in --set {example}")
-        if len(steps) > DEEPEST:
-            raise BadInput(f"{printable(option)}: nested more than {DEEPEST} deep; give a key, as in --set {example}")
-        node: Any = data
-        place: Place = ()
-        for number, step in enumerate(steps):
-            key = _key_in(node, step, option, ".".join(steps[:number]))
-            place = (*place, key)
-            if number + 1 == len(steps):
-                node[key] = parse_yaml(f"value: {value}", option, what="value", needs="a value")[0]["value"]
-            elif isinstance(node, dict) and node.get(key) is None:
-                # A section that the file leaves out; of a wrong name it is this option's.
-                node[key] = {}
-                given[place] = option
-            node = node[key]
-        given[place] = option
-    return given
 
 
 def _key_in(node: Any, step: str, option: str, above: str) -> str | int:

@@ -19,7 +19,7 @@ from surgeon.checkpoint.weights import COMPRESSED, quantisation
 from surgeon.common.checked_yaml import check_yaml, editor_schema
 from surgeon.common.formatting import listed
 from surgeon.common.schema import Bounded
-from surgeon.common.yaml import Place, override, parse_yaml, read_text, written_yaml
+from surgeon.common.yaml import Document, Place, parse_yaml, read_text, written_yaml
 from surgeon.errors import BadInput, printable
 from surgeon.operations import OPERATIONS, AnyOperation
 from surgeon.operations.classification_head import ClassificationHead
@@ -96,15 +96,15 @@ def parse_plan(text: str, *, source: str = "plan", overrides: Sequence[str] = ()
     `overrides` replace values of it before it is checked: a dotted path, with operations by their number or kind, and a
     value in YAML (`operations.0.init.reg=0.1`). The text of the result then has them in it. Raises BadInput.
     """
-    data, lines = parse_yaml(text, source, what="plan", needs="`surgeon: 1` and `operations:`")
-    if not {"surgeon", "operations"} & data.keys() and any(key in data for key in MERGEKIT_KEYS):
-        data = of_mergekit(data, lines, source)
-    given = override(data, overrides, example="operations.0.layers=all")
-    plan = check_yaml(Plan, data, lines, source, what="plan", habits=_FORMER, given=given)
+    document = parse_yaml(text, source, what="plan", needs="`surgeon: 1` and `operations:`")
+    if not {"surgeon", "operations"} & document.data.keys() and any(key in document.data for key in MERGEKIT_KEYS):
+        document.data = of_mergekit(document)
+    document.override(overrides, example="operations.0.layers=all")
+    plan = check_yaml(Plan, document, _FORMER)
     if overrides:
         options = " ".join(f"--set {setting}" for setting in overrides)
-        text = f"# With {printable(options, len(options))}\n{written_yaml(data)}"
-    return LoadedPlan(plan, text, source, lines, given)
+        text = f"# With {printable(options, len(options))}\n{written_yaml(document.data)}"
+    return LoadedPlan(plan, text, source, document.lines, document.given)
 
 
 # The plan of a model that was trained as it is: there was no surgery.
@@ -243,18 +243,19 @@ class _Passthrough(Spec):
     dtype: str | None = None
 
 
-def of_mergekit(data: dict[str, Any], lines: dict[Place, int], source: str) -> dict[str, Any]:
-    """Return the plan that a mergekit config is, and its places in `lines`. Raises BadInput where it merges models."""
-    merges = data.get("merge_method") != "passthrough"
-    config = None if merges else check_yaml(_Passthrough, data, lines, source, what="mergekit config", habits=_HABITS)
+def of_mergekit(document: Document) -> dict[str, Any]:
+    """Return the plan that a mergekit config is, and note its places. Raises BadInput where it merges models."""
+    merges = document.data.get("merge_method") != "passthrough"
+    config = None if merges else check_yaml(_Passthrough, replace(document, what="mergekit config"), _HABITS)
     stacked = [] if config is None else [each for part in config.slices for each in part.sources]
     # What is behind a plus is an adapter.
     models = {name for each in stacked for name in each.model.split("+")}
     if config is None or len(models) != 1 or len(stacked) != len(config.slices):
         raise BadInput(
-            f"{printable(source)}: a mergekit config that merges models{' ' if models else ''}{listed(sorted(models))};"
-            " surgeon grows one model and merges none, so merge with mergekit, then grow what it wrote"
+            f"{printable(document.source)}: a mergekit config that merges models{' ' if models else ''}"
+            f"{listed(sorted(models))}; surgeon grows one model and merges none, so merge with mergekit, then grow what"
+            " it wrote"
         )
-    lines["operations", 0] = lines["slices",]
+    document.lines["operations", 0] = document.lines["slices",]
     slices = [each.layer_range for each in stacked]
     return {"surgeon": 1, "operations": [{"op": "stack_layers", "slices": slices, "dtype": config.dtype}]}

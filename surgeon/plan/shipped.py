@@ -107,8 +107,7 @@ def find_sweep(sweep: str | Path) -> LoadedSweep | None:
 
 def swept(loaded: LoadedSweep) -> dict[str, FoundPlan]:
     """Find the plan of a sweep (a file beside the sweep's, or a shipped plan) with each point's values, by its name."""
-    beside = loaded.source.parent / loaded.sweep.plan
-    found = FoundPlan(beside) if beside.is_file() else find_plan(loaded.sweep.plan)
+    found = find_plan(loaded.sweep.plan, beside=loaded.source.parent)
     return {point.name: FoundPlan(found.path, (*found.overrides, *point.overrides)) for point in loaded.points}
 
 
@@ -160,12 +159,15 @@ def _about(text: str) -> str:
     return re.split(r"(?<=\.) ", " ".join(line.lstrip("# ") for line in comment))[0]
 
 
-def find_plan(plan: str | Path) -> FoundPlan:
+def find_plan(plan: str | Path, *, beside: Path | None = None) -> FoundPlan:
     """Find what a plan argument means: a path, the name of a shipped plan, or of a point of a shipped sweep.
 
-    Raises BadInput where it is none of them.
+    A file in the folder `beside`, where the file lies that names the plan, comes first. Raises BadInput where it is
+    none of them.
     """
     path = Path(meant(str(plan)))
+    if beside is not None and (own := beside / path).is_file():
+        return FoundPlan(own)
     if (sweep := find_sweep(plan)) is not None:
         raise BadInput(
             f"{printable(str(plan))}: a sweep, not a plan; `surgeon plans {printable(str(plan))}` lists the command of"

@@ -89,9 +89,8 @@ class LoadedSweep:
 def load_sweep(path: Path) -> LoadedSweep:
     """Read and check a sweep's file. Raises BadInput, which names file and line."""
     text = read_text(path, what=_WHAT)
-    data, lines = parse_yaml(text, str(path), what=_WHAT, needs=_NEEDS)
-    sweep = check_yaml(Sweep, data, lines, str(path), what=_WHAT)
-    return LoadedSweep(sweep, text, path)
+    document = parse_yaml(text, str(path), what=_WHAT, needs=_NEEDS)
+    return LoadedSweep(check_yaml(Sweep, document), text, path)
 
 
 def overrides_of(settings: Mapping[str, Any]) -> tuple[str, ...]:

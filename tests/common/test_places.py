@@ -111,11 +111,11 @@ def test_yaml_that_only_looks_right_is_named_by_its_line(text: str, said: str) -
 
 
 def test_a_plan_that_json_wrote_has_its_emoji() -> None:
-    assert parse_yaml(json.dumps({"a": "😀"}), "x.yaml", what="plan", needs="`a`")[0] == {"a": "😀"}
+    assert parse_yaml(json.dumps({"a": "😀"}), "x.yaml", what="plan", needs="`a`").data == {"a": "😀"}
     with pytest.raises(BadInput, match="half of a UTF-16 pair"):
         parse_yaml('{"a": "\\ud83d"}', "x.yaml", what="plan", needs="`a`")
 
 
 def test_odd_spaces_in_a_text_are_the_text_s_own() -> None:
     text = "a: «\u00a0oui\u00a0»\nb: |\n  Alors\u00a0: oui\nc: 'd\u00a0'\n"
-    assert parse_yaml(text, "x.yaml", what="plan", needs="`a`")[0]["a"] == "«\u00a0oui\u00a0»"
+    assert parse_yaml(text, "x.yaml", what="plan", needs="`a`").data["a"] == "«\u00a0oui\u00a0»"

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from surgeon.common.checked_yaml import check_yaml
 from surgeon.common.schema import Forms
+from surgeon.common.yaml import Document
 from surgeon.errors import BadInput, Mistakes
 from surgeon.lab.courses.config.schema import TasksConfig
 from surgeon.lab.evaluation.open_texts import DataConfig
@@ -60,7 +61,7 @@ def test_every_form_is_said() -> None:
 
 def refusal(model: type[BaseModel], data: dict[str, Any], habits: Mapping[str, str] = {}) -> list[str]:
     with pytest.raises(BadInput) as refused:
-        check_yaml(model, data, {}, "file.yaml", what="file", habits=habits)
+        check_yaml(model, Document(data, {}, "file.yaml", "file"), habits)
     return list(refused.value.lines if isinstance(refused.value, Mistakes) else [str(refused.value)])
 
 

@@ -80,12 +80,12 @@ plain = st.recursive(
 
 @given(st.dictionaries(st.sampled_from(["operations.0.alpha", "seed"]), plain, min_size=1))
 def test_values_come_through_the_option_as_they_are(settings: dict[str, object]) -> None:
-    from surgeon.common.yaml import override
+    from surgeon.common.yaml import Document
 
-    data: dict[str, object] = {"seed": 0, "operations": [{"op": "mixture_of_control"}]}
-    override(data, overrides_of(settings), example="")
-    operation = data["operations"][0]  # type: ignore[index]
-    found = {"operations.0.alpha": operation.get("alpha"), "seed": data["seed"]}
+    document = Document({"seed": 0, "operations": [{"op": "mixture_of_control"}]}, {}, "plan.yaml", "plan")
+    document.override(overrides_of(settings), example="")
+    operation = document.data["operations"][0]
+    found = {"operations.0.alpha": operation.get("alpha"), "seed": document.data["seed"]}
     assert {key: found[key] for key in settings} == settings
 
 

@@ -16,12 +16,12 @@ from surgeon.common.files import read_given
 from surgeon.common.listener import Listener, Quiet
 from surgeon.errors import BadInput, printable
 from surgeon.lab.courses.config.loading import LoadedTasks, at_line, check_tasks, check_texts, load_tasks, plans_of
-from surgeon.lab.courses.metrics import Measured
+from surgeon.lab.courses.metrics import measured_rows
 from surgeon.lab.courses.results import Continued, ContinuedRows
 from surgeon.lab.courses.results import continued_view as continued_view
 
 if TYPE_CHECKING:
-    from surgeon.lab.courses.course import Course, Request
+    from surgeon.lab.courses.course import Request
 
 # What `add_record` calls the file of measurements in a run.
 RECORD_FILE = "continual.json"
@@ -114,32 +114,28 @@ def _carried_out(request: Request) -> Continued:
     from surgeon.lab.courses.course import run_course
 
     with writing(request.target, kept="what is complete is kept: the same command continues"):
-        course = run_course(request, lambda course: _continued(request, course).text())
-    return _continued(request, course)
+        return run_course(request)
 
 
 def _complete(request: Request) -> Continued | None:
     """What a row that an earlier call completed was; None where there is none. Raises BadInput for another run's."""
-    from surgeon.lab.courses.course import Course, is_under_way
+    from surgeon.lab.courses.course import State, is_under_way
 
     file = request.target / RECORD_FILE
     if not os.path.lexists(file) or is_under_way(request.target):
         return None
     try:
         record = json.loads(read_given(file, what="record", most=_LARGEST_RECORD))
-        rows = [
-            {name: Measured(found["tokens"], found["right"], found["nats"]) for name, found in row.items()}
-            for row in record["measured"]
-        ]
-        course = Course(rows, record["trainings"], record["fingerprint"], resumed_after=len(rows) - 1)
-        found = _continued(request, course)
+        rows = measured_rows(record["measured"])
+        found = request.continued(State(record["fingerprint"], rows, record["trainings"]))
+        # A record that lacks a task has no measurements to show.
         found.text()
     except (ValueError, TypeError, KeyError, AttributeError, LookupError, ZeroDivisionError):
         raise BadInput(
             f"{printable(str(file))}: damaged or edited; move {printable(str(request.target))} away, and the row is"
             " run again"
         ) from None
-    if course.fingerprint != request.fingerprint():
+    if found.fingerprint != request.fingerprint():
         raise BadInput(
             f"{printable(str(request.target))}: of another run (the tasks file, its texts, the base or surgeon"
             " changed); undo the change, or choose another RUN"
@@ -163,20 +159,3 @@ def _checked(
     opened = open_checkpoint(base, revision=revision, trust_remote_code=trust_remote_code)
     check_tasks(loaded, plans, opened)
     return plans, opened
-
-
-def _continued(request: Request, course: Course) -> Continued:
-    """Return what a finished course made of the base of its request."""
-    config = request.loaded.config
-    return Continued(
-        path=request.target,
-        base=request.base.id,
-        tasks=tuple(task.name for task in config.tasks),
-        general=tuple(source.name for source in config.general),
-        rows=tuple(course.rows),
-        trainings=tuple(course.trainings),
-        config=config.model_dump(mode="json", exclude_unset=True),
-        fingerprint=course.fingerprint,
-        resumed_after=course.resumed_after,
-        kept=course.kept,
-    )

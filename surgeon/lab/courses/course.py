@@ -11,8 +11,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,8 @@ from surgeon.common.work_folders import WorkFolder, sync, working_in
 from surgeon.errors import BadInput, printable
 from surgeon.lab.courses.config.loading import LoadedTasks, at_line, training_of
 from surgeon.lab.courses.measuring import Measure
-from surgeon.lab.courses.metrics import Measured, Measurement
+from surgeon.lab.courses.metrics import Measured, Measurement, measured_rows
+from surgeon.lab.courses.results import Continued
 
 STATE_FILE = "course.json"
 
@@ -100,21 +101,25 @@ class Request:
         }
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
+    def continued(self, state: State) -> Continued:
+        """What the course made by `state`, as a call finds it that has nothing left to do."""
+        config = self.loaded.config
+        return Continued(
+            path=self.target,
+            base=self.base.id,
+            tasks=tuple(task.name for task in config.tasks),
+            general=tuple(source.name for source in config.general),
+            rows=tuple(state.rows),
+            trainings=tuple(state.trainings),
+            config=config.model_dump(mode="json", exclude_unset=True),
+            fingerprint=state.fingerprint,
+            resumed_after=len(state.rows) - 1,
+        )
+
 
 @dataclass
-class Course:
-    """A finished course: rows of performance (the base's, then one after each task), and what each training was."""
-
-    rows: list[dict[str, Measured]]
-    trainings: list[dict[str, Any]]
-    fingerprint: str
-    resumed_after: int = 0
-    kept: Path | None = None
-
-
-@dataclass
-class _State:
-    """`course.json`."""
+class State:
+    """What was measured so far, and what was made: `course.json`."""
 
     fingerprint: str
     rows: list[dict[str, Measured]] = field(default_factory=list)
@@ -125,7 +130,7 @@ class _State:
     made: dict[str, dict[str, str]] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, path: Path) -> tuple[_State, Signed] | None:
+    def read(cls, path: Path) -> tuple[State, Signed] | None:
         """The state at `path` and who wrote it where, None where there is none.
 
         Raises BadInput for one that is not as it was written.
@@ -135,8 +140,7 @@ class _State:
             if found is None:
                 return None
             data = dict(found.data)
-            rows = [{name: Measured(**sums) for name, sums in row.items()} for row in data.pop("rows")]
-            return cls(rows=rows, **data), found
+            return cls(rows=measured_rows(data.pop("rows")), **data), found
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise BadInput(
                 f"{printable(str(path))}: damaged or edited ({printable(str(error))}); remove"
@@ -163,8 +167,8 @@ def is_under_way(target: Path) -> bool:
     return (work_folder(target) / STATE_FILE).exists()
 
 
-def run_course(request: Request, record: Callable[[Course], str]) -> Course:
-    """Carry out what is left of a course and publish the last run, with what `record` says of it in continual.json.
+def run_course(request: Request) -> Continued:
+    """Carry out what is left of a course and publish the last run, with its measurements in continual.json.
 
     Raises BadInput for what cannot be done, and what `apply` and `train` raise; everything that is complete stays for
     the same call. With `keep` the earlier runs end up in `kept_folder`.
@@ -174,27 +178,25 @@ def run_course(request: Request, record: Callable[[Course], str]) -> Course:
     measure, fingerprint = request.measure(), request.fingerprint()
     work = work_folder(target)
     with working_in(work, target=target, marker=STATE_FILE) as folder:
-        state = _begun_or_new(request, fingerprint, work)
-        course = _Course(request, measure, state)
-        done = Course(state.rows, state.trainings, fingerprint, resumed_after=max(0, len(state.rows) - 1))
-        if course.is_published():
+        course = _Course(request, measure, _begun_or_new(request, fingerprint, work))
+        if published := course.is_published():
             listener.say(f"{printable(str(target))} was already complete; nothing to do")
         else:
             for note in measure.notes:
                 listener.say(note)
             course.go_back()
-            done.resumed_after = max(0, len(state.rows) - 1)
+        resumed_after = max(0, len(course.state.rows) - 1)
+        if not published:
             course.carry_out()
             folder.check_there()
-            course.publish(record(done))
-        done.kept = course.clean_up(folder)
-    return done
+            course.publish()
+        return replace(request.continued(course.state), resumed_after=resumed_after, kept=course.clean_up(folder))
 
 
 class _Course:
     """A course under way."""
 
-    def __init__(self, request: Request, measure: Measure, state: _State) -> None:
+    def __init__(self, request: Request, measure: Measure, state: State) -> None:
         self.request = request
         self.measure = measure
         self.state = state
@@ -339,10 +341,10 @@ class _Course:
         found = self.request.target.stat()
         return [found.st_ino, found.st_dev] == self.state.published
 
-    def publish(self, result: str) -> None:
+    def publish(self) -> None:
         """The last run becomes RUN."""
         last = self.run_of(len(self.config.tasks) - 1)
-        add_record(last, result)
+        add_record(last, self.request.continued(self.state).text())
         found = last.stat()
         self.state.published = [found.st_ino, found.st_dev]
         self.state.write(self.work / STATE_FILE)
@@ -372,7 +374,7 @@ class _Course:
 
 def _check_places(target: Path, base: Path, *, keep: bool) -> None:
     """Refuse a RUN that cannot be made; one that a killed call left complete but not cleaned up passes."""
-    found = _State.read(work_folder(target) / STATE_FILE)
+    found = State.read(work_folder(target) / STATE_FILE)
     if found is not None and found[0].published is not None and target.is_dir():
         return
     check_destination(target, base)
@@ -398,10 +400,10 @@ def _training_of(run: Path) -> dict[str, Any]:
     }
 
 
-def _begun_or_new(request: Request, fingerprint: str, work: Path) -> _State:
+def _begun_or_new(request: Request, fingerprint: str, work: Path) -> State:
     """The state to go on from. Raises BadInput where it is of another run, or came from elsewhere."""
-    found = _State.read(work / STATE_FILE)
-    state, origin = (_State(fingerprint), None) if found is None else found
+    found = State.read(work / STATE_FILE)
+    state, origin = (State(fingerprint), None) if found is None else found
     if state.fingerprint != fingerprint:
         raise BadInput(
             f"{printable(str(work))}: holds another run (the tasks file, its texts, the base or surgeon changed); undo"

@@ -20,7 +20,7 @@ from surgeon import (
 )
 from surgeon.common.schema import ORIGINAL
 from surgeon.errors import BadInput, printable
-from surgeon.lab.courses.config.loading import LoadedTasks, own_sources, texts_of, training_of
+from surgeon.lab.courses.config.loading import LoadedTasks, every_text, own_sources, texts_of, training_of
 from surgeon.lab.courses.metrics import Measured
 
 _MICRO_BATCH = 8
@@ -72,12 +72,12 @@ class Measure:
     def identity(self) -> list[Any]:
         """Name, size and mtime of every file of every source."""
         found = []
-        config = self._loaded.config
-        own = [source for number in range(len(config.tasks)) for source in own_sources(config, number)]
-        for source in (*own, *texts_of([*config.general, *config.memory])):
-            held_out = _held_out_file(source) if isinstance(source, SourceSpec) else None
-            for path in filter(None, (source.path, held_out)):
-                found.append([path, source.reading, self._files(path)])
+        for _, text in every_text(self._loaded.config):
+            # A task's source may have a file of its own that is held out, in place of a share.
+            held_out = text.validation if isinstance(text, SourceSpec) else None
+            for path in (text.path, held_out):
+                if isinstance(path, str):
+                    found.append([path, text.reading, self._files(path)])
         return found
 
     def _files(self, path: str) -> list[Any]:
@@ -126,8 +126,3 @@ class Measure:
     def sequences(self, names: Iterable[str]) -> int:
         """How many sequences that is, for a progress bar."""
         return sum(len(each) for name in names for each in self._held[name])
-
-
-def _held_out_file(source: SourceSpec) -> str:
-    """The file that a source names to be held out; empty where it is a share."""
-    return source.validation if isinstance(source.validation, str) else ""

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 Row = Sequence[float]
 
@@ -35,6 +36,13 @@ class Measured:
 
 # Task or general source → what was measured on it.
 Measurement = Mapping[str, Measured]
+
+
+def measured_rows(rows: Sequence[Mapping[str, Mapping[str, Any]]]) -> list[dict[str, Measured]]:
+    """Rows of measurements from plain data. Raises TypeError, KeyError, AttributeError."""
+    return [
+        {name: Measured(found["tokens"], found["right"], found["nats"]) for name, found in row.items()} for row in rows
+    ]
 
 
 def overall_performance(matrix: Sequence[Row], t: int) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
@@ -16,10 +16,10 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field, model_validator
 
 from surgeon import HeldOut, TextSpec, check_source, held_out_text, load_config
-from surgeon.common.checked_yaml import check_yaml, where
+from surgeon.common.checked_yaml import Loaded, check_yaml
 from surgeon.common.places import meant, named
 from surgeon.common.schema import Entry, first_doubled
-from surgeon.common.yaml import parse_yaml, read_text
+from surgeon.common.yaml import read_yaml
 from surgeon.errors import BadInput, bad_input, printable
 
 _CONFIGS = (".yaml", ".yml")
@@ -41,17 +41,6 @@ class DataConfig(Entry):
         if doubled := first_doubled([source.name for source in self.sources]):
             raise ValueError(f"two sources are called {doubled!r}; names must differ")
         return self
-
-
-@dataclass(frozen=True)
-class _Named:
-    """The file that names a source: a data file, or the text itself where the command line names it."""
-
-    source: Path
-
-    def resolve(self, path: str) -> Path:
-        """The path to open for one that the file names."""
-        return self.source.parent / meant(path)
 
 
 def open_texts(
@@ -140,25 +129,25 @@ def _sources(name: str | None, path: Path, say: Callable[[str], None], labels: b
     if path.suffix not in _CONFIGS:
         called = name or re.sub(r"[^A-Za-z0-9_-]", "_", Path(os.path.realpath(path)).stem)[:60]
         spec = TextSpec(name=called, path=str(path), kind="labels" if labels else None)
-        return [(called, partial(held_out_text, spec, _Named(Path("--data")), say=say))]
-    content, lines = parse_yaml(read_text(path, what=_WHAT), str(path), what=_WHAT, needs=_NEEDS)
+        return [(called, partial(held_out_text, spec, Loaded(spec, Path("--data")), say=say))]
+    document = read_yaml(path, what=_WHAT, needs=_NEEDS)
     if name is not None:
         raise BadInput(f"{name}={printable(str(path))}: a {_WHAT} names its sources itself; leave `{name}=` out")
-    if "surgeon_train" in content:
+    if "surgeon_train" in document.data:
         config = load_config(path)
         _check_kinds(config.config.sources, path, labels)
         opener = partial(held_out_text, named_by=config, template=config.template, say=say)
         return [(spec.name, partial(opener, spec)) for spec in config.config.sources]
-    texts = check_yaml(DataConfig, content, lines, str(path), what=_WHAT)
-    _check_kinds(texts.sources, path, labels)
+    texts = Loaded(check_yaml(DataConfig, document), path, document.lines)
+    _check_kinds(texts.config.sources, path, labels)
     wrong = [
-        where(("sources", number, key), lines, str(path)) + why
-        for number, spec in enumerate(texts.sources)
-        for key, why in check_source(spec, _Named(path))
+        f"{texts.where('sources', number, key)}{why}"
+        for number, spec in enumerate(texts.config.sources)
+        for key, why in check_source(spec, texts)
     ]
     if wrong:
         raise bad_input(wrong)
-    return [(spec.name, partial(held_out_text, spec, _Named(path), say=say)) for spec in texts.sources]
+    return [(spec.name, partial(held_out_text, spec, texts, say=say)) for spec in texts.config.sources]
 
 
 def _check_kinds(specs: Sequence[TextSpec], path: Path, labels: bool) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from rich.text import Text
 
@@ -15,49 +16,50 @@ from surgeon.common.json_results import plain, plain_fields
 _MOST_SHOWN = 4
 
 
-class Cell(Protocol):
-    """One model on one source: what a table and the JSON say of it."""
+# Fields that the JSON calls otherwise.
+_KEYS = {"nbytes": "bytes", "apart": "kl"}
+
+
+@dataclass(frozen=True)
+class Cell(ABC):
+    """One model on one source, by its name: what a table and the JSON say of it."""
 
     # Headings of the figures' columns and of the difference's, and what a source and its length are in words.
     columns: ClassVar[tuple[str, ...]]
     difference: ClassVar[str]
     reading: ClassVar[str]
 
-    @property
-    def source(self) -> str:
-        """The source's name."""
+    source: str
 
     @property
     def apart(self) -> Ratio | None:
         """KL of the first model and this one, in nats a token; None where it was not measured."""
+        return None
 
     @property
+    @abstractmethod
     def size(self) -> str:
         """How much text the source has, in words."""
 
     @property
+    @abstractmethod
     def headline(self) -> str:
         """The figure that stands for all."""
 
+    @abstractmethod
     def figures(self) -> list[Text]:
         """Return the figures of the columns."""
 
+    @abstractmethod
     def difference_cell(self) -> Text:
         """Return the difference to the first model; empty for the first."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain data."""
+        """Return its fields as plain data, but for the source that it is of."""
+        return {_KEYS.get(key, key): _as_data(value) for key, value in vars(self).items() if key != "source"}
 
 
 CellT = TypeVar("CellT", bound=Cell)
-
-# Fields that the JSON calls otherwise.
-_KEYS = {"nbytes": "bytes", "apart": "kl"}
-
-
-def _cell_data(cell: Any) -> dict[str, Any]:
-    """A cell's fields as plain data, but for the source that it is of."""
-    return {_KEYS.get(key, key): _as_data(value) for key, value in vars(cell).items() if key != "source"}
 
 
 def _as_data(found: Any) -> Any:
@@ -69,7 +71,7 @@ def _as_data(found: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class SourceScores:
+class SourceScores(Cell):
     """One model on one source: loss in nats a token, bits per byte of UTF-8, accuracy of greedy decoding.
 
     Each has its 95 % confidence interval, over documents. The differences are to the first model, paired by document
@@ -81,7 +83,6 @@ class SourceScores:
     difference: ClassVar[str] = "Δ"
     reading: ClassVar[str] = "windows of at most {length:,} tokens; [ ] 95 % confidence, over documents"
 
-    source: str
     documents: int
     tokens: int
     nbytes: int
@@ -124,13 +125,9 @@ class SourceScores:
         low, high = shown.interval or (0, 0)
         return _ratio_cell(shown, "+.4f", "green" if high < 0 else "yellow" if low > 0 else "").append(unit)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        return _cell_data(self)
-
 
 @dataclass(frozen=True)
-class LabelScores:
+class LabelScores(Cell):
     """One model on one source: cross-entropy in nats an example and accuracy, with 95 % confidence intervals.
 
     `f1` is that of the second of two labels, `matthews` Matthews' correlation (`Judged`); None where there is none.
@@ -141,17 +138,12 @@ class LabelScores:
     difference: ClassVar[str] = "Δ right"
     reading: ClassVar[str] = "at most {length:,} tokens of each; [ ] 95 % confidence, over texts"
 
-    source: str
     examples: int
     loss: Ratio
     accuracy: Ratio
     f1: float | None
     matthews: float | None
     accuracy_difference: Ratio | None
-
-    @property
-    def apart(self) -> None:
-        """Labels are no next tokens."""
 
     @property
     def size(self) -> str:
@@ -175,10 +167,6 @@ class LabelScores:
     def difference_cell(self) -> Text:
         """Return the difference in accuracy."""
         return Text() if self.accuracy_difference is None else _ratio_cell(self.accuracy_difference, "+.1%")
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        return _cell_data(self)
 
 
 @dataclass(frozen=True)

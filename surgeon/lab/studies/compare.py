@@ -23,7 +23,6 @@ from surgeon.common.listener import Listener, Quiet
 from surgeon.common.tables import FittedTable
 from surgeon.common.work_folders import working_in, write_durably
 from surgeon.errors import BadInput, bad_input, printable
-from surgeon.lab.studies.analysis import find
 from surgeon.lab.studies.config.loading import GROUPS, LoadedStudy, load_study, source_of
 from surgeon.lab.studies.config.settings import suited
 from surgeon.lab.studies.findings import Findings, Remedied
@@ -97,7 +96,7 @@ def compare(
 
     Every run is `train`'s, and measured by `evaluate` on held-out text; rates extend by themselves. The same call goes
     on where it was cut off, and one with more methods, rates or seeds keeps what is there. All runs lie in
-    runs.jsonl.gz too, from which alone the call goes on.
+    runs.jsonl.gz, from which alone the call goes on.
 
     Args:
         study: The study's file, or the name of a shipped one.
@@ -175,10 +174,6 @@ def _carried_out(request: Request, target: Path, jobs: int, gpus: int) -> Compar
             _make_kept(request.kept)
         with working_in(request.work, target=target, marker=STUDY_FILE):
             course = Course.open(request)
-
-            def findings() -> Findings:
-                return find(request.loaded, request.base.id, course.start, course.found, course.names)
-
             workers = Here() if jobs == 1 else Processes(jobs, logs=request.work, gpus=gpus)
             try:
                 with workers:
@@ -186,11 +181,10 @@ def _carried_out(request: Request, target: Path, jobs: int, gpus: int) -> Compar
             finally:
                 # Cut short or refused half-way, what is finished can be looked at.
                 if course.begun:
-                    write_study(target, findings())
-                    course.records.pack()
+                    write_study(target, course.findings())
             return Compared(
                 target,
-                findings(),
+                course.findings(),
                 len(course.budget.made),
                 course.budget.each if course.budget.made else None,
             )

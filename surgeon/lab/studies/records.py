@@ -1,8 +1,8 @@
-"""What a study has found so far, run by run, in its work folder; what belongs to another study is refused.
+"""What a study has found so far, run by run; what belongs to another study is refused.
 
-RESULTS/runs.jsonl.gz has all records in one file, which is what to keep, to commit or to give away. Its first line
-names the study by its fingerprint; each further line is one record: the run's name, the fingerprint of its method, and
-what it found. A study goes on from this file where its work folder has no record of a run.
+RESULTS/runs.jsonl.gz has all records, which is what to keep, to commit or to give away. Its first line names the study
+by its fingerprint; each further line is one record: the run's name, the fingerprint of its method, and what it found.
+RESULTS/work/study.json is signed and has the digests of all records that were written here.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import math
 import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from surgeon.common.signed import UNSIGNED, check_own, read_signed, write_signed
-from surgeon.common.work_folders import LOCK_FILE, parse_record, read_own, record_of, write_durably
+from surgeon.common.work_folders import LOCK_FILE, read_own, write_durably
 from surgeon.errors import BadInput, printable
 
 RUNS_FILE = "runs.jsonl.gz"
@@ -28,13 +28,16 @@ _VERSION = 1
 # Unpacked; a record has about a thousand bytes.
 _MOST_BYTES = 1 << 28
 
+# What a line has of a run beside its name: the `fingerprint` of its method, and the `record`.
+Entry = dict[str, Any]
+
 
 @dataclass(frozen=True)
 class Packed:
-    """The records in such a file: the study's fingerprint, and by name of run the content of its record's file."""
+    """The records in such a file: the study's fingerprint, and the entry of each run by its name."""
 
     study: str
-    records: Mapping[str, bytes]
+    records: Mapping[str, Entry]
 
 
 def read_packed(path: Path) -> Packed | None:
@@ -53,19 +56,16 @@ def read_packed(path: Path) -> Packed | None:
             name = line.pop("run")
             if name in records or not isinstance(name, str) or name != Path(name).name or name.startswith("."):
                 raise ValueError(f"{name!r} is no name of a run, or stands there twice")
-            records[name] = record_of(line)
+            records[name] = line
     except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError, StopIteration, RecursionError) as error:
-        raise BadInput(
-            f"{printable(str(path))}: damaged or edited ({printable(str(error) or 'empty')}); remove it, and runs that"
-            " have no record elsewhere are made again"
-        ) from None
+        raise _damaged(path, str(error) or "empty") from None
     return Packed(study, records)
 
 
-def packed(study: str, records: Mapping[str, bytes]) -> bytes:
-    """Return the content of such a file, the same for the same records; `records` are contents of records' files."""
-    lines = [{"surgeon_runs": _VERSION, "study": study}]
-    lines += [{"run": name, **parse_record(records[name])} for name in sorted(records)]
+def packed(found: Packed) -> bytes:
+    """Return the content of such a file, the same for the same records."""
+    lines = [{"surgeon_runs": _VERSION, "study": found.study}]
+    lines += [{"run": name, **found.records[name]} for name in sorted(found.records)]
     return gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode(), mtime=0)
 
 
@@ -81,8 +81,13 @@ def _lines(content: bytes) -> Iterator[dict[str, Any]]:
         yield data
 
 
+def _damaged(file: Path, why: str) -> BadInput:
+    return BadInput(
+        f"{printable(str(file))}: damaged or edited ({printable(why)}); remove it, and its runs are made again"
+    )
+
+
 STUDY_FILE = "study.json"
-RECORDS = "records"
 BASE = "base"
 
 
@@ -151,7 +156,7 @@ class Record:
         """From plain data. Raises KeyError, TypeError, ValueError."""
         measured = None if data["measured"] is None else _parse(data["measured"])
         blended = {float(share): _parse(each) for share, each in data.get("blended", {}).items()}
-        return cls(measured, data["trained"], data["diverged"], data.get("steps", 0), blended)
+        return cls(measured, data.get("trained", 0), data.get("diverged", ""), data.get("steps", 0), blended)
 
 
 def _plain(measured: Measured) -> dict[str, Any]:
@@ -165,61 +170,51 @@ def _parse(measured: dict[str, Any]) -> Measured:
 
 @dataclass
 class Records:
-    """The records of a study: each a file of the work folder, or else one of those that are packed beside it.
+    """The records of a study, in the folder that its work folder lies in.
 
-    The study's own file is signed and has the digests of all that were written here. With `take_over` others count too,
-    which is said.
+    With `take_over` others than those that were written here count too, which is said.
     """
 
     work: Path
     take_over: bool
     say: Callable[[str], None]
     found: dict[str, Record] = field(default_factory=dict)
+    entries: dict[str, Entry] = field(default_factory=dict)
     fingerprint: str = ""
     written: dict[str, str] = field(default_factory=dict)
-    packed: Packed | None = None
 
     @property
-    def folder(self) -> Path:
-        """Where they lie."""
-        return self.work / RECORDS
-
-    @property
-    def packed_file(self) -> Path:
-        """The file of all of them, beside the work folder."""
+    def file(self) -> Path:
+        """The file of all of them."""
         return self.work.parent / RUNS_FILE
 
     def check_study(self, fingerprint: str) -> None:
         """Note what the records are of. Raises BadInput where those that are there are of something else."""
         file = self.work / STUDY_FILE
-        self.packed = read_packed(self.packed_file)
-        finished = len(self._names())
+        there = read_packed(self.file) or Packed(fingerprint, {})
+        finished = len(there.records)
         try:
-            signed = read_signed(file)
-            begun = signed is not None
-            if signed is None and self.packed is not None:
-                signed = replace(UNSIGNED, data={"fingerprint": self.packed.study})
-            study = {} if signed is None else signed.data
-            other = signed is not None and study.get("fingerprint") != fingerprint
-            other = other or (self.packed is not None and self.packed.study != fingerprint)
+            begun = read_signed(file)
+            study = {} if begun is None else begun.data
+            others = {there.study, study.get("fingerprint", fingerprint)} - {fingerprint}
             written = {str(key): str(digest) for key, digest in study.get("written", {}).items()}
-        except (ValueError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError) as error:
             raise _damaged(file, str(error)) from None
-        if other and finished:
+        if others and finished:
             raise BadInput(
                 f"{printable(str(self.work.parent))}: holds runs of another study (the base, its texts, steps or"
                 " settings differ, or surgeon's version); undo the change, or choose another folder for RESULTS"
             )
-        if other:
+        if others:
             self._clear()
-            signed, written, self.packed = None, {}, None
+            begun, written = None, {}
+        origin = begun or (UNSIGNED if finished else None)
         holds = f"this study, {finished} losses measured" if finished else "the beginning of this study"
-        place = self.work if begun else self.packed_file
-        check_own(signed, place, holds, take_over=self.take_over, say=self.say)
-        self.fingerprint, self.written = fingerprint, written
-        if signed is None or not signed.here:
+        place = self.file if begun is None else self.work
+        check_own(origin, place, holds, take_over=self.take_over, say=self.say)
+        self.fingerprint, self.written, self.entries = fingerprint, written, dict(there.records)
+        if origin is None or not origin.here:
             self._write_study()
-        self.folder.mkdir(exist_ok=True)
 
     def _write_study(self) -> None:
         write_signed(self.work / STUDY_FILE, {"fingerprint": self.fingerprint, "written": self.written})
@@ -234,79 +229,36 @@ class Records:
 
     def get(self, key: str, fingerprint: str) -> Record | None:
         """The record of a run that is finished. Raises BadInput where one of this name was made otherwise."""
-        if key in self.found:
-            return self.found[key]
-        file, content = self._content(key)
-        if content is None:
-            return None
-        data = _parsed(file, content)
-        if data.get("fingerprint") != fingerprint:
+        if key in self.found or key not in self.entries:
+            return self.found.get(key)
+        entry, shown = self.entries[key], f"{printable(str(self.file))}: {printable(key)}"
+        if entry.get("fingerprint") != fingerprint:
             raise BadInput(
-                f"{printable(str(file))}: a run of another method of this name (its plan, remedy or training differs);"
-                " give the method another `name:`, or choose another folder for RESULTS"
+                f"{shown}: a run of another method of this name (its plan, remedy or training differs); give the method"
+                " another `name:`, or choose another folder for RESULTS"
             )
         try:
-            record = Record.parse(data["record"])
+            record = Record.parse(entry["record"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise _damaged(file, str(error)) from None
-        if self.written.get(key) != hashlib.sha256(content).hexdigest():
-            check_own(UNSIGNED, file, "losses", take_over=self.take_over, say=self.say, again="measure them again")
-            self._note(key, content)
+            raise _damaged(self.file, f"{key}: {error}") from None
+        if self.written.get(key) != digest(entry):
+            holds = f"losses of {printable(key)}"
+            check_own(UNSIGNED, self.file, holds, take_over=self.take_over, say=self.say, again="measure them again")
+            self._note(key)
         self.found[key] = record
         return record
 
     def add(self, key: str, fingerprint: str, record: Record) -> None:
         """Keep a record, on disk before it counts as done."""
-        content = record_of({"fingerprint": fingerprint, "record": record.to_json()})
+        self.entries[key] = {"fingerprint": fingerprint, "record": record.to_json()}
         # First: a record that a kill leaves without its digest would be nobody's.
-        self._note(key, content)
-        write_durably(self.folder / f"{key}.json", content)
+        self._note(key)
+        write_durably(self.file, packed(Packed(self.fingerprint, self.entries)))
         self.found[key] = record
 
-    def pack(self) -> None:
-        """Write all records into the one file beside the work folder; what is damaged is left out."""
-        contents = ((name, self._content(name)[1]) for name in self._names())
-        found = {name: content for name, content in contents if content is not None and _is_whole(content)}
-        write_durably(self.packed_file, packed(self.fingerprint, found))
-
-    def _names(self) -> set[str]:
-        """Names of the runs that there are records of, in the work folder or packed."""
-        return {file.stem for file in self.folder.glob("*.json")} | {*(self.packed.records if self.packed else ())}
-
-    def _content(self, name: str) -> tuple[Path, bytes | None]:
-        """A record's file with its content, or where there is none the packed file with what it has of this run."""
-        file = self.folder / f"{name}.json"
-        content = read_own(file)
-        if content is None and self.packed is not None and name in self.packed.records:
-            return self.packed_file, self.packed.records[name]
-        return file, content
-
-    def _note(self, key: str, content: bytes) -> None:
-        self.written[key] = hashlib.sha256(content).hexdigest()
+    def _note(self, key: str) -> None:
+        self.written[key] = digest(self.entries[key])
         self._write_study()
-
-
-def _parsed(file: Path, content: bytes) -> dict[str, Any]:
-    try:
-        data = parse_record(content)
-    except (ValueError, RecursionError) as error:
-        raise _damaged(file, str(error)) from None
-    if not isinstance(data, dict):
-        raise _damaged(file, "no record")
-    return data
-
-
-def _is_whole(content: bytes) -> bool:
-    try:
-        return isinstance(parse_record(content), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
-def _damaged(file: Path, why: str) -> BadInput:
-    return BadInput(
-        f"{printable(str(file))}: damaged or edited ({printable(why)}); remove it, and its run is made again"
-    )
 
 
 def digest(content: Any) -> str:

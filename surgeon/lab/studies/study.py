@@ -1,7 +1,7 @@
 """A study under way: texts and base are read, the base writes and is measured, and the runs are dealt out to workers.
 
-In RESULTS/work lie the records of finished runs, each written when it is done and never changed, what the base wrote,
-and grown models and runs while they are needed. The same command always knows what is left to do.
+In RESULTS/work lie what the base wrote, and grown models and runs while they are needed; the record of a finished run
+is written when it is done and never changed (records.py). The same command always knows what is left to do.
 
 What its numbers depend on are digests: what is made under another one is no part of it. Where files lie makes no
 difference, so that a study may move with its texts.
@@ -25,6 +25,7 @@ from surgeon.common.listener import Listener
 from surgeon.common.schema import BEGIN, TEMPLATE
 from surgeon.common.work_folders import write_durably
 from surgeon.errors import BadInput, bad_input, printable
+from surgeon.lab.studies.analysis import find
 from surgeon.lab.studies.budget import SECONDS_FILE, Budget, earlier_seconds, left_out
 from surgeon.lab.studies.config.entries import Remedy
 from surgeon.lab.studies.config.loading import GROUPS, LoadedStudy
@@ -35,6 +36,7 @@ from surgeon.lab.studies.config.settings import (
     sources,
     training_config,
 )
+from surgeon.lab.studies.findings import Findings
 from surgeon.lab.studies.frontier import Pair
 from surgeon.lab.studies.records import BASE, Record, Records, digest, losses_of
 from surgeon.lab.studies.schedule import Run, rounds_left, runs_left, sizes_left
@@ -146,6 +148,10 @@ class Course:
         """The base's own losses."""
         return self.records.found[BASE]
 
+    def findings(self) -> Findings:
+        """What is found so far; the base is measured."""
+        return find(self.request.loaded, self.request.base.id, self.start, self.found, self.names)
+
     def carry_out(self, workers: Workers) -> None:
         """Make every run that is left, or as many as there is time for. Raises BadInput, and what `train` raises."""
         self._begin(workers)
@@ -199,7 +205,7 @@ class Course:
         if not measured:
             request.listener.say("measuring the base")
             answer = self._alone(workers, self._task("base", **self._measuring()))
-            self.records.add(BASE, fingerprint, Record.parse({"trained": 0, "diverged": "", **answer}))
+            self.records.add(BASE, fingerprint, Record.parse(answer))
 
     def _each_remedys(self) -> list[str]:
         """A training config of each remedy: together they have all texts that runs are trained on."""
@@ -267,7 +273,7 @@ class Course:
         run = Run(*task["run"])
         self.busy.remove(run)
         found = _checked(answer, f"{run.words}: ")
-        record = Record.parse({"trained": 0, "diverged": "", **found})
+        record = Record.parse(found)
         self.records.add(run.key, self._print(run), record)
         self.found[run] = record
         self.budget.made.append(answer["seconds"])
@@ -396,10 +402,10 @@ def study_digest(loaded: LoadedStudy, base: Checkpoint, listener: Listener) -> s
             if isinstance(text.validation, str):
                 files.append(_digest_of(loaded, text.validation))
             texts.append([group, text.called, text.share, text.kind, text.field, files])
-    more = {"choosing": study.choosing, "blend": study.blend}
     return digest(
         {
-            **{key: value for key, value in more.items() if value},
+            "choosing": study.choosing,
+            "blend": study.blend,
             "version": __version__,
             "base": held,
             "base_config": base.config,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from surgeon.common.checked_yaml import Loaded, check_yaml, editor_schema
-from surgeon.common.yaml import override, parse_yaml, read_text
+from surgeon.common.yaml import read_yaml
 from surgeon.models.templates import TEMPLATES
 from surgeon.training.config.schema import TrainConfig
 
@@ -73,13 +73,11 @@ class LoadedConfig(Loaded[TrainConfig]):
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
     """Read and check a config file, with `overrides` (`optimizer.lr=1e-4`) in it; BadInput names file and line."""
-    text = read_text(path, what=_WHAT)
-    data, lines = parse_yaml(
-        text, str(path), what=_WHAT, needs="`surgeon_train: 1`, `steps:` (or `epochs:`, or `bytes:`) and `sources:`"
+    document = read_yaml(
+        path, what=_WHAT, needs="`surgeon_train: 1`, `steps:` (or `epochs:`, or `bytes:`) and `sources:`"
     )
-    given = override(data, overrides, example="optimizer.lr=1e-4")
-    config = check_yaml(TrainConfig, data, lines, str(path), what=_WHAT, habits=HABITS, given=given)
-    return LoadedConfig(config, path, lines, given)
+    document.override(overrides, example="optimizer.lr=1e-4")
+    return LoadedConfig(check_yaml(TrainConfig, document, HABITS), path, document.lines, document.given)
 
 
 def json_schema() -> dict[str, Any]:

@@ -253,7 +253,7 @@ def test_what_was_changed_between_two_calls_is_made_again(tmp_path: Path, monkey
     work = course.work_folder(tmp_path / "planted" / "run")
     with pytest.raises(BadInput, match=r"holds this run after 1 of its tasks; this user wrote it in another place"):
         carried_out(tmp_path / "planted", keep=True)
-    state = course._State.read(work / "course.json")
+    state = course.State.read(work / "course.json")
     assert state is not None
     del state[0].made["02-b"]
     state[0].write(work / "course.json")

@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 import surgeon
 from surgeon.cli import app
 from surgeon.common.listener import Quiet
-from surgeon.common.work_folders import parse_record, record_of
 from surgeon.errors import BadInput
 from surgeon.lab.studies import running, workers
 from surgeon.lab.studies.compare import Compared
@@ -98,6 +97,20 @@ def files(results: Path) -> dict[str, bytes]:
     return {str(path.relative_to(results)): path.read_bytes() for path in kept if path.name not in passing}
 
 
+def lines_of(runs: Path) -> list[Any]:
+    """The lines of a file of records: the study's, then one for each run."""
+    return [json.loads(line) for line in gzip.decompress(runs.read_bytes()).splitlines()]
+
+
+def write_lines(runs: Path, lines: list[Any]) -> None:
+    runs.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode()))
+
+
+def forget(runs: Path, *names: str) -> None:
+    """Take the records of these runs out of the file."""
+    write_lines(runs, [line for line in lines_of(runs) if line.get("run") not in names])
+
+
 def test_each_method_has_its_frontier_of_finished_runs(whole: Whole) -> None:
     found = whole.told.findings
     assert whole.told.made == 8 and [len(row.points) for row in found.rows] == [4, 8, 4, 8]
@@ -147,9 +160,8 @@ def test_what_a_killed_worker_leaves_is_continued_byte_for_byte(
     # The study of somebody else, or of another place, is not taken for this one.
     with pytest.raises(BadInput, match=r"holds this study, 9 losses measured; this user wrote it in another place"):
         carried_out(whole.folder, str(results), jobs=1)
-    for name in ("full+recalled+0.003+0", "wide+recalled+0.03+0", "wide+recalled+0.1+0"):
-        (results / "work" / "records" / f"{name}.json").unlink()
-    for name in ("comparison.html", "results.json", RUNS_FILE):
+    forget(results / RUNS_FILE, "full+recalled+0.003+0", "wide+recalled+0.03+0", "wide+recalled+0.1+0")
+    for name in ("comparison.html", "results.json"):
         (results / name).unlink()
     monkeypatch.setattr(workers, "PYTHON", warm())
     begin = workers.Processes.begin
@@ -164,7 +176,7 @@ def test_what_a_killed_worker_leaves_is_continued_byte_for_byte(
     monkeypatch.setattr(workers.Processes, "begin", begin_and_kill)
     with pytest.raises(BadInput, match=r"worker-\d.log: a worker .*; the same command goes on"):
         carried_out(whole.folder, str(results), jobs=2, take_over=True)
-    (results / "work" / "records" / "wide+recalled+0.1+0.json").unlink(missing_ok=True)
+    forget(results / RUNS_FILE, "wide+recalled+0.1+0")
 
     def cut(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
@@ -177,12 +189,13 @@ def test_what_a_killed_worker_leaves_is_continued_byte_for_byte(
     assert 1 <= told.made <= 3
     assert files(results) == files(whole.told.path)
     # Losses that were put there since, digest and all, do not count by themselves.
-    record = results / "work" / "records" / "full+recalled+0.003+0.json"
-    data = parse_record(record.read_bytes())
-    data["record"]["measured"]["new"]["loss"] = 0.001
-    record.write_bytes(record_of(data))
+    lines = lines_of(results / RUNS_FILE)
+    changed = next(line for line in lines if line.get("run") == "full+recalled+0.003+0")
+    changed["record"]["measured"]["new"]["loss"] = 0.001
+    write_lines(results / RUNS_FILE, lines)
     with pytest.raises(
-        BadInput, match=r"full\+recalled\+0\.003\+0\.json: holds losses; this user did not write it here"
+        BadInput,
+        match=rf"{RUNS_FILE}: holds losses of full\+recalled\+0\.003\+0; this user did not write it here",
     ):
         carried_out(whole.folder, str(results), jobs=1)
 
@@ -196,7 +209,7 @@ def test_all_runs_lie_in_one_file_from_which_alone_a_study_goes_on(whole: Whole,
     results.mkdir()
     runs = results / RUNS_FILE
     shutil.copyfile(whole.told.path / RUNS_FILE, runs)
-    lines = [json.loads(line) for line in gzip.decompress(runs.read_bytes()).splitlines()]
+    lines = lines_of(runs)
     assert len(lines) == 10 and lines[1]["run"] == "base"
     with pytest.raises(BadInput, match=rf"{RUNS_FILE}: holds this study, 9 losses measured; this user did not write"):
         carried_out(whole.folder, str(results), jobs=1)
@@ -206,20 +219,16 @@ def test_all_runs_lie_in_one_file_from_which_alone_a_study_goes_on(whole: Whole,
     assert (
         files(results).items() >= {name: kept[name] for name in (RUNS_FILE, "results.json", "comparison.html")}.items()
     )
-    # A run that the work folder has for itself, and one that nobody has.
-    (results / "work" / "records").mkdir(exist_ok=True)
-    shutil.copy(whole.told.path / "work" / "records" / "full+recalled+0.003+0.json", results / "work" / "records")
-    del lines[2]
-    runs.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode()))
+    # A run that nobody has.
+    forget(runs, lines[2]["run"])
     heard = Heard()
     assert carried_out(whole.folder, str(results), jobs=1, minutes=60, listener=heard).made == 1
     assert "1 runs to make" in "".join(heard.lines) and "a run took" not in "".join(heard.lines)
     assert runs.read_bytes() == kept[RUNS_FILE]
     # Losses that were changed since do not count by themselves, nor does anything that is none.
-    lines = [json.loads(line) for line in gzip.decompress(runs.read_bytes()).splitlines()]
     lines[1]["record"]["measured"]["new"]["loss"] = 0.001
     for wrong, why in (
-        (lines, f"{RUNS_FILE}: holds losses; this user did not write it here"),
+        (lines, f"{RUNS_FILE}: holds losses of base; this user did not write it here"),
         ([{"surgeon_runs": 1, "study": "of something else"}, *lines[1:]], "holds runs of another study"),
         ([{"surgeon_runs": 2}], "its version is 2"),
         ([*lines, lines[1]], "stands there twice"),
@@ -227,7 +236,7 @@ def test_all_runs_lie_in_one_file_from_which_alone_a_study_goes_on(whole: Whole,
         ([*lines, []], "a line is no object"),
         ([], "empty"),
     ):
-        runs.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in wrong).encode()))
+        write_lines(runs, wrong)
         with pytest.raises(BadInput, match=why):
             carried_out(whole.folder, str(results), jobs=1)
     runs.write_bytes(kept[RUNS_FILE][:-20])
@@ -244,7 +253,7 @@ def test_the_committed_studies_hold_every_run_of_their_pages() -> None:
         found = json.loads(results.read_text(encoding="utf-8"))
         packed = read_packed(results.with_name(RUNS_FILE))
         assert packed is not None
-        losses = {name: Record.parse(parse_record(content)["record"]) for name, content in packed.records.items()}
+        losses = {name: Record.parse(entry["record"]) for name, entry in packed.records.items()}
         names = found["texts"]["new"], found["texts"]["original"]
         points = {
             f"{row['method']}+{row['remedy']}+{point['rate']:g}+{point['seed']}": (point["new"], point["original"])
@@ -310,15 +319,14 @@ def test_more_rates_keep_what_is_there_and_another_study_is_refused(
         if task["do"] not in ("run", "grow"):
             return carry_out(task)
         made.append(task["do"])
-        return {**json.loads(lines[1])["record"], "seconds": 1.0}
+        return {**lines[1]["record"], "seconds": 1.0}
 
-    lines = gzip.decompress((results / RUNS_FILE).read_bytes()).splitlines()
+    lines = lines_of(results / RUNS_FILE)
     with monkeypatch.context() as patched:
         patched.setattr(running, "carry_out", known)
         told = asked("most_rates: 4", "extend: false\nseeds: 2")
         assert told.made == made.count("run") == 8
-        (results / "work" / "records" / "full+recalled+0.001+0.json").unlink()
-        (results / RUNS_FILE).unlink()
+        forget(results / RUNS_FILE, "full+recalled+0.001+0")
         assert asked("most_rates: 4", "extend: false\nseeds: 2", minutes=60).made == 1
     for old, new, why in (
         ("steps: 3", "steps: 4", "holds runs of another study"),
@@ -336,9 +344,10 @@ def test_more_rates_keep_what_is_there_and_another_study_is_refused(
         asked("seeds", "seeds")
     memory.unlink()
     assert asked("seeds", "seeds").made == 0 and memory.read_bytes() == kept
-    record = results / "work" / "records" / "base.json"
-    record.write_bytes(record.read_bytes().replace(b"loss", b"boss", 1))
-    with pytest.raises(BadInput, match=r"base.json: damaged or edited"):
+    lines = lines_of(results / RUNS_FILE)
+    lines[1]["record"]["measured"]["new"]["boss"] = lines[1]["record"]["measured"]["new"].pop("loss")
+    write_lines(results / RUNS_FILE, lines)
+    with pytest.raises(BadInput, match=rf"{RUNS_FILE}: damaged or edited \(base: .*\); remove it"):
         asked("seeds", "seeds")
 
 
@@ -474,11 +483,8 @@ def test_equal_bytes_are_other_steps_of_other_tokens(tmp_path: Path) -> None:
     assert 1 < grown.steps < plain.steps
     # Embeddings and head, which new rows are a part of, train whole.
     assert grown.trained > plain.trained
-    records = [
-        json.loads(file.read_bytes().partition(b"\n")[2])
-        for file in sorted((told.path / "work" / "records").glob("*.json"))
-    ]
-    measured = [record["record"]["measured"]["new"] for record in records]
+    records = {line["run"]: line["record"] for line in lines_of(told.path / RUNS_FILE)[1:]}
+    measured = [record["measured"]["new"] for record in records.values()]
     assert {(source["documents"], source["nbytes"]) for source in measured} == {
         (measured[0]["documents"], measured[0]["nbytes"])
     }
@@ -491,7 +497,7 @@ def test_equal_bytes_are_other_steps_of_other_tokens(tmp_path: Path) -> None:
     surgeon.write_blend(told.path / "runs" / key, half, base=tmp_path / "base", alpha=0.5)
     texts = told.path / "work" / "configs" / "measured.yaml"
     found = surgeon.evaluate(half, texts, sources=["new", "known"], length=24, most=5, device="cpu").models[0]
-    record = Record.parse(parse_record((told.path / "work" / "records" / f"{key}.json").read_bytes())["record"])
+    record = Record.parse(records[key])
     # Of two documents, or four, one or two choose, and the others are reported.
     parts = {2: ([0], [1]), 4: ([0, 2], [1, 3])}
     losses = []

@@ -22,18 +22,18 @@ from surgeon import (
     TextSpec,
     TrainConfig,
     check_source,
-    load_named,
+    find_plan,
     load_plan,
     overrides_of,
     parse_plan,
     settle,
     shipped_tasks,
 )
-from surgeon.common.checked_yaml import Loaded, check_yaml, editor_schema, where
+from surgeon.common.checked_yaml import Loaded, check_yaml, editor_schema
 from surgeon.common.formatting import did_you_mean
 from surgeon.common.places import find_file, from_here
 from surgeon.common.schema import ORIGINAL
-from surgeon.common.yaml import Place, override, parse_yaml, read_text, written_yaml
+from surgeon.common.yaml import Document, Place, read_yaml, written_yaml
 from surgeon.errors import BadInput, bad_input, printable
 from surgeon.lab.courses.config.schema import NOTHING, GeneralSource, TasksConfig, TaskSource, TaskSpec
 
@@ -79,21 +79,19 @@ def load_tasks(
         BadInput: with file and line, of all that is wrong with the first row that is not as it must be.
     """
     path = find_file(tasks, shipped_tasks(), what=_WHAT)
-    text = read_text(path, what=_WHAT)
-    # Read anew for each row, which changes what was read.
-    rows = _rows(path, _parsed(path, text)[0])
+    rows = _rows(_read(path).data)
     if row is not None and row not in rows:
         has = f"; its rows: {', '.join(rows)}" if "" not in rows else ", which has no `rows`"
         raise BadInput(f"--row {printable(row)}: no row of {printable(str(path))}{has}")
     chosen = rows if row is None else {row: rows[row]}
-    return {name: _load(path, text, name, settings, overrides, texts or {}) for name, settings in chosen.items()}
+    return {name: _load(path, name, settings, overrides, texts or {}) for name, settings in chosen.items()}
 
 
-def _parsed(path: Path, text: str) -> tuple[dict[str, Any], dict[Place, int]]:
-    return parse_yaml(text, str(path), what=_WHAT, needs="`surgeon_continual: 1` and `tasks:`")
+def _read(path: Path) -> Document:
+    return read_yaml(path, what=_WHAT, needs="`surgeon_continual: 1` and `tasks:`")
 
 
-def _rows(path: Path, data: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _rows(data: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The settings of each row; what is no row is refused with the rest of the file."""
     rows = data.get("rows")
     well = isinstance(rows, dict) and rows and all(isinstance(settings, dict) for settings in rows.values())
@@ -101,26 +99,23 @@ def _rows(path: Path, data: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _load(
-    path: Path,
-    text: str,
-    row: str,
-    settings: Mapping[str, Any],
-    overrides: Sequence[str],
-    texts: Mapping[str, str | Path],
+    path: Path, row: str, settings: Mapping[str, Any], overrides: Sequence[str], texts: Mapping[str, str | Path]
 ) -> LoadedTasks:
-    data, lines = _parsed(path, text)
+    # Read anew for each row, whose settings change it.
+    document = _read(path)
+    data = document.data
     rows = {key: data.pop(key) for key in ("rows",) if row}
-    given = override(data, overrides_of(settings), example="train.steps=10", called=f"row {row}:")
-    given |= override(data, overrides, example="train.steps=10")
+    document.override(overrides_of(settings), example="train.steps=10", called=f"row {row}:")
+    document.override(overrides, example="train.steps=10")
     unknown = dict(texts)
     for place, name, source in _named(data):
         if name in texts:
             unknown.pop(name, None)
             source["path"] = from_here(str(texts[name]))
-            given[(*place, "path")] = f"--text {name}={texts[name]}"
-    config = check_yaml(TasksConfig, data | rows, lines, str(path), what=_WHAT, given=given)
-    config = config.model_copy(update={"rows": None})
-    loaded = LoadedTasks(config, path, lines, given)
+            document.given[(*place, "path")] = f"--text {name}={texts[name]}"
+    data |= rows
+    config = check_yaml(TasksConfig, document).model_copy(update={"rows": None})
+    loaded = LoadedTasks(config, path, document.lines, document.given)
     if unknown:
         name, file = next(iter(unknown.items()))
         guess = did_you_mean(name, [known for _, known, _ in _named(data)])
@@ -229,20 +224,22 @@ def texts_of(sources: Sequence[GeneralSource]) -> list[TextSpec]:
     return [TextSpec(**text.model_dump()) for text in sources]
 
 
+def every_text(config: TasksConfig) -> list[tuple[Place, TextSpec]]:
+    """Return every text of a tasks file with its place: the tasks' sources, then those of `general` and `memory`."""
+    found: list[tuple[Place, TextSpec]] = [
+        (("tasks", number, "sources", nth), source)
+        for number in range(len(config.tasks))
+        for nth, source in enumerate(own_sources(config, number))
+    ]
+    for key, listed in (("general", config.general), ("memory", config.memory)):
+        found += [((key, nth), text) for nth, text in enumerate(texts_of(listed))]
+    return found
+
+
 def check_texts(loaded: LoadedTasks) -> None:
     """Raise BadInput with every text of the tasks file that is not there, by its line."""
-    named: list[tuple[Place, TextSpec]] = [
-        (("tasks", number, "sources", nth), source)
-        for number in range(len(loaded.config.tasks))
-        for nth, source in enumerate(own_sources(loaded.config, number))
-    ]
-    for key, listed in (("general", loaded.config.general), ("memory", loaded.config.memory)):
-        named += [((key, nth), text) for nth, text in enumerate(texts_of(listed))]
-    wrong = [
-        where((*place, key), loaded.lines, str(loaded.source)) + why
-        for place, text in named
-        for key, why in check_source(text, loaded)
-    ]
+    texts = every_text(loaded.config)
+    wrong = [f"{loaded.where(*place, key)}{why}" for place, text in texts for key, why in check_source(text, loaded)]
     if wrong:
         raise bad_input(wrong)
 
@@ -257,11 +254,9 @@ def _plan_of(loaded: LoadedTasks, number: int) -> LoadedPlan | None:
     if asked == NOTHING:
         return None
     if isinstance(asked, str):
-        beside = loaded.resolve(asked)
-        if beside.is_file():
-            return load_plan(beside)
         with at_line(loaded, number):
-            return load_named(asked)
+            found = find_plan(asked, beside=loaded.source.parent)
+        return load_plan(found.path, found.overrides)
     # Seeds differ by the slot's number in tensors' names.
     plan = {"surgeon": 1, "seed": loaded.config.seed, "operations": [{"op": SLOTS, **asked}]}
     with at_line(loaded, number):

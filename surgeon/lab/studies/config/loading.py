@@ -6,14 +6,13 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from surgeon import (
-    FoundPlan,
     LoadedPlan,
     SourceSpec,
     check_source,
@@ -27,7 +26,7 @@ from surgeon import (
 from surgeon.common.checked_yaml import Loaded, check_yaml, editor_schema
 from surgeon.common.installation import lacking
 from surgeon.common.places import find_file, from_here, named
-from surgeon.common.yaml import Place, override, parse_yaml, read_text
+from surgeon.common.yaml import Document, read_yaml
 from surgeon.errors import BadInput, Mistakes, bad_input, printable
 from surgeon.lab.studies.config.entries import PEERS, StudyText
 from surgeon.lab.studies.config.schema import Study, spelled_out
@@ -93,19 +92,18 @@ def load_study(
 ) -> LoadedStudy:
     """Read and check a study; `overrides` and texts that are given replace the file's. BadInput names file and line."""
     path = find_file(study, shipped_studies(), what=_WHAT)
-    text = read_text(path, what=_WHAT)
-    data, lines = parse_yaml(text, str(path), what=_WHAT, needs=_NEEDS)
-    _spell_out(data)
-    lines = _expanded(data, lines, "methods", partial(_points_of, folder=path.parent))
-    lines = _expanded(data, lines, "remedies", _swept)
-    given = override(data, overrides, example="steps=100")
+    document = read_yaml(path, what=_WHAT, needs=_NEEDS)
+    _spell_out(document.data)
+    _expand(document, "methods", partial(_points_of, folder=path.parent))
+    _expand(document, "remedies", _swept)
+    document.override(overrides, example="steps=100")
     for group, files in (("new", new), ("original", original), ("replayed", replayed)):
         if files:
-            data[group] = [_text_of(file) for file in files]
-            given |= {(group, nth): f"--{group} {file}" for nth, file in enumerate(files)}
-            given[(group,)] = f"--{group} {files[0]}"
-    config = check_yaml(Study, data, lines, str(path), what=_WHAT, given=given)
-    loaded = LoadedStudy(config, path, lines, given, {})
+            document.data[group] = [_text_of(file) for file in files]
+            document.given |= {(group, nth): f"--{group} {file}" for nth, file in enumerate(files)}
+            document.given[(group,)] = f"--{group} {files[0]}"
+    config = check_yaml(Study, document)
+    loaded = LoadedStudy(config, path, document.lines, document.given)
     wrong: list[str] = []
     if not config.new:
         wrong.append(f"{loaded.shown}: no text to learn; give `new:`, or --new FILE")
@@ -121,7 +119,7 @@ def load_study(
     plans = _plans(loaded, wrong)
     if wrong:
         raise bad_input(wrong)
-    return LoadedStudy(config, path, lines, given, plans)
+    return replace(loaded, plans=plans)
 
 
 def _spell_out(data: dict[str, Any]) -> None:
@@ -131,24 +129,22 @@ def _spell_out(data: dict[str, Any]) -> None:
             data[key] = [entry_of(entry) if isinstance(entry, str) else entry for entry in data[key]]
 
 
-def _expanded(
-    data: dict[str, Any], lines: Mapping[Place, int], key: str, several: Callable[[dict[str, Any]], list[Any]]
-) -> dict[Place, int]:
-    """Put what `several` makes of each mapping in the list at `key` in its place; return the new lines.
+def _expand(document: Document, key: str, several: Callable[[dict[str, Any]], list[Any]]) -> None:
+    """Put what `several` makes of each mapping in the list at `key` in its place, and its lines.
 
     Raises BadInput for a sweep with mistakes in it.
     """
-    if not isinstance(data.get(key), list):
-        return dict(lines)
+    lines, listed = document.lines, document.data.get(key)
+    if not isinstance(listed, list):
+        return
     entries: list[Any] = []
     moved = {place: line for place, line in lines.items() if place[:1] != (key,) or len(place) < 2}
-    for number, entry in enumerate(data[key]):
+    for number, entry in enumerate(listed):
         own = {place[2:]: line for place, line in lines.items() if place[:2] == (key, number)}
         for each in several(entry) if isinstance(entry, dict) else [entry]:
             moved |= {(key, len(entries), *place): line for place, line in own.items()}
             entries.append(each)
-    data[key] = entries
-    return moved
+    document.data[key], document.lines = entries, moved
 
 
 def _swept(remedy: dict[str, Any]) -> list[dict[str, Any]]:
@@ -245,9 +241,8 @@ def _plans(loaded: LoadedStudy, wrong: list[str]) -> dict[str, LoadedPlan]:
     for number, method in enumerate(loaded.config.methods):
         if method.plan is None:
             continue
-        beside = loaded.resolve(method.plan)
         try:
-            plan = FoundPlan(beside) if beside.is_file() else find_plan(method.plan)
+            plan = find_plan(method.plan, beside=loaded.source.parent)
         except BadInput as error:
             peers = "" if "did you mean" in str(error) else f" (or {', '.join(PEERS)})"
             wrong.append(f"{loaded.where('methods', number, 'plan')}method {error}{peers}")
