@@ -1,4 +1,4 @@
-"""The blueprint of every plan in `plans/` itself, as it was agreed: any change of a recipe shows up as a diff of a file.
+"""The blueprint of every plan in `plans/` itself, as it was agreed: a change of a recipe shows up as a diff of a file.
 
 A file a plan holds structure: layers, counts, config, couplings, recipes. The sentences of all of them (what was
 matched, why a promise holds, what grafts are called, notes) stand in one file, so that rewording changes that alone.
@@ -27,7 +27,9 @@ from tests.shipped_plans import SHIPPED
 GOLDEN = Path(__file__).resolve().parent / "golden"
 SENTENCES = GOLDEN / "sentences.json"
 # Variants of a plan (in folders) have their own tests; these are one of each kind.
-CASES = [(plan, "llama") for plan in SHIPPED if "/" not in plan] + [("opt-deus", f) for f in USUAL_DECODERS if f != "llama"]
+CASES = [(plan, "llama") for plan in SHIPPED if "/" not in plan] + [
+    ("opt-deus", f) for f in USUAL_DECODERS if f != "llama"
+]
 
 
 def preview(plan: str, family: str, folder: Path) -> Preview:
