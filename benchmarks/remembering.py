@@ -113,11 +113,11 @@ def whole(base: Path, work: Path, teacher: str, share: float, batch: int, length
     import surgeon
     from surgeon.common.distributed import Ranks
     from surgeon.common.listener import Quiet
-    from surgeon.data.packing import Batches, Mixture, batch_of
+    from surgeon.data.packing import NUMBERS, Batches, Mixture, batch_of
     from surgeon.manifest.within import Within
     from surgeon.training.losses.cached_teacher import CachedTeacher
     from surgeon.training.losses.cross_entropy import FusedHead
-    from surgeon.training.losses.preserving import NUMBERS, Preserving
+    from surgeon.training.losses.preserving import Preserving
 
     opened = surgeon.open_checkpoint(base)
     model = opened.load(dtype="float32")
@@ -144,14 +144,18 @@ def whole(base: Path, work: Path, teacher: str, share: float, batch: int, length
         tokens = sum(map(int, cached._index["tokens"]))
         told = {"tokens": tokens, "asking": (time.process_time() - begun) / tokens, "disk": cached.needed_bytes()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-    batches = iter(Batches(mixture, batch, 0, 1, make=batch_of, numbered=NUMBERS))
+    batches = iter(Batches(mixture, batch, 0, 1, make=batch_of))
     seconds = []
     model.train()
     # The first is for the optimizer's state.
     for _ in range(count + 1):
         inputs = next(batches)
         begun = time.process_time()
-        with contextlib.nullcontext() if teacher == "none" else preserving.teaching(inputs), head.armed():
+        with contextlib.ExitStack() as stack:
+            if teacher != "none":
+                counted = int(preserving.counted(inputs).sum())
+                stack.enter_context(preserving.teaching(inputs, counted, anywhere=True))
+            stack.enter_context(head.armed())
             del inputs[NUMBERS], inputs["domain_ids"]
             model(**inputs, use_cache=False).loss.backward()
         optimizer.step()

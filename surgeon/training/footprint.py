@@ -12,7 +12,7 @@ import torch
 from surgeon.common.disk_space import check_room
 from surgeon.common.formatting import size
 from surgeon.training.run import Run
-from surgeon.training.saved.checkpoints import KEPT, is_beside
+from surgeon.training.saved.checkpoints import KEPT
 
 
 def optimizer_bytes(trained: Sequence[torch.Tensor]) -> int:
@@ -24,13 +24,6 @@ def checkpoint_bytes(model: torch.nn.Module) -> int:
     """Bytes of a checkpoint: what trains, and AdamW's state."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return sum(p.numel() * p.dtype.itemsize for p in trained) + optimizer_bytes(trained)
-
-
-def copied_bytes(run: Run, model: torch.nn.Module) -> int:
-    """Bytes of memory that a checkpoint's copy takes where it is written beside the steps; 0: it is not."""
-    copy = checkpoint_bytes(model)
-    whole = sum(parameter.numel() * parameter.dtype.itemsize for parameter in model.parameters())
-    return copy if is_beside(run.loaded.config.saving, copy_bytes=copy, model_bytes=whole) else 0
 
 
 def check_room_of(run: Run, model: torch.nn.Module) -> None:

@@ -18,7 +18,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -81,14 +81,14 @@ class GateFigures:
     new: float
     accuracy: float
     by_length: dict[str, list[float | None]]
-    by_source: dict[str, float] = field(default_factory=dict)
+    by_source: dict[str, float]
     # By original source the share of tokens with the base's bits: for which it is closed and was, from their document's
     # beginning on.
-    kept: dict[str, float] = field(default_factory=dict)
+    kept: dict[str, float]
 
 
-def fit_gate(model: Any, run: Run, dtypes: dict[str, torch.dtype], recalled: Sequence[Document] = ()) -> GateFigures:
-    """Fit the gate of `model` and measure it, or take both from the work folder, where an earlier call left them.
+def fit_gate(model: Any, run: Run, dtypes: dict[str, torch.dtype], recalled: Sequence[Document]) -> None:
+    """Fit the gate of `model` and measure it, or take its values from the work folder, where an earlier call left them.
 
     The threshold is chosen by as many independent texts, as a gate that opens by mistake stays open to the end of its
     text.
@@ -107,7 +107,7 @@ def fit_gate(model: Any, run: Run, dtypes: dict[str, torch.dtype], recalled: Seq
     record = RunRecord.read(work)
     if record is not None and record.has_kept(_KEY, work, GATE_FILE, FIGURES_FILE):
         _take(tensors, safetensors.torch.load_file(work / GATE_FILE))
-        return GateFigures(**json.loads((work / FIGURES_FILE).read_text(encoding="utf-8")))
+        return
     before = model.training
     model.to(run.device).eval()
     say("fitting the domain gate")
@@ -133,7 +133,6 @@ def fit_gate(model: Any, run: Run, dtypes: dict[str, torch.dtype], recalled: Seq
         write_durably(work / FIGURES_FILE, json.dumps(vars(figures)))
         if record is not None:
             record.keep(_KEY, work, GATE_FILE, FIGURES_FILE)
-    return figures
 
 
 def _fitted(

@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+from surgeon.anatomy.dissect import dissect_folder
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common.disk_space import writing
 from surgeon.common.formatting import listed
@@ -19,6 +21,7 @@ from surgeon.common.work_folders import WorkFolder
 from surgeon.data.layouts import Labelled
 from surgeon.data.sources import open_source
 from surgeon.errors import BadInput, printable
+from surgeon.manifest.reading import manifest_of
 from surgeon.plan.plan import head_plan
 from surgeon.training.config.loading import LoadedConfig
 from surgeon.training.config.schema import MOST_LABELS
@@ -31,10 +34,10 @@ from surgeon.writing.apply import apply
 @contextlib.contextmanager
 def headed(
     prepared: Prepared, folder: Path | None, *, trust_remote_code: bool, listener: Listener
-) -> Iterator[CheckpointFolder]:
+) -> Iterator[Prepared]:
     """Give an encoder a classification head for the config's labels, drawn by its seed, in a folder while inside.
 
-    The first of several processes makes it, and its error is raised in all.
+    What trained then trains with the head. The first of several processes makes it, and its error is raised in all.
 
     Args:
         prepared: the run of the encoder without a head.
@@ -55,7 +58,11 @@ def headed(
             _make(out, prepared.loaded, made, trust_remote_code, listener)
 
         by_the_first(prepared.device, make)
-        yield CheckpointFolder.open(made, trust_remote_code=trust_remote_code)
+        out = CheckpointFolder.open(made, trust_remote_code=trust_remote_code)
+        manifest, anatomy = manifest_of(out), dissect_folder(out)
+        target = replace(prepared.target, out=out, manifest=manifest, anatomy=anatomy)
+        wanted = prepared.objective.trained(target, prepared.wanted)
+        yield replace(prepared, out=out, manifest=manifest, anatomy=anatomy, target=target, wanted=wanted)
 
 
 @contextlib.contextmanager

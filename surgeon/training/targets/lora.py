@@ -92,7 +92,7 @@ class Lora(Target):
         from surgeon.training.trainable.trainable_set import StoredNames, TrainedParameters, check_set
 
         modules = _modules(model, [name for name in wanted.names if name not in wanted.beside], self.out.tensors)
-        whole = {*StoredNames(model, dict.fromkeys((*self.out.tensors, *wanted.beside))).in_memory(wanted.beside)}
+        whole = {*StoredNames(model, (*self.out.tensors, *wanted.beside)).in_memory(wanted.beside)}
         config = peft.LoraConfig(
             r=self.spec.rank,
             lora_alpha=self.spec.scale * self.spec.rank,  # type: ignore[arg-type]  # a float is divided as well
@@ -251,7 +251,7 @@ def _modules(model: Any, wanted: Sequence[str], base_names: Iterable[str]) -> di
 
     from surgeon.training.trainable.trainable_set import StoredNames
 
-    stored = StoredNames(model, dict.fromkeys((*base_names, *wanted)))
+    stored = StoredNames(model, (*base_names, *wanted))
     shared = _shared(model)
     found: dict[str, Any] = {}
     for name in wanted:
