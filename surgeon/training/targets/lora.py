@@ -84,7 +84,8 @@ class Lora(Target):
         """Freeze the model and put the LoRA at its matrices; a classification head trains whole beside it.
 
         Each A is drawn by (seed, its module's name), U(−1/√in, 1/√in) as in PEFT; B is zero, so the model computes what
-        it did. Raises BadInput where a tensor is no matrix of a linear module, or makes up a parameter with others.
+        it did. Raises BadInput where a tensor is no matrix of a linear module, or makes up a parameter with others, and
+        for DoRA on rows of zeros.
         """
         import peft
         from transformers.pytorch_utils import Conv1D
@@ -113,6 +114,12 @@ class Lora(Target):
                 continue
             elif module not in modules:
                 raise BadInput(f"{printable(module)}: PEFT takes it for one of `lora.targets` by its name; name fewer")
+            elif _LENGTHS in name and not bool(parameter.all()):
+                # m / ‖W‖ would be 0 / 0.
+                raise BadInput(
+                    f"{printable(module)}: has rows of zeros, as silent layers have, whose length DoRA divides by;"
+                    " leave `lora.dora` out, or name other `lora.targets`"
+                )
             else:
                 _begin(parameter, modules[module].weight.dtype, f"{self.loaded.config.seed}:{name}")
             names.append(name)
