@@ -112,7 +112,8 @@ def fit_gate(model: Any, run: Run, dtypes: dict[str, torch.dtype], recalled: Seq
     model.to(run.device).eval()
     say("fitting the domain gate")
     length = mixture.streams[0].packer.length
-    held_length = max(length, min(_HELD_LENGTH, _context(model)))
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    held_length = max(length, min(_HELD_LENGTH, context or _HELD_LENGTH))
     drawn = {name: draw(max(1, _HELD_TOKENS // held_length), held_length) for name, draw in run.data.held.items()}
     negatives = Negatives.beside(mixture.streams, length, held_length, recalled)
     _tell(negatives, say)
@@ -123,7 +124,10 @@ def fit_gate(model: Any, run: Run, dtypes: dict[str, torch.dtype], recalled: Seq
             " on kinds of text that no source has the base is not kept"
         )
         figures = _fitted(model, run, Negatives({}, {}, {}), drawn, dtypes, tensors)
-    _from_the_first(tensors)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        # All processes take the first one's values.
+        for tensor in tensors.values():
+            torch.distributed.broadcast(tensor, 0)
     model.train(before)
     _judge(figures, say)
     if run.ranks.leads:
@@ -189,18 +193,6 @@ def _gate_of(model: Any) -> tuple[Any, nn.Module]:
 def _take(tensors: dict[str, Tensor], values: dict[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         tensor.data = values[name].to(tensor.device, tensor.dtype)
-
-
-def _from_the_first(tensors: dict[str, Tensor]) -> None:
-    """Give all processes the first one's values."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        for tensor in tensors.values():
-            torch.distributed.broadcast(tensor, 0)
-
-
-def _context(model: Any) -> int:
-    """Tokens that the model takes, or as many as are wanted where it does not say."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or _HELD_LENGTH
 
 
 def _tell(negatives: Negatives, say: Callable[[str], None]) -> None:

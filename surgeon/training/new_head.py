@@ -54,37 +54,24 @@ def headed(
     with contextlib.ExitStack() as stack:
 
         def make() -> None:
-            stack.enter_context(_held(place, prepared.to))
-            _make(out, prepared.loaded, made, trust_remote_code, listener)
+            """Write it to the folder, ours alone and gone once the run is over."""
+            stack.enter_context(writing(place))
+            # What a run that was cut off left there goes; the same values are drawn again.
+            stack.enter_context(WorkFolder(place, target=prepared.to)).clear()
+            stack.callback(shutil.rmtree, place, ignore_errors=True)
+            labels, seed = labels_of(prepared.loaded), prepared.loaded.config.seed
+            apply(head_plan(labels, seed=seed), out.path, made, device="cpu", trust_remote_code=trust_remote_code)
+            listener.say(
+                f"{printable(str(out.path))} has no classification head: made one for {len(labels)} labels"
+                f" ({listed([printable(name, 40) for name in labels])}), drawn by seed {seed}"
+            )
 
         by_the_first(prepared.device, make)
-        out = CheckpointFolder.open(made, trust_remote_code=trust_remote_code)
-        manifest, anatomy = manifest_of(out), dissect_folder(out)
-        target = replace(prepared.target, out=out, manifest=manifest, anatomy=anatomy)
+        grown = CheckpointFolder.open(made, trust_remote_code=trust_remote_code)
+        manifest, anatomy = manifest_of(grown), dissect_folder(grown)
+        target = replace(prepared.target, out=grown, manifest=manifest, anatomy=anatomy)
         wanted = prepared.objective.trained(target, prepared.wanted)
-        yield replace(prepared, out=out, manifest=manifest, anatomy=anatomy, target=target, wanted=wanted)
-
-
-@contextlib.contextmanager
-def _held(folder: Path, to: Path) -> Iterator[None]:
-    """The folder, ours alone while inside, gone afterwards."""
-    with writing(folder), WorkFolder(folder, target=to) as work:
-        # What a run that was cut off left there; the same values are drawn again.
-        work.clear()
-        try:
-            yield
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _make(out: CheckpointFolder, loaded: LoadedConfig, made: Path, trust_remote_code: bool, listener: Listener) -> None:
-    labels = labels_of(loaded)
-    plan = head_plan(labels, seed=loaded.config.seed)
-    apply(plan, out.path, made, device="cpu", trust_remote_code=trust_remote_code)
-    listener.say(
-        f"{printable(str(out.path))} has no classification head: made one for {len(labels)} labels"
-        f" ({listed([printable(name, 40) for name in labels])}), drawn by seed {loaded.config.seed}"
-    )
+        yield replace(prepared, out=grown, manifest=manifest, anatomy=anatomy, target=target, wanted=wanted)
 
 
 def labels_of(loaded: LoadedConfig) -> list[str]:

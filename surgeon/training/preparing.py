@@ -76,8 +76,7 @@ def prepare(
     if wrong or settled is None:
         raise bad_input(wrong)
     settings, about_settings = settled
-    # The steps are known, and what depends on them, once the text was counted.
-    counts = loaded.config.steps is None
+    counts = loaded.config.counts_text
     notes = [
         *trained_too(loaded),
         *case.target.notes(),

@@ -224,7 +224,11 @@ def rehearsal_view(rehearsal: Rehearsal) -> RenderableType:
         shown = FittedTable(headings=False)
         for text, counted in sample.parts:
             style = "green" if counted else "dim"
-            shown.add_row(Text("loss" if counted else "", style=style), Text(_on_a_line(text), style=style))
+            # Line ends as the sign that is read for them: a sample stays what it is, and stays short.
+            shown.add_row(
+                Text("loss" if counted else "", style=style),
+                Text(printable(text.replace("\n", "⏎"), 2000), style=style),
+            )
         marked = (
             "the loss counts what is marked" if sample.label is None else f"its label: {printable(sample.label, 80)}"
         )
@@ -250,11 +254,6 @@ def _labels(found: Mapping[str, int]) -> str:
     most = sorted(found.items(), key=lambda entry: -entry[1])[:_MOST_LABELS]
     more = f", {len(found) - len(most)} more" if len(found) > len(most) else ""
     return ", ".join(f"{printable(name, 24)} {number:,}" for name, number in most) + more
-
-
-def _on_a_line(text: str) -> str:
-    """Line ends as the sign that is read for them: a sample stays what it is, and stays short."""
-    return printable(text.replace("\n", "⏎"), 2000)
 
 
 def check_training(out: Checkpoint, config: LoadedConfig) -> None:

@@ -360,6 +360,11 @@ class TrainConfig(Entry):
         return self
 
     @property
+    def counts_text(self) -> bool:
+        """Whether the steps are known once the text was counted."""
+        return self.steps is None
+
+    @property
     def classifies(self) -> bool:
         """Whether texts with labels train a classification head, and not texts a language model."""
         return any(source.kind == "labels" for source in self.sources)

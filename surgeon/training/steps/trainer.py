@@ -249,20 +249,17 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
             self.aside += time.perf_counter() - begun
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        with self._aside():
-            self._write_checkpoint(model, trial)
-
-    def _write_checkpoint(self, model: nn.Module, trial: Any) -> None:
         step = self.state.global_step
-        self.saving.begin(last=step >= self.state.max_steps)
-        super()._save_checkpoint(model, trial)
-        if self.args.world_size > 1:
-            torch.distributed.barrier()
-        if self.args.should_save:
-            folder = Path(self.args.output_dir) / f"checkpoint-{step}"
-            (folder / DATA_FILE).write_text(json.dumps(self.batches.mixture.state()), encoding="utf-8")
-            best = self._best_step()
-            self.saving.finish(lambda: complete(folder, step, best))
+        with self._aside():
+            self.saving.begin(last=step >= self.state.max_steps)
+            super()._save_checkpoint(model, trial)
+            if self.args.world_size > 1:
+                torch.distributed.barrier()
+            if self.args.should_save:
+                folder = Path(self.args.output_dir) / f"checkpoint-{step}"
+                (folder / DATA_FILE).write_text(json.dumps(self.batches.mixture.state()), encoding="utf-8")
+                best = self._best_step()
+                self.saving.finish(lambda: complete(folder, step, best))
 
 
 def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
