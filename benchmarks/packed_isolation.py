@@ -249,10 +249,10 @@ def trained(work: Path, name: str, device: str, small: bool, steps: int) -> dict
     import surgeon
     from surgeon.common.listener import Quiet
     from surgeon.errors import BadInput
-    from surgeon.training import loading
+    from surgeon.training.steps import packed
 
     if name == BROKEN:
-        loading.run_in_one_row = lambda _model: None
+        packed.run_in_one_row = lambda _model: None
     lines: list[str] = []
     ends: list[float] = []
 

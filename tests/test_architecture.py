@@ -58,7 +58,9 @@ ORDER = (
 
 # A room too large to be read as one list of files has rooms of its own, in an order too; files beside them stand above
 # or below, as their imports say.
-INNER = {"training": ("remedies", "steps", "losses", "saved", "targets", "trainable", "processes", "config")}
+INNER = {
+    "training": ("remedies", "objectives", "steps", "losses", "saved", "targets", "trainable", "processes", "config")
+}
 
 # Folders of data that can compute: what WITHOUT names they import inside functions alone, where they compute.
 COMPUTING = ("blueprint/recipes", "operations", "edits")
@@ -139,23 +141,26 @@ def inner_room_of(module: str) -> str:
     return parts[2] if len(parts) > 3 or (MODULES[module].name == "__init__.py" and len(parts) > 2) else ""
 
 
-# Kinds of targets and remedies: their files, the words and keys by which a config names them, and what they alone use.
-# The folders themselves, their bases and what stands below them may be imported anywhere.
+# Kinds of targets, objectives and remedies: their files, the words and keys by which a config names them, and what they
+# alone use. The folders themselves, their bases and what stands below them may be imported anywhere.
 KINDS = {
     "targets": {"added", "all", "base", "head", "last", "layers", "lora"},
+    "objectives": {"labels", "next_tokens"},
     "remedies": {"blend", "fisher", "gate", "kl", "recall"},
 }
 _OF_KINDS = {
     *(f"surgeon.training.{folder}.{name}" for folder, names in KINDS.items() for name in names),
     *(f"surgeon.training.losses.{name}" for name in ("cached_teacher", "fisher", "top_k")),
-    *(f"surgeon.training.{name}" for name in ("gate_fitting", "negatives")),
+    *(f"surgeon.training.{name}" for name in ("gate_fitting", "negatives", "new_head")),
 }
 _WORDS = {*KINDS["targets"], *KINDS["remedies"], "reverse_kl", "hidden_mse", "preserve"}
-_KEYS = {"what", "lora", "preserve", "recall_for_gate", "fitted", "within", "cached", "taught"}
+# Read of a config alone, and those that are read of whatever holds them.
+_KEYS_OF_CONFIGS = {"what", "preserve", "lora", "fitted", "labels"}
+_KEYS = {*_KEYS_OF_CONFIGS, "recall_for_gate", "within", "cached", "taught", "classifies"}
 
 
 def knows_of_kinds(tree: ast.AST) -> set[str]:
-    """Return where a module forks on a target or a remedy: it compares a word of one, or reads its key of a config."""
+    """Return where a module forks on a kind: it compares a word of one, or reads its key of a config."""
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare | ast.MatchValue):
@@ -163,17 +168,18 @@ def knows_of_kinds(tree: ast.AST) -> set[str]:
             found |= {f"line {node.lineno} compares {word!r}" for word in words & _WORDS}
         elif isinstance(node, ast.Attribute) and node.attr in _KEYS and ast.unparse(node).split(".")[-2] == "config":
             found.add(f"line {node.lineno} reads {ast.unparse(node)}")
-        elif isinstance(node, ast.Attribute) and node.attr in _KEYS - {"what", "preserve", "lora", "fitted"}:
+        elif isinstance(node, ast.Attribute) and node.attr in _KEYS - _KEYS_OF_CONFIGS:
             found.add(f"line {node.lineno} reads {ast.unparse(node)}")
     return found
 
 
 def of_a_kind(module: str) -> bool:
-    """Whether a module of training is a target or a remedy, a part of one, or the schema."""
+    """Whether a module of training is a kind, a part of one, the choice of one, or the schema."""
     return module in _OF_KINDS or module.startswith(
         (
             "surgeon.training.config",
             "surgeon.training.losses.preserving",
+            "surgeon.training.objectives",
             "surgeon.training.remedies.original_text",
             "surgeon.training.targets.target",
         )
@@ -183,7 +189,7 @@ def of_a_kind(module: str) -> bool:
 @pytest.mark.parametrize(
     "module", [name for name in MODULES if name.startswith("surgeon.training") and not of_a_kind(name)]
 )
-def test_what_carries_a_run_out_knows_no_target_and_no_remedy(module: str) -> None:
+def test_what_carries_a_run_out_knows_no_target_no_objective_and_no_remedy(module: str) -> None:
     """So one more of them is one file, its schema, and its line in the folder's table."""
     folders = {f"surgeon.training.{folder}" for folder in KINDS}
     if module not in folders:
@@ -200,6 +206,8 @@ def test_every_kind_has_a_file_and_a_fork_is_noticed() -> None:
         "config.lora",
         'loss in ("kl", 1)',
         "match a:\n  case 'fisher': pass",
+        "run.loaded.config.classifies",
+        "config.labels",
     ):
         assert knows_of_kinds(ast.parse(line)), line
 

@@ -5,12 +5,10 @@ Their streams are packing's, so that a mixture of them is resumable at every exa
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from surgeon.checkpoint.labels import label_names
 from surgeon.data.documents import Corpus
@@ -104,9 +102,15 @@ class ExampleEncoder:
 
 @dataclass(eq=False)
 class ExampleStream(Stream[Example]):
-    """The endless examples of one source."""
+    """The endless examples of one source; `labels` counts its documents with each label, by the label's number."""
 
     encoder: ExampleEncoder
+    labels: Counter[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Look at each label. Raises BadInput for an unknown one, and for a pair that the tokenizer cannot join."""
+        documents = (_labelled(self.documents, int(number)) for number in self.numbers)
+        self.labels = Counter(self.encoder.number_of(document, self.name) for document in documents)
 
     def next(self) -> Example:
         """Return the next example."""
@@ -126,19 +130,9 @@ def example_at(documents: Corpus, number: int, encoder: ExampleEncoder, name: st
     return encoder.encode(_labelled(documents, number), name)
 
 
-def labels_of(
-    documents: Corpus, numbers: Sequence[int] | NDArray[np.int64], encoder: ExampleEncoder, name: str
-) -> list[int]:
-    """Return the numbers of the labels of some documents of the source `name`, each looked at before the first step.
-
-    Raises BadInput for an unknown label or a pair it cannot read.
-    """
-    return [encoder.number_of(_labelled(documents, int(number)), name) for number in numbers]
-
-
 def _labelled(documents: Corpus, number: int) -> Labelled:
     document = documents.read(number)
-    assert isinstance(document, Labelled), "opened with labels"
+    assert isinstance(document, Labelled)
     return document
 
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from surgeon.data.encoding import Encoded, Encoder
 
 IGNORED_LABEL = -100
+# In a batch: the numbers of its sequences among all that the run draws.
+NUMBERS = "sequence_numbers"
 Packing = Literal["isolated", "joined"]
 
 
@@ -234,8 +236,8 @@ class Mixture(Generic[_T]):
 class Batches(Generic[_T]):
     """A process's endless micro-batches: its part of every `micro_batch` · `processes` sequences, made by `make`.
 
-    With `numbered`, a key, they have there the numbers of their sequences among all that the mixture gave. Nothing is
-    prefetched, so after a step the mixture's position is exactly behind that step's sequences.
+    At the key NUMBERS they have those of their sequences among all that the mixture gave. Nothing is prefetched, so
+    after a step the mixture's position is exactly behind that step's sequences.
     """
 
     mixture: Mixture[_T]
@@ -243,22 +245,17 @@ class Batches(Generic[_T]):
     process: int
     processes: int
     make: Callable[[Sequence[_T]], dict[str, Tensor]]
-    numbered: str | None = None
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         """This process's batches."""
+        import torch
+
         while True:
             begin = self.process * self.micro_batch
             first = sum(self.mixture.taken) + begin
             taken = [self.mixture.next() for _ in range(self.micro_batch * self.processes)]
             batch = self.make(taken[begin : begin + self.micro_batch])
-            yield batch if self.numbered is None else batch | {self.numbered: _numbers(first, self.micro_batch)}
-
-
-def _numbers(first: int, count: int) -> Tensor:
-    import torch
-
-    return torch.arange(first, first + count)
+            yield batch | {NUMBERS: torch.arange(first, first + self.micro_batch)}
 
 
 def batch_of(sequences: Sequence[PackedSequence], *, domains: bool = True) -> dict[str, Tensor]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,22 +10,19 @@ from typing import Any
 import torch
 
 from surgeon.common.json_results import plain_fields
-from surgeon.data.encoding import Encoded, Encoder
-from surgeon.data.examples import ExampleStream, example_at, labels_of
-from surgeon.data.packing import SourceStream, generator
+from surgeon.data.packing import Stream, generator
 from surgeon.errors import BadInput
 from surgeon.training.footprint import peak_memory, seconds_since
-from surgeon.training.loading import batches_of, check_isolation, fused_head, loaded_model, trained_numbers
-from surgeon.training.run import Run
+from surgeon.training.loading import batches_of, loaded_model, trained_numbers
+from surgeon.training.losses.cross_entropy import FusedHead
+from surgeon.training.run import Run, Sample
 from surgeon.training.self_generated import Imagined
 from surgeon.training.steps.by_document import by_document
 from surgeon.training.steps.optimizer import make_optimizer
-from surgeon.training.steps.trainer import Terms
+from surgeon.training.steps.trainer import whole_loss
 
-# Documents of a source that are counted, tokens and runs of a sample that are shown, micro-batches that are timed.
+# Documents of a source that are counted, micro-batches that are timed.
 _COUNTED = 200
-_SHOWN = 160
-_RUNS = 8
 _TIMED = 2
 
 
@@ -48,15 +43,6 @@ class SourceTokens:
     passes: float
     # Of texts with labels how many documents to train on have each, of those that any has.
     labels: Mapping[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One document as the model sees it: its parts, and whether the loss counts them; a long one has no middle."""
-
-    source: str
-    parts: tuple[tuple[str, bool], ...]
-    label: str | None = None
 
 
 @dataclass(frozen=True)
@@ -113,11 +99,7 @@ class Rehearsal:
         """
         return plain_fields(self, without=("samples", "before")) | {
             "samples": [
-                {
-                    "source": one.source,
-                    "label": one.label,
-                    "parts": [{"text": text, "counted": counted} for text, counted in one.parts],
-                }
+                plain_fields(one) | {"parts": [{"text": text, "counted": counted} for text, counted in one.parts]}
                 for one in self.samples
             ]
         }
@@ -134,25 +116,39 @@ def measured(run: Run, imagined: Imagined) -> Rehearsal:
     listener.begin("counting tokens", len(streams), "sources")
     sources: list[SourceTokens] = []
     samples: list[Sample] = []
-    look = _texts_of if run.examples is None else _examples_of
     for stream, share in streams:
-        counted, sample = look(run, stream, share)
-        sources.append(counted)
-        samples += [sample] if share else []
+        numbers = _some(stream)
+        look = run.objective.look(stream, numbers)
+        mean, count = look.tokens / len(numbers), len(stream.numbers)
+        tokens = share * settings.steps * settings.batch * (settings.length if run.objective.packs else mean)
+        passes = tokens / (mean * count) if mean else 0.0
+        sources.append(
+            SourceTokens(
+                stream.name,
+                share,
+                count,
+                mean,
+                look.counted,
+                round(tokens),
+                passes,
+                look.labels,
+            )
+        )
+        samples += [look.sample] if share else []
         listener.advance(1)
     total = sum(source.run_tokens for source in sources)
-    if run.examples is None:
-        total = settings.steps * settings.batch * settings.length
+    if run.objective.packs:
+        total = settings.steps * run.objective.step_units(settings)
     try:
         model, training = loaded_model(run)
         model.to(run.device).train()
-        check_isolation(run, model)
-        fused = fused_head(run, model)
+        run.objective.check_isolation(run, model)
+        fused = run.objective.fused_head(run, model)
         for remedy in run.remedies:
             remedy.join(run, model, fused)
         with by_document():
             estimates = [remedy.rehearse(run, model, fused) for remedy in run.remedies]
-            seconds = _seconds_a_micro_batch(run, model, Terms(fused, run.remedies)) * settings.accumulation
+            seconds = _seconds_a_micro_batch(run, model, fused) * settings.accumulation
             seconds += _seconds_of_an_update(run, model)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise BadInput(
@@ -183,76 +179,24 @@ def measured(run: Run, imagined: Imagined) -> Rehearsal:
     )
 
 
-def _some(stream: SourceStream | ExampleStream) -> list[int]:
+def _some(stream: Stream[Any]) -> list[int]:
     """Some of the documents that the source would train on, by number: the same ones at every call."""
     drawn = generator(0, f"dry run of {stream.name}", 0).permutation(stream.numbers)[:_COUNTED]
     return [int(number) for number in drawn]
 
 
-def _texts_of(run: Run, stream: SourceStream, share: float) -> tuple[SourceTokens, Sample]:
-    """A source of texts, counted, and the begin of one of them."""
-    encoded = [stream.encoder.encode(stream.documents.read(number)) for number in _some(stream)]
-    tokens = sum(len(ids) for ids, _ in encoded)
-    drawn = share * run.settings.steps * run.settings.batch * run.settings.length
-    mean = tokens / len(encoded)
-    counted = SourceTokens(
-        name=stream.name,
-        share=share,
-        documents=len(stream.numbers),
-        tokens_a_document=mean,
-        counted=sum(sum(counts) for _, counts in encoded) / tokens if tokens else 0.0,
-        run_tokens=round(drawn),
-        passes=drawn / (mean * len(stream.numbers)) if mean else 0.0,
-    )
-    return counted, Sample(stream.name, _parts(encoded[0], run.encoder))
-
-
-def _examples_of(run: Run, stream: ExampleStream, share: float) -> tuple[SourceTokens, Sample]:
-    """The same of a source of texts with labels."""
-    encoder, settings = stream.encoder, run.settings
-    examples = [example_at(stream.documents, number, encoder, stream.name) for number in _some(stream)]
-    mean = sum(len(example.ids) for example in examples) / len(examples)
-    drawn = share * settings.steps * settings.batch
-    found = Counter(labels_of(stream.documents, stream.numbers, encoder, stream.name))
-    counted = SourceTokens(
-        name=stream.name,
-        share=share,
-        documents=stream.amount(),
-        tokens_a_document=mean,
-        counted=0.0,
-        run_tokens=round(drawn * mean),
-        passes=drawn / stream.amount(),
-        labels={encoder.labels[number]: found[number] for number in sorted(found)},
-    )
-    text = encoder.tokenizer.decode(examples[0].ids[:_SHOWN])
-    return counted, Sample(stream.name, ((text, False),), encoder.labels[examples[0].label])
-
-
-def _parts(encoded: Encoded, encoder: Encoder) -> tuple[tuple[str, bool], ...]:
-    """A document in runs of tokens that the loss counts and that it does not, long ones without their middle."""
-    runs = itertools.groupby(zip(*encoded, strict=True), key=lambda pair: pair[1])
-    parts = [([token for token, _ in run], counts) for counts, run in itertools.islice(runs, _RUNS)]
-    each = _SHOWN // len(parts)
-
-    def text(ids: list[int]) -> str:
-        decode = encoder.tokenizer.decode
-        return decode(ids) if len(ids) <= each else f"{decode(ids[: each - each // 3])} … {decode(ids[-(each // 3) :])}"
-
-    return tuple((text(ids), counts) for ids, counts in parts)
-
-
-def _seconds_a_micro_batch(run: Run, model: Any, terms: Terms) -> float:
+def _seconds_a_micro_batch(run: Run, model: Any, fused: FusedHead | None) -> float:
     """Mean wall seconds of forward and backward, after one that is not counted."""
     settings, say = run.settings, run.listener.say
-    batches = iter(batches_of(run, process=0, processes=1))
+    batches = iter(batches_of(run))
     say(f"timing micro-batches of {settings.micro_batch} × {settings.length} tokens on {run.device}")
     seconds = 0.0
     for number in range(_TIMED + 1):
         batch = {name: tensor.to(run.device) for name, tensor in next(batches).items()}
-        for remedy in terms.remedies:
-            remedy.step([batch], device=model.device, processes=1)
+        for remedy in run.remedies:
+            remedy.step([batch])
         begun = time.perf_counter()
-        with terms.added(model, batch):
+        with whole_loss(run, model, batch, fused):
             model(**batch).loss.backward()
         taken = seconds_since(begun, run.device)
         seconds += taken if number else 0.0

@@ -5,32 +5,22 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Sequence
 
 import torch
 
 from surgeon.common.disk_space import check_room
 from surgeon.common.formatting import size
 from surgeon.training.run import Run
-from surgeon.training.saved.checkpoints import KEPT, is_beside
-
-
-def optimizer_bytes(trained: Sequence[torch.Tensor]) -> int:
-    """Bytes of AdamW's state: two moments in float32, and a master where the parameter is narrower."""
-    return sum(p.numel() * (8 if p.dtype.itemsize >= 4 else 12) for p in trained)
+from surgeon.training.saved.checkpoints import KEPT
 
 
 def checkpoint_bytes(model: torch.nn.Module) -> int:
-    """Bytes of a checkpoint: what trains, and AdamW's state."""
+    """Return the bytes of a checkpoint: what trains, and AdamW's state.
+
+    That is two moments in float32, and a master where the parameter is narrower.
+    """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return sum(p.numel() * p.dtype.itemsize for p in trained) + optimizer_bytes(trained)
-
-
-def copied_bytes(run: Run, model: torch.nn.Module) -> int:
-    """Bytes of memory that a checkpoint's copy takes where it is written beside the steps; 0: it is not."""
-    copy = checkpoint_bytes(model)
-    whole = sum(parameter.numel() * parameter.dtype.itemsize for parameter in model.parameters())
-    return copy if is_beside(run.loaded.config.saving, copy_bytes=copy, model_bytes=whole) else 0
+    return sum(p.numel() * (p.dtype.itemsize + (8 if p.dtype.itemsize >= 4 else 12)) for p in trained)
 
 
 def check_room_of(run: Run, model: torch.nn.Module) -> None:

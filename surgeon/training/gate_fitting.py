@@ -18,7 +18,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -81,14 +81,14 @@ class GateFigures:
     new: float
     accuracy: float
     by_length: dict[str, list[float | None]]
-    by_source: dict[str, float] = field(default_factory=dict)
+    by_source: dict[str, float]
     # By original source the share of tokens with the base's bits: for which it is closed and was, from their document's
     # beginning on.
-    kept: dict[str, float] = field(default_factory=dict)
+    kept: dict[str, float]
 
 
-def fit_gate(model: Any, run: Run, dtypes: dict[str, torch.dtype], recalled: Sequence[Document] = ()) -> GateFigures:
-    """Fit the gate of `model` and measure it, or take both from the work folder, where an earlier call left them.
+def fit_gate(model: Any, run: Run, dtypes: dict[str, torch.dtype], recalled: Sequence[Document]) -> None:
+    """Fit the gate of `model` and measure it, or take its values from the work folder, where an earlier call left them.
 
     The threshold is chosen by as many independent texts, as a gate that opens by mistake stays open to the end of its
     text.
@@ -107,12 +107,13 @@ def fit_gate(model: Any, run: Run, dtypes: dict[str, torch.dtype], recalled: Seq
     record = RunRecord.read(work)
     if record is not None and record.has_kept(_KEY, work, GATE_FILE, FIGURES_FILE):
         _take(tensors, safetensors.torch.load_file(work / GATE_FILE))
-        return GateFigures(**json.loads((work / FIGURES_FILE).read_text(encoding="utf-8")))
+        return
     before = model.training
     model.to(run.device).eval()
     say("fitting the domain gate")
     length = mixture.streams[0].packer.length
-    held_length = max(length, min(_HELD_LENGTH, _context(model)))
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    held_length = max(length, min(_HELD_LENGTH, context or _HELD_LENGTH))
     drawn = {name: draw(max(1, _HELD_TOKENS // held_length), held_length) for name, draw in run.data.held.items()}
     negatives = Negatives.beside(mixture.streams, length, held_length, recalled)
     _tell(negatives, say)
@@ -123,7 +124,10 @@ def fit_gate(model: Any, run: Run, dtypes: dict[str, torch.dtype], recalled: Seq
             " on kinds of text that no source has the base is not kept"
         )
         figures = _fitted(model, run, Negatives({}, {}, {}), drawn, dtypes, tensors)
-    _from_the_first(tensors)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        # All processes take the first one's values.
+        for tensor in tensors.values():
+            torch.distributed.broadcast(tensor, 0)
     model.train(before)
     _judge(figures, say)
     if run.ranks.leads:
@@ -133,7 +137,6 @@ def fit_gate(model: Any, run: Run, dtypes: dict[str, torch.dtype], recalled: Seq
         write_durably(work / FIGURES_FILE, json.dumps(vars(figures)))
         if record is not None:
             record.keep(_KEY, work, GATE_FILE, FIGURES_FILE)
-    return figures
 
 
 def _fitted(
@@ -190,18 +193,6 @@ def _gate_of(model: Any) -> tuple[Any, nn.Module]:
 def _take(tensors: dict[str, Tensor], values: dict[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         tensor.data = values[name].to(tensor.device, tensor.dtype)
-
-
-def _from_the_first(tensors: dict[str, Tensor]) -> None:
-    """Give all processes the first one's values."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        for tensor in tensors.values():
-            torch.distributed.broadcast(tensor, 0)
-
-
-def _context(model: Any) -> int:
-    """Tokens that the model takes, or as many as are wanted where it does not say."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or _HELD_LENGTH
 
 
 def _tell(negatives: Negatives, say: Callable[[str], None]) -> None:

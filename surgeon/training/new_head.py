@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+from surgeon.anatomy.dissect import dissect_folder
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.common.disk_space import writing
 from surgeon.common.formatting import listed
@@ -19,6 +21,7 @@ from surgeon.common.work_folders import WorkFolder
 from surgeon.data.layouts import Labelled
 from surgeon.data.sources import open_source
 from surgeon.errors import BadInput, printable
+from surgeon.manifest.reading import manifest_of
 from surgeon.plan.plan import head_plan
 from surgeon.training.config.loading import LoadedConfig
 from surgeon.training.config.schema import MOST_LABELS
@@ -31,10 +34,10 @@ from surgeon.writing.apply import apply
 @contextlib.contextmanager
 def headed(
     prepared: Prepared, folder: Path | None, *, trust_remote_code: bool, listener: Listener
-) -> Iterator[CheckpointFolder]:
+) -> Iterator[Prepared]:
     """Give an encoder a classification head for the config's labels, drawn by its seed, in a folder while inside.
 
-    The first of several processes makes it, and its error is raised in all.
+    What trained then trains with the head. The first of several processes makes it, and its error is raised in all.
 
     Args:
         prepared: the run of the encoder without a head.
@@ -51,33 +54,24 @@ def headed(
     with contextlib.ExitStack() as stack:
 
         def make() -> None:
-            stack.enter_context(_held(place, prepared.to))
-            _make(out, prepared.loaded, made, trust_remote_code, listener)
+            """Write it to the folder, ours alone and gone once the run is over."""
+            stack.enter_context(writing(place))
+            # What a run that was cut off left there goes; the same values are drawn again.
+            stack.enter_context(WorkFolder(place, target=prepared.to)).clear()
+            stack.callback(shutil.rmtree, place, ignore_errors=True)
+            labels, seed = labels_of(prepared.loaded), prepared.loaded.config.seed
+            apply(head_plan(labels, seed=seed), out.path, made, device="cpu", trust_remote_code=trust_remote_code)
+            listener.say(
+                f"{printable(str(out.path))} has no classification head: made one for {len(labels)} labels"
+                f" ({listed([printable(name, 40) for name in labels])}), drawn by seed {seed}"
+            )
 
         by_the_first(prepared.device, make)
-        yield CheckpointFolder.open(made, trust_remote_code=trust_remote_code)
-
-
-@contextlib.contextmanager
-def _held(folder: Path, to: Path) -> Iterator[None]:
-    """The folder, ours alone while inside, gone afterwards."""
-    with writing(folder), WorkFolder(folder, target=to) as work:
-        # What a run that was cut off left there; the same values are drawn again.
-        work.clear()
-        try:
-            yield
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _make(out: CheckpointFolder, loaded: LoadedConfig, made: Path, trust_remote_code: bool, listener: Listener) -> None:
-    labels = labels_of(loaded)
-    plan = head_plan(labels, seed=loaded.config.seed)
-    apply(plan, out.path, made, device="cpu", trust_remote_code=trust_remote_code)
-    listener.say(
-        f"{printable(str(out.path))} has no classification head: made one for {len(labels)} labels"
-        f" ({listed([printable(name, 40) for name in labels])}), drawn by seed {loaded.config.seed}"
-    )
+        grown = CheckpointFolder.open(made, trust_remote_code=trust_remote_code)
+        manifest, anatomy = manifest_of(grown), dissect_folder(grown)
+        target = replace(prepared.target, out=grown, manifest=manifest, anatomy=anatomy)
+        wanted = prepared.objective.trained(target, prepared.wanted)
+        yield replace(prepared, out=grown, manifest=manifest, anatomy=anatomy, target=target, wanted=wanted)
 
 
 def labels_of(loaded: LoadedConfig) -> list[str]:

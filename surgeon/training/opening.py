@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,15 +15,12 @@ from surgeon.common import devices
 from surgeon.common.distributed import Ranks
 from surgeon.common.listener import Listener
 from surgeon.data.documents import Corpus
-from surgeon.data.encoding import Encoder
-from surgeon.data.examples import ExampleEncoder
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.compose import BaseId, without_surgery
 from surgeon.manifest.manifest import MANIFEST_FILE, Manifest, StoredTensor
 from surgeon.manifest.moves import recorded_tensors
-from surgeon.training.places import memory_folder
 from surgeon.training.run import Prepared, Run
-from surgeon.training.training_data import TrainingData
+from surgeon.training.training_data import open_data, steps_of
 
 
 def opened_run(prepared: Prepared, listener: Listener, *, imagined: Mapping[str, Corpus] | None = None) -> Run:
@@ -38,7 +34,7 @@ def opened_run(prepared: Prepared, listener: Listener, *, imagined: Mapping[str,
     Raises:
         BadInput: the run cannot be made; every problem is a line.
     """
-    loaded, settings, to = prepared.loaded, prepared.settings, prepared.to
+    loaded, settings = prepared.loaded, prepared.settings
     ranks = Ranks.of_environment()
     say = listener.say if ranks.leads else lambda _: None
     sharding = prepared.sharding
@@ -46,17 +42,11 @@ def opened_run(prepared: Prepared, listener: Listener, *, imagined: Mapping[str,
         say("one process: nothing is sharded")
         sharding = None
     device = devices.resolve(prepared.device)
-    trackers = open_trackers(loaded.config.report_to, to=to, config=str(loaded.source))
-    vocabulary = prepared.anatomy.sizes.vocabulary
-    encoder, examples = Encoder(prepared.out.path, vocabulary=vocabulary, template=loaded.template), None
-    if loaded.config.classifies:
-        examples = ExampleEncoder(encoder.tokenizer, prepared.out.config, length=settings.length, vocabulary=vocabulary)
-        data = TrainingData.open_examples(loaded, examples, say)
-    else:
-        data = TrainingData.open(loaded, settings, encoder, say, memory=memory_folder(to), imagined=imagined)
+    trackers = open_trackers(loaded.config.report_to, to=prepared.to, config=str(loaded.source))
+    data = open_data(prepared, say, imagined or {})
     notes = prepared.notes
     if prepared.settled_for is not None:
-        settings, more = prepared.settled_for(steps=data.steps_of(loaded, settings, say))
+        settings, more = prepared.settled_for(steps=steps_of(data, prepared, say))
         notes = [*notes, *more]
     settled = {"settings": settings, "notes": notes, "sharding": sharding, "device": device}
     return Run(
@@ -66,8 +56,6 @@ def opened_run(prepared: Prepared, listener: Listener, *, imagined: Mapping[str,
         trackers=trackers,
         listener=listener,
         say=say,
-        encoder=encoder,
-        examples=examples,
     )
 
 
@@ -111,9 +99,8 @@ def open_trackers(names: Sequence[str], *, to: Path, config: str) -> list[Traine
     for name in names:
         where = f"{printable(config)}: report_to: {printable(name)}"
         if name not in INTEGRATION_TO_CALLBACK:
-            close = difflib.get_close_matches(name, INTEGRATION_TO_CALLBACK, n=1)
-            hint = f"did you mean `{close[0]}`?" if close else f"it knows {', '.join(sorted(INTEGRATION_TO_CALLBACK))}"
-            raise BadInput(f"{where}: no tracker that transformers knows; {hint}")
+            known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
+            raise BadInput(f"{where}: no tracker that transformers knows; it knows {known}")
         try:
             callback = INTEGRATION_TO_CALLBACK[name]()
         except (RuntimeError, ImportError) as error:

@@ -5,7 +5,6 @@ All of it comes from headers, the manifest and the config, without torch, so tha
 
 from __future__ import annotations
 
-import dataclasses
 import filecmp
 import functools
 from collections.abc import Callable, Iterator
@@ -16,7 +15,6 @@ from surgeon.anatomy.dissect import dissect_folder
 from surgeon.anatomy.limits import context_of
 from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.checkpoint.header import QUANTISED_DTYPES
-from surgeon.checkpoint.labels import is_classifier, label_names
 from surgeon.checkpoint.staging import check_destination
 from surgeon.common import devices
 from surgeon.data.sources import check_source, is_chat
@@ -27,6 +25,7 @@ from surgeon.models.templates import no_template, template_of
 from surgeon.training.backends import missing_for_attention, missing_for_tracker
 from surgeon.training.config.loading import LoadedConfig
 from surgeon.training.config.settings import settle
+from surgeon.training.objectives import objective_of
 from surgeon.training.processes.launching import Sharding, requested_sharding
 from surgeon.training.remedies import REMEDIES
 from surgeon.training.run import Case, Prepared, Remedy
@@ -67,7 +66,7 @@ def prepare(
     case = _tried(lambda: _case(out, manifest, loaded, to, device), wrong)
     if case is None:
         raise bad_input(wrong)
-    _tried(lambda: _check_task(case), wrong)
+    _tried(lambda: case.objective.check(case), wrong)
     _tried(lambda: _check_trainable(case), wrong)
     _tried(lambda: _check_fixed(case.wanted, sharding if processes > 1 else None), wrong)
     context = context_of(out.config)
@@ -104,9 +103,20 @@ def check_base_trains(out: CheckpointFolder, manifest: Manifest | None, loaded: 
 
 def _case(out: CheckpointFolder, manifest: Manifest | None, loaded: LoadedConfig, to: Path, device: str) -> Case:
     """Return what is asked for, with the tensors that train. Raises BadInput."""
-    anatomy = dissect_folder(out)
-    target = target_of(loaded.config)(loaded, out, manifest, anatomy)
-    return Case(out, manifest, loaded, to, device, anatomy, target, target.with_head(target.names()))
+    anatomy, objective = dissect_folder(out), objective_of(loaded.config)
+    target = target_of(loaded.config)(loaded, out, manifest, anatomy, objective.auto)
+    wanted = objective.trained(target, target.names())
+    return Case(
+        out,
+        manifest,
+        loaded,
+        to,
+        device,
+        anatomy,
+        objective,
+        target,
+        wanted,
+    )
 
 
 def _remedies(case: Case, wrong: list[str]) -> list[Remedy]:
@@ -119,23 +129,6 @@ def _remedies(case: Case, wrong: list[str]) -> list[Remedy]:
             found.append(remedy)
         wrong += [line for line in lines if line not in wrong]
     return found
-
-
-def prepared_with_head(prepared: Prepared, out: CheckpointFolder, manifest: Manifest) -> Prepared:
-    """Settle the run again for `out`, which now has a new classification head; what trained then trains with it.
-
-    Args:
-        prepared: the run without the head.
-        out: the encoder with the head.
-        manifest: its manifest.
-
-    Raises:
-        BadInput: as `prepare`.
-    """
-    anatomy = dissect_folder(out)
-    target = dataclasses.replace(prepared.target, out=out, manifest=manifest, anatomy=anatomy)
-    wanted = target.with_head(prepared.wanted)
-    return dataclasses.replace(prepared, out=out, manifest=manifest, anatomy=anatomy, target=target, wanted=wanted)
 
 
 def _about_base(case: Case) -> list[str]:
@@ -207,39 +200,6 @@ def _tried(check: Callable[[], _T], wrong: list[str]) -> _T | None:
     except BadInput as error:
         wrong.append(str(error))
     return None
-
-
-def _check_task(case: Case) -> None:
-    """BadInput where the model does not do what the config's sources ask for: next tokens, or labels of texts."""
-    out, anatomy, loaded = case.out, case.anatomy, case.loaded
-    shown, model_type = printable(str(out.path)), anatomy.family.model_type
-    if not loaded.config.classifies:
-        if anatomy.family.encoder:
-            raise BadInput(
-                f"{shown}: an encoder ({model_type}), which predicts no next token; train it on labelled texts (`kind:"
-                " labels`), or on your task with transformers' Trainer after `model.freeze_base()`"
-            )
-        return
-    where = loaded.where("sources", 0, "kind")
-    if not anatomy.family.encoder:
-        raise BadInput(
-            f"{where}`kind: labels` trains the classification head of an encoder, and {shown} is a decoder"
-            f" ({model_type}); have it write the labels: `kind: chat` with the label as the assistant's answer"
-        )
-    if not is_classifier(out.config):
-        # `new_head.headed` makes one.
-        return
-    labels, asked = label_names(out.config), loaded.config.labels
-    if len(labels) < 2:
-        raise BadInput(
-            f"{shown}: config.json: `id2label` names {len(labels)} labels, and a text is to get one of two at least;"
-            " take a base without the head, and training makes one for your labels"
-        )
-    if asked is not None and asked not in (list(labels), len(labels)):
-        raise BadInput(
-            f"{loaded.where('labels')}`labels` is for an encoder without a classification head, and {shown} has one for"
-            f" {printable(', '.join(labels), 300)}; leave it out, or take a base without the head"
-        )
 
 
 def _check_trainable(case: Case) -> None:

@@ -7,7 +7,6 @@ tensor which did not train is what the manifest says is checked on the way.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +27,7 @@ from surgeon.checkpoint.piece_bytes import places_of
 from surgeon.checkpoint.pieces import Pieces
 from surgeon.checkpoint.source import LocalSource, Source
 from surgeon.common.json_results import plain_fields
+from surgeon.common.work_folders import sync
 from surgeon.errors import BadInput, PromiseBroken, printable
 from surgeon.manifest.lineage import CODE_NAME
 from surgeon.manifest.manifest import AdapterEntry, Manifest, StoredTensor, Tool, TrainedTensor, TrainingEntry
@@ -41,6 +41,7 @@ from surgeon.manifest.run_files import (
 )
 from surgeon.manifest.trainable import Fixed
 from surgeon.models.load import stored_dtype
+from surgeon.training.saved.checkpoints import file_digest
 from surgeon.training.targets.target import Values
 from surgeon.writing.job import (
     Job,
@@ -181,6 +182,7 @@ def write_final(out: CheckpointFolder, values: Values, work: Path, fixed: Mappin
         (work / file).unlink(missing_ok=True)
         if content is not None:
             save_file(dict(content), work / file, metadata={"format": "pt"})
+            sync(work / file)
     return Final(changes, values.adapter_config)
 
 
@@ -296,8 +298,8 @@ def publishing_job(
         finish=finish,
         # Trained values are known by their digest: their file is another one after each call.
         identity={
-            "train": _digest(work / FINAL_FILE),
-            "adapter": None if final.adapter is None else _digest(work / ADAPTER_FILE),
+            "train": file_digest(work / FINAL_FILE),
+            "adapter": None if final.adapter is None else file_digest(work / ADAPTER_FILE),
             "kept": kept,
             "entry": entry,
             "held": dict(digests),
@@ -319,9 +321,3 @@ def _check_untrained(proof: ReadBack, digests: Mapping[str, str], changed: Colle
             raise PromiseBroken(
                 f"{printable(name)}: did not train, yet is not what surgery.json says; nothing was published"
             )
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,7 +1,7 @@
 """A run: what it is asked to train, what is settled before it begins, and what stands open while it lasts.
 
-And a remedy against forgetting, which takes part in it. The modules that carry a run out know remedies by this class
-alone, and targets by `targets.target.Target`.
+And its objective, which is what it learns of its texts, and remedies against forgetting, which take part in it. The
+modules that carry a run out know these by the classes here alone, and targets by `targets.target.Target`.
 """
 
 from __future__ import annotations
@@ -9,14 +9,16 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
-from surgeon.checkpoint.labels import is_classifier
 from surgeon.training.places import work_folder
 
 if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
     from torch import Tensor
     from transformers import TrainerCallback
 
@@ -24,9 +26,10 @@ if TYPE_CHECKING:
     from surgeon.checkpoint.folder import CheckpointFolder
     from surgeon.common.distributed import Ranks
     from surgeon.common.listener import Listener
+    from surgeon.data.documents import Corpus
     from surgeon.data.encoding import Encoder
-    from surgeon.data.examples import ExampleEncoder
-    from surgeon.data.specs import GenerateSpec
+    from surgeon.data.packing import Mixture, Stream
+    from surgeon.data.specs import GenerateSpec, SourceSpec
     from surgeon.manifest.manifest import Manifest
     from surgeon.manifest.trainable import TrainableSet
     from surgeon.training.config.loading import LoadedConfig
@@ -34,7 +37,6 @@ if TYPE_CHECKING:
     from surgeon.training.losses.cross_entropy import FusedHead
     from surgeon.training.processes.launching import Sharding
     from surgeon.training.targets.target import Target
-    from surgeon.training.training_data import TrainingData
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Case:
     to: Path
     device: str
     anatomy: Anatomy
+    objective: Objective
     target: Target
     wanted: TrainableSet
 
@@ -74,28 +77,162 @@ class Prepared(Case):
     remedies: Sequence[Remedy]
     settled_for: Callable[..., tuple[Settings, list[str]]] | None
 
-    @property
-    def headless(self) -> bool:
-        """Whether texts with labels train an encoder that has no classification head yet (`new_head.headed`)."""
-        return self.loaded.config.classifies and not is_classifier(self.out.config)
+
+@dataclass
+class TrainingData:
+    """The text to train on, and by source the held-out sequences. `commits` are of sources on the Hub, by name.
+
+    `held` has, by source, what returns so many held-out sequences of such a length.
+    """
+
+    mixture: Mixture[Any]
+    validation: dict[str, list[Any]]
+    documents: list[Corpus]
+    held: dict[str, Callable[[int, int], list[Any]]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    commits: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Run(Prepared):
-    """A run whose data, trackers and tokenizer are open. `examples` encodes texts with labels; None: they have none."""
+    """A run whose data and trackers are open."""
 
     data: TrainingData
     ranks: Ranks
     trackers: Sequence[TrainerCallback]
     listener: Listener
     say: Callable[[str], None]
-    encoder: Encoder
-    examples: ExampleEncoder | None
+
+
+# Tokens of a document that are shown, at most.
+SHOWN_TOKENS = 160
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One document as the model sees it: its parts, and whether the loss counts them; a long one has no middle."""
+
+    source: str
+    parts: tuple[tuple[str, bool], ...]
+    label: str | None = None
+
+
+class Look(NamedTuple):
+    """Some documents of a source: their tokens, the share of these that the loss counts, and the first one.
+
+    `labels` says how many of all the source's documents have each label; empty where texts have none.
+    """
+
+    tokens: int
+    counted: float
+    sample: Sample
+    labels: Mapping[str, int] = {}
+
+
+class Objective(ABC):
+    """What a run learns of its texts: what it refuses, what a batch is, how its loss is computed, how it is judged."""
+
+    # Whether texts are packed into sequences of one length, so that a run counts tokens; else it counts examples.
+    packs: ClassVar[bool]
+    # transformers' class of the model; None: a decoder's.
+    auto: ClassVar[str | None] = None
+
+    @abstractmethod
+    def check(self, case: Case) -> None:
+        """Raise BadInput where the model does not do what is to be learned."""
+
+    def trained(self, target: Target, wanted: TrainableSet) -> TrainableSet:
+        """Return the tensors of a target, `wanted`, with those that train beside every target. Raises BadInput."""
+        return wanted
+
+    def ready(
+        self, prepared: Prepared, folder: Path | None, *, trust_remote_code: bool, listener: Listener
+    ) -> contextlib.AbstractContextManager[Prepared]:
+        """Give the model what it lacks for this objective, while inside.
+
+        Args:
+            prepared: the run of the model as it is.
+            folder: where a model that is made for the run is written; None: beside the run.
+            trust_remote_code: run the code that the model brings.
+            listener: receives progress.
+
+        Raises:
+            BadInput: it cannot be made.
+        """
+        return contextlib.nullcontext(prepared)
 
     @property
-    def pad(self) -> int | None:
-        """The id that fills up a batch of examples."""
-        return None if self.examples is None else self.examples.pad
+    def unit(self) -> str:
+        """Return what a run's steps are counted in."""
+        return "tokens" if self.packs else "examples"
+
+    def step_units(self, settings: Settings) -> int:
+        """Return how many tokens, or examples, a step has."""
+        return settings.batch * (settings.length if self.packs else 1)
+
+    @abstractmethod
+    def stream(
+        self, source: SourceSpec, documents: Corpus, numbers: NDArray[np.int64], prepared: Prepared, encoder: Encoder
+    ) -> Stream[Any]:
+        """Return what a source gives to train on.
+
+        Args:
+            source: the source.
+            documents: its text.
+            numbers: which documents of it train.
+            prepared: the run.
+            encoder: the model's tokenizer.
+        """
+
+    @abstractmethod
+    def held_out(self, stream: Any, documents: Corpus, numbers: Sequence[int], most: int, length: int) -> list[Any]:
+        """Return at most `most` sequences of `length` tokens of a source's documents that are held out."""
+
+    def check_data(self, data: TrainingData, where: str) -> None:  # noqa: B027  # most texts are fit for it
+        """Add what there is to say of the opened sources. Raises BadInput, which names the config `where`."""
+
+    @abstractmethod
+    def look(self, stream: Any, numbers: Sequence[int]) -> Look:
+        """Show some documents of a source, by their numbers, as the run would see them."""
+
+    @abstractmethod
+    def load(self, run: Run, **options: Any) -> Any:
+        """Load the model, with these options of `load_model`. Raises BadInput where it cannot be loaded."""
+
+    def isolate(self, run: Run, model: Any) -> None:  # noqa: B027  # one text a sequence needs none
+        """Have a model keep apart what stands in one sequence."""
+
+    def check_isolation(self, run: Run, model: Any) -> None:  # noqa: B027  # one text a sequence needs none
+        """Measure whether documents in one sequence see each other, and report it.
+
+        `model` is as it will train, on its device; all processes call. Raises BadInput where they do and must not.
+        """
+
+    def fused_head(self, run: Run, model: Any) -> FusedHead | None:
+        """Return what computes the loss without all logits at once; None where the model itself does."""
+        return None
+
+    @abstractmethod
+    def batch(self, run: Run, sequences: Sequence[Any]) -> dict[str, Tensor]:
+        """Make a micro-batch of sequences."""
+
+    def shares(self, batches: Sequence[Mapping[str, Tensor]], device: torch.device) -> list[dict[str, float]]:
+        """Return by what the runtime's scale of a loss is to be multiplied in each micro-batch of a process's step.
+
+        All processes call.
+
+        Args:
+            batches: the micro-batches.
+            device: where numbers of all processes are summed.
+
+        Returns:
+            for each micro-batch the factors, by the loss's name
+        """
+        return [{} for _ in batches]
+
+    @abstractmethod
+    def judged(self, run: Run, model: Any, held: Sequence[Any]) -> dict[str, float]:
+        """Return the `loss` on held-out sequences, in nats, and other figures; all processes share the work."""
 
 
 class Text(NamedTuple):
@@ -126,10 +263,10 @@ class Remedy(ABC):
     then in each step `step`, `loss` for every micro-batch, and `pull`; `take` for each line of the log; `after`.
     """
 
-    # Its name in the record of a work folder.
-    key: ClassVar[str]
     # In the log: what it adds to the loss, unweighted, and what a line of the log calls that. None: it adds nothing.
     logged: ClassVar[tuple[str, str] | None] = None
+    # Whether it compares what the model's head is given.
+    reads_head: ClassVar[bool] = False
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -150,11 +287,6 @@ class Remedy(ABC):
         """Return the texts that the model writes for it before the run's data is opened."""
         return []
 
-    @property
-    def reads_head(self) -> bool:
-        """Whether it compares what the model's head is given."""
-        return False
-
     def fit(self, run: Run, model: Any) -> Sequence[str]:
         """Give tensors their values that get none by a gradient; return their names in memory. All processes call."""
         return ()
@@ -170,9 +302,7 @@ class Remedy(ABC):
     def measure(self, run: Run, model: Any, head: FusedHead | None) -> None:  # noqa: B027  # most measure nothing
         """Measure what it needs of the model at birth, on its device; what a killed call left is taken again."""
 
-    def step(  # noqa: B027  # most count nothing
-        self, batches: Sequence[Mapping[str, Tensor]], *, device: Any, processes: int
-    ) -> None:
+    def step(self, batches: Sequence[Mapping[str, Tensor]]) -> None:  # noqa: B027  # most count nothing
         """Begin a step of these micro-batches of one process; all processes call."""
 
     def loss(self, batch: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[None]:
@@ -183,7 +313,7 @@ class Remedy(ABC):
         """Add a gradient to that of a whole step, and return the term with its weight; None: it adds none."""
         return None
 
-    def take(self, *, device: Any, processes: int) -> float | None:
+    def take(self) -> float | None:
         """Return the unweighted term in the mean over the steps since it was last taken; None: there was none."""
         return None
 

@@ -20,8 +20,8 @@ from surgeon.common.listener import Listener, Stopwatch
 from surgeon.errors import BadInput, printable
 from surgeon.manifest.reading import written_manifest
 from surgeon.models.templates import TEMPLATE_FILE
-from surgeon.training.footprint import check_room_of, copied_bytes, peak_memory
-from surgeon.training.loading import batches_of, check_isolation, fused_head, loaded_model, trained_numbers
+from surgeon.training.footprint import check_room_of, checkpoint_bytes, peak_memory
+from surgeon.training.loading import batches_of, loaded_model, trained_numbers
 from surgeon.training.opening import as_it_is, check_as_left, opened_run
 from surgeon.training.places import memory_folder
 from surgeon.training.processes.sharding import let_go, shard, sharded_here
@@ -35,13 +35,14 @@ from surgeon.training.saved.checkpoints import (
     best_step,
     damage,
     drop_what_does_not_count,
+    is_beside,
     newest_checkpoint,
     step_of,
 )
 from surgeon.training.saved.work_folder import fingerprint_of, own_work_folder
 from surgeon.training.self_generated import write_texts
 from surgeon.training.steps.cadence import Cadence
-from surgeon.training.steps.trainer import DATA_FILE, TRAINED_FILE, SurgeonTrainer, Terms, training_arguments
+from surgeon.training.steps.trainer import DATA_FILE, TRAINED_FILE, SurgeonTrainer, training_arguments
 from surgeon.writing.linked_shards import bytes_to_move
 from surgeon.writing.write import execute
 
@@ -96,14 +97,12 @@ def run_training(
         if work is None:
             return None
         work.check_there()
-        if deliver is None:
-            trained = _publish(trained, run, to, digests, link=link)
-        else:
-            whole = run.work / WHOLE_FOLDER
-            if whole.exists():
-                # Of a run that was cut off between the two.
-                shutil.rmtree(whole)
-            trained = _publish(trained, run, whole, digests, link=link)
+        whole = run.work / WHOLE_FOLDER
+        if whole.exists():
+            # Of a run that was cut off before it was delivered.
+            shutil.rmtree(whole)
+        trained = _publish(trained, run, to if deliver is None else whole, digests, link=link)
+        if deliver is not None:
             deliver(whole)
         work.remove(last=RUN_FILE)
         shutil.rmtree(memory_folder(to), ignore_errors=True)
@@ -123,19 +122,18 @@ def _train(run: Run) -> Trained:
     if ranks.leads:
         check_room_of(run, trainer.model)
     for remedy in run.remedies:
-        remedy.measure(run, trainer.model, trainer.terms.fused)
+        remedy.measure(run, trainer.model, trainer.fused)
     first = _first_losses(trainer, run)
     begun = time.perf_counter()
     history = _steps(trainer, run, checkpoint, done)
     published = _published_step(run, history, first)
     last = {name: value for entry in history if entry["step"] <= published for name, value in entry.items()}
     seconds = time.perf_counter() - begun - trainer.aside
-    made = (settings.steps - done) * settings.batch * settings.length
-    tokens = settings.steps * settings.batch * settings.length
-    if run.examples is not None:
+    a_step = run.objective.step_units(settings)
+    tokens, made = settings.steps * a_step, (settings.steps - done) * a_step
+    if not run.objective.packs:
         # Without padding: what was drawn, which a checkpoint remembers.
-        tokens = sum(stream.used for stream in trainer.batches.mixture.streams)
-        made = 0
+        tokens, made = sum(stream.used for stream in run.data.mixture.streams), 0
     return Trained(
         out=run.out.path,
         path=run.to,
@@ -152,7 +150,7 @@ def _train(run: Run) -> Trained:
         seconds=seconds,
         tokens_per_second=made / seconds if made else None,
         peak_memory=peak_memory(run.device),
-        scores={} if run.examples is None else {name: _scores(last, name) for name in first},
+        scores={name: scores for name in first if (scores := _scores(last, name))},
     )
 
 
@@ -182,12 +180,10 @@ def _scores(entry: Mapping[str, Any], source: str) -> dict[str, float]:
 def _published_step(run: Run, log: Sequence[Mapping[str, Any]], first: Mapping[str, float]) -> int:
     """The last step, or the best one on the source that the config names."""
     source = run.loaded.config.keep_best
-    best = None if source is None else best_step(log, source)
-    if source is None or best is None:
+    if source is None or (best := best_step(log, source)) is None:
         return run.settings.steps
-    loss = next(
-        float(entry[key]) for entry in log if entry["step"] == best for key in entry if key == f"eval_{source}_loss"
-    )
+    key = f"eval_{source}_loss"
+    loss = next(float(entry[key]) for entry in log if entry["step"] == best and key in entry)
     worse = "" if loss < first[source] else f"; no step had less than before training ({first[source]:.4f})"
     run.say(f"step {best} is published: the lowest held-out loss on {source}, {loss:.4f}{worse}")
     return best
@@ -195,40 +191,31 @@ def _published_step(run: Run, log: Sequence[Mapping[str, Any]], first: Mapping[s
 
 def _trainer(run: Run, done: int) -> SurgeonTrainer:
     """Load the model, let exactly the run's parameters train, and make the trainer that continues after step `done`."""
-    config, settings, ranks = run.loaded.config, run.settings, run.ranks
+    settings, ranks = run.settings, run.ranks
     args = training_arguments(run)
     model, parameters = loaded_model(run)
     fitted = [name for remedy in run.remedies for name in remedy.fit(run, model)]
     if run.sharding is None:
         # What is compared before the first step runs where training does: some attention runs on a GPU alone.
         model.to(args.device)
-    fused = fused_head(run, model)
+    fused = run.objective.fused_head(run, model)
     beside = [remedy.join(run, model, fused) for remedy in run.remedies]
     if run.sharding is not None:
         for each in (model, *beside):
             if each is not None:
                 shard(each, run.sharding, device=args.device)
         run.say(f"sharded over {ranks.size} processes (FSDP2)")
-    cadence = Cadence(
-        settings,
-        config.evaluate_every,
-        run.say,
-        run.listener if ranks.leads else None,
-        done,
-        examples=run.examples is not None,
-        terms=[remedy.logged for remedy in run.remedies if remedy.logged is not None],
-    )
     trainer = SurgeonTrainer(
         model,
         args,
         run=run,
         parameters=replace(parameters, fitted=tuple(fitted)),
-        batches=batches_of(run, process=ranks.rank, processes=ranks.size),
-        callbacks=[cadence, *run.trackers],
-        terms=Terms(fused, run.remedies),
+        batches=batches_of(run),
+        callbacks=[Cadence(run, done), *run.trackers],
+        fused=fused,
         saving=_saving(run, model),
     )
-    check_isolation(run, model)
+    run.objective.check_isolation(run, model)
     if fused is not None:
         drawn = torch.Generator().manual_seed(0)
         fused.check(torch.randint(model.config.get_text_config().vocab_size, (1, settings.length), generator=drawn))
@@ -309,13 +296,15 @@ def _curve(trained: Trained, source: str) -> dict[str, float]:
 
 
 def _saving(run: Run, model: Any) -> Saving:
-    copy = copied_bytes(run, model)
-    if copy and any(type(tracker).on_save is not TrainerCallback.on_save for tracker in run.trackers):
+    copy = checkpoint_bytes(model)
+    whole = sum(parameter.numel() * parameter.dtype.itemsize for parameter in model.parameters())
+    beside = is_beside(run.loaded.config.saving, copy_bytes=copy, model_bytes=whole)
+    if beside and any(type(tracker).on_save is not TrainerCallback.on_save for tracker in run.trackers):
         run.say("a tracker may send checkpoints away as they are saved, so they are written within the steps")
-        copy = 0
-    elif copy:
+        beside = False
+    elif beside:
         run.say(f"checkpoints are written beside the steps, from a copy of {size(copy)} in memory")
-    return Saving(beside=copy > 0)
+    return Saving(beside=beside)
 
 
 def _first_losses(trainer: SurgeonTrainer, run: Run) -> dict[str, float]:

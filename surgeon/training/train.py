@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -87,9 +86,9 @@ def train(
         run = CheckpointFolder.open(whole, trust_remote_code=trust_remote_code)
         make_delta_of(run, prepared.to, None, metadata_of(run), listener)
 
-    with _with_head(prepared, None, trust_remote_code, listener) as headed:
+    with prepared.objective.ready(prepared, None, trust_remote_code=trust_remote_code, listener=listener) as ready:
         deliver = as_delta if delta_only else None
-        return run_training(headed, listener, deliver=deliver, link=link, take_over=take_over)
+        return run_training(ready, listener, deliver=deliver, link=link, take_over=take_over)
 
 
 def rehearse(
@@ -129,11 +128,10 @@ def rehearse(
 
     listener = listener or Quiet()
     imagined = imagined_texts(prepared, listener.say)
-    with (
-        tempfile.TemporaryDirectory(prefix="surgeon-head-") as room,
-        _with_head(prepared, Path(room) / "head", trust_remote_code, listener) as headed,
-    ):
-        return measured(opened_run(headed, listener, imagined=imagined.texts), imagined)
+    with tempfile.TemporaryDirectory(prefix="surgeon-head-") as room:
+        made = Path(room) / "head"
+        with prepared.objective.ready(prepared, made, trust_remote_code=trust_remote_code, listener=listener) as ready:
+            return measured(opened_run(ready, listener, imagined=imagined.texts), imagined)
 
 
 def _prepared(
@@ -157,23 +155,6 @@ def _prepared(
     folder = CheckpointFolder.open(Path(out), trust_remote_code=trust_remote_code)
     manifest = None if folder.manifest is None else manifest_of(folder)
     return prepare(folder, manifest, loaded, Path(to), device=device, processes=Ranks.of_environment().size)
-
-
-@contextlib.contextmanager
-def _with_head(
-    prepared: Prepared, folder: Path | None, trust_remote_code: bool, listener: Listener
-) -> Iterator[Prepared]:
-    """The same, of an encoder without a head with the one that its labels need, which lies in `folder` (None: beside
-    the run) while inside."""
-    if not prepared.headless:
-        yield prepared
-        return
-
-    from surgeon.training.new_head import headed
-    from surgeon.training.preparing import prepared_with_head
-
-    with headed(prepared, folder, trust_remote_code=trust_remote_code, listener=listener) as out:
-        yield prepared_with_head(prepared, out, manifest_of(out))
 
 
 def trained_view(trained: Trained) -> RenderableType:
@@ -243,7 +224,11 @@ def rehearsal_view(rehearsal: Rehearsal) -> RenderableType:
         shown = FittedTable(headings=False)
         for text, counted in sample.parts:
             style = "green" if counted else "dim"
-            shown.add_row(Text("loss" if counted else "", style=style), Text(_on_a_line(text), style=style))
+            # Line ends as the sign that is read for them: a sample stays what it is, and stays short.
+            shown.add_row(
+                Text("loss" if counted else "", style=style),
+                Text(printable(text.replace("\n", "⏎"), 2000), style=style),
+            )
         marked = (
             "the loss counts what is marked" if sample.label is None else f"its label: {printable(sample.label, 80)}"
         )
@@ -269,11 +254,6 @@ def _labels(found: Mapping[str, int]) -> str:
     most = sorted(found.items(), key=lambda entry: -entry[1])[:_MOST_LABELS]
     more = f", {len(found) - len(most)} more" if len(found) > len(most) else ""
     return ", ".join(f"{printable(name, 24)} {number:,}" for name, number in most) + more
-
-
-def _on_a_line(text: str) -> str:
-    """Line ends as the sign that is read for them: a sample stays what it is, and stays short."""
-    return printable(text.replace("\n", "⏎"), 2000)
 
 
 def check_training(out: Checkpoint, config: LoadedConfig) -> None:

@@ -16,10 +16,10 @@ from torch.nn import functional as F
 import surgeon
 from surgeon.data import scoring as scores
 from surgeon.data.packing import PackedSequence
+from surgeon.data.scoring import score_sequences
 from surgeon.errors import BadInput, SurgeonError
 from surgeon.models.load import load_model
 from surgeon.training.losses.cross_entropy import FusedHead, choose, chunked_cross_entropy
-from surgeon.training.losses.held_out import figures_by_source
 from tests import tiny
 from tests.training.test_train import config, digests, grown
 from tests.warm import warm
@@ -219,9 +219,9 @@ def test_held_out_logits_stay_small_whatever_the_micro_batch(monkeypatch: pytest
     for _ in range(5):
         ids = torch.randint(3, 100, (16,), generator=drawn).tolist()
         sequences.append(PackedSequence(ids, ids, list(range(16)), 0))
-    whole = figures_by_source(model, {"it": sequences}, micro_batch=5)
+    whole = score_sequences(model, sequences, micro_batch=5).loss
     seen: list[int] = []
     model.lm_head.register_forward_hook(lambda _module, _given, logits: seen.append(len(logits)))
     monkeypatch.setattr(scores, "_LOGITS_BYTES", 2 * 16 * model.config.vocab_size * model.dtype.itemsize)
-    assert figures_by_source(model, {"it": sequences}, micro_batch=5)["it"] == pytest.approx(whole["it"], rel=1e-4)
+    assert score_sequences(model, sequences, micro_batch=5).loss == pytest.approx(whole, rel=1e-4)
     assert seen == [2, 2, 1]

@@ -13,8 +13,8 @@ from torch import Tensor
 import surgeon
 from surgeon.data.encoding import Encoder
 from surgeon.data.packing import Packer, held_out, split
+from surgeon.data.scoring import score_sequences
 from surgeon.models.load import load_model
-from surgeon.training.losses.held_out import figures_by_source
 from tests.checkpoints import weights
 from tests.training.test_train import CONFIG, config, grown
 from tests.training.texts import opened_texts
@@ -71,7 +71,7 @@ def test_the_share_of_the_expanded_branch(name: str, tmp_path: Path) -> None:
     documents = opened_texts(tmp_path / source["path"])
     _, kept = split(documents, source["validation"], name=source["name"])
     sequences = held_out(documents, list(kept), Encoder(out, vocabulary=128), Packer(24, "isolated", 0), most=4)
-    again = figures_by_source(model.eval(), {"fr": sequences}, micro_batch=4)["fr"]["loss"]
+    again = score_sequences(model.eval(), sequences, micro_batch=4).loss
     assert again == pytest.approx(trained.losses["fr"][1], abs=1e-6)
 
     surgeon.merge(tmp_path / "run", tmp_path / "merged", window=16, windows=1)

@@ -14,9 +14,9 @@ import surgeon
 from surgeon.common.listener import Quiet
 from surgeon.errors import BadInput
 from surgeon.models.load import load_model
-from surgeon.training import loading
 from surgeon.training.gate_fitting import _states
 from surgeon.training.isolation import Isolation, probe
+from surgeon.training.steps import packed as packed_rows
 from surgeon.training.steps.packed import builds_no_mask, give_masks_positions, run_in_one_row
 from tests import tiny
 from tests.decoders import tiny_decoder
@@ -160,7 +160,7 @@ def test_a_run_under_flash_attention_is_eagers(
         curves[-1] += [before for before, _ in run.losses.values()]
         curves[-1] += [entry["loss.preserve"] for entry in run.log if "loss.preserve" in entry]
     assert curves[1] == pytest.approx(curves[0], rel=1e-4, abs=1e-5)
-    monkeypatch.setattr(loading, "run_in_one_row", lambda _model: None)
+    monkeypatch.setattr(packed_rows, "run_in_one_row", lambda _model: None)
     path = config(tmp_path, attention=FLASH, steps=3)
     for call in (surgeon.train, surgeon.rehearse):
         with pytest.raises(
@@ -187,10 +187,9 @@ def test_masks_get_positions_and_states_that_cross_are_refused(tmp_path: Path) -
     assert not measured(gpt_oss).isolates
     give_masks_positions(gpt_oss)
     assert measured(gpt_oss).isolates
-    from surgeon.training.steps import packed
 
-    modelling = packed.sys.modules[type(gpt_oss).__module__]
-    assert modelling.create_causal_mask is packed.masking_utils.create_causal_mask
+    modelling = packed_rows.sys.modules[type(gpt_oss).__module__]
+    assert modelling.create_causal_mask is packed_rows.masking_utils.create_causal_mask
     hybrid = load_model(tiny_decoder(tmp_path / "hybrid", "lfm2_moe"))
     give_masks_positions(hybrid)
     found = measured(hybrid)

@@ -198,8 +198,8 @@ def test_a_step_is_that_of_a_plain_loop(tmp_path: Path) -> None:
     kinds: set[int] = set()
     for _ in range(3):
         for _ in range(2):
-            assert run.pad is not None
-            batch = batch_of_examples([run.data.mixture.next() for _ in range(4)], pad=run.pad)
+            pad = run.data.mixture.streams[0].encoder.pad
+            batch = batch_of_examples([run.data.mixture.next() for _ in range(4)], pad=pad)
             kinds |= set(batch["token_type_ids"].flatten().tolist())
             (model(**batch).loss / 2).backward()
         optimizer.step()

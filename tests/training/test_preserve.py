@@ -19,7 +19,8 @@ from surgeon.training.config.schema import PreserveSpec
 from surgeon.training.losses import preserving as losses
 from surgeon.training.losses.cross_entropy import FusedHead
 from surgeon.training.losses.preserving import Preserving, chunked_divergence
-from surgeon.training.steps.trainer import shares_of, weighed
+from surgeon.training.objectives.next_tokens import NextTokens
+from surgeon.training.steps.trainer import weighed
 from tests import tiny
 from tests.training.test_losses_live import ids_of, passed
 from tests.training.test_train import base_of, config
@@ -130,7 +131,8 @@ def test_a_models_term_is_that_beside_the_base(made: Path, loss: Any, on: Any) -
     gradients = []
     for teaches in (True, False):
         model.train().zero_grad()
-        with preserving.teaching(batch, None if teaches else 0), head.armed():
+        total = int(preserving.counted(batch).sum()) if teaches else 0
+        with preserving.teaching(batch, total, anywhere=True), head.armed():
             model(**{key: value for key, value in batch.items() if key != "domain_ids"}).loss.backward()
         gradients.append({n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None})
     precise = load_model(made / "out", dtype="float32").double()
@@ -204,7 +206,7 @@ def test_the_adapters_l1_is_a_mean_over_the_steps_original_tokens(made: Path, cu
     expected = 0.5 * float(torch.stack([each[0].double().abs().mean() for each in seen]).mean())
     whole = {"input_ids": ids, "labels": ids, "domain_ids": domains}
     batches = [{key: value[begin : begin + cut] for key, value in whole.items()} for begin in range(0, 10, cut)]
-    shares = shares_of(batches, device=torch.device("cpu"), processes=1)
+    shares = NextTokens().shares(batches, torch.device("cpu"))
     items = torch.tensor(ids[:, 1:].numel())
     total = 0.0
     model.train()
@@ -234,7 +236,7 @@ def test_grown_rows_are_not_the_bases(tmp_path: Path) -> None:
     batch["domain_ids"] = torch.zeros(2, dtype=torch.int64)
     counts = preserving.counted(batch)
     assert counts.sum(dim=1).tolist() == [4, 9]
-    with preserving.teaching(batch), head.armed():
+    with preserving.teaching(batch, int(counts.sum()), anywhere=True), head.armed():
         model.train()(input_ids=ids, labels=ids)
     with torch.no_grad():
         p = base(ids[1:]).logits[:, :-1].double().log_softmax(-1)

@@ -31,11 +31,12 @@ from surgeon.common.signed import read_signed
 from surgeon.common.work_folders import record_of
 from surgeon.data.encoding import Encoder
 from surgeon.data.packing import Packer, held_out, split
+from surgeon.data.scoring import score_sequences
 from surgeon.errors import BadInput, Diverged
 from surgeon.models.load import load_model
 from surgeon.models.templates import TEMPLATES
 from surgeon.training import session
-from surgeon.training.losses.held_out import figures_by_source
+from surgeon.training.objectives.next_tokens import NextTokens
 from surgeon.training.places import work_folder
 from surgeon.training.saved.checkpoints import RunRecord, drop_what_does_not_count, newest_checkpoint, step_of
 from surgeon.training.saved.work_folder import own_work_folder
@@ -117,7 +118,7 @@ def test_every_preserving_plan_starts_at_the_bases_loss_and_moves_nothing_else(
         documents = opened_texts(tmp_path / source["path"])
         _, held = split(documents, source["validation"], name=source["name"])
         sequences = held_out(documents, list(held), encoder, Packer(24, "isolated", 0), most=4)
-        expected = figures_by_source(base, {"it": sequences}, micro_batch=4)["it"]["loss"]
+        expected = score_sequences(base, sequences, micro_batch=4).loss
         assert trained.losses[source["name"]][0] == expected
     after = digests(tmp_path / "run")
     moved = {name for name in before if before[name] != after[name]}
@@ -167,7 +168,7 @@ def test_evaluations_and_checkpoints_are_no_part_of_the_speed(tmp_path: Path, mo
         return slowly
 
     monkeypatch.setattr(time, "perf_counter", lambda: clock() + late)
-    monkeypatch.setattr(trainer, "figures_by_source", slow(trainer.figures_by_source))
+    monkeypatch.setattr(NextTokens, "judged", slow(NextTokens.judged))
     monkeypatch.setattr(trainer, "complete", slow(trainer.complete))
     trained = surgeon.train(grown(tmp_path), config(tmp_path, steps=2), tmp_path / "run", device="cpu")
     assert trained is not None

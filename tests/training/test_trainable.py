@@ -195,7 +195,7 @@ def test_nothing_decays_of_what_trains_in_part(monkeypatch: pytest.MonkeyPatch) 
     made = SimpleNamespace(
         optimizer=None,
         model=model,
-        settings=None,
+        run=SimpleNamespace(settings=None),
         parameters=TrainedParameters(("0.weight", "1.weight"), fixed),
         get_decay_parameter_names=lambda whole: [name for name, _ in whole.named_parameters()],
     )

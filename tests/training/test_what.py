@@ -262,6 +262,20 @@ def test_a_lora_on_transposed_matrices(tmp_path: Path) -> None:
     assert {name.split(".")[-3] for name in names} == {"c_attn", "c_proj", "c_fc"}
 
 
+def test_dora_needs_rows_with_a_length(tmp_path: Path) -> None:
+    """A silent copy's writing projections are zero; the others can be adapted."""
+    base_of(tmp_path)
+    operations = [{"op": "insert_layers", "where": {"after": [2]}, "count": 1, "init": {"kind": "copy"}}]
+    (tmp_path / "plan.yaml").write_text(json.dumps({"surgeon": 1, "operations": operations}))
+    surgeon.apply(tmp_path / "plan.yaml", str(tmp_path / "base"), tmp_path / "out")
+    for call in (surgeon.train, surgeon.rehearse):
+        with pytest.raises(
+            BadInput, match=r"layers\.3\.\S+ has rows of zeros, as silent layers have.* leave `lora.dora` out"
+        ):
+            call(tmp_path / "out", config(tmp_path, lora={"rank": 2, "dora": True}), tmp_path / "run", device="cpu")
+    trained(tmp_path, "out", "run", lora={"rank": 2, "dora": True, "targets": ["q_proj", "up_proj"]})
+
+
 def test_under_a_lora_the_base_is_within(tmp_path: Path) -> None:
     base = tiny.checkpoint(tmp_path / "base", "llama", num_hidden_layers=2)
     model, plain = load_model(base), load_model(base)
@@ -272,7 +286,9 @@ def test_under_a_lora_the_base_is_within(tmp_path: Path) -> None:
         given = {"surgeon_train": 1, "steps": 1, "seed": seed, "lora": {"rank": 2, **more}}
         source = {"name": "fr", "path": "fr.jsonl", "share": 1.0}
         asked = LoadedConfig(TrainConfig.model_validate(given | {"sources": [source]}), tmp_path / "train.yaml")
-        return Lora(asked, opened, None, dissect_folder(opened)).attach(model, TrainableSet(tuple(names), ())).names
+        return (
+            Lora(asked, opened, None, dissect_folder(opened), None).attach(model, TrainableSet(tuple(names), ())).names
+        )
 
     trains = attached(model, 7, dora=True)
     ids = torch.randint(3, 100, (2, 12), generator=torch.Generator().manual_seed(1))

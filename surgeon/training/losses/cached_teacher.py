@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,10 +45,6 @@ _ENTRY = np.dtype([("tokens", "<u4"), ("ids", "<u4"), ("said", "<u4")])
 _SAVE_SECONDS = 30.0
 
 
-def _record_of(k: int) -> np.dtype[Any]:
-    return np.dtype([("ids", "<i4", (k,)), ("log_probs", "<f4", (k,)), ("rest", "<f4")])
-
-
 @dataclass
 class CachedTeacher:
     """The base's `k` likeliest next tokens at the tokens that count, of a run's `sequences` sequences of `length`.
@@ -64,7 +60,7 @@ class CachedTeacher:
     length: int
 
     def __post_init__(self) -> None:
-        self._record = _record_of(self.k)
+        self._record = np.dtype([("ids", "<i4", (self.k,)), ("log_probs", "<f4", (self.k,)), ("rest", "<f4")])
         self._index = np.zeros(0, _ENTRY)
         self._ends = np.zeros(1, np.int64)
 
@@ -181,7 +177,10 @@ class CachedTeacher:
                 file.seek(int(self._ends[number]) * self._record.itemsize)
                 content = file.read(here * self._record.itemsize)
                 if zlib.crc32(content) != entry["said"]:
-                    raise self._damaged()
+                    raise BadInput(
+                        f"{printable(str(self.work / SAID_FILE))}: not what was written, so the disk or somebody"
+                        " changed it; remove it, and run the same command again: the base predicts again"
+                    )
                 parts.append(np.frombuffer(content, self._record))
         every = np.concatenate(parts)
         found = (torch.from_numpy(every[name].copy()) for name in ("ids", "log_probs", "rest"))
@@ -254,12 +253,6 @@ class CachedTeacher:
         self._index = np.frombuffer(read_own(self.work / INDEX_FILE) or b"", _ENTRY)
         self._ends = np.concatenate([[0], self._index["tokens"].astype(np.int64).cumsum()])
 
-    def _damaged(self) -> BadInput:
-        return BadInput(
-            f"{printable(str(self.work / SAID_FILE))}: not what was written, so the disk or somebody changed it; remove"
-            " it, and run the same command again: the base predicts again"
-        )
-
 
 class _Writer:
     """Appends to the `files` of a teacher, from `state` on, and says from time to time how far they are safe."""
@@ -299,7 +292,8 @@ class _Writer:
 
     def _save(self, done: bool) -> None:
         for file in (self.said, self.index):
-            _flush(file)
+            file.flush()
+            os.fsync(file.fileno())
         state = {
             "done": done,
             "sequences": self.sequences,
@@ -309,11 +303,6 @@ class _Writer:
         }
         write_signed(self.teacher.work / STATE_FILE, state)
         self.saved = time.monotonic()
-
-
-def _flush(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def _gathered(own: list[NDArray[Any]], ranks: Ranks) -> list[NDArray[Any]]:

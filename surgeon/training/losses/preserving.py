@@ -18,15 +18,13 @@ import torch
 from torch import Tensor
 
 from surgeon.common.distributed import is_sharded
-from surgeon.data.packing import IGNORED_LABEL
+from surgeon.data.packing import IGNORED_LABEL, NUMBERS
 from surgeon.manifest.within import Within
 from surgeon.models.teacher import BaseWithin
 from surgeon.training.config.schema import PreserveSpec
 from surgeon.training.losses.cross_entropy import CHUNK_BYTES, ChunkedLoss, FusedHead, capped_logits, next_labels
 from surgeon.training.losses.top_k import TopK
 
-# In a batch: the numbers of its sequences among all that the run draws.
-NUMBERS = "sequence_numbers"
 # float32 logits of the model and of the base.
 _BYTES_A_LOGIT = 8
 
@@ -146,16 +144,13 @@ class Preserving:
         return counts
 
     @contextlib.contextmanager
-    def teaching(
-        self, batch: Mapping[str, Tensor], total: int | None = None, *, anywhere: bool = True
-    ) -> Iterator[None]:
+    def teaching(self, batch: Mapping[str, Tensor], total: int, *, anywhere: bool) -> Iterator[None]:
         """Inside, the loss of a forward on `batch` in the armed head holds this batch's share of the term.
 
-        `total` is the number of tokens that count in the accumulated batch, over all processes (None: this batch's).
+        `total` is the number of tokens that count in the accumulated batch, over all processes.
         `anywhere`: one counts in some process's batch; sharded weights are gathered by all processes or none.
         """
         counts = self.counted(batch)
-        total = int(counts.sum()) if total is None else total
         rows = counts.any(dim=1).nonzero()[:, 0]
         # The model itself is no teacher once its base trains.
         assert self.said is not None or self.spec.cached is None

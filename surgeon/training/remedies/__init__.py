@@ -13,6 +13,3 @@ from surgeon.training.run import Remedy
 
 # In the order in which they are asked, and shown.
 REMEDIES: tuple[type[Remedy], ...] = (Recall, Gate, Kl, Fisher)
-
-# What lines of the log call the terms that they add to the loss, by the terms' names in it.
-LOGGED = dict(kind.logged for kind in REMEDIES if kind.logged is not None)

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 class Fisher(Remedy):
     """Elastic weight consolidation: no teacher, and no forward of its own in a step."""
 
-    key = "fisher"
     logged = "loss.fisher", "of fisher"
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
         assert case.loaded.config.preserve is not None
         self.spec = case.loaded.config.preserve
-        self.anchored: Anchored | None = None
+        # From `measure` on.
+        self.anchored: Anchored
 
     @classmethod
     def of(cls, case: Case) -> Self | None:
@@ -67,13 +67,13 @@ class Fisher(Remedy):
             )
         self.anchored = Anchored(model, fisher, weight)
 
-    def pull(self) -> Tensor | None:
+    def pull(self) -> Tensor:
         """Pull every parameter back."""
-        return None if self.anchored is None else self.anchored.pull()
+        return self.anchored.pull()
 
-    def take(self, *, device: Any, processes: int) -> float | None:
+    def take(self) -> float:
         """Return the term."""
-        return None if self.anchored is None else self.anchored.take()
+        return self.anchored.take()
 
     def rehearse(self, run: Run, model: Any, head: FusedHead | None) -> Estimate:
         """Estimate it by one sequence, which is kept until a step was taken, as in the run."""

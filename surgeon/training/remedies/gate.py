@@ -39,8 +39,6 @@ def gate_of(manifest: Manifest | None) -> int | None:
 class Gate(Remedy):
     """The gate; an earlier run may have fitted it."""
 
-    key = "gate"
-
     @classmethod
     def of(cls, case: Case) -> Self | None:
         """Return it where the last surgery added one."""
@@ -107,7 +105,7 @@ class Gate(Remedy):
         from surgeon.training.gate_fitting import fit_gate
         from surgeon.training.trainable.trainable_set import StoredNames
 
-        stored = StoredNames(model, dict.fromkeys((*run.out.tensors, *self.fitted)))
+        stored = StoredNames(model, (*run.out.tensors, *self.fitted))
         dtypes = {}
         for name in self.fitted:
             in_memory = stored.alone(name)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
+from surgeon.common.distributed import Ranks
 from surgeon.common.formatting import size
 from surgeon.common.listener import Quiet
 from surgeon.errors import BadInput, printable
@@ -28,13 +29,14 @@ if TYPE_CHECKING:
 class Kl(Remedy):
     """A term of `preserve` for which the base `within` teaches: kl, reverse_kl or hidden_mse."""
 
-    key = "teacher"
     logged = "loss.preserve", "from the base"
+    reads_head = True
 
     def __init__(self, case: Case, spec: PreserveSpec, within: Within) -> None:
         super().__init__(case)
         self.spec, self.within = spec, within
-        self.preserving: Preserving | None = None
+        # From `join` on.
+        self.preserving: Preserving
         self.cached: CachedTeacher | None = None
         self._rehearsing = False
         # Of the step's micro-batches that are still to come: tokens that count in all of them, and whether one does in
@@ -94,15 +96,9 @@ class Kl(Remedy):
         new = manifest.new_tensors
         return all(name in new and new[name].operation < gate for name in wanted.names)
 
-    @property
-    def reads_head(self) -> bool:
-        """It does."""
-        return True
-
     def join(self, run: Run, model: Any, head: FusedHead | None) -> Any:
         """Find the base in the model; where its own tensors train, load a frozen copy, which is returned."""
         from surgeon.models.load import load_model
-        from surgeon.training.loading import isolate
         from surgeon.training.losses.cached_teacher import CachedTeacher
         from surgeon.training.losses.cross_entropy import FusedHead
         from surgeon.training.losses.preserving import Preserving
@@ -113,12 +109,19 @@ class Kl(Remedy):
         if spec.cached is not None:
             how = f"what {self.within.shown} said before the first step"
             sequences = settings.steps * settings.batch
-            self.cached = CachedTeacher(run.work, spec.cached, spec.on, run.data.mixture, sequences, settings.length)
+            self.cached = CachedTeacher(
+                run.work,
+                spec.cached,
+                spec.on,
+                run.data.mixture,
+                sequences,
+                settings.length,
+            )
         elif self.within.apart:
             how = f"a frozen copy of {self.within.shown}"
             copy = load_model(run.out, dtype=config.dtype, attention=config.attention).requires_grad_(False)
             copy.config.use_cache = False
-            isolate(run, copy)
+            run.objective.isolate(run, copy)
             copy = copy if run.sharding is not None else copy.to(run.device)
         teacher = None if copy is None else FusedHead(copy, "torch")
         self.preserving = Preserving(model, spec, self.within, head, copy=teacher)
@@ -135,7 +138,6 @@ class Kl(Remedy):
 
         if self.cached is None:
             return
-        assert self.preserving is not None
         run.say(f"{self.cached.summary}, in {printable(str(run.work))} while the run lasts")
         with by_document():
             self.cached.record(
@@ -146,17 +148,17 @@ class Kl(Remedy):
                 listener=run.listener if run.ranks.leads else Quiet(),
             )
 
-    def step(self, batches: Sequence[Mapping[str, Tensor]], *, device: Any, processes: int) -> None:
+    def step(self, batches: Sequence[Mapping[str, Tensor]]) -> None:
         """Count the tokens on which the base teaches, in all micro-batches and processes."""
         import torch
 
-        assert self.preserving is not None
         if self._rehearsing and self.cached is not None:
             # As it will be looked up during training.
             found = self.preserving.top(batches[0], self.cached.k)
             self.preserving.said = lambda *_: found
-        counts = torch.tensor([int(self.preserving.counted(batch).sum()) for batch in batches], device=device)
-        if processes > 1:
+        counted = [int(self.preserving.counted(batch).sum()) for batch in batches]
+        counts = torch.tensor(counted, device=self.preserving.model.device)
+        if Ranks.of_environment().size > 1:
             torch.distributed.all_reduce(counts)
         total = int(counts.sum())
         self._shares = [(total, here > 0) for here in counts.tolist()]
@@ -164,17 +166,15 @@ class Kl(Remedy):
 
     def loss(self, batch: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[None]:
         """Inside, the base teaches."""
-        assert self.preserving is not None
         total, anywhere = self._shares.pop(0)
         return self.preserving.teaching(batch, total, anywhere=anywhere)
 
-    def take(self, *, device: Any, processes: int) -> float | None:
+    def take(self) -> float | None:
         """Return the term; None where there was nothing to teach on."""
         import torch
 
-        assert self.preserving is not None
-        found = self.preserving.take().to(device)
-        if processes > 1:
+        found = self.preserving.take().to(self.preserving.model.device)
+        if Ranks.of_environment().size > 1:
             torch.distributed.all_reduce(found)
         steps, self._steps = self._steps, 0
         return float(found) / steps if steps else None
@@ -188,7 +188,6 @@ class Kl(Remedy):
         self._rehearsing = True
         if cached is None:
             return None
-        assert preserving is not None
         stream = next(s for s in run.data.mixture.streams if cached.on == "all" or s.packer.domain == 0)
         seconds = 0.0
         for _ in range(2):

@@ -12,8 +12,6 @@ from surgeon.training.run import Case, Remedy, Text
 class Recall(Remedy):
     """Sources that the model writes."""
 
-    key = "recall"
-
     @classmethod
     def of(cls, case: Case) -> Self | None:
         """Return it where a source has `generate`."""

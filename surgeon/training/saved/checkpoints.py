@@ -61,22 +61,19 @@ class RunRecord:
         """The same, and who wrote it where."""
         try:
             signed = read_signed(work / RUN_FILE)
-            return None if signed is None else (cls._of(signed.data), signed)
+            if signed is None:
+                return None
+            record = cls(**signed.data)
+            texts = [record.fingerprint, *record.kept.values(), *record.checkpoints.values()]
+            numbers = [] if record.first is None else list(record.first.values())
+            if not all(isinstance(text, str) for text in texts) or not all(isinstance(n, float) for n in numbers):
+                raise TypeError("it is no record of a run")
         except (ValueError, TypeError, AttributeError) as error:
             raise BadInput(
                 f"{printable(str(work / RUN_FILE))}: damaged or edited ({printable(str(error))}); remove"
                 f" {printable(str(work))}, and the run starts from the beginning"
             ) from None
-
-    @classmethod
-    def _of(cls, data: Any) -> RunRecord:
-        """Raises TypeError for what is no such record."""
-        record = cls(**data)
-        texts = [record.fingerprint, *record.kept.values(), *record.checkpoints.values()]
-        numbers = [] if record.first is None else list(record.first.values())
-        if not all(isinstance(text, str) for text in texts) or not all(isinstance(n, float) for n in numbers):
-            raise TypeError("it is no record of a run")
-        return record
+        return record, signed
 
     def has_kept(self, key: str, work: Path, *files: str) -> bool:
         """Whether files of the work folder are there and what `keep` wrote down of them."""

@@ -14,8 +14,8 @@ from surgeon.common.work_folders import WorkFolder, working_in
 from surgeon.errors import BadInput, printable
 from surgeon.training.config.loading import LoadedConfig
 from surgeon.training.config.settings import Settings
+from surgeon.training.run import TrainingData
 from surgeon.training.saved.checkpoints import RUN_FILE, RunRecord, newest_checkpoint
-from surgeon.training.training_data import TrainingData
 
 
 @contextlib.contextmanager
@@ -70,7 +70,7 @@ def fingerprint_of(loaded: LoadedConfig, settings: Settings, held: dict[str, str
     Args:
         loaded: the training config.
         settings: the run's numbers.
-        digests: of all tensors of the output.
+        held: the digests of all tensors of the output.
         data: the texts.
     """
     numbers = settings.to_json()

@@ -12,7 +12,6 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,11 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.utils import logging as transformers_logging
 
 from surgeon.common.distributed import is_sharded
-from surgeon.data.packing import IGNORED_LABEL, Batches
+from surgeon.data.packing import NUMBERS, Batches
 from surgeon.errors import Diverged
 from surgeon.training.losses.cross_entropy import FusedHead
-from surgeon.training.losses.held_out import figures_by_source
-from surgeon.training.losses.preserving import NUMBERS
-from surgeon.training.processes.sharding import dealt_out, gathered
-from surgeon.training.run import Remedy, Run
+from surgeon.training.processes.sharding import dealt_out, gathered, let_go
+from surgeon.training.run import Run
 from surgeon.training.saved.checkpoints import Saving, best_step, complete, newest_checkpoint, step_of
 from surgeon.training.steps.by_document import by_document
 from surgeon.training.steps.optimizer import make_optimizer, make_schedule
@@ -43,29 +40,23 @@ DATA_FILE = "data.json"
 _SHARE = "share"
 
 
-@dataclass(frozen=True)
-class Terms:
-    """What computes the loss, and what is added to it. `fused`: the loss without logits; None: the model's own."""
+@contextlib.contextmanager
+def whole_loss(run: Run, model: nn.Module, batch: dict[str, Any], fused: FusedHead | None) -> Iterator[None]:
+    """Inside, a forward of `model` on the step's next micro-batch has the whole loss, with what the remedies add.
 
-    fused: FusedHead | None = None
-    remedies: Sequence[Remedy] = ()
-
-    @contextlib.contextmanager
-    def added(self, model: nn.Module, batch: dict[str, Any]) -> Iterator[None]:
-        """Inside, a forward of `model` on the step's next micro-batch has the whole loss.
-
-        Keys of `batch` that the model does not take are dropped.
-        """
-        with contextlib.ExitStack() as stack:
-            for remedy in self.remedies:
-                stack.enter_context(remedy.loss(batch))
-            batch.pop(NUMBERS, None)
-            if not hasattr(model, "surgery"):
-                # A native model knows no domains.
-                batch.pop("domain_ids", None)
-            if self.fused is not None:
-                stack.enter_context(self.fused.armed())
-            yield
+    Keys of `batch` that the model does not take are dropped. `fused` computes the loss without logits; None: the model
+    itself does.
+    """
+    with contextlib.ExitStack() as stack:
+        for remedy in run.remedies:
+            stack.enter_context(remedy.loss(batch))
+        batch.pop(NUMBERS, None)
+        if not hasattr(model, "surgery"):
+            # A native model knows no domains.
+            batch.pop("domain_ids", None)
+        if fused is not None:
+            stack.enter_context(fused.armed())
+        yield
 
 
 class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformers is not typed
@@ -80,7 +71,7 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         parameters: TrainedParameters,
         batches: Batches[Any],
         callbacks: Sequence[TrainerCallback],
-        terms: Terms,
+        fused: FusedHead | None,
         saving: Saving,
     ) -> None:
         """Take over what a run consists of.
@@ -88,11 +79,11 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         Args:
             model: the model, with requires_grad set.
             args: what transformers' Trainer is to do.
-            run: its numbers, and the texts that are held out.
+            run: its numbers, its texts, and what is added to the loss.
             parameters: what trains, and what else is published.
             batches: what this process trains on.
             callbacks: called by transformers' Trainer.
-            terms: what computes the loss, and what is added to it.
+            fused: what computes the loss without logits; None: the model itself does.
             saving: writes checkpoints.
         """
         super().__init__(model=model, args=args, callbacks=list(callbacks))
@@ -101,18 +92,14 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         self.optimizer: Any
         self.lr_scheduler: Any
         self.control: Any
-        self.settings = run.settings
+        self.run = run
         self.parameters = parameters
         self.batches = batches
-        self.validation = run.data.validation
-        self.pad = run.pad
-        self.terms = terms
+        self.fused = fused
         # Seconds in which no step was made: evaluations and checkpoints.
         self.aside = 0.0
-        # The source whose lowest held-out loss chooses the checkpoint that is published.
-        self.keep_best = run.loaded.config.keep_best
         self.saving = saving
-        if self.pad is not None:
+        if not run.objective.packs:
             # Heads take the mean over a micro-batch, and these have all as many examples: Trainer takes their mean.
             self.model_accepts_loss_kwargs = False
 
@@ -131,14 +118,14 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
             whole = self.model if model is None else model
             # Of a parameter of which a part does not train nothing decays.
             decayed = set(self.get_decay_parameter_names(whole)) - self.parameters.fixed.keys()
-            self.optimizer = make_optimizer(whole, self.settings, decayed=decayed)
+            self.optimizer = make_optimizer(whole, self.run.settings, decayed=decayed)
             check_set(self.model, self.parameters.names, optimizer=self.optimizer)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The settings' schedule."""
         if self.lr_scheduler is None:
-            self.lr_scheduler = make_schedule(optimizer or self.optimizer, self.settings)
+            self.lr_scheduler = make_schedule(optimizer or self.optimizer, self.run.settings)
             self._created_lr_scheduler = True
         return self.lr_scheduler
 
@@ -148,7 +135,7 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         with by_document():
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         # From the last micro-batch on the gradients are those of the whole step.
-        for remedy in self.terms.remedies if self.accelerator.sync_gradients else ():
+        for remedy in self.run.remedies if self.accelerator.sync_gradients else ():
             if (pulled := remedy.pull()) is not None:
                 loss = loss + pulled
         # Of all processes: one that stopped alone would leave the others waiting for it.
@@ -162,28 +149,21 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Fetch micro-batches as Trainer does; each gets its share of what counts in all of them and all processes."""
         samples, items = super().get_batch_samples(*args, **kwargs)
-        if self.pad is not None:
-            return samples, items
-        together = {"device": self.args.device, "processes": self.args.world_size}
-        for batch, share in zip(samples, shares_of(samples, **together), strict=True):
+        for batch, share in zip(samples, self.run.objective.shares(samples, self.args.device), strict=True):
             batch[_SHARE] = share
-        for remedy in self.terms.remedies:
-            remedy.step(samples, **together)
+        for remedy in self.run.remedies:
+            remedy.step(samples)
         return samples, items
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Compute the loss as Trainer does, with the fused head and what remedies add, where there are any."""
-        if self.pad is not None:
-            return super().compute_loss(model, inputs, *args, **kwargs)
-        with weighed(self.model, inputs.pop(_SHARE)), self.terms.added(self.model, inputs):
+        with weighed(self.model, inputs.pop(_SHARE)), whole_loss(self.run, self.model, inputs, self.fused):
             return super().compute_loss(model, inputs, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log as Trainer does, with the mean of what each remedy adds."""
-        for remedy in self.terms.remedies if "loss" in logs else ():
-            if remedy.logged is None:
-                continue
-            if (mean := remedy.take(device=self.args.device, processes=self.args.world_size)) is not None:
+        for remedy in self.run.remedies if "loss" in logs else ():
+            if remedy.logged is not None and (mean := remedy.take()) is not None:
                 logs[remedy.logged[0]] = mean
         super().log(logs, *args, **kwargs)
 
@@ -203,31 +183,23 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         )
 
     def figures(self) -> dict[str, dict[str, float]]:
-        """Return the figures of every source's held-out sequences (`figures_by_source`)."""
-        return figures_by_source(
-            self.model,
-            self.validation,
-            micro_batch=self.settings.micro_batch,
-            process=self.args.process_index,
-            processes=self.args.world_size,
-            pad=self.pad,
-        )
+        """Return the figures of every source's held-out sequences (`Objective.judged`); all processes call."""
+        run = self.run
+        found = {name: run.objective.judged(run, self.model, held) for name, held in run.data.validation.items()}
+        let_go(self.model)
+        return found
 
     @torch.no_grad()
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        """Return the mean loss of every source's held-out sequences, in nats a token, logged as `eval_NAME_loss`.
-
-        A classification head's other figures come with it, as `eval_NAME_accuracy`.
-        """
+        """Return the figures of every source's held-out sequences, logged as `eval_NAME_loss` and the like."""
         with self._aside():
             found = self.figures()
         metrics = {f"eval_{name}_{key}": value for name, figures in found.items() for key, value in figures.items()}
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        if self.keep_best is not None:
-            # So that the best is always there, and not after the checkpoint that a run goes on from.
-            better = best_step(self.state.log_history, self.keep_best) == self.state.global_step
-            self.control.should_save = self.control.should_save or better
+        # So that the best is always there, and not after the checkpoint that a run goes on from.
+        better = self._best_step() == self.state.global_step
+        self.control.should_save = self.control.should_save or better
         return metrics
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
@@ -262,6 +234,11 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
             for name in self.parameters.published:
                 held[name].copy_(dealt_out(tensors[name], held[name]))
 
+    def _best_step(self) -> int | None:
+        """Return the step after which the loss on the source `keep_best` was lowest; None: the config names none."""
+        source = self.run.loaded.config.keep_best
+        return None if source is None else best_step(self.state.log_history, source)
+
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
         """The time inside is no step's."""
@@ -272,66 +249,22 @@ class SurgeonTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
             self.aside += time.perf_counter() - begun
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        with self._aside():
-            self._write_checkpoint(model, trial)
-
-    def _write_checkpoint(self, model: nn.Module, trial: Any) -> None:
         step = self.state.global_step
-        self.saving.begin(last=step >= self.state.max_steps)
-        super()._save_checkpoint(model, trial)
-        if self.args.world_size > 1:
-            torch.distributed.barrier()
-        if self.args.should_save:
-            folder = Path(self.args.output_dir) / f"checkpoint-{step}"
-            (folder / DATA_FILE).write_text(json.dumps(self.batches.mixture.state()), encoding="utf-8")
-            best = None if self.keep_best is None else best_step(self.state.log_history, self.keep_best)
-            self.saving.finish(lambda: complete(folder, step, best))
+        with self._aside():
+            self.saving.begin(last=step >= self.state.max_steps)
+            super()._save_checkpoint(model, trial)
+            if self.args.world_size > 1:
+                torch.distributed.barrier()
+            if self.args.should_save:
+                folder = Path(self.args.output_dir) / f"checkpoint-{step}"
+                (folder / DATA_FILE).write_text(json.dumps(self.batches.mixture.state()), encoding="utf-8")
+                best = self._best_step()
+                self.saving.finish(lambda: complete(folder, step, best))
 
 
 def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """Parameters, and the buffers that fitted tensors are, by name."""
     return {**dict(model.named_buffers()), **dict(model.named_parameters())}
-
-
-# Losses of the runtime that are means over the tokens of some domains: original text, or that of tasks.
-_ORIGINAL, _TASKS = "local_l1_loss", "router_loss"
-
-
-def shares_of(
-    batches: Sequence[Mapping[str, Tensor]], *, device: torch.device, processes: int
-) -> list[dict[str, float]]:
-    """Return by what the runtime's scale of a loss is to be multiplied in each micro-batch of a process's step.
-
-    All processes call.
-
-    Args:
-        batches: the micro-batches.
-        device: where numbers of all processes are summed.
-        processes: how many there are.
-
-    Returns:
-        for each micro-batch the factors, by the loss's name
-    """
-    counts = torch.tensor([_counts(batch) for batch in batches], dtype=torch.int64, device=device)
-    together = counts.sum(dim=0)
-    if processes > 1:
-        torch.distributed.all_reduce(together)
-    labels, *wholes = together.tolist()
-    return [
-        {
-            name: own / whole / (own_labels / labels)
-            for name, own, whole in zip((_ORIGINAL, _TASKS), owns, wholes, strict=True)
-            if whole
-        }
-        for own_labels, *owns in counts.tolist()
-    ]
-
-
-def _counts(batch: Mapping[str, Tensor]) -> tuple[int, int, int]:
-    """Count a micro-batch's labels, tokens of original text, and tokens of tasks or new text."""
-    labels = int((batch["labels"][..., 1:] != IGNORED_LABEL).sum())
-    original = int((batch["domain_ids"] == 0).sum()) * batch["input_ids"].shape[1]
-    return labels, original, batch["input_ids"].numel() - original
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from surgeon.training.targets.target import OwnTensors
 
 
 class Head(OwnTensors):
-    """Nothing but the head, which `with_head` adds to every target."""
+    """Nothing but the head, which `objectives.labels` adds to every target."""
 
     what = "head"
 

@@ -84,7 +84,8 @@ class Lora(Target):
         """Freeze the model and put the LoRA at its matrices; a classification head trains whole beside it.
 
         Each A is drawn by (seed, its module's name), U(−1/√in, 1/√in) as in PEFT; B is zero, so the model computes what
-        it did. Raises BadInput where a tensor is no matrix of a linear module, or makes up a parameter with others.
+        it did. Raises BadInput where a tensor is no matrix of a linear module, or makes up a parameter with others, and
+        for DoRA on rows of zeros.
         """
         import peft
         from transformers.pytorch_utils import Conv1D
@@ -92,7 +93,7 @@ class Lora(Target):
         from surgeon.training.trainable.trainable_set import StoredNames, TrainedParameters, check_set
 
         modules = _modules(model, [name for name in wanted.names if name not in wanted.beside], self.out.tensors)
-        whole = {*StoredNames(model, dict.fromkeys((*self.out.tensors, *wanted.beside))).in_memory(wanted.beside)}
+        whole = {*StoredNames(model, (*self.out.tensors, *wanted.beside)).in_memory(wanted.beside)}
         config = peft.LoraConfig(
             r=self.spec.rank,
             lora_alpha=self.spec.scale * self.spec.rank,  # type: ignore[arg-type]  # a float is divided as well
@@ -113,6 +114,12 @@ class Lora(Target):
                 continue
             elif module not in modules:
                 raise BadInput(f"{printable(module)}: PEFT takes it for one of `lora.targets` by its name; name fewer")
+            elif _LENGTHS in name and not bool(parameter.all()):
+                # m / ‖W‖ would be 0 / 0.
+                raise BadInput(
+                    f"{printable(module)}: has rows of zeros, as silent layers have, whose length DoRA divides by;"
+                    " leave `lora.dora` out, or name other `lora.targets`"
+                )
             else:
                 _begin(parameter, modules[module].weight.dtype, f"{self.loaded.config.seed}:{name}")
             names.append(name)
@@ -251,7 +258,7 @@ def _modules(model: Any, wanted: Sequence[str], base_names: Iterable[str]) -> di
 
     from surgeon.training.trainable.trainable_set import StoredNames
 
-    stored = StoredNames(model, dict.fromkeys((*base_names, *wanted)))
+    stored = StoredNames(model, (*base_names, *wanted))
     shared = _shared(model)
     found: dict[str, Any] = {}
     for name in wanted:

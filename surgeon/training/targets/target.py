@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from surgeon.anatomy.anatomy import Anatomy
-from surgeon.anatomy.grafted_config import native_config
-from surgeon.anatomy.heads import head_of
 from surgeon.checkpoint.folder import CheckpointFolder
-from surgeon.checkpoint.labels import is_classifier
 from surgeon.errors import BadInput
 from surgeon.manifest.manifest import Manifest
 from surgeon.manifest.trainable import TrainableSet, trainable_set
@@ -41,6 +38,8 @@ class Target(ABC):
     out: CheckpointFolder
     manifest: Manifest | None
     anatomy: Anatomy
+    # transformers' class of the model; None: a decoder's.
+    auto: str | None
 
     # Whether a step changes the model's own tensors; else only publishing does.
     changes_in_steps: ClassVar[bool] = True
@@ -52,7 +51,7 @@ class Target(ABC):
 
     @abstractmethod
     def names(self) -> TrainableSet:
-        """Return the tensors that train, but for a classification head. Raises BadInput."""
+        """Return the tensors that train, but for those that the objective adds. Raises BadInput."""
 
     def notes(self) -> list[str]:
         """Return what the user should know of it before the run."""
@@ -72,13 +71,6 @@ class Target(ABC):
             called: what an adapter's config calls the model.
         """
 
-    @property
-    def auto(self) -> str | None:
-        """transformers' class of the model; None: a decoder's."""
-        from surgeon.models.load import CLASSIFIER
-
-        return CLASSIFIER if self.loaded.config.classifies else None
-
     def blank(self) -> Any:
         """Return the model on the meta device, in float32."""
         import torch
@@ -86,29 +78,6 @@ class Target(ABC):
         from surgeon.models.load import build_model
 
         return build_model(self.out, dtype=lambda _: torch.float32, auto=self.auto)
-
-    def with_head(self, wanted: TrainableSet) -> TrainableSet:
-        """Add the classification head of the output to `wanted`, where texts with labels train it and it has one.
-
-        A part of another head (for masked words) that the model does not run is left out. Raises BadInput where
-        transformers cannot build the model.
-        """
-        out, encoder = self.out, self.anatomy.family.encoder
-        if not (self.loaded.config.classifies and encoder and is_classifier(out.config)):
-            return wanted
-        head = head_of(native_config(out.config), out.tensors)
-        idle = head.idle(self.anatomy.outer)
-        more = head.births.keys() & out.tensors.keys()
-        names = tuple(name for name in out.tensors if name in more or (name in wanted.names and name not in idle))
-        of_base = {*trainable_set(out, self.manifest, "base", self.anatomy).names} & more
-        title = f"{wanted.shown} and the classification head" if wanted.names else "the classification head"
-        return replace(
-            wanted,
-            names=names,
-            of_base=frozenset((wanted.of_base - idle) | of_base),
-            title=wanted.title if more <= {*wanted.names} else title,
-            beside=tuple(name for name in names if name in more),
-        )
 
 
 class OwnTensors(Target):

@@ -26,13 +26,13 @@ class WrongSet(SurgeonError):
 
 
 class StoredNames:
-    """Maps tensors on disk, called `names`, to those of a loaded `model`, and back."""
+    """Maps tensors on disk, called `names` (one may come twice), to those of a loaded `model`, and back."""
 
     def __init__(self, model: Any, names: Iterable[str]) -> None:
         self.model = model
         held = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         held |= {name for name, _ in model.named_buffers()}
-        names = list(names)
+        names = dict.fromkeys(names)
         # Where names are the same, transformers is not asked.
         apart = [name for name in names if name not in held]
         self._made = {name: Made((name,), False) for name in names if name in held}
@@ -132,7 +132,7 @@ def unfreeze(model: nn.Module, wanted: TrainableSet, *, base_names: Collection[s
     absent = [name for name in wanted.names if name not in base_names and not _is_tied(model, name)]
     if absent:
         raise WrongSet(f"{printable(absent[0])}: to train, yet the checkpoint has no tensor of this name")
-    stored = StoredNames(model, dict.fromkeys((*base_names, *wanted.names)))
+    stored = StoredNames(model, (*base_names, *wanted.names))
     in_memory = stored.in_memory(wanted.names)
     names = {name for name, _ in model.named_parameters()}
     missing = [name for name in in_memory if name not in names and not _is_tied(model, name)]
@@ -152,7 +152,7 @@ def hold_fixed(model: nn.Module, wanted: TrainableSet, *, tensors: Mapping[str, 
     zero leaves them as they are. `tensors` are all of the checkpoint's: of what transformers makes of several, or
     converts, is fixed what it makes of their fixed parts.
     """
-    stored = StoredNames(model, dict.fromkeys((*tensors, *wanted.names))) if wanted.fixed else None
+    stored = StoredNames(model, (*tensors, *wanted.names)) if wanted.fixed else None
     held: dict[str, int] = {}
     parameters = dict(model.named_parameters())
     for name in wanted.names:

@@ -11,16 +11,16 @@ import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
+from surgeon.checkpoint.folder import CheckpointFolder
 from surgeon.cli import app
 from surgeon.common.listener import Quiet
-from surgeon.data.encoding import Encoder
 from surgeon.lab.demonstration import base, demo
 from surgeon.lab.demonstration.base import code
 from surgeon.lab.demonstration.demo import KNOWN, NEW, _write_config, _write_texts, demo_view, run_demo
 from surgeon.training import gate_fitting
 from surgeon.training.config.loading import load_config
-from surgeon.training.config.settings import settle
-from surgeon.training.training_data import TrainingData
+from surgeon.training.opening import opened_run
+from surgeon.training.preparing import prepare
 from tests import tiny
 from tests.lab.demonstration.test_base import FEW_STEPS, WHOLE
 from tests.training.texts import add_tokenizer, text
@@ -56,11 +56,12 @@ def test_only_the_new_text_is_trained_on(tmp_path: Path) -> None:
     folder = add_tokenizer(tiny.checkpoint(tmp_path / "base", "llama"))
     known, new = ([text(30, seed, first=first, count=50) for seed in range(60)] for first in (0, 50))
     _write_texts(tmp_path / "texts", known=known, new=new)
-    loaded = load_config(_write_config(tmp_path / "train.yaml", "last", 1e-3, steps=9, seed=3))
-    settings, _ = settle(loaded, ["insert_layers"], context=128, processes=1)
-    data = TrainingData.open(loaded, settings, Encoder(folder, vocabulary=128), lambda _words: None)
+    loaded = load_config(_write_config(tmp_path / "train.yaml", "all", 1e-3, steps=9, seed=3))
+    out = CheckpointFolder.open(folder)
+    run = opened_run(prepare(out, None, loaded, tmp_path / "run", device="cpu", processes=1), Quiet())
+    data = run.data
     assert data.validation.keys() == {NEW, KNOWN}
-    for _ in range(9 * settings.batch):
+    for _ in range(9 * run.settings.batch):
         # Of what the base knows nothing is trained on.
         assert min(token for token in data.mixture.next().ids if token >= 10) >= 60
 

@@ -1,0 +1,202 @@
+"""Texts and chats: a language model learns to predict the next token, of documents packed into sequences of one length.
+
+Packed documents do not see each other, unless the config says so; that is measured before the first step.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from surgeon.common.distributed import Ranks
+from surgeon.common.library import first_line
+from surgeon.data.documents import Corpus
+from surgeon.data.packing import IGNORED_LABEL, PackedSequence, Packer, SourceStream, batch_of, held_out
+from surgeon.data.specs import SourceSpec
+from surgeon.errors import BadInput, printable
+from surgeon.training.run import SHOWN_TOKENS, Case, Look, Objective, Prepared, Run, Sample
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from surgeon.data.encoding import Encoded, Encoder
+    from surgeon.training.losses.cross_entropy import FusedHead
+
+# Runs of a sample that are shown.
+_RUNS = 8
+# Losses of the runtime that are means over the tokens of some domains: original text, or that of tasks.
+_ORIGINAL, _TASKS = "local_l1_loss", "router_loss"
+
+
+class NextTokens(Objective):
+    """The mean cross-entropy of the next tokens that count."""
+
+    packs = True
+
+    def check(self, case: Case) -> None:
+        """Raise BadInput for an encoder."""
+        family = case.anatomy.family
+        if family.encoder:
+            raise BadInput(
+                f"{printable(str(case.out.path))}: an encoder ({family.model_type}), which predicts no next token;"
+                " train it on labelled texts (`kind: labels`), or on your task with transformers' Trainer after"
+                " `model.freeze_base()`"
+            )
+
+    def stream(
+        self, source: SourceSpec, documents: Corpus, numbers: NDArray[np.int64], prepared: Prepared, encoder: Encoder
+    ) -> SourceStream:
+        """Return the packed sequences of a source."""
+        config = prepared.loaded.config
+        packer = Packer(prepared.settings.length, config.packing, config.domain_of(source))
+        return SourceStream(
+            source.name,
+            documents,
+            numbers,
+            config.seed,
+            encoder.of(source),
+            packer,
+        )
+
+    def held_out(
+        self, stream: SourceStream, documents: Corpus, numbers: Sequence[int], most: int, length: int
+    ) -> list[PackedSequence]:
+        """Return packed sequences."""
+        packer = Packer(length, stream.packer.packing, stream.packer.domain)
+        return held_out(documents, numbers, stream.encoder, packer, most=most)
+
+    def look(self, stream: SourceStream, numbers: Sequence[int]) -> Look:
+        """Count their tokens, and those that the loss counts."""
+        encoded = [stream.encoder.encode(stream.documents.read(number)) for number in numbers]
+        tokens = sum(len(ids) for ids, _ in encoded)
+        counted = sum(sum(counts) for _, counts in encoded) / tokens if tokens else 0.0
+        return Look(tokens, counted, Sample(stream.name, _parts(encoded[0], stream.encoder)))
+
+    def load(self, run: Run, **options: Any) -> Any:
+        """Load a causal language model."""
+        from surgeon.models.load import load_model
+
+        return load_model(run.out, **options)
+
+    def isolate(self, run: Run, model: Any) -> None:
+        """Have packed documents kept apart by the model's masks, or where its attention takes none in one row."""
+        from surgeon.training.steps.packed import builds_no_mask, give_masks_positions, run_in_one_row
+
+        if run.loaded.config.packing == "joined":
+            return
+        if builds_no_mask(model):
+            run_in_one_row(model)
+        else:
+            give_masks_positions(model)
+
+    def check_isolation(self, run: Run, model: Any) -> None:
+        """Measure it on random tokens (`isolation`)."""
+        import torch
+
+        from surgeon.training.isolation import probe
+        from surgeon.training.steps.packed import implementation_of
+
+        config, settings = run.loaded.config, run.settings
+        how = f"({printable(implementation_of(model))}), {settings.length} tokens a sequence"
+        if config.packing == "joined":
+            run.say(f"documents packed one after the other, attention across them {how}, as `packing: joined` asks")
+            return
+        special = {*run.data.mixture.streams[0].encoder.tokenizer.all_special_ids}
+        ids = [token for token in range(model.config.get_text_config().vocab_size) if token not in special]
+        try:
+            found = probe(
+                model,
+                length=settings.length,
+                micro_batch=settings.micro_batch,
+                packing=config.packing,
+                ids=ids,
+                device=run.device,
+            )
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError, TypeError, ImportError, NameError) as error:
+            raise BadInput(
+                f"{run.loaded.where('attention')}the model does not run on packed documents with the attention {how}:"
+                f" {first_line(error)}; say another `attention`, or another `dtype`"
+            ) from error
+        if not (found.isolates or found.by_grafts):
+            where = "" if found.layer is None else f", first in {found.layer}"
+            raise BadInput(
+                f"{run.loaded.where('packing')}packed documents see each other under the attention {how}{where}:"
+                f" {found.shown}. Say `packing: joined`, so that they are meant to, or another `attention`: flash"
+                " attention also hands boundaries to layers that carry a state, for which they need kernels of their"
+                " own"
+            )
+        run.say(f"documents packed without attention across them {how}; {found.shown}")
+        if found.by_grafts:
+            run.say(
+                "what was added reads more than one document, as its operation says: with it a document's states change"
+                f" by {found.change:.2g} where other documents change"
+            )
+
+    def fused_head(self, run: Run, model: Any) -> FusedHead | None:
+        """Return what the config's `cross_entropy` asks for; torch's own is needed where a remedy reads the head."""
+        from surgeon.training.losses.cross_entropy import FusedHead, choose
+
+        vocabulary = int(model.config.get_text_config().vocab_size)
+        tokens = run.settings.micro_batch * run.settings.length
+        kind = choose(run.loaded.config.cross_entropy, tokens=tokens, vocabulary=vocabulary, device=run.device)
+        if kind == "torch":
+            return FusedHead(model, kind) if any(remedy.reads_head for remedy in run.remedies) else None
+        run.say(f"cross-entropy: {kind}, without all {tokens:,} × {vocabulary:,} logits at once")
+        return FusedHead(model, kind)
+
+    def batch(self, run: Run, sequences: Sequence[PackedSequence]) -> dict[str, Tensor]:
+        """Put packed sequences together, with their domains."""
+        return batch_of(sequences)
+
+    def shares(self, batches: Sequence[Mapping[str, Tensor]], device: torch.device) -> list[dict[str, float]]:
+        """Return them of means over the tokens of some domains, whose share in a micro-batch is not the labels'."""
+        import torch
+
+        counts = torch.tensor([_counts(batch) for batch in batches], dtype=torch.int64, device=device)
+        together = counts.sum(dim=0)
+        if Ranks.of_environment().size > 1:
+            torch.distributed.all_reduce(together)
+        labels, *wholes = together.tolist()
+        return [
+            {
+                name: own / whole / (own_labels / labels)
+                for name, own, whole in zip((_ORIGINAL, _TASKS), owns, wholes, strict=True)
+                if whole
+            }
+            for own_labels, *owns in counts.tolist()
+        ]
+
+    def judged(self, run: Run, model: Any, held: Sequence[PackedSequence]) -> dict[str, float]:
+        """Return the mean cross-entropy of the labels that count (`evaluation.scores`)."""
+        from surgeon.data.scoring import score_sequences
+
+        micro_batch, ranks = run.settings.micro_batch, run.ranks
+        found = score_sequences(model, held, micro_batch=micro_batch, process=ranks.rank, processes=ranks.size)
+        return {"loss": found.loss}
+
+
+def _parts(encoded: Encoded, encoder: Encoder) -> tuple[tuple[str, bool], ...]:
+    """A document in runs of tokens that the loss counts and that it does not, long ones without their middle."""
+    runs = itertools.groupby(zip(*encoded, strict=True), key=lambda pair: pair[1])
+    parts = [([token for token, _ in run], counts) for counts, run in itertools.islice(runs, _RUNS)]
+    each = SHOWN_TOKENS // len(parts)
+
+    def text(ids: list[int]) -> str:
+        decode = encoder.tokenizer.decode
+        return decode(ids) if len(ids) <= each else f"{decode(ids[: each - each // 3])} … {decode(ids[-(each // 3) :])}"
+
+    return tuple((text(ids), counts) for ids, counts in parts)
+
+
+def _counts(batch: Mapping[str, Tensor]) -> tuple[int, int, int]:
+    """Count a micro-batch's labels, tokens of original text, and tokens of tasks or new text."""
+    labels = int((batch["labels"][..., 1:] != IGNORED_LABEL).sum())
+    original = int((batch["domain_ids"] == 0).sum()) * batch["input_ids"].shape[1]
+    return labels, original, batch["input_ids"].numel() - original
