@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from surgeon.anatomy.shared import shared_in, within
 from surgeon.anatomy.skeleton import Skeleton
 from surgeon.anatomy.twin import stored_buffers
+from surgeon.errors import BadInput
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -115,10 +116,12 @@ def captured(twin: Skeleton, layers: list[int]) -> dict[int, Run]:
     hooks = [twin.layers[index].register_forward_pre_hook(keep(index), with_kwargs=True) for index in layers]
     try:
         with torch.no_grad():
-            twin.model(input_ids=some_tokens(twin), use_cache=False)
+            output = twin.model(input_ids=some_tokens(twin), use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()
+    if bool(output[0].isnan().any()):
+        raise BadInput("it computes NaN: is a number of config.json NaN, or 0 where something is divided by it?")
     return runs
 
 

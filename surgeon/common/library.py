@@ -70,7 +70,7 @@ def first_line(error: BaseException) -> str:
         # What a config's own check found comes after the name of the check.
         lines = [lines[1].removeprefix("ValueError: ")]
     told = lines[:1] or [type(error).__name__]
-    if isinstance(error, KeyError):
+    if isinstance(error, KeyError) and " " not in told[0]:
         told = [f"it has no {told[0]}"]
     # What a check of a field found comes after the field.
     told += lines[1:2] if told[0].endswith(":") else []

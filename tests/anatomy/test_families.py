@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -201,9 +202,16 @@ def test_config_and_weights_that_disagree(tmp_path: Path, changes: dict, message
 # By setting: values with which transformers builds no model.
 NONSENSE: dict[str, list[Any]] = {
     "max_position_embeddings": [True, "128", 2**40, [128]],
-    "rope_parameters": [3, "x", [1], {"rope_type": "banana"}, {"rope_type": [1]}, {"type": "linear", "factor": "two"}],
+    "rope_parameters": [
+        3,
+        "x",
+        [1],
+        {"rope_type": "banana"},
+        {"rope_type": [1]},
+        {"type": "linear", "factor": "two"},
+    ],
     "rope_scaling": [True, {"rope_type": "linear"}, {"rope_type": "yarn"}],
-    "rms_norm_eps": [-1, "1e-6", True, []],
+    "rms_norm_eps": [-1, "1e-6", True, [], math.nan],
     "hidden_act": [3, ["silu"], "os.system", "\x1b[31m"],
     "layer_types": ["full_attention", ["full_attention"], [1] * 6, 0],
     "tie_word_embeddings": [0, "true", []],
