@@ -330,7 +330,7 @@ def _check_alike(
             has, lacks = (index, like) if extra in layers[index] else (like, index)
             raise BadInput(
                 f"{printable(f'{stem}{has}.{extra}')}: layer {lacks}, which is of the same kind, has no such tensor;"
-                f" {ANOTHER}"
+                f" was it lost in a download or a merge? {ANOTHER}"
             )
         for suffix in layers[index]:
             here, there = tensors[f"{stem}{index}.{suffix}"], tensors[f"{stem}{like}.{suffix}"]
