@@ -1,5 +1,7 @@
 """`python -m tests.mutations [ROOM…]`: each mistake of `by_room` in a copy of its own, on which its room's tests run.
 
+`--mechanical COUNT SEED ROOM…` takes mistakes that nobody chose instead (mechanical.py), of which some change nothing.
+
 Prints a line for each as it is done: the room, the mistake, and the first test that noticed it; exit code 1 where one
 was not noticed, or no longer finds the line that it changes. Takes about half a minute for each.
 """
@@ -11,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 from tests.mutations.by_room import MISTAKES, Mistake
+from tests.mutations.mechanical import drawn
 from tests.mutations.planting import plant, run_tests
 
 
@@ -24,11 +27,13 @@ def noticed(mistake: Mistake) -> str:
     return ran.failed[0] if ran.failed else ""
 
 
-def main(*rooms: str) -> int:
+def main(*arguments: str) -> int:
     missed = 0
-    for mistake in MISTAKES:
-        if rooms and mistake.room not in rooms:
-            continue
+    if arguments[:1] == ("--mechanical",):
+        mistakes = [*drawn(int(arguments[1]), int(arguments[2]), [*arguments[3:]])]
+    else:
+        mistakes = [mistake for mistake in MISTAKES if not arguments or mistake.room in arguments]
+    for mistake in mistakes:
         try:
             by = noticed(mistake)
         except AssertionError as error:
