@@ -54,11 +54,9 @@ def learned_and_forgotten(method: str) -> list[tuple[float, float]]:
     return [(new - point.new, point.original - original) for point in row.means()]
 
 
-def full_beats_copies() -> bool:
-    """Whether in growth.svg a run of full fine-tuning learned more than any of the copied layers, and forgot less."""
-    full = learned_and_forgotten("full")
-    most = max(learned_and_forgotten("copy"))
-    return any(learned > most[0] and forgot < most[1] for learned, forgot in full)
+def full_learns_more_than_copies() -> bool:
+    """Return whether in growth.svg some run of full fine-tuning learned more than every run of copied layers."""
+    return max(learned_and_forgotten("full")) > max(learned_and_forgotten("copy"))
 
 
 def rates_of_readme() -> bool:
@@ -181,16 +179,14 @@ LAYERS = ("ot", "copy", "average", "random", "llama-pro")
 SENTENCES = (
     Sentence(
         "README.md",
-        r"Above, the new layers learn (\S+) nats of code and forget (\S+) nats of documentation\.",
-        lambda: tuple(f"{value:.2f}" for value in of_readme()[:2]),
+        r"the fused layers learn (\S+) nats of code and full fine-tuning (\S+), and both forget (\S+) nats of doc",
+        lambda: tuple(f"{of_readme()[number]:.2f}" for number in (0, 2, 1)),
     ),
+    Sentence("README.md", "both forget", lambda: f"{of_readme()[1]:.2f}" == f"{of_readme()[3]:.2f}"),
     Sentence(
-        "README.md",
-        r"Full fine-tuning learns (\S+) nats and forgets (\S+)\.",
-        lambda: tuple(f"{value:.2f}" for value in of_readme()[2:]),
+        "README.md", "In the picture full fine-tuning learns more than copied layers do", full_learns_more_than_copies
     ),
-    Sentence("README.md", "In the picture full fine-tuning learns more and forgets less than", full_beats_copies),
-    Sentence("README.md", "Each has the learning rate that", rates_of_readme),
+    Sentence("README.md", "at the learning rate that", rates_of_readme),
     Sentence(
         f"{OPERATIONS}/insert_layers.md",
         r"on the 8M base the two meet over less than (\S+) nats of it",

@@ -131,17 +131,18 @@ def of_growth() -> str:
     # One remedy for both, so that they differ in what trains.
     full, own = (next(one for one in panel.series if one.name == name) for name in (f"full, {remedy}", remedy))
     # Turned round, the shorter line has its name where the other one is not.
-    turned = replace(own, points=own.points[::-1], spread=own.spread[::-1], name="new layers", style=0)
+    turned = replace(own, points=own.points[::-1], spread=own.spread[::-1], name="copied layers", style=0)
     compared = [replace(full, name="full fine-tuning", style=0), turned]
     stack, rows = drawn_stack(of.history, of.ends, width=230), legend_rows(of.history, of.ends)
     top, left = 24.0, 256.0
     below = top + stack.height + 6
-    size = (575.0, below + LEGEND_ROW * len(rows))
     beside = [
         f"{found.base}, an English model, learns French;",
         "both replay text that the base wrote, with",
-        "the base as teacher; points: learning rates",
+        "the base as teacher; points: learning rates that",
+        "no other beats; lines: 95 % over three seeds",
     ]
+    size = (575.0, below + LEGEND_ROW * max(len(rows), len(beside)))
     parts = [
         _heading("Before and after", 0),
         placed(0, top, *stack.parts),
@@ -158,7 +159,10 @@ def of_growth() -> str:
         f" and forgot {' '.join(f'{y:.2f}' for _, y in one.points)} nats a token"
         for one in compared
     )
-    summary = f"{stack.summary}. On {found.base}, {remedy}, a point a learning rate, lower right is better: {words}"
+    summary = (
+        f"{stack.summary}. On {found.base}, {remedy}, a point for each learning rate that no other beats on both,"
+        f" with 95 % intervals over three seeds, lower right is better: {words}"
+    )
     return standalone("A model grown by new layers, and what it learns and forgets", summary, size, *parts, scale=SCALE)
 
 
