@@ -91,6 +91,8 @@ def test_exact_transport_agrees_with_pot() -> None:
         cost = cost64(source, target)
         expected = ot.emd2(np.full(n, 1 / n), np.full(m, 1 / m), cost)
         found = solve(source, target, TransportSettings(solver="emd"))
+        assert found.solution.converged
+        assert max(found.solution.row_error, found.solution.column_error) < 1e-9
         assert found.solution.cost == pytest.approx(expected, rel=1e-6)
         plan = found.matrix().double().numpy()
         assert (plan * cost).sum() == pytest.approx(expected, rel=1e-6)
