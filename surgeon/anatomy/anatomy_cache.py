@@ -33,7 +33,7 @@ from surgeon.checkpoint.own_code import OwnCode
 from surgeon.common.cache import cache_folder, digest_of, is_off, read_entry, write_entry
 from surgeon.common.plugins import any_installed
 
-# Raised whenever entries mean something else.
+# Increased whenever the meaning of entries changes.
 _FORMAT = 5
 _KIND = "anatomies"
 # The libraries that a derivation runs on.

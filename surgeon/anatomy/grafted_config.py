@@ -154,7 +154,8 @@ def head_with_grafts(composition: Composition, trunk: Mapping[str, Any]) -> str:
     if not named:
         return head
     if found is None and len(named) == 1:
-        # A maker's own name (InternLM3ForCausalLM, a Llama to transformers): the type says the class, this its head.
+        # A name that transformers does not know (InternLM3ForCausalLM for a Llama): the model type gives the class,
+        # this the head.
         _, kind, of = named[0].rpartition("For")
         found = next((name for name in known if kind and name.endswith(kind + of)), None)
     if found is None or len(named) > 1:
@@ -175,7 +176,7 @@ def config_with_grafts(
         "architectures": [upcycled(head)],
         "auto_map": composition.auto_map,
     }
-    # An `auto_map` of a tokenizer alone is no part of the trunk's model.
+    # An `auto_map` that names only a tokenizer does not describe the trunk's model.
     unlike = {"model_type", "auto_map"}
     one, other = ({key: value for key, value in each.items() if key not in unlike} for each in (trunk, config))
     return config | {"anatomy": composition.to_json() | {"trunk": changed_fields(one, other)}}

@@ -36,11 +36,11 @@ _NAMES = {
     "AutoModelForQuestionAnswering": "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
 }
 
-# Towers beside the text decoder, which surgery leaves alone; a decoder's own encoder is one too.
+# Names of towers, the other parts of a model, which surgery does not change; a decoder's own encoder is one too.
 _TOWER = re.compile(r"(^|[._])(vision|visual|vit|vq|image|audio|speech|encoder|qformer|perceiver|mtp)")
 # Other lists of modules in a model with a text encoder.
 _BESIDE = re.compile(r"(^|[._])(vision|visual|vit|image|audio|speech|decoder|initial|final)")
-# Counts of modules: a config that asks for a billion of them would be built one by one.
+# Fields that count modules: if a config asked for a billion, they would be built one by one.
 _COUNT = re.compile(r"(^|_)(num|n|max)_.*(layers?|blocks?|experts?)$|^(depth|n_layer|layers)$")
 _MOST_EXPERTS = 4096
 _MOST_BUILT = 1000

@@ -286,7 +286,7 @@ def mixes(block: Block, run: Callable[[], Any], count: int) -> tuple[bool, bool]
         return made[0]
 
     try:
-        # Behind the last there may be padding of the model's own.
+        # After the last token there may be padding that the model adds.
         before, first, last = output(), output(0), output(count - 1)
     finally:
         for hook in hooks:
