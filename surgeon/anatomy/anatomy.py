@@ -70,7 +70,8 @@ class LayerKind:
 
     `refusal` gives the reason where no values silence it (then `silence` is empty). `title` names the kind where a
     model has several kinds. `packed` are the quantised tensors, by suffix; new layers hold their numbers in full
-    precision. `expert_groups` is the number of groups that the experts form, where the router chooses groups first.
+    precision. `expert_groups` is the number of groups of its experts, from which the router first chooses some; 1
+    without groups.
     """
 
     parts: tuple[Part, ...]
@@ -230,7 +231,10 @@ class Anatomy(Found):
 
 
 def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """Return the config with every dtype in it replaced by this one, so that transformers loads in this dtype."""
+    """Return the config with this dtype in place of every dtype that it names, so that transformers loads in it.
+
+    A part with a `model_type` that names no dtype gets the field `dtype`.
+    """
     made = {key: with_dtype(each, dtype) if isinstance(each, Mapping) else each for key, each in config.items()}
     named = [key for key in ("dtype", "torch_dtype") if made.get(key) is not None]
     # Where a part names no dtype, a part with a `model_type` gets the newer field, `dtype`.

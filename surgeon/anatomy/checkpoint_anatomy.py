@@ -118,7 +118,7 @@ def _names(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], found: 
 
 
 def _check_stems(names: Names, stored: Iterable[str]) -> None:
-    """Raise BadInput where surgeon cannot recognise a layer's tensor by its name, or takes another tensor for one."""
+    """Raise BadInput where surgeon cannot recognise a layer's tensor by its name, or would mistake another for one."""
     for name in stored:
         place = layer_of(name)
         if (place is not None and place[0]) != (name.startswith(names.stem) and names.stem):

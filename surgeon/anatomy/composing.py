@@ -133,8 +133,9 @@ def _unfit(config: Mapping[str, Any], skeleton: Skeleton, reason: str) -> BadInp
 def _heads_of(model: Any, autos: Sequence[str]) -> tuple[HeadClass, ...]:
     """Return the heads that these auto classes find for a model's type, where their output class is annotated.
 
-    A head whose base-model prefix differs from the others' would not find their weights. It gets their prefix, or is
-    left out where its class cannot have another prefix, unless the config names this head as the weights' own.
+    A head whose base-model prefix differs from the model's would not find the base model's weights. It gets the model's
+    prefix if its class allows that; otherwise it is left out. If the config names the head itself, the weights have its
+    prefix, and it stays unchanged.
     """
     import transformers
     from transformers.modeling_layers import GenericForQuestionAnswering

@@ -84,7 +84,10 @@ class Derivation:
 
     @property
     def evidence(self) -> str:
-        """What was proven of the model type, which config.json fields transformers reads otherwise, and cache use."""
+        """A line with what was proven of the model type, and the date where the proof comes from the cache.
+
+        It also names config.json fields that transformers reads with another value.
+        """
         found = self._evidence()
         return found if self.is_new else f"{found} (on {self.day}, kept in the cache)"
 
@@ -108,7 +111,7 @@ class Derivation:
 
     @property
     def composition(self) -> Composition:
-        """The composition: the classes that carry grafts. Raises BadInput where there are none."""
+        """The classes that carry grafts (`Composition`). Raises BadInput where there are none."""
         return composition_for(json.dumps(self.seen.config, sort_keys=True))
 
     @property

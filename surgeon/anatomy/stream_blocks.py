@@ -129,7 +129,7 @@ def _read_first(module: nn.Module, args: tuple[Any, ...]) -> str:
 def modules_in(seen: Watched, width: int, *, inside: bool = False) -> list[Block]:
     """Return the modules of a layer that read its states and return as many numbers; `inside`: those inside its blocks.
 
-    With tokens along another axis than the second, the trial cannot show whether a module mixes them.
+    Modules with tokens along another axis than the second are left out: a trial could not show whether they mix tokens.
     """
     return [
         Block(event.name, event.module, event.name, event.module)
@@ -238,7 +238,7 @@ def _known(module: nn.Module) -> bool:
 
 
 def norms_sum(seen: Watched, name: str) -> bool:
-    """Return whether a module of the layer adds its input to its result by itself, and returns a norm of the sum."""
+    """Return whether a module of the layer itself adds its input to its result and returns a norm of the sum."""
     block = next((event for event in seen.events if event.name == name), None)
     if block is None or block.made is None or not block.given:
         return False

@@ -79,7 +79,8 @@ class SpanClass:
 class HeadClass:
     """A further head: the auto class that finds it, its class, and the class of its output.
 
-    `prefix` is its name for the base model, where its class would use another name than the other heads.
+    `prefix` is the base-model prefix that its upcycled class gets, where its native class's own differs from the
+    model's; else empty.
     """
 
     auto: str

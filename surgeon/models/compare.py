@@ -222,11 +222,9 @@ def _with_image(
 def generated(
     model: Any, inputs: Mapping[str, Tensor], steps: int, said_BS: Tensor | None, *, cache: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Generate with transformers; return logits (batch, steps, vocabulary), and the tokens:
+    """Generate with transformers; return the logits (batch, steps, vocabulary) and the tokens.
 
-    `said_BS`, else the likeliest.
-
-    All prompts in `inputs` have the same length.
+    The tokens are forced to `said_BS`; None: the likeliest tokens. All prompts in `inputs` have the same length.
     """
     from transformers import GenerationConfig
 

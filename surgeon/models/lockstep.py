@@ -178,10 +178,10 @@ def run(
 
 @contextmanager
 def returned_memory() -> Iterator[None]:
-    """Inside, freed memory is returned to the system. Enter before the models are built.
+    """Return freed memory to the system while the context is open. Open it before the models are built.
 
-    Otherwise matrices without numbers, allocated and freed, would leave a hole in the heap; later blocks and
-    activations would be allocated there and freed memory would stay there.
+    Otherwise matrices without numbers, allocated and freed, would leave a hole in the heap: later blocks and
+    activations would be allocated there, and freed memory would stay there.
     """
     _share_memory()
     try:
@@ -207,7 +207,7 @@ def _share_memory() -> None:
 
 
 def _keep_memory() -> None:
-    """Let freed memory be kept again: set glibc's largest dynamic threshold, which other code reaches by itself."""
+    """Have glibc keep freed memory again, below its largest dynamic threshold, which other code reaches by itself."""
     if (mallopt := getattr(_glibc(), "mallopt", None)) is not None:
         mallopt(-3, 32 * 1024 * 1024)
         _return_memory()

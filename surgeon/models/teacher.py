@@ -56,9 +56,9 @@ class BaseWithin:
         return found
 
     def check(self, ids: Tensor, rows: int | None) -> None:
-        """Compare logits for the first `rows` tokens on `ids` (1 T), base within against whole model.
+        """Compare the logits of the base inside with the whole model's, for the first `rows` tokens on `ids` (1 T).
 
-        Only where the whole model must compute the base's function. Raises SurgeonError where they differ.
+        It is for surgery that kept the function. Raises SurgeonError where the logits differ.
         """
         training = self.model.training
         self.model.eval()

@@ -122,7 +122,7 @@ def _token_stream(tokenizer: Tokenizer, documents: Iterator[str]) -> Iterator[in
 
 
 def documents_of(path: Path, characters: int | None = None) -> Iterator[str]:
-    """Yield the documents of a text file: UTF-8, .jsonl with a "text" per line, or plain text.
+    """Return an iterator over the documents of a text file: UTF-8, .jsonl with a "text" per line, or plain text.
 
     From plain text at most the first `characters` are read. Raises BadInput, also while it is read.
     """
