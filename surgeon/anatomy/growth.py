@@ -36,7 +36,10 @@ _MOST_TRIALS = 48
 
 
 def layer_axis(before: tuple[int, ...], after: tuple[int, ...], old: int, new: int) -> int | None:
-    """Return the axis along which a tensor holds one part per layer; None where its two shapes show no such axis."""
+    """Return the axis along which a tensor holds one part per layer; None where its two shapes show no such axis.
+
+    `before` and `after` are its shapes with `old` and with `new` layers.
+    """
     if len(before) != len(after):
         return None
     differing = [axis for axis, (one, other) in enumerate(zip(before, after, strict=True)) if one != other]
@@ -66,11 +69,11 @@ def _with_part(config: Mapping[str, Any], path: Sequence[str], part: Mapping[str
 def grown(
     config: Mapping[str, Any], skeleton: Skeleton, order: Sequence[int], trunk: int | None = None
 ) -> dict[str, Any]:
-    """Return the config.json of a model whose layer `n` is like layer `order[n]` of `config`'s model, `skeleton`.
+    """Return the config.json of a model whose layer `n` is like layer `order[n]` of the model of `config`.
 
-    From layer `trunk` on (None: no layer), only the config's entries for a layer must be right: what is built there is
-    not used. Raises BadInput naming the first layer that comes out as another kind, where no reading of the config's
-    fields is right, or a tensor outside the layers that cannot follow.
+    `skeleton` is the model of `config`, built. From layer `trunk` on (None: no layer), only the config's entries for a
+    layer must be right: what is built there is not used. Raises BadInput naming the first layer that comes out as
+    another kind, where no reading of the config's fields is right, or a tensor outside the layers that cannot follow.
     """
     part = part_of(config, skeleton.path)
     kinds, shared = described_kinds(skeleton), shared_in(skeleton)
@@ -185,7 +188,7 @@ def _difference(one: Any, other: Any) -> str:
 
 
 def _trials(part: Mapping[str, Any], skeleton: Skeleton, order: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Yield readings of the config's fields, the likeliest first."""
+    """Yield candidates for the grown text config, one per reading of its fields, the likeliest first."""
     count = len(skeleton.layers)
     stated = grown_part(part, count, skeleton.count_key, order)
     full = skeleton.text.to_dict()
@@ -218,7 +221,7 @@ def _unlike(first: dict[str, Any], second: dict[str, Any], later: bool) -> Itera
 def _by_chance(
     part: Mapping[str, Any], stated: Mapping[str, Any], order: Sequence[int], count: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield readings that treat lists with other names, as long as the stack, as per layer: one list, two, or all.
+    """Yield candidates that also treat other lists as long as the stack as lists per layer: one, two, or all of them.
 
     These lists may have that length only by chance.
     """
@@ -251,7 +254,7 @@ def grown_part(
     order: Sequence[int],
     counted: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Return one reading of a config's fields for other layers; it is not checked here that it gives the right model.
+    """Return the fields for other layers by one reading of them; it is not checked here that they give the right model.
 
     Args:
         part: The fields of the text decoder.

@@ -47,13 +47,13 @@ class _Layer:
     heads: int
 
     def count(self, stem: str, *names: str, default: int) -> int:
-        """Return an integer attribute, under one of these names, of the module that holds a stem's tensors."""
+        """Return an integer attribute, under one of these names, of the module at `stem`; else `default`."""
         held = self.module.get_submodule(stem.removesuffix("."))
         found = [getattr(held, name, None) for name in names]
         return next((value for value in found if type(value) is int and value > 0), default)
 
     def slots(self, units: int, *places: tuple[str, int, int, int]) -> tuple[Slot, ...]:
-        """Return the given places whose tensor the layer has, with the bias of a matrix whose rows are written."""
+        """Return the given places whose tensor the layer has; for a matrix with units in its rows, its bias too."""
         found = [Slot(*place) for place in places if place[0] in self.shapes]
         biases = [slot._replace(suffix=slot.suffix.removesuffix("weight") + "bias") for slot in found if not slot.axis]
         known = {*found}

@@ -119,7 +119,10 @@ def check_stored(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -
 
 
 def grid_of(info: TensorInfo, settings: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Return the shape of the scales of a quantised tensor, one per block; None where it has no such blocks."""
+    """Return the shape of the scales of a quantised tensor, one per block; None where it has no such blocks.
+
+    Raises BadInput where `weight_block_size` is not two sizes.
+    """
     if settings["quant_method"] == "mxfp4":
         packed = info.name.endswith("_blocks") and info.shape[-1:] == (_BLOCK_BYTES,)
         return info.shape[:-1] if packed else None

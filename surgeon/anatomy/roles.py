@@ -144,7 +144,10 @@ def _blocks(
 
 
 def _blocks_in_memory(part: Part, sizes: Sizes, memory: InMemory) -> tuple[tuple[Role, int], ...]:
-    """Return the same for a matrix on disk that transformers splits by rows into several, by their names in memory."""
+    """Return the modules that a matrix holds, with their rows, by the names of the matrices that it becomes in memory.
+
+    It must be those matrices one below another. Empty where it is not, or where a name or shape is not known.
+    """
     targets = memory.targets[part.suffix]
     shapes = [memory.shapes[target] for target in targets]
     found = [_blocks(_roles_of(target.removesuffix(".weight")), memory.shapes[target], sizes) for target in targets]

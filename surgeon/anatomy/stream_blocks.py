@@ -204,7 +204,10 @@ def _adds(event: _Event, stream: Tensor, value: Tensor) -> bool:
 
 
 def _span(seen: Watched, writer: _Event, stream: Tensor, began: int, times: Mapping[nn.Module, int]) -> Block | None:
-    """Return the block that ends at `writer`, or None; a norm at its end, of what is added only, is left out."""
+    """Return the block that ends at `writer`, or None.
+
+    If `writer` only norms a block's output, the block ends before it.
+    """
     import torch
 
     if _is_norm(writer.module) and writer.given:

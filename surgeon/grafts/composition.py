@@ -161,7 +161,7 @@ class Composition:
         return self.classes_beside(self.sites)
 
     def classes_beside(self, sites: Sequence[SiteClass]) -> tuple[str, ...]:
-        """Return the same classes, with only the blocks in `sites`."""
+        """Return the classes in `classes`, with `sites` in place of all sites."""
         own = (self.config, self.text_config, self.head, self.model, self.text, self.output, *self.layers)
         further = (told for head in self.heads for told in (head.native, head.output))
         return (*own, *(site.native for site in sites), *further)

@@ -393,7 +393,9 @@ class Tally:
         self.apart_out += _loss(out_log_CV, rest_C)
 
     def _add_rise(self, base_CV: Tensor, out_CV: Tensor) -> None:
-        """Add how much the loss on every old token rises at these positions because of new tokens."""
+        """Record the largest rise of the loss on old tokens at these positions because of new ones, and if it is
+        bounded.
+        """
         rise_C = torch.logsumexp(_wide(out_CV), -1) - torch.logsumexp(_wide(base_CV), -1)
         slack_C = 2 * torch.finfo(out_CV.dtype).eps * _wide(out_CV).abs().amax(-1).clamp(min=1.0)
         most_C = torch.log1p(len(self.new) / base_CV.shape[1] * torch.exp(slack_C))

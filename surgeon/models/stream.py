@@ -99,7 +99,9 @@ class StreamedModel:
         return digests
 
     def _chosen_dtype(self, dtype: str | torch.dtype, config: Any) -> torch.dtype:
-        """Return the given dtype, else the config's, else the first stored tensor's, as in transformers."""
+        """Set and return the dtype: the given one, else the config's, else the first stored tensor's (as
+        transformers).
+        """
         if isinstance(dtype, torch.dtype):
             self.dtype = dtype
         elif dtype != "auto":

@@ -90,7 +90,7 @@ class BaseWithin:
 
 
 class _PassedOver(nn.Module):
-    """A module that replaces an inserted layer, shows its attributes, and returns its input.
+    """A module that replaces an inserted layer, passes attribute access on to it, and returns its input.
 
     While `looks` is True, the layer runs, and the form of its output is recorded.
     """

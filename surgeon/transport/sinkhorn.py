@@ -218,7 +218,7 @@ def _make_kernel(state: _State, cost_MN: Tensor, epsilon: float) -> None:
 
 
 def _iterate(state: _State, make_cost: Callable[[], Tensor], *, epsilon: float, most: int, target: float) -> int:
-    """Update x until the column sums are within `target` in L1, then once more plainly; return the number of passes."""
+    """Update x until the column sums are within `target` in L1, with a plain update last; return the passes made."""
     n = len(state.x_N)
     every = _CHECK_EVERY_ON_DEVICE if state.kernel_MN.is_cuda else 1
     history = Anderson(n, device=state.x_N.device)
