@@ -1,1 +1,1 @@
-"""What each architecture calls its parts: found by inspection, proven on a twin, with hints for unusual names."""
+"""The names and roles of each architecture's parts: found by inspection, proven on a twin, with hints if unusual."""

@@ -1,12 +1,12 @@
-"""What is known of a base without deriving it: what was derived of it before.
+"""A cache of derived anatomies, from one command to the next.
 
-A derived anatomy is kept from one command to the next, so that the second needs neither torch nor a twin: that saves
-4 to 10 processor seconds, nearly all of them the import of torch and transformers.
+With a cached anatomy, the second command needs neither torch nor a twin: that saves 4 to 10 processor seconds, nearly
+all of them the import of torch and transformers.
 
-An entry holds what `dissect` found out of a config and headers, and the answers that its derivation gave since, as
-grown configs; proofs of plans are kept beside them (apply/proofs.py). It counts for the same config, tensors, versions
-and code of surgeon alone, and where this user's surgeon wrote it. Only answers are kept, never refusals: those are made
-anew each time.
+An entry holds what `dissect` found from a config and headers, and the answers that its derivation has given since, such
+as grown configs; proofs of plans are cached next to them (apply/proofs.py). It is valid only for the same config,
+tensors, versions and code of surgeon, and only if this user's surgeon wrote it. Only answers are cached, never
+refusals, which are computed each time.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from surgeon.checkpoint.own_code import OwnCode
 from surgeon.common.cache import cache_folder, digest_of, is_off, read_entry, write_entry
 from surgeon.common.plugins import any_installed
 
-# Raised whenever entries mean something else.
+# Increased whenever the meaning of entries changes.
 _FORMAT = 5
 _KIND = "anatomies"
-# What a derivation runs on.
+# The libraries that a derivation runs on.
 _LIBRARIES = ("transformers", "torch", "accelerate", "safetensors")
 
 
 class _Entry(BaseModel):
-    """One base as it was found, but for what its own headers say; `answers` are the derivation's, by their question."""
+    """A base's cached findings, without what its headers contain; `answers` are the derivation's, by question."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -56,7 +56,7 @@ class _Entry(BaseModel):
 
 
 def recalled(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], own: OwnCode | None = None) -> Anatomy:
-    """As `dissect`, from what is kept of this base; `keep` then stores what was found out.
+    """Return the same as `dissect`, from the cache if possible; `keep` then stores what was found.
 
     Raises BadInput as `dissect` does.
     """
@@ -72,7 +72,7 @@ def recalled(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], own: 
 def keep(
     anatomy: Anatomy, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], own: OwnCode | None = None
 ) -> None:
-    """Store what was found out of a base that `recalled` gave, if anything is new."""
+    """Store the findings about a base whose anatomy `recalled` returned, if any are new."""
     folder, derivation = cache_folder(_KIND), anatomy.derivation
     if folder is None or any_installed() or is_grafted(config) or not derivation.is_new:
         return
@@ -90,7 +90,7 @@ def keep(
 
 
 def _read(folder: Path, key: str) -> _Entry | None:
-    """The entry of this key; None where there is none."""
+    """Return the entry of this key; None where there is none."""
     content = read_entry(folder, f"{key}.json")
     return None if content is None else _Entry.model_validate_json(content)
 
@@ -98,7 +98,7 @@ def _read(folder: Path, key: str) -> _Entry | None:
 def _anatomy_of(
     entry: _Entry, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], own: OwnCode | None
 ) -> Anatomy:
-    """The anatomy that an entry tells of, with this base's tensors, which are those that it was found out of."""
+    """Return the anatomy of an entry, with this base's tensors, which equal those that it was found from."""
     stem = entry.found.family.stem
     layers = [entry.suffixes[number] for number in entry.suffixes_of]
     held = tuple(
@@ -117,25 +117,25 @@ def _anatomy_of(
 
 
 def _key(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], own: OwnCode | None = None) -> str:
-    """What an anatomy follows from: the base's config and headers, and the code and libraries that found it out."""
+    """Return the key of an anatomy: a digest of config, headers, and the code and libraries that derive it."""
     held = [(name, info.dtype, info.shape) for name, info in tensors.items()]
     return digest_of([_FORMAT, found_with(), config, held, own and own.digest])
 
 
 @cache
 def versions() -> dict[str, str]:
-    """The versions of the libraries that a proof runs on."""
+    """Return the versions of the libraries that a proof runs on."""
     return {name: metadata.version(name) for name in _LIBRARIES}
 
 
 def found_with() -> list[Any]:
-    """What an answer depends on beside its question: surgeon's code, the libraries and the machine's kind."""
+    """Return what an answer depends on besides its question: surgeon's code, the libraries and the kind of machine."""
     return [__version__, _code(), versions(), platform.python_version(), platform.machine()]
 
 
 @cache
 def _code() -> str:
-    """A digest of surgeon's own modules: its version says nothing of a working copy."""
+    """Return a digest of surgeon's own modules: in a working copy, the version does not identify the code."""
     package = Path(__file__).parent.parent
     digest = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):

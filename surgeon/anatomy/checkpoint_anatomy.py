@@ -1,4 +1,4 @@
-"""The anatomy of a checkpoint: its tensors matched, as transformers would load them, with what its model type has."""
+"""Building the anatomy of a checkpoint: its tensors are matched as transformers would load them."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def anatomy_of(
     *,
     carries_grafts: bool = False,
 ) -> Anatomy:
-    """Dissect a checkpoint; with grafts, `config` is that of its trunk.
+    """Dissect a checkpoint; for one with grafts, `config` is the config of its trunk.
 
-    `own` is the checkpoint's own code, which runs here. Raises BadInput where its model cannot be built, or names the
-    first tensor that does not fit.
+    `own` is the checkpoint's own code, which is run here. Raises BadInput where its model cannot be built, or naming
+    the first tensor that does not fit.
     """
     config = trusted(config, own)
     if not is_known(config):
@@ -94,9 +94,9 @@ def anatomy_of(
 
 
 def _of_trunk(tensors: Mapping[str, TensorInfo], found: Derived, *, branches: int) -> Mapping[str, TensorInfo]:
-    """The tensors of a checkpoint whose layers have so many twins, in the shapes that they have without these.
+    """Return a checkpoint's tensors with the shapes that they would have without its `branches` expanded twins.
 
-    Outside the layers some hold a part for each layer, twins' behind the others'.
+    Outside the layers some tensors hold one part per layer, with the twins' parts behind those of the trunk's layers.
     """
     if not branches:
         return tensors
@@ -110,7 +110,7 @@ def _of_trunk(tensors: Mapping[str, TensorInfo], found: Derived, *, branches: in
 
 
 def _names(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], found: Derived) -> Names:
-    """How the checkpoint's tensors are called; a matrix that is stored as several tensors has the names of these."""
+    """Return the names of a checkpoint's tensors; a matrix stored as several tensors has the names of these."""
     packs = packs_of(config, tensors)
     names = match(found.skeleton, found.kind_of, unpacked(tensors, packs), quantizer_of(config))
     beside = (name for name in tensors if packs and name.endswith(OF_ACTIVATIONS))
@@ -118,7 +118,7 @@ def _names(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], found: 
 
 
 def _check_stems(names: Names, stored: Iterable[str]) -> None:
-    """Raise BadInput where layers are called as surgeon cannot tell by a name, or something else is called so."""
+    """Raise BadInput where surgeon cannot recognise a layer's tensor by its name, or would mistake another for one."""
     for name in stored:
         place = layer_of(name)
         if (place is not None and place[0]) != (name.startswith(names.stem) and names.stem):
@@ -129,7 +129,7 @@ def _check_stems(names: Names, stored: Iterable[str]) -> None:
 
 
 def _check_floats(names: Names, tensors: Mapping[str, TensorInfo], skeleton: Skeleton) -> None:
-    """Raise BadInput for whole numbers in a layer, or where the model has others: what is no index is a weight."""
+    """Raise BadInput for an integer tensor in a layer, or where the model has floating-point weights."""
     held = skeleton.model.state_dict(keep_vars=True)
     for index, layer in enumerate(names.layers):
         for suffix, targets in layer.items():
@@ -149,7 +149,7 @@ def _check_float(info: TensorInfo, *, whole: bool) -> None:
 
 
 def _check_numbers(names: Names, tensors: Mapping[str, TensorInfo]) -> None:
-    """Raise BadInput for a tensor that stands among the layers and is none's, by a number that no reader would take."""
+    """Raise BadInput for a tensor named like a layer's whose layer number no reader would accept."""
     above, _, own = names.stem.removesuffix(".").rpartition(".")
     for name, place in names.outer.items():
         if not place and name.startswith((names.stem, *((f"{own}.",) if above else ()))):
@@ -160,7 +160,7 @@ def _check_numbers(names: Names, tensors: Mapping[str, TensorInfo]) -> None:
 
 
 def _unknown(config: Mapping[str, Any]) -> BadInput:
-    """The error for a model type that neither transformers nor the checkpoint's own code has."""
+    """Return the error for a model type that neither transformers nor the checkpoint's own code has."""
     named = str(config["model_type"])
     if has_type(named.lower()):
         known = repr(named.lower())
@@ -176,7 +176,7 @@ def _unknown(config: Mapping[str, Any]) -> BadInput:
 def _without_grafts(
     tensors: Mapping[str, TensorInfo],
 ) -> tuple[dict[str, TensorInfo], dict[int, dict[str, TensorInfo]], dict[str, TensorInfo]]:
-    """A checkpoint's native tensors; those of grafts, by layer and suffix; and those of the bank of control states."""
+    """Split a checkpoint's tensors: native ones; grafts', by layer and suffix; those of the bank of control states."""
     native: dict[str, TensorInfo] = {}
     grafts: dict[int, dict[str, TensorInfo]] = {}
     bank: dict[str, TensorInfo] = {}
@@ -197,15 +197,16 @@ def _without_grafts(
 
 
 def _of_bank(name: str) -> bool:
-    """Whether a tensor is called as those of control states are."""
+    """Return whether a tensor has the name of a control state's."""
     return layer_of(name) is None and (name.startswith(BANK) or f".{BANK}" in name)
 
 
 def _prefix(stem: str, skeleton: Skeleton) -> str:
-    """What names of tensors beside the layers, as a decoder's control states are, begin with.
+    """Return the prefix of tensor names outside the layers, such as those of a decoder's control states.
 
-    As the layers' names do, without that of their list, which may stand lower in the model: `bert.` of
-    `bert.encoder.layer.`. Where transformers would not find it so: as it saves it, or as it stands in memory.
+    It is the layers' stem without the name of their list, whose path may have several words: `bert.` for
+    `bert.encoder.layer.`. Where transformers would not find control states there, it is the prefix under which
+    transformers saves them, or else that in memory.
     """
     model, own = skeleton.model, skeleton.stack.removeprefix(f"{skeleton.holder}.")
     prefix = "".join(f"{word}." for word in stem.split(".")[: -1 - len(own.split("."))])
@@ -219,7 +220,7 @@ def _prefix(stem: str, skeleton: Skeleton) -> str:
 def _check_grafts(
     grafts: Mapping[int, Mapping[str, TensorInfo]], bank: Mapping[str, TensorInfo], count: int, prefix: str
 ) -> None:
-    """Raise BadInput for a graft's tensor where no layer, or no decoder, is."""
+    """Raise BadInput for a graft's tensor whose layer, or whose decoder, does not exist."""
     for index, held in grafts.items():
         if index >= count:
             info = next(iter(held.values()))
@@ -235,9 +236,9 @@ def _check_grafts(
 
 
 def _check_part(config: Mapping[str, Any], skeleton: Skeleton) -> None:
-    """Raise BadInput where settings of the text's part stand elsewhere, and transformers finds them all the same.
+    """Raise BadInput where the text settings are outside their part of config.json and transformers still finds them.
 
-    What surgery changes would be written into the part, and the settings elsewhere no longer be read.
+    Surgery would write changed settings into that part, and the settings outside it would no longer be read.
     """
     if not skeleton.path or isinstance(config.get(skeleton.path[0]), Mapping):
         return
@@ -259,7 +260,7 @@ def _kind(
     tensors: Mapping[str, TensorInfo],
     packed: Mapping[str, Packed],
 ) -> LayerKind:
-    """What layers of a kind hold, of which layer `first` is the lowest."""
+    """Return the contents of a kind of layers; layer `first` is the lowest of this kind."""
     silence = found.silence[kind]
     parts: list[Part] = []
     for suffix, targets in stored.items():
@@ -270,7 +271,7 @@ def _kind(
             Part(suffix, info.shape, _part_kind(targets[0], info, silence), (), silence.identities.get(targets[0]))
         )
     values, reason = _on_disk(silence.values, stored)
-    # What is quantised cannot be aligned.
+    # Quantised tensors cannot be aligned, so they get no roles.
     hint = HINTS.get(str(found.skeleton.model.config.model_type))
     hinted, sizes = hint.roles if hint is not None else {}, found.skeleton.sizes
     known = parts if packed else with_roles(parts, sizes, values, _in_memory(found, kind, first, names), hinted)
@@ -302,7 +303,7 @@ def _part_kind(target: str, info: TensorInfo, silence: Silence) -> Any:
 
 
 def _on_disk(values: Mapping[str, float], stored: Mapping[str, tuple[str, ...]]) -> tuple[dict[str, float], str]:
-    """What silences a layer, by suffix on disk; or why it cannot be said there."""
+    """Return the values that silence a layer, by suffix on disk; or why they cannot be stored."""
     found: dict[str, float] = {}
     for suffix, targets in stored.items():
         silent = [target for target in targets if target in values]
@@ -311,6 +312,6 @@ def _on_disk(values: Mapping[str, float], stored: Mapping[str, tuple[str, ...]])
             return {}, f"{suffix} is stored in one tensor with {other}, which must not be silent"
         if silent:
             found[suffix] = values[silent[0]]
-    # As modules run, in whatever order a checkpoint stores its tensors.
+    # In the order in which modules run, whatever the order of tensors in the checkpoint.
     runs = {name: index for index, name in enumerate(values)}
     return dict(sorted(found.items(), key=lambda each: min(runs[name] for name in stored[each[0]]))), ""

@@ -1,11 +1,11 @@
-"""Of which of transformers' classes the upcycled ones of a derived model are composed: found on its skeleton and twin.
+"""The transformers classes from which a derived model's upcycled classes are composed: found on its skeleton and twin.
 
-Grafts stand beside a layer's attention or its FFN, whatever the model calls them. Which block is which is found by
-trial (stream_blocks.py): one that mixes tokens is attention, or what stands in its place, another an FFN, or experts.
+Grafts run next to a layer's attention or its FFN, whatever the model calls them. Trial shows which block is which
+(stream_blocks.py): a block that mixes tokens is attention, or replaces it; another block is an FFN, or experts.
 
 Where no field of config.json names an FFN's activation, a twin's FFN is watched as it runs. Its code may call the
-activation by a function (LFM2), name it inside another setting (DBRX), or write it out as a formula (BLOOM). What it
-calls of torch shows which it is.
+activation by a function (LFM2), name it inside another setting (DBRX), or write it out as a formula (BLOOM). The torch
+functions that it calls identify the activation.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "mlp_h
 
 
 def composition_of(config: Mapping[str, Any], skeleton: Skeleton, twin: Skeleton, layers: Sequence[int]) -> Composition:
-    """The classes of a config's model; `layers` are one of each kind, whose blocks are probed on the `twin`.
+    """Return the classes of a config's model; `layers` holds one layer of each kind, whose blocks are probed on `twin`.
 
-    Raises BadInput where a class is not one that transformers has as its own, or the decoder is no model by itself; of
-    an encoder, where a layer has no self-attention or no FFN that controls could stand beside, saying what it has.
+    Raises BadInput where a class is not one of transformers' own, or the decoder is not a model by itself; for an
+    encoder, where a layer has no self-attention or no FFN that controls could run next to, naming what it has.
     """
     model = skeleton.model
     text = model.get_submodule(skeleton.holder)
@@ -66,7 +66,7 @@ def composition_of(config: Mapping[str, Any], skeleton: Skeleton, twin: Skeleton
 def _of_decoder(
     config: Mapping[str, Any], skeleton: Skeleton, text: Any, twin: Skeleton, layers: Sequence[int]
 ) -> dict[str, Any]:
-    """What a composition says of a decoder alone. Raises BadInput."""
+    """Return the fields of a composition that are specific to a decoder. Raises BadInput."""
     import torch
     from transformers import CONFIG_MAPPING, MODEL_MAPPING
 
@@ -92,7 +92,7 @@ def _of_decoder(
 def _of_encoder(
     config: Mapping[str, Any], skeleton: Skeleton, text: Any, twin: Skeleton, layers: Sequence[int]
 ) -> dict[str, Any]:
-    """What a composition says of an encoder alone. Raises BadInput."""
+    """Return the fields of a composition that are specific to an encoder. Raises BadInput."""
     model = skeleton.model
     if text is not model.base_model:
         raise _unfit(config, skeleton, f"its layers (`{skeleton.stack}`) are no part of its base model")
@@ -114,7 +114,7 @@ def _of_encoder(
 
 
 def _autos(config: Mapping[str, Any], head: type[Any]) -> tuple[str, ...]:
-    """The auto classes that find `head` for a config of its model type, the one that it was built by first."""
+    """Return the auto classes that find `head` for its config's class, first the one by which it was built."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     known = {CAUSAL: MODEL_FOR_CAUSAL_LM_MAPPING, IMAGE_TEXT: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING}
@@ -131,10 +131,11 @@ def _unfit(config: Mapping[str, Any], skeleton: Skeleton, reason: str) -> BadInp
 
 
 def _heads_of(model: Any, autos: Sequence[str]) -> tuple[HeadClass, ...]:
-    """The heads that these auto classes find for a model's type, where they say what they return.
+    """Return the heads that these auto classes find for a model's type, where their output class is annotated.
 
-    One that calls its base model otherwise than the others would not find their weights: it is given their name for it
-    or, where its class bears no other, left out, unless the config says that these weights are its own.
+    A head whose base-model prefix differs from the model's would not find the base model's weights. It gets the model's
+    prefix if its class allows that; otherwise it is left out. If the config names the head itself, the weights have its
+    prefix, and it stays unchanged.
     """
     import transformers
     from transformers.modeling_layers import GenericForQuestionAnswering
@@ -156,7 +157,7 @@ def _heads_of(model: Any, autos: Sequence[str]) -> tuple[HeadClass, ...]:
 
 
 def _returned(native: type[Any]) -> type[Any] | None:
-    """The class that a head's forward is annotated to return, beside plain tuples."""
+    """Return the output class that a head's forward is annotated to return, apart from plain tuples; or None."""
     import typing
 
     from transformers.utils import ModelOutput
@@ -172,7 +173,10 @@ def _returned(native: type[Any]) -> type[Any] | None:
 
 
 def _activation(text: Any) -> str:
-    """The config's field that names an activation; one with parameters of its own, which none could share, is none."""
+    """Return the config field that names an activation; empty where none does, or where the activation has parameters.
+
+    Grafts could not share these parameters.
+    """
     from transformers.activations import ACT2FN
 
     named = {key: getattr(text, key, None) for key in _ACTIVATIONS}
@@ -181,7 +185,7 @@ def _activation(text: Any) -> str:
 
 
 def _probed(twin: Skeleton, layers: Sequence[int]) -> tuple[tuple[SiteClass, ...], tuple[SpanClass, ...]]:
-    """The blocks of a decoder's layers beside which something can stand: modules, and what is none."""
+    """Return the blocks of a decoder's layers that grafts can run next to: modules (sites), and spans of modules."""
     kinds, width, ids = {type(layer) for layer in twin.layers}, twin.text.hidden_size, some_tokens(twin)
     sites: dict[SiteClass, None] = {}
     spans: dict[SpanClass, None] = {}
@@ -193,16 +197,16 @@ def _probed(twin: Skeleton, layers: Sequence[int]) -> tuple[tuple[SiteClass, ...
         def role_of(block: Block, run: Callable[[], Any] = layer.output) -> str:
             return ATTENTION if any(mixes(block, run, ids.shape[1])) else FFN
 
-        # A layer inside another (Zamba's) adds to the stream by itself.
+        # A layer inside another layer (Zamba's) adds to the stream by itself and is not a block.
         blocks = [(block, role_of(block)) for block in modules_in(seen, width) if type(block.reader) not in kinds]
         chosen = {role: _chosen([block for block, own in blocks if own == role], role) for role in (ATTENTION, FFN)}
         asked = {role for role, block in chosen.items() if block is None or norms_sum(seen, block.reads)}
-        # With tokens along another axis nothing shows what goes from one to the next.
+        # With tokens along another axis, the trial cannot show whether a block mixes them.
         shown = asked and seen.stream.shape == (*ids.shape, width)
         largest = _largest(blocks_in(seen, width) if shown else [], role_of)
         found = {role: block for role, block in largest.items() if role in asked}
         if chosen[FFN] is None and FFN not in found:
-            # It may stand in a module that runs before a token mixer and adds nothing by itself (Zamba 2).
+            # The FFN may be inside a module that runs before a token mixer and adds nothing by itself (Zamba 2).
             inner = [block for block in modules_in(seen, width, inside=True) if role_of(block) == FFN]
             chosen[FFN] = _chosen(inner, FFN)
         for role, block in chosen.items():
@@ -214,14 +218,14 @@ def _probed(twin: Skeleton, layers: Sequence[int]) -> tuple[tuple[SiteClass, ...
 
 
 def _chosen(blocks: Sequence[Block], role: str) -> Block | None:
-    """Of several modules of one role the one that is called so, else the last."""
+    """Return one of several modules of a role: the last whose name fits the role, else the last."""
     words = ("attn", "attention") if role == ATTENTION else ("mlp",)
     named = [block for block in blocks if any(word in block.reads for word in words)]
     return next(reversed(named or list(blocks)), None)
 
 
 def _largest(blocks: Sequence[Block], role_of: Callable[[Block], str]) -> dict[str, Block]:
-    """The largest of these blocks of each role."""
+    """Return the largest of these blocks for each role."""
     found: dict[str, Block] = {}
     for block in blocks:
         role = role_of(block)
@@ -231,7 +235,7 @@ def _largest(blocks: Sequence[Block], role_of: Callable[[Block], str]) -> dict[s
 
 
 def _encoder_spans(config: Mapping[str, Any], twin: Skeleton, layers: Sequence[int]) -> tuple[SpanClass, ...]:
-    """The blocks of an encoder's layers. Raises BadInput where a layer has no attention or no FFN."""
+    """Return the blocks of an encoder's layers. Raises BadInput where a layer has no attention or no FFN."""
     import torch
 
     if not isinstance(getattr(twin.text, "vocab_size", None), int):
@@ -269,7 +273,7 @@ def _encoder_spans(config: Mapping[str, Any], twin: Skeleton, layers: Sequence[i
 
 
 def _first_position(twin: Skeleton) -> int:
-    """What the model counts positions from where it gives its decoder some of its own: PaliGemma does, from 1."""
+    """Return the first position that the model passes to its decoder, 0 if it passes none; PaliGemma counts from 1."""
     import torch
 
     firsts: list[int] = []
@@ -288,16 +292,16 @@ def _first_position(twin: Skeleton) -> int:
 
 
 def activation_in(twin: Skeleton, block: nn.Module) -> str:
-    """The activation that a block of the twin applies, by its usual name; empty where that is none of those known.
+    """Return the activation that a block of the twin applies, by its usual name; empty where it is none of those known.
 
-    The twin is of no other use afterwards.
+    The twin cannot be used afterwards: the block's forward stays wrapped.
     """
     import torch
     from torch.nn import functional as F
     from torch.overrides import TorchFunctionMode
 
     called: dict[str, None] = {}
-    # ReLU and its square, and the parts of GELU's approximation by tanh, are called by several names.
+    # ReLU, squaring and tanh (part of GELU's tanh approximation) can be called through several functions.
     squares = (torch.square, torch.pow, torch.Tensor.pow, torch.Tensor.square)
     names: dict[Any, str] = {
         F.silu: "silu",
@@ -309,7 +313,7 @@ def activation_in(twin: Skeleton, block: nn.Module) -> str:
     names |= dict.fromkeys(squares, "square") | {torch.Tensor.tanh: "tanh"}
 
     class Watch(TorchFunctionMode):
-        """Notes what is called."""
+        """A mode that records which of these functions are called."""
 
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is F.gelu:

@@ -1,9 +1,9 @@
 """Bases in the formats of compressed-tensors: which tensors hold one matrix, and how its numbers are coded.
 
-A module's matrix is a pack of whole numbers of few bits in words of 32 (`weight_packed`), or whole or FP8 numbers
-(`weight`), with scales, perhaps zero points, and perhaps the group of each column (`weight_g_idx`). `config_groups` of
-config.json say which modules are coded how. Everything here is read from headers and config.json, which anybody can
-have written.
+The numbers of a module's matrix are stored as integers of few bits packed in 32-bit words (`weight_packed`), or as
+plain integers or FP8 (`weight`), with scales, perhaps zero points, and perhaps the group of each column
+(`weight_g_idx`). `config_groups` of config.json define how each module is coded. Everything here is read from headers
+and config.json, which are untrusted.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from surgeon.checkpoint.weights import COMPRESSED, QUANTISATION, quantisation
 from surgeon.common.patterns import Matcher
 from surgeon.errors import BadInput, printable
 
-# The formats that are read: one matrix is whole numbers in words, or numbers one by one.
+# The formats that surgeon reads: integers packed in words, or plain numbers.
 _PACKED = "pack-quantized"
 _PLAIN = ("int-quantized", "naive-quantized", "float-quantized")
 # Mixed: each group names its own.
 _MIXED = "mixed-precision"
 _STRATEGIES = ("tensor", "channel", "group", "block")
 _WHOLE = ("I8", "I32", "I64")
-# What stands beside a matrix, and what is said there of activations, which nobody needs once numbers are plain.
+# Suffixes of the tensors next to a matrix. Those about activations are not needed once the numbers are plain.
 WEIGHT, PACK = ".weight", ".weight_packed"
 SCALE, ZERO, ORDER, SHAPE = ".weight_scale", ".weight_zero_point", ".weight_g_idx", ".weight_shape"
 OF_ACTIVATIONS = (
@@ -40,9 +40,9 @@ _WORD = 32
 
 @dataclass(frozen=True)
 class Code:
-    """How the numbers of a matrix are stored: `bits` each, in words of 32 bits if `packed`; `floating`: FP8 (E4M3).
+    """The storage of a matrix's numbers: `bits` each, in words of 32 bits if `packed`; `floating`: FP8 (E4M3).
 
-    `block` is rows by columns of numbers that share a scale, which `strategy` calls so.
+    `block` is the rows and columns of numbers that share a scale, according to `strategy`.
     """
 
     bits: int
@@ -54,21 +54,21 @@ class Code:
 
     @property
     def zeros_packed(self) -> bool:
-        """Whether zero points are packed, along the rows."""
+        """Whether zero points are packed in words, along the rows."""
         return self.packed and not self.symmetric and self.strategy in ("group", "channel")
 
     def grid(self, shape: tuple[int, int]) -> tuple[int, ...]:
-        """How many blocks there are in a matrix of this shape."""
+        """Return the number of blocks along each axis in a matrix of this shape."""
         return tuple(-(-size // of) for size, of in zip(shape, self.block, strict=True))
 
     def words(self, numbers: int) -> int:
-        """How many words hold so many numbers, which may begin in one word and end in the next."""
+        """Return how many words hold this many numbers; a number may begin in one word and end in the next."""
         return -(-numbers * self.bits // _WORD)
 
 
 @dataclass(frozen=True)
 class Pack:
-    """The tensors that hold one matrix, by name on disk, the matrix's own name and shape in full precision."""
+    """The tensors that hold one matrix, by name on disk, and the matrix's name and shape in full precision."""
 
     weight: str
     scales: str
@@ -81,14 +81,14 @@ class Pack:
 
     @property
     def all(self) -> tuple[str, ...]:
-        """Every tensor of the matrix, its numbers first."""
+        """Every tensor of the matrix, the one with its numbers first."""
         further = (self.zeros, self.order, self.sizes)
         return (self.weight, self.scales, *(name for name in further if name is not None))
 
 
 @dataclass(frozen=True)
 class _Group:
-    """One of `config_groups`: the modules that it is for, and how their weights are coded."""
+    """One of `config_groups`: the modules that it applies to, and how their weights are coded."""
 
     name: str
     targets: tuple[str, ...]
@@ -102,9 +102,11 @@ class _Group:
 
 
 def packs_of(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> dict[str, Pack]:
-    """The matrices that a checkpoint (or a part of one) stores in such a format, by the name of what holds the numbers.
+    """Return the matrices that a checkpoint (or a part of one) stores in such a format, by the tensor that holds the
+    numbers.
 
-    None where its config.json says nothing of it. Raises BadInput naming the first tensor that contradicts config.json.
+    Empty where its config.json names no such format. Raises BadInput naming the first tensor that contradicts
+    config.json.
     """
     settings = quantisation(config)
     if settings is None or settings["quant_method"] != COMPRESSED:
@@ -141,7 +143,9 @@ def packs_of(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> di
 
 
 def unpacked(tensors: Mapping[str, TensorInfo], packs: Mapping[str, Pack]) -> dict[str, TensorInfo]:
-    """Headers of the tensors as they were if nothing were quantised, for what asks for names and shapes alone."""
+    """Return the headers that the tensors would have if nothing were quantised, for code that uses only names and
+    shapes.
+    """
     made: dict[str, TensorInfo] = {}
     for name, info in tensors.items():
         if (pack := packs.get(name)) is not None:
@@ -152,7 +156,9 @@ def unpacked(tensors: Mapping[str, TensorInfo], packs: Mapping[str, Pack]) -> di
 
 
 def cannot_be_loaded(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> str:
-    """Why transformers would not make the numbers of such a base that its format defines, if it would not."""
+    """Return why transformers would not compute the numbers that the format of such a base defines; empty where it
+    would.
+    """
     packs = packs_of(config, tensors)
     codes: dict[tuple[Any, ...], Pack] = {}
     for pack in packs.values():
@@ -179,7 +185,7 @@ def cannot_be_loaded(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo
 
 
 def _module(name: str) -> str | None:
-    """The module whose matrix a tensor holds the numbers of; None for what holds none."""
+    """Return the module whose matrix's numbers a tensor holds; None for other tensors."""
     return next((name.removesuffix(end) for end in (PACK, WEIGHT) if name.endswith(end)), None)
 
 
@@ -188,7 +194,7 @@ def _place(info: TensorInfo) -> str:
 
 
 def _check_owned(packs: Mapping[str, Pack], tensors: Mapping[str, TensorInfo]) -> None:
-    """Raise BadInput for scales and the like without a quantised matrix, and for dtypes that no format has."""
+    """Raise BadInput for scales and the like without a quantised matrix, and for dtypes that no format uses."""
     owned = {name for pack in packs.values() for name in pack.all}
     for name, info in tensors.items():
         if name in owned or name.endswith(OF_ACTIVATIONS):
@@ -200,7 +206,10 @@ def _check_owned(packs: Mapping[str, Pack], tensors: Mapping[str, TensorInfo]) -
 
 
 def _pack(module: str, info: TensorInfo, group: _Group, tensors: Mapping[str, TensorInfo]) -> Pack:
-    """The tensors of a module. Raises BadInput where one is missing, or its shape does not belong to the others'."""
+    """Return the tensors of a module's matrix.
+
+    Raises BadInput where one is missing, or has a shape that does not fit.
+    """
     packed = info.name.endswith(PACK)
     if packed != (group.format == _PACKED) or (packed and f"{module}{WEIGHT}" in tensors):
         raise BadInput(
@@ -238,12 +247,12 @@ def _pack(module: str, info: TensorInfo, group: _Group, tensors: Mapping[str, Te
 
 
 def _columns(info: TensorInfo, scales: TensorInfo, group: _Group) -> int:
-    """How many columns a matrix has, as far as headers say."""
+    """Return how many columns a matrix has, as far as headers determine it."""
     if group.format != _PACKED:
         return info.shape[1]
     if group.strategy == "group" and scales.shape:
         return scales.shape[-1] * group.group
-    # Sizes that do not fill their last word are not met: `weight_shape` is compared when its numbers are read.
+    # Exact only where a row fills its last word; `weight_shape` is compared when the numbers are read.
     return info.shape[1] * _WORD // group.bits
 
 
@@ -298,7 +307,10 @@ def _zeros(
 
 
 def _groups(settings: Mapping[str, Any]) -> list[_Group]:
-    """The groups of a config.json. Raises BadInput for settings that no format has, or that surgeon does not read."""
+    """Return the groups of a config.json.
+
+    Raises BadInput for settings that no format has, or that surgeon does not read.
+    """
     for key, does in (("sparsity_config", "sparse"), ("transform_config", "rotated")):
         if settings.get(key):
             raise BadInput(f"config.json: `{QUANTISATION}.{key}`: {does} weights are not dequantised; {_FULL_ONES}")

@@ -1,9 +1,8 @@
-"""What no probe finds out about a model type: hints, a few lines a type, and none for most.
+"""Facts about a model type that no probe finds: hints, a few lines per type, and none for most types.
 
-Layers, their kinds, what silences each and where grafts can stand are found by inspection and proven on a twin. Which
-tensors are query, key, value, output, gate, up and down is taken from the names that nearly all decoders share
-(roles.py); a type whose modules go by other names has a hint. A package can bring hints for more types
-(docs/how-to/adding.md).
+Layers, their kinds, what silences each and where grafts can run are found by inspection and proven on a twin. The roles
+query, key, value, output, gate, up and down are taken from the tensor names that nearly all decoders share (roles.py).
+A type whose modules have other names needs a hint. A package can bring hints for more types (docs/how-to/adding.md).
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ GROUP = "surgeon.families"
 
 @dataclass(frozen=True)
 class Hint:
-    """The roles of modules that go by other names than most, by their path in a layer.
+    """The roles of modules with unusual names, by their path in a layer.
 
-    Of a module that holds several, as a fused projection does, they are named from the top row down. A hint counts only
-    where the matrix has as many rows as these modules have.
+    For a module that holds several roles, as a fused projection does, they are listed from the top row down. A hint
+    counts only where the matrix has as many rows as these roles need.
     """
 
     model_type: str
@@ -49,6 +48,6 @@ def _admit(plugin: Plugin) -> Hint:
 
 HINTS: Registry[Hint] = Registry(GROUP, {hint.model_type: hint for hint in _BUILT_IN}, _admit)
 
-# The types that most bases are of, which `surgeon families` lists; what is done with others is the same.
+# The types of most bases, which `surgeon families` lists; other types are handled in the same way.
 USUAL_DECODERS = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo2", "phi3")
 USUAL_ENCODERS = ("roberta", "deberta", "deberta-v2")

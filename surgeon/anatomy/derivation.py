@@ -1,4 +1,4 @@
-"""What a checkpoint of a derived model type can be asked: grown configs, grafts, and proofs on a twin."""
+"""The questions that a checkpoint of a derived model type answers: grown configs, grafts, and proofs on a twin."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ _Answer = TypeVar("_Answer")
 
 
 def kept(ask: Callable[Concatenate[Derivation, _Asked], _Answer]) -> Callable[Concatenate[Derivation, _Asked], _Answer]:
-    """Give the answer that a question had before, in an earlier command too; refusals are made anew each time.
+    """Wrap a question of `Derivation` so that its answer is cached, across commands too; refusals are not cached.
 
-    A question of one operation alone is a function of its own, that takes the derivation. Answers are JSON data.
+    A question that only one operation asks is a function of its own, which takes the derivation. Answers are JSON data.
     """
 
     @wraps(ask)
@@ -61,10 +61,10 @@ def kept(ask: Callable[Concatenate[Derivation, _Asked], _Answer]) -> Callable[Co
 
 
 class Derivation:
-    """What was found out about a model type, and what can be done with it.
+    """The findings about a model type, and the questions that can be asked of it.
 
-    `find` looks at the base, where there is no answer yet. `answers` are those of an earlier command, of `day`, by
-    their questions; `is_new` is whether there are more since.
+    `find` examines the base; it is called only where an answer is not cached. `answers` are cached answers of an
+    earlier command, from `day`, by question. `is_new` is True once there are further answers.
     """
 
     def __init__(
@@ -79,12 +79,15 @@ class Derivation:
 
     @cached_property
     def seen(self) -> Seen:
-        """What is asked for answers."""
+        """The examined base, from which answers are computed."""
         return self._find()
 
     @property
     def evidence(self) -> str:
-        """What was proven of the model type, what config.json says otherwise than is read, whether that is kept."""
+        """A line with what was proven of the model type, and the date where the proof comes from the cache.
+
+        It also names config.json fields that transformers reads with another value.
+        """
         found = self._evidence()
         return found if self.is_new else f"{found} (on {self.day}, kept in the cache)"
 
@@ -103,25 +106,25 @@ class Derivation:
     @property
     @kept
     def path(self) -> tuple[str, ...]:
-        """Where the fields of the text decoder stand in config.json."""
+        """The path of the text decoder's fields in config.json."""
         return self.seen.skeleton.path
 
     @property
     def composition(self) -> Composition:
-        """The classes that carry grafts. Raises BadInput where there are none."""
+        """The classes that carry grafts (`Composition`). Raises BadInput where there are none."""
         return composition_for(json.dumps(self.seen.config, sort_keys=True))
 
     @property
     @kept
     def activation(self) -> str:
-        """The config's field that names the backbone's activation; empty where it has none."""
+        """The config field that names the backbone's activation; empty where there is none."""
         return self.composition.activation
 
     @kept
     def own_activation(self, layer: int) -> str:
-        """The activation that base layer `layer`'s FFN applies, as a twin shows; empty where adapters have none such.
+        """Return the activation that base layer `layer`'s FFN applies, as observed on a twin.
 
-        For models whose config names none.
+        Empty where adapters have no such activation. For models whose config names none.
         """
         block = self.blocks(layer).get(FFN)
         if block is None:
@@ -132,10 +135,10 @@ class Derivation:
 
     @kept
     def blocks(self, layer: int) -> dict[str, str]:
-        """What base layer `layer` calls the blocks beside which grafts can stand, by their usual name (ATTENTION, FFN).
+        """Return the paths of base layer `layer`'s blocks next to which grafts can run, by usual name (ATTENTION, FFN).
 
-        A block that is no module goes by those that it is made of, with a space between. A layer need not have both
-        blocks. Raises BadInput where the model's code cannot carry grafts.
+        A block that is not a module is given by its first and last module, separated by a space. A layer need not have
+        both blocks. Raises BadInput where the model's code cannot carry grafts.
         """
         held = {name: told_class(type(each)) for name, each in self.seen.skeleton.layers[layer].named_modules()}
         found: dict[str, str] = {}
@@ -149,17 +152,17 @@ class Derivation:
 
     @kept
     def whole_heads(self, layer: int) -> bool:
-        """Whether whole heads of attention can change places in base layer `layer`, as tried on a twin.
+        """Return whether whole attention heads can change places in base layer `layer`, as tried on a twin.
 
-        Then they lie in its tensors one after the other.
+        If they can, heads are contiguous in the layer's tensors.
         """
         return heads_move(self.seen, self.seen.derived.kind_of[layer])
 
     @kept
     def spaces(self, layer: int) -> tuple[Space, ...]:
-        """The spaces inside base layer `layer` whose units can change places, by suffix, as tried on a twin.
+        """Return the spaces inside base layer `layer` whose units can change places, by suffix, as tried on a twin.
 
-        Those of which a tensor is stored as another than it is in memory are left out.
+        A space is left out where one of its tensors is stored differently from how it is in memory.
         """
         seen, kind = self.seen, self.seen.derived.kind_of[layer]
         if seen.packed[kind]:
@@ -174,7 +177,10 @@ class Derivation:
 
     @kept
     def linear(self, layer: int) -> dict[str, tuple[int, ...]]:
-        """The linear modules of base layer `layer` by their path in it, with their shape (out × in)."""
+        """Return the shape (out × in) of each linear module of base layer `layer`, by its path in the layer.
+
+        Modules that run on other tokens than the layer's own are left out.
+        """
         modules = self.seen.skeleton.layers[layer].named_modules()
         elsewhere = _of_other_tokens(json.dumps(self.seen.config, sort_keys=True), self.seen.derived.heads)[layer]
         shapes = {name: _linear_shape(each) for name, each in modules if name not in elsewhere}
@@ -182,17 +188,17 @@ class Derivation:
 
     @kept
     def inner_fields(self, *, by: int = 0, multiple_of: int = 1) -> dict[str, int]:
-        """The config's fields with which every FFN, and every expert, is so much wider, or as wide as divides.
+        """Return config fields that widen every FFN and every expert by `by`, or to a multiple of `multiple_of`.
 
-        Raises BadInput where no field is known by which one of them becomes wider.
+        Raises BadInput where no known field widens one of them.
         """
         return inner_fields(self.seen, by=by, multiple_of=multiple_of)
 
     @kept
     def growths(self, fields: Mapping[str, int]) -> tuple[dict[str, Growth], ...]:
-        """Of each kind of layers the tensors that grow with these fields, as `Growth` says, by suffix on disk.
+        """Return, for each kind of layers, the tensors that grow with these fields, as `Growth`, by suffix on disk.
 
-        Raises BadInput where one grows in a way that cannot be followed.
+        Raises BadInput where a tensor grows in a way that surgeon cannot follow.
         """
         return growths(self.seen, fields)
 
@@ -200,11 +206,11 @@ class Derivation:
     def grafted(
         self, trunk: Mapping[str, Any], order: Sequence[int], twins: Sequence[int], modules: Sequence[str]
     ) -> dict[str, Any]:
-        """The config.json of a model with grafts, but for its `surgery`; `trunk` is that of its layers alone.
+        """Return the config.json of a model with grafts, except its `surgery`; `trunk` is the config of its trunk.
 
-        Layer `n` of the trunk is as layer `order[n]` of the base; those of numbers `twins` have an expanded twin.
-        `modules` are the grafts', which are in full precision also where the base is quantised. Raises BadInput where
-        there is none.
+        Layer `n` of the trunk is like base layer `order[n]`; the layers numbered in `twins` have an expanded twin.
+        `modules` are the grafts' modules, which stay in full precision also where the base is quantised. Raises
+        BadInput where no such config exists.
         """
         composition, shared = self.composition, shared_in(self.seen.skeleton)
         odd = [twin for twin in twins if shared is not None and shared.owner[order[twin]] is not None]
@@ -220,16 +226,16 @@ class Derivation:
         if twins:
             whole = [*order, *(order[twin] for twin in twins)]
             made = self._grown(whole, trunk=len(order))
-            # It names modules of the trunk's layers, whose numbers branches do not change.
+            # The quantisation settings name modules of the trunk's layers, whose numbers branches do not change.
             made |= {key: copy.deepcopy(trunk[key]) for key in (QUANTISATION,) if key in trunk}
         made = left_out(made, modules, self.seen.skeleton)
         return config_with_grafts(composition, head, trunk, made)
 
     @kept
     def grown(self, order: Sequence[int], opened: Sequence[int] = ()) -> dict[str, Any]:
-        """The config.json of a model whose layer `n` is as layer `order[n]`. Raises BadInput where there is none.
+        """Return the config.json of a model whose layer `n` is like base layer `order[n]`.
 
-        `opened` are numbers of layers that are not quantised any more.
+        `opened` are the numbers of layers that are no longer quantised. Raises BadInput where there is no such config.
         """
         made = self._grown(order)
         stack = f"{self.seen.skeleton.stack}."
@@ -252,27 +258,28 @@ class Derivation:
 
     @kept
     def shared_places(self, order: Sequence[int]) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """The tensors of blocks that layers share in a model whose layer `n` is as layer `order[n]`, by name.
+        """Return the tensors of blocks that layers share in a model whose layer `n` is like base layer `order[n]`.
 
-        Of each its name in the base, and the numbers of the new model's layers that compute with it. Raises BadInput
-        where they cannot be told.
+        By each tensor's name: its name in the base, and the numbers of the new model's layers that compute with it.
+        Raises BadInput where these cannot be determined.
         """
         names, heads = self.seen.names, self.seen.derived.heads
         return shared_places(self.seen.config, self._grown(order), order, names.outer, names.stem, heads=heads)
 
     @kept
     def vocabulary_tensors(self, rows: int) -> dict[str, bool]:
-        """The tensors with a row for each of the vocabulary's `rows`; True where rows are embeddings of what is read.
+        """Return the tensors with one row for each of the vocabulary's `rows`; True for input embeddings.
 
-        Raises BadInput where another tensor than embeddings and output head grows with the vocabulary.
+        Raises BadInput where a tensor other than embeddings and output head grows with the vocabulary.
         """
         return rows_of_ids(self.seen, rows)
 
     @kept
     def layer_axes(self, grown: Mapping[str, Any], layers: int) -> dict[str, int]:
-        """The axes along which tensors outside the layers, by name, hold a part for each layer; others are left out.
+        """Return, by name, the axis along which a tensor outside the layers holds one part per layer.
 
-        `grown` is a config of the base's type for so many `layers`, another number than the base's.
+        Tensors without such an axis are left out. `grown` is a config of the base's type for `layers` layers, a number
+        different from the base's.
         """
         here, there = self.seen.skeleton, _skeleton(json.dumps(grown, sort_keys=True))
         changed = {place for place, axes in here.changes(there).items() if axes is not None}
@@ -285,7 +292,7 @@ class Derivation:
 
 
 def _linear_shape(module: Any) -> tuple[int, int] | None:
-    """A linear module's outputs and inputs, GPT-2's `Conv1D`, which stores its matrix transposed, among them."""
+    """Return (outputs, inputs) of a linear module, or of GPT-2's `Conv1D`, which stores the transpose; else None."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
@@ -297,10 +304,10 @@ def _linear_shape(module: Any) -> tuple[int, int] | None:
 
 @lru_cache(maxsize=8)
 def _of_other_tokens(kept: str, heads: int) -> tuple[frozenset[str], ...]:
-    """Of each layer the linear modules that a twin runs on other tokens than the layer's own, by their path in it.
+    """Return, per layer, the paths of linear modules that a twin runs on other tokens than the layer's own.
 
-    Attention over a compressed cache (MLA) expands at every step what earlier tokens left there; experts see some of
-    the tokens. What is decided for each token of a layer says nothing of those.
+    Attention over a compressed cache (MLA) expands the cached latents of earlier tokens at every step; experts see only
+    some of the tokens. A decision made per token of the layer does not apply to such modules.
     """
     import torch
     from torch import nn
@@ -323,7 +330,7 @@ def _of_other_tokens(kept: str, heads: int) -> tuple[frozenset[str], ...]:
             if _linear_shape(module) is not None:
                 hook = partial(runs, own=own, name=name, others=others)
                 handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-    # What cannot be run with a cache is found out, and refused, elsewhere.
+    # A model that cannot run with a cache is detected and refused elsewhere.
     with one_thread(), torch.no_grad(), contextlib.suppress(*LOAD_FAILURES):
         run_cached(twin, some_tokens(twin))
     for handle in handles:
@@ -333,7 +340,10 @@ def _of_other_tokens(kept: str, heads: int) -> tuple[frozenset[str], ...]:
 
 @lru_cache(maxsize=8)
 def composition_for(kept: str) -> Composition:
-    """The classes that carry grafts for a config.json, given as JSON text. Raises BadInput where there are none."""
+    """Return the classes that carry grafts for a config.json, given as JSON text.
+
+    Raises BadInput where there are none.
+    """
     config = json.loads(kept)
     found = derive(config)
     firsts = [found.kind_of.index(kind) for kind in range(len(found.titles))]

@@ -1,6 +1,6 @@
-"""What is found out about a model type from a config alone: its layers, their kinds, and what silences each.
+"""The findings about a model type from a config only: its layers, their kinds, and what silences each kind.
 
-The model is built without weights, and a twin with random ones is probed. Cached by the config.
+The model is built without weights, and a twin with random weights is probed. Results are cached by config.
 """
 
 from __future__ import annotations
@@ -24,19 +24,21 @@ from surgeon.common.devices import one_thread
 from surgeon.common.library import LOAD_FAILURES, first_line
 from surgeon.errors import BadInput, printable
 
-# Some divide their width by three, or have norms as wide as one head.
+# Numbers of heads to try: some encoders divide their width by three, or have norms as wide as one head.
 _ENCODER_HEADS = (2, 3, 1)
 _NO_LAYERS = "layers are added to decoders alone"
-# A twin has two heads; some code wants more.
+# A twin has two heads; some models' code needs more.
 _HEADS = (2, 4, 8)
 
 
 @dataclass(frozen=True)
 class Derived:
-    """A model type as it was found: `kind_of[i]` is the number of layer `i`'s kind, `silence[kind]` what silences it.
+    """The findings about a model type:
 
-    `mixture[kind]` are its experts, where it has any that are understood. `titles[kind]` names a kind for people;
-    `heads` is how many a twin has. `seconds` is what finding it all took.
+    `kind_of[i]` is the number of layer `i`'s kind, `silence[kind]` what silences it.
+
+    `mixture[kind]` is its experts, or None where it has none that surgeon understands. `titles[kind]` names a kind for
+    people; `heads` is the number of a twin's heads. `seconds` is how long the analysis took.
     """
 
     skeleton: Skeleton
@@ -49,7 +51,7 @@ class Derived:
 
     @property
     def evidence(self) -> str:
-        """What was found, in one line."""
+        """The findings in one line."""
         if self.skeleton.encoder:
             kinds = f", {len(self.titles)} kinds" if len(self.titles) > 1 else ""
             return f"an encoder of {len(self.kind_of)} layers{kinds}; its controls are proven on a twin"
@@ -58,7 +60,10 @@ class Derived:
 
 
 def derive(config: Mapping[str, Any]) -> Derived:
-    """Find out about the model of a config.json. Raises BadInput where transformers cannot build it, or no stack."""
+    """Derive the findings about a config.json's model.
+
+    Raises BadInput where no model or no stack of layers can be built.
+    """
     return _derived(json.dumps(config, sort_keys=True))
 
 
@@ -89,12 +94,15 @@ def _derived(kept: str) -> Derived:
 def _unprobed(
     config: Mapping[str, Any], layers: list[int]
 ) -> tuple[dict[int, Silence], dict[int, Mixture | None], int]:
-    """The same of an encoder, to which no layer is added."""
+    """Return the same results as `_probed` for an encoder, to which no layer is added."""
     return dict.fromkeys(layers, Silence({}, _NO_LAYERS, {})), dict.fromkeys(layers), _encoder_heads(config)
 
 
 def _encoder_heads(config: Mapping[str, Any]) -> int:
-    """With how many heads a twin of an encoder runs; where it never does, what seeks its blocks will say why."""
+    """Return the number of heads with which a twin of an encoder runs; the first to try where it never runs.
+
+    The search for the encoder's blocks then reports why it does not run.
+    """
     import torch
 
     for heads in _ENCODER_HEADS:
@@ -106,9 +114,9 @@ def _encoder_heads(config: Mapping[str, Any]) -> int:
 
 
 def _probed(config: Mapping[str, Any], layers: list[int]) -> tuple[dict[int, Silence], dict[int, Mixture | None], int]:
-    """What silences these layers and what experts they have, found on a twin, and how many heads the twin has.
+    """Return what silences these layers, their experts, and the number of heads of the twin that shows it.
 
-    These are as few as its code can run with.
+    The twin has as few heads as the model's code can run with.
     """
     failed: Exception | None = None
     for heads in _HEADS:
@@ -126,28 +134,28 @@ def _probed(config: Mapping[str, Any], layers: list[int]) -> tuple[dict[int, Sil
 
 
 def _left_of(left: tuple[str, ...], all_left: list[tuple[str, ...]]) -> list[str]:
-    """What a layer does not quantise, where some other layer does."""
+    """Return the modules that a layer does not quantise and some other layer does."""
     return [name for name in left if any(name not in other for other in all_left)]
 
 
 def _title(key: Any, skeleton: Skeleton, index: int, left: list[str]) -> str:
-    """A kind by its type in the config, or by the classes of its blocks."""
+    """Return the title of a kind: its type in the config, or the classes of its blocks."""
     listed = [value.strip("'") for name, value in key[1] if name.endswith(("types", "type"))]
     blocks = [type(child).__name__ for _, child in skeleton.layers[index].named_children()]
     shown = ", ".join(dict.fromkeys(listed)) or ", ".join(name for name in blocks if "Norm" not in name)
     return f"{shown}, {left[0]} not quantised" if left else shown
 
 
-# What describes no model, or is read for each layer.
+# Fields that do not describe the model, or are not compared.
 _NOT_READ = frozenset({"architectures", "auto_map", "model_type", "transformers_version"})
 _MOST = 60
 
 
 def read_otherwise(config: Mapping[str, Any], made: Any, path: Sequence[str]) -> str:
-    """What of a config.json the object that transformers made of it has otherwise, in words; nothing where nothing is.
+    """Return a sentence on config.json fields that transformers' config object has with another value; empty for none.
 
-    The text's part stands at `path`. Values that fill in for none, switch something off or spell the same in new words
-    are no other values.
+    The text part is at `path`. A default for null, a value that switches something off, or a new spelling does not
+    count as a difference.
     """
     # JSON has no infinity.
     parts: list[tuple[str, Any, Any]] = [("", made._decode_special_floats(dict(config)), made)]

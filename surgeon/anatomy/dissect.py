@@ -1,7 +1,7 @@
-"""Dissect a checkpoint: which tensor is which part of which layer, checked against the config.
+"""Dissecting a checkpoint: which tensor is which part of which layer, checked against the config.
 
-What transformers builds of the config is taken apart and probed (checkpoint_anatomy.py); a setting that transformers
-cannot build or run a model with is refused then.
+The model that transformers builds from the config is taken apart and probed (checkpoint_anatomy.py). A setting with
+which transformers cannot build or run a model is then refused.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from surgeon.errors import BadInput, printable, said_of
 def dissect(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], own: OwnCode | None = None) -> Anatomy:
     """Sort the tensors of a checkpoint into layers and the rest, and check every shape against the config.
 
-    `own` is the code that its model is built of where it brings some: what a model type is called says nothing then.
-    Raises BadInput naming the first tensor that is missing, unknown or of the wrong shape or dtype.
+    `own` is the checkpoint's own code, if it builds the model; the name of the model type then means nothing. Raises
+    BadInput naming the first tensor that is missing, unknown or of the wrong shape or dtype.
     """
     own = own if own is not None and own.builds_models else None
     if not isinstance(config.get("model_type"), str):
@@ -38,9 +38,10 @@ def dissect(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], own: O
 
 
 def dissect_folder(folder: CheckpointFolder, by: Callable[..., Anatomy] = dissect) -> Anatomy:
-    """`dissect` of an opened folder, or what `by` knows of it. Raises BadInput as that does.
+    """Return the anatomy of an opened folder, from `dissect` or another function `by`. Raises BadInput as `by` does.
 
-    Where the folder's own code was left out and tensors fit no class of transformers, the code may be what they are of.
+    Where the folder's own code was not loaded and its tensors fit no class of transformers, the error says that they
+    may belong to that code.
     """
     try:
         with said_of(folder.source.shown):

@@ -1,7 +1,7 @@
-"""The types that describe a layer and a model: sizes, the parts of a layer, and what its tensors are called.
+"""The types that describe a layer and a model: sizes, the parts of a layer, and the names of its tensors.
 
-A layer is described as a list of `Part`s. Each part names the module it belongs to by its *role*,
-so that code above this room (transport flow, zero-initialisation) needs no tensor names.
+A layer is described as a list of `Part`s. Each part names the module it belongs to by its *role*, so that code above
+this room (transport flow, zero-initialisation) needs no tensor names.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ Role = Literal[
     "position_key",
     "position_query",
     "talking_heads",
-    # Of a mixture of experts: what has a row, or a number, for each; and what scales a shared expert's output.
+    # In a mixture of experts: the router, with a row or a number per expert; and the gate that scales a shared expert's
+    # output.
     "router",
     "shared_gate",
 ]
-# `other`: what is neither a matrix nor a bias nor a norm (a state space's decay, say).
+# `other`: neither a matrix nor a bias nor a norm (a state space's decay, say).
 Kind = Literal["weight", "bias", "norm", "other"]
 Config = Mapping[str, Any]
 
 # Far above any model so far; stops a hostile config that asks for a billion layers.
 MOST_LAYERS = 10_000
 LARGEST_SIZE = 2**31
-# What to do about a setting that is no setting of any model.
+# The advice for a setting that no model has.
 OWN_CONFIG = "use the model's own config.json"
 
 
@@ -57,18 +58,18 @@ class Sizes:
 
     @property
     def query_width(self) -> int:
-        """Rows of the query projection: heads times head size."""
+        """The number of rows of the query projection: heads times head size."""
         return self.heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
-        """Rows of the key and of the value projection."""
+        """The number of rows of the key projection, and of the value projection."""
         return self.kv_heads * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
 class Expert:
-    """That a tensor belongs to a mixture of experts: to expert `number`, or (None) to all, along its first axis.
+    """The place of a tensor in a mixture of experts: expert `number`, or (None) all experts, along its first axis.
 
     `transposed`: an expert's matrices are stored inputs by outputs. `interleaved`: rows of gate and up alternate.
     """
@@ -82,10 +83,10 @@ class Expert:
 class Part:
     """One tensor of a layer.
 
-    `blocks` are the modules it holds from the top row down, as (role, rows): one for most tensors, several
-    where an architecture fuses projections (Phi-3's `qkv_proj`), none where roles are not known. `identity` is the
-    value with which a norm scales by one. With `expert` the blocks
-    are those of one expert's matrix, as outputs by inputs, gate before up.
+    `blocks` are the modules it holds from the top row down, as (role, rows): one for most tensors, several where an
+    architecture fuses projections (Phi-3's `qkv_proj`), none where roles are not known. `identity` is the value with
+    which a norm scales by one. With `expert` the blocks describe one expert's matrix, as outputs by inputs, gate before
+    up.
     """
 
     suffix: str
@@ -97,13 +98,13 @@ class Part:
 
     @property
     def role(self) -> Role:
-        """The only module this tensor belongs to (a bug where there are several)."""
+        """The role of this tensor's only module (an assertion fails where there are several)."""
         assert len(self.blocks) == 1, self.suffix
         return self.blocks[0][0]
 
 
 class Slot(NamedTuple):
-    """Where a tensor holds the units of a space: along `axis`, from `start` on, `each` numbers of every unit."""
+    """The place of a space's units in a tensor: along `axis`, from `start` on, `each` numbers per unit."""
 
     suffix: str
     axis: int
@@ -112,7 +113,7 @@ class Slot(NamedTuple):
 
 
 class Space(NamedTuple):
-    """A space by its name in the layer, how many units it has, and where they lie."""
+    """A space by its name in the layer, with its number of units, and the slots that hold them."""
 
     name: str
     units: int
@@ -120,12 +121,12 @@ class Space(NamedTuple):
 
 
 def inner_width(part: Part) -> int:
-    """How many neurons the projection reads by which an FFN, or one of its experts, writes."""
+    """Return the number of neurons that the down projection of an FFN, or of one of its experts, reads."""
     return part.shape[-2 if part.expert is not None and part.expert.transposed else -1]
 
 
 def hidden_axis(part: Part) -> int:
-    """Along which axis a tensor of an FFN, or of experts, has a number for each dimension of the stream."""
+    """Return the axis along which a tensor of an FFN, or of experts, has one entry per dimension of the stream."""
     stacked = int(part.expert is not None and part.expert.number is None)
     if part.kind != "weight":
         return stacked
@@ -135,9 +136,9 @@ def hidden_axis(part: Part) -> int:
 
 @dataclass(frozen=True)
 class Family:
-    """What a checkpoint's layers are called: a tensor is `{stem}{number}.{suffix}`.
+    """The naming of a checkpoint's layers: a tensor is `{stem}{number}.{suffix}`.
 
-    An `encoder` reads a sequence in both directions and has no cache; its heads are copied as they are.
+    An `encoder` reads a sequence in both directions and has no cache; its heads are copied unchanged.
     """
 
     model_type: str
@@ -146,8 +147,10 @@ class Family:
 
 
 class Axis(NamedTuple):
-    """How one axis of a tensor grows: along which, what is new there (None: copies of what there is), and the parts
-    that each grow for themselves, in proportion.
+    """The growth of one axis of a tensor.
+
+    `new` is the value of new entries (None: copies of existing ones). `shares` are the parts of the axis that each grow
+    separately, in proportion.
     """
 
     axis: int
@@ -162,7 +165,8 @@ Axes = tuple[Axis, ...]
 class Packed:
     """A quantised tensor of a layer: the suffix of its `scales`, and its suffix and shape in full precision.
 
-    `block` is rows by columns of numbers that share a scale; None: MXFP4. `module` is what holds it in memory.
+    `block` is the rows and columns of numbers that share a scale; None: MXFP4. `module` is the module that holds the
+    tensor in memory.
     """
 
     scales: str
@@ -173,15 +177,15 @@ class Packed:
 
     @property
     def replaced(self) -> str:
-        """The module in whose place transformers puts one of its own where it multiplies numbers as they are stored.
+        """The module that transformers replaces by one of its own to compute with the quantised numbers as stored.
 
-        For MXFP4 that is the whole block that holds the experts (`mlp`), for FP8 the linear module, or the experts.
+        For MXFP4 that is the whole block that holds the experts (`mlp`); for FP8 the linear module, or the experts.
         """
         return self.module.rpartition(".")[0] if self.block is None else self.module
 
 
 def with_fields(config: Mapping[str, Any], path: Sequence[str], fields: Mapping[str, int]) -> dict[str, Any]:
-    """The config with these fields in its part at `path`; a dot in a field's name leads into a part of that."""
+    """Return the config with these fields set in its part at `path`; a dot in a field's name leads into a subpart."""
     made = copy.deepcopy(dict(config))
     part = made
     for key in path if fields else ():

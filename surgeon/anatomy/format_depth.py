@@ -1,8 +1,8 @@
-"""What others take from a model's depth and not its config: llama.cpp a scale, transformers the place of MTP layers.
+"""Settings that other tools infer from a model's depth, not its config: llama.cpp a scale, transformers the MTP layers.
 
-Layers that predict further tokens (MTP) move up with the stack. transformers (5.23) looks for their tensors by patterns
-of its classes, and some name one layer: 61 for DeepSeek-V3, 46 and 92 for GLM-4.5. A pattern of a layer that the stack
-has is left out.
+Layers that predict further tokens (MTP) move up with the stack. transformers (5.23) finds their tensors by patterns of
+its classes, and some patterns name one layer: 61 for DeepSeek-V3, 46 and 92 for GLM-4.5. A pattern is ignored where the
+stack has a layer of that number.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _LAYERS_OF_27B = {"gemma2": 46, "gemma3_text": 62, "gemma3": 62}
 
 
 def other_scale(config: Mapping[str, Any]) -> str | None:
-    """A sentence where llama.cpp scales an output's queries otherwise than its config says; None elsewhere.
+    """Return a sentence where llama.cpp scales an output's queries otherwise than its config requires; else None.
 
-    It takes 1/√(hidden size / heads) for a model of 27B's depth and 1/√(head size) for all others; no key of a GGUF
-    says which.
+    llama.cpp uses 1/√(hidden size / heads) for a model with the depth of 27B, and 1/√(head size) for all others; no key
+    of a GGUF states the scale.
     """
     text = config.get("text_config")
     told: Mapping[str, Any] = text if isinstance(text, Mapping) else config
@@ -48,7 +48,7 @@ _NUMBER = re.compile(r"\\\.(\d+)")
 
 
 def moved_mtp(anatomy: Anatomy, base: Mapping[str, Any], layers: int, config: Mapping[str, Any]) -> str | None:
-    """A sentence where `generate(use_mtp=True)` does not find an output's MTP layers above its stack; else None.
+    """Return a sentence where `generate(use_mtp=True)` does not find an output's MTP layers above its stack; else None.
 
     Args:
         anatomy: of the base.
@@ -79,7 +79,7 @@ def moved_mtp(anatomy: Anatomy, base: Mapping[str, Any], layers: int, config: Ma
 
 
 def _numbered(model_type: str) -> set[int]:
-    """The layers that patterns of transformers' class name; none where no pattern names one."""
+    """Return the layer numbers that patterns of transformers' class name; empty where no pattern names one."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
     try:

@@ -1,12 +1,12 @@
-"""The config.json of a model with grafts, and that of the trunk beneath it.
+"""The config.json of a model with grafts, and that of its trunk, the model without grafts.
 
 A checkpoint that carries grafts is read as its native trunk: its `model_type` is `upcycled_<family>`, its
-`config.surgery` says which grafts stand where, and its `num_hidden_layers` counts trunk and branches (a branch is a
-layer of the tail, so that caches are allocated for it).
+`config.surgery` lists which grafts are where, and its `num_hidden_layers` counts trunk and branches (a branch is
+numbered like a layer after the trunk, so that caches are allocated for it).
 
-Some models that read images too are published with their text settings at the top, which transformers takes for those
-of `text_config`. A config that has both forms would be read by the nested one alone, so what surgery changes is written
-in that form, all of it.
+Some models that also read images are published with their text settings at the top level (flat), which transformers
+reads as `text_config`. In a config that has both forms only the nested one would be read, so surgery writes the whole
+config in the nested form.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from surgeon.grafts.registry import GRAFTS, kinds
 from surgeon.runtime.spread import for_each_layer
 
 TEXT = "text_config"
-# The types of which transformers reads both forms; a test compares them with it.
+# The types whose flat and nested form transformers reads; a test compares this list with transformers.
 FLAT = frozenset({"fuyu", "glm5_next", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl"})
-# What is the whole model's wherever it stands: fields of every config, of images and sounds, and of the code.
+# Fields that apply to the whole model at the top level: those of every config, of images and sounds, and of the code.
 _WHOLE = frozenset(
     {
         *("architectures", "auto_map", "dtype", "id2label", "is_encoder_decoder", "label2id", "model_type"),
@@ -37,12 +37,14 @@ _WHOLE = frozenset(
     }
 )
 _BESIDE = re.compile(r"(image|video|vision|audio|patch)_.*|.*_config|_.*")
-# What transformers takes for left out in the flat form, where that is another value than in the nested one.
+# The defaults of the flat form that differ from those of the nested form.
 _LEFT_OUT: dict[str, dict[str, Any]] = {"fuyu": {"partial_rotary_factor": 0.5}}
 
 
 def nested(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with its text settings in `text_config`; as it is where they stand there, or it has none."""
+    """Return the config with its text settings in `text_config`; unchanged where it is nested or has no such
+    settings.
+    """
     kind = config.get("model_type")
     moved = [key for key in config if key not in _WHOLE and not _BESIDE.fullmatch(key)]
     if kind not in FLAT or config.get(TEXT) is not None or not moved:
@@ -52,22 +54,22 @@ def nested(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_grafted(config: Mapping[str, Any]) -> bool:
-    """Whether a config is of a checkpoint with grafts."""
+    """Return whether a config belongs to a checkpoint with grafts."""
     return str(config.get("model_type", "")).startswith(PREFIX)
 
 
 def is_encoder(config: Mapping[str, Any]) -> bool:
-    """Whether a config is of a model that reads a sequence in both directions. Raises BadInput as `native_config`."""
+    """Return whether a config's model reads a sequence in both directions. Raises BadInput as `native_config`."""
     from surgeon.anatomy.skeleton import encoder_auto
 
     return encoder_auto(native_config(config)) is not None
 
 
 def native_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of the trunk alone: native model type, no surgery, per-layer lists without the branches' tail.
+    """Return the config of the trunk: native model type, no surgery, per-layer lists without entries for branches.
 
-    A native config comes back as it is (a copy), its text settings in a part of their own where transformers reads them
-    so too. BadInput where `surgery` does not fit the rest.
+    A native config is returned as a copy, with its text settings in `text_config` where transformers also reads them
+    there. Raises BadInput where `surgery` does not fit the rest.
     """
     native = copy.deepcopy(nested(config))
     if not is_grafted(config):
@@ -76,7 +78,7 @@ def native_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _trunk_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The config of the trunk alone: its `anatomy` says what reads otherwise there."""
+    """Return the config of the trunk; the `anatomy` field lists the fields whose values differ there."""
     told = config.get("anatomy")
     changed = told.get("trunk") if isinstance(told, Mapping) else None
     composition = composition_of(config)
@@ -96,7 +98,7 @@ def _trunk_config(config: dict[str, Any]) -> dict[str, Any]:
                 f"config.json: `anatomy` says of `{printable(str(path))}` what cannot be read; get the output's own"
                 " config.json"
             )
-        # A field that stays has its place.
+        # An existing field keeps its place in the order.
         if value:
             part[key] = value[0]
         else:
@@ -105,7 +107,7 @@ def _trunk_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_branches(config: Mapping[str, Any], composition: Composition) -> None:
-    """Raise BadInput for a `surgery` that cannot be read. How many layers there are is checked by building them."""
+    """Raise BadInput for a `surgery` that cannot be read. The number of layers is checked when they are built."""
     surgery: Any = config.get("surgery")
     trunk = surgery.get("trunk_layers") if isinstance(surgery, Mapping) else None
     if type(trunk) is not int or not 0 < trunk <= MOST_LAYERS:
@@ -136,23 +138,24 @@ def _check_branches(config: Mapping[str, Any], composition: Composition) -> None
 
 
 def head_with_grafts(composition: Composition, trunk: Mapping[str, Any]) -> str:
-    """The head that a model of the config `trunk` has once it has grafts, by its class without them.
+    """Return the native class of the head that a model with grafts gets, for the trunk's config `trunk`.
 
-    Raises BadInput where the config names one for which there are no upcycled classes.
+    Raises BadInput where the config names a head that has no upcycled class.
     """
     named = [str(name) for name in trunk.get("architectures") or ()]
     head = short_name(composition.head)
     known = (head, *(short_name(each.native) for each in composition.heads), short_name(composition.model))
-    # As the model type says, whatever the case: PhiMoE's own config.json spells it as no class of transformers is.
+    # Compared without case: PhiMoE's own config.json spells its class as no class of transformers is spelled.
     written = {name.casefold() for name in named}
     found = next((name for name in known if name.casefold() in written), None)
     if composition.encoder:
-        # By a head that has an upcycled class, or none: the base model's then, with the head carried along.
+        # The head, if it has an upcycled class; else the base model, and the head's tensors are copied along.
         return found or short_name(composition.model)
     if not named:
         return head
     if found is None and len(named) == 1:
-        # A maker's own name (InternLM3ForCausalLM, a Llama to transformers): the type says the class, this its head.
+        # A name that transformers does not know (InternLM3ForCausalLM for a Llama): the model type gives the class,
+        # this the head.
         _, kind, of = named[0].rpartition("For")
         found = next((name for name in known if kind and name.endswith(kind + of)), None)
     if found is None or len(named) > 1:
@@ -166,21 +169,24 @@ def head_with_grafts(composition: Composition, trunk: Mapping[str, Any]) -> str:
 def config_with_grafts(
     composition: Composition, head: str, trunk: Mapping[str, Any], made: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The config `made` of all layers, branches among them, as that of a model with grafts; `trunk` is without them."""
+    """Return the config of a model with grafts; `made` is the config with branches as layers, `trunk` without them."""
     config = {
         **made,
         "model_type": PREFIX + composition.model_type,
         "architectures": [upcycled(head)],
         "auto_map": composition.auto_map,
     }
-    # An `auto_map` of a tokenizer alone is no part of the trunk's model.
+    # An `auto_map` that names only a tokenizer does not describe the trunk's model.
     unlike = {"model_type", "auto_map"}
     one, other = ({key: value for key, value in each.items() if key not in unlike} for each in (trunk, config))
     return config | {"anatomy": composition.to_json() | {"trunk": changed_fields(one, other)}}
 
 
 def changed_fields(trunk: Mapping[str, Any], grafted: Mapping[str, Any], above: str = "") -> dict[str, list[Any]]:
-    """The fields of `trunk` that read otherwise in `grafted`, by path: their value in a list, an empty one for none."""
+    """Return the fields of `trunk` that differ in `grafted`, by path, with the trunk's value in a list.
+
+    The list is empty for a field that the trunk does not have.
+    """
     changed: dict[str, list[Any]] = {}
     for key in dict.fromkeys((*trunk, *grafted)):
         one, other = trunk.get(key), grafted.get(key)

@@ -1,11 +1,11 @@
-"""A config.json for more layers: every field that speaks of layers rewritten, and the result judged by building it.
+"""A config.json for more layers: every field about layers is rewritten, and the result is checked by building it.
 
-A field may hold an entry for each layer, name layers by number, or count them from one end. What it means is not
-guessed: the grown model is built on the meta device, and each of its layers must be of the kind that was intended.
+A field may hold an entry for each layer, name layers by number, or count them from one end. Its meaning is not guessed:
+the grown model is built on the meta device, and each of its layers must be of the intended kind.
 
-Where the tensors of blocks that layers share then stand is found on twins. A block may hold tensors for each layer that
-runs it, numbered in it (adapters of Zamba 2): with more layers they are others, and have other numbers. Which of a
-block's tensors a layer computes with, its gradients show.
+The new places of tensors in blocks that layers share are found on twins. Such a block may hold separate tensors for
+each layer that runs it, numbered inside the block (adapters of Zamba 2). With more layers there are more of these
+tensors, with other numbers. Gradients show which of a block's tensors a layer computes with.
 """
 
 from __future__ import annotations
@@ -30,13 +30,16 @@ from surgeon.errors import BadInput, printable
 _COUNTS = re.compile(r"dense|layers?(_|$)|_idx$|_index$|start|shared")
 # Fields that may hold an entry for each layer; others may be as long as the stack by chance.
 _ENTRIES = re.compile(r"layer|types?(_|$)|pattern|intermediate_size|top_?k|experts?(_|$)")
-# Labels have numbers as layers have.
+# A field whose numbered keys are labels, not layers.
 _LABELS = "id2label"
 _MOST_TRIALS = 48
 
 
 def layer_axis(before: tuple[int, ...], after: tuple[int, ...], old: int, new: int) -> int | None:
-    """The axis along which a tensor holds a part for each layer; None where its shapes tell of no such axis."""
+    """Return the axis along which a tensor holds one part per layer; None where its two shapes show no such axis.
+
+    `before` and `after` are its shapes with `old` and with `new` layers.
+    """
     if len(before) != len(after):
         return None
     differing = [axis for axis, (one, other) in enumerate(zip(before, after, strict=True)) if one != other]
@@ -48,7 +51,7 @@ def layer_axis(before: tuple[int, ...], after: tuple[int, ...], old: int, new: i
 
 
 def part_of(config: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
-    """The part of a config.json at `path`."""
+    """Return the part of a config.json at `path`."""
     found: Any = config
     for key in path:
         found = found.get(key) or {}
@@ -66,11 +69,11 @@ def _with_part(config: Mapping[str, Any], path: Sequence[str], part: Mapping[str
 def grown(
     config: Mapping[str, Any], skeleton: Skeleton, order: Sequence[int], trunk: int | None = None
 ) -> dict[str, Any]:
-    """The config.json of a model whose layer `n` is as layer `order[n]` of the model of `config`, whose skeleton it is.
+    """Return the config.json of a model whose layer `n` is like layer `order[n]` of the model of `config`.
 
-    Above the `trunk` (None: all layers) only the config's entries for a layer count: what is built there is not used.
-    Raises BadInput naming the first layer that comes out another, where no reading of the config's fields is right, or
-    a tensor outside the layers that cannot follow.
+    `skeleton` is the model of `config`, built. From layer `trunk` on (None: no layer), only the config's entries for a
+    layer must be right: what is built there is not used. Raises BadInput naming the first layer that comes out as
+    another kind, where no reading of the config's fields is right, or a tensor outside the layers that cannot follow.
     """
     part = part_of(config, skeleton.path)
     kinds, shared = described_kinds(skeleton), shared_in(skeleton)
@@ -107,7 +110,7 @@ def grown(
 
 
 def _advice(kinds: Sequence[Any], others: Sequence[Any], shared: Shared | None) -> str:
-    """What to do where layers cannot stand at the places asked for; `others` are kinds of such a model."""
+    """Return advice where layers cannot be at the requested places; `others` are the kinds of the model tried."""
     if shared is not None and len({*shared.owner} - {None}) > 1:
         free = [index for index, owner in enumerate(shared.owner) if owner is None]
         return (
@@ -129,9 +132,10 @@ def _advice(kinds: Sequence[Any], others: Sequence[Any], shared: Shared | None) 
 
 
 def _check_outside(skeleton: Skeleton, built: Skeleton) -> None:
-    """Raise BadInput where what stands outside the layers depends on their number in a way that cannot be followed.
+    """Raise BadInput where a tensor outside the layers depends on their number in a way that surgeon cannot follow.
 
-    That is tensors which come and go with the layers, one for each, and those in which no axis has a part for each.
+    These are tensors that exist only for some numbers of layers, and tensors without an axis that has one part per
+    layer.
     """
     old, new = len(skeleton.layers), len(built.layers)
     before, after = (
@@ -158,9 +162,9 @@ def _check_outside(skeleton: Skeleton, built: Skeleton) -> None:
 
 
 def _first_other(built: Skeleton, wanted: Sequence[Any], trunk: int, shared: Shared | None) -> int | None:
-    """The number of the first layer that is not of the kind wanted; None where all are."""
+    """Return the number of the first layer that is not of the wanted kind; None where all are."""
     made = described_kinds(built, shared.paths if shared is not None else ())
-    # Lists that the grown config alone has, or has no more, are no difference of kind.
+    # Lists that only one of the two configs has do not make kinds different.
     for index, (one, other) in enumerate(zip(made, wanted, strict=False)):
         common = {key for key, _ in one[1]} & {key for key, _ in other[1]}
         if (index < trunk and one[0] != other[0]) or any(dict(one[1])[key] != dict(other[1])[key] for key in common):
@@ -184,11 +188,11 @@ def _difference(one: Any, other: Any) -> str:
 
 
 def _trials(part: Mapping[str, Any], skeleton: Skeleton, order: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Readings of the config's fields, the likeliest first."""
+    """Yield candidates for the grown text config, one per reading of its fields, the likeliest first."""
     count = len(skeleton.layers)
     stated = grown_part(part, count, skeleton.count_key, order)
     full = skeleton.text.to_dict()
-    # What the class derives from other fields (a pattern, an interval) and would derive anew, and wrongly.
+    # Lists that the class derives from other fields (a pattern, an interval); it would derive them again, wrongly.
     derived = {
         key: value
         for key, value in full.items()
@@ -217,7 +221,10 @@ def _unlike(first: dict[str, Any], second: dict[str, Any], later: bool) -> Itera
 def _by_chance(
     part: Mapping[str, Any], stated: Mapping[str, Any], order: Sequence[int], count: int
 ) -> Iterator[dict[str, Any]]:
-    """Readings of lists by other names that are as long as the stack, maybe by chance: one of each layer's, or all."""
+    """Yield candidates that also treat other lists as long as the stack as lists per layer: one, two, or all of them.
+
+    These lists may have that length only by chance.
+    """
     made = {
         key: [value[source] for source in order]
         for key, value in part.items()
@@ -228,7 +235,7 @@ def _by_chance(
 
 
 def _counted(fields: Mapping[str, Any], order: Sequence[int], count: int) -> dict[str, list[int]]:
-    """Of each field that may count layers or be a layer's number, the values that it may get."""
+    """Return, for each field that may count layers or be a layer's number, the other values that it may get."""
     found: dict[str, list[int]] = {}
     for key, value in fields.items():
         if type(value) is not int or not 0 < value <= count or not _COUNTS.search(key):
@@ -247,13 +254,13 @@ def grown_part(
     order: Sequence[int],
     counted: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """A reading of a config's fields for other layers, which says nothing of whether a model so built is the right one.
+    """Return the fields for other layers by one reading of them; it is not checked here that they give the right model.
 
     Args:
-        part: The fields, those of the text decoder.
+        part: The fields of the text decoder.
         count: How many layers they are for.
-        count_key: The field that says so.
-        order: Layer `n` of the result is as layer `order[n]`.
+        count_key: The field that holds this number.
+        order: Layer `n` of the result is like layer `order[n]`.
         counted: The new values of fields that count layers, or are the number of one.
     """
     made: dict[str, Any] = {}
@@ -280,7 +287,7 @@ def grown_part(
     return made | {key: value for key, value in counted.items() if key not in made}
 
 
-# By its name in a grown model: the tensor's name in the model before, and the layers that compute with it.
+# Maps a tensor's name in a grown model to its name in the base and the layers that compute with it.
 Places = dict[str, tuple[str, tuple[int, ...]]]
 
 
@@ -293,11 +300,11 @@ def shared_places(
     *,
     heads: int,
 ) -> Places:
-    """The tensors of shared blocks in a model of the config `grown`, by name on disk, and what each is in the base.
+    """Return the tensors of shared blocks in a model of the config `grown`, by name on disk, as `Places`.
 
-    Layer `n` is as layer `order[n]` of the base, whose tensors outside the layers `outer` are, by name on disk, by the
-    name in memory; layers are stored as `{stem}{i}.…`. Raises BadInput where a block is not stored once, under the
-    model's own names, or what layers use cannot be told.
+    Layer `n` is like layer `order[n]` of the base. `outer` maps names on disk of the base's tensors outside the layers
+    to names in memory; layers are stored as `{stem}{i}.…`. Raises BadInput where a block is not stored once, under the
+    model's own names, or where the tensors that layers use cannot be determined.
     """
     base = twin_of(config, heads=heads)
     found = places_between(base, twin_of(grown, heads=heads), order)
@@ -321,9 +328,10 @@ def shared_places(
 
 
 def places_between(base: Skeleton, result: Skeleton, order: Sequence[int]) -> Places:
-    """The same of two twins, by names in memory: layer `n` of the second is as layer `order[n]` of the first.
+    """Return the places of shared blocks' tensors between two twins, by names in memory.
 
-    Empty where no layers share a block. Raises BadInput where the twins' blocks do not correspond.
+    Layer `n` of `result` is like layer `order[n]` of `base`. Empty where no layers share a block. Raises BadInput where
+    the twins' blocks do not correspond.
     """
     shared = shared_in(base)
     if shared is None:
@@ -352,7 +360,7 @@ def places_between(base: Skeleton, result: Skeleton, order: Sequence[int]) -> Pl
 
 
 def _used(twin: Skeleton, paths: Sequence[str]) -> dict[int, list[str]]:
-    """Of each layer that has a block at `paths`, the block's tensors that its output depends on, in their order."""
+    """Return, for each layer with a block at `paths`, the block's tensors that its output depends on, in order."""
     import torch
 
     held = {

@@ -1,6 +1,6 @@
-"""The classification head of an encoder: which tensors it is made of, and what they hold before any training.
+"""The classification head of an encoder: its tensors, and their values before any training.
 
-transformers' own class says so, built without weights; nothing is listed by model type.
+They are read from transformers' own class, built without weights; nothing is listed by model type.
 """
 
 from __future__ import annotations
@@ -14,20 +14,23 @@ from surgeon.errors import BadInput, printable
 from surgeon.runtime.births import Birth, Fill, Normal
 
 CLASSIFIER = "AutoModelForSequenceClassification"
-# What reads the stack's output for the heads of some types stands in the base model.
+# For the heads of some types, a module of the base model reads the stack's output.
 _POOLER = "pooler."
 _DEFAULT_STD = 0.02
 
 
 @dataclass(frozen=True)
 class Head:
-    """A classification head: every tensor's birth by its name on disk, and the `prefix` of the base model's names."""
+    """A classification head: the initial values of every tensor, by name on disk.
+
+    `prefix` begins the names of the base model's tensors.
+    """
 
     births: Mapping[str, Birth]
     prefix: str
 
     def idle(self, names: Iterable[str]) -> set[str]:
-        """Of a checkpoint's tensors those of other heads, which a classification model does not run."""
+        """Return a checkpoint's tensors that belong to other heads, which a classification model does not run."""
         return {
             name
             for name in names
@@ -37,7 +40,7 @@ class Head:
 
 
 def labelled(config: Mapping[str, Any], labels: Sequence[str]) -> dict[str, Any]:
-    """An encoder's config.json with a classification head for these labels.
+    """Return an encoder's config.json with a classification head for these labels.
 
     Raises BadInput where transformers has none for its type.
     """
@@ -57,10 +60,10 @@ def labelled(config: Mapping[str, Any], labels: Sequence[str]) -> dict[str, Any]
 
 
 def head_of(config: Mapping[str, Any], names: Iterable[str]) -> Head:
-    """The head of a config.json that names one; `names` are the checkpoint's tensors.
+    """Return the classification head that a config.json names; `names` are the checkpoint's tensors.
 
-    Matrices are normal with the config's `initializer_range`, biases zero, norms one: transformers' usual first values.
-    Raises BadInput where transformers cannot build the model.
+    Matrices are drawn from a normal distribution with the config's `initializer_range`, biases are zero, norms one:
+    transformers' usual initial values. Raises BadInput where transformers cannot build the model.
     """
     from torch import nn
 

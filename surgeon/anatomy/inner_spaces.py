@@ -1,12 +1,12 @@
-"""Spaces inside a layer: dimensions that its own tensors write and read, as channels, latents or heads.
+"""Spaces inside a layer: dimensions that the layer's own tensors write and read, such as channels, latents or heads.
 
-Their units may change places, wherever each occurs, and the layer computes what it did. Which tensors hold them is
-proposed by names and shapes (channel mixers, state spaces, latent attention, fused projections), and kept where a twin
-proves it: moved everywhere nothing changes, moved everywhere but in one place something does.
+The units of a space may change places in every tensor that holds them, and the layer computes the same. Names and
+shapes propose which tensors hold a space (channel mixers, state spaces, latent attention, fused projections). A twin
+proves it: when units move everywhere, nothing changes; when they move everywhere except in one place, something does.
 
-Whole heads may change places where all that belongs to them moves along: groups of query heads with their key and value
-head, and query heads within a group. With a wrong reading of query, key, value and output the layer computes something
-else. So `heads: blocks` depends on nothing that a class says of its heads.
+Whole heads may change places together with all their parts: groups of query heads with their key and value head, and
+query heads within a group. With a wrong reading of query, key, value and output the layer computes something else. So
+`heads: blocks` depends on nothing that a class states about its heads.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-# Eight first: some classes keep heads in four blocks (CodeGen), which with four of them are no more than heads.
+# Eight first: some classes keep heads in four blocks (CodeGen), and with four heads a block would be one head.
 _HEADS = (8, 4, 2)
 _GROUPS = ("n_groups", "mamba_n_groups", "mamba_ngroups")
 _FUSED = ("query_key_value", "qkv_proj", "Wqkv", "qkv")
@@ -40,35 +40,35 @@ _ROWS, _COLUMNS = 0, 1
 
 @dataclass(frozen=True)
 class _Layer:
-    """The tensors of a layer in memory by their shapes, and what its modules say of heads and groups."""
+    """The tensors of a layer in memory by their shapes, with its module and the number of heads."""
 
     shapes: Mapping[str, tuple[int, ...]]
     module: nn.Module
     heads: int
 
     def count(self, stem: str, *names: str, default: int) -> int:
-        """A number that the module of a tensor's stem has under one of these names."""
+        """Return an integer attribute, under one of these names, of the module at `stem`; else `default`."""
         held = self.module.get_submodule(stem.removesuffix("."))
         found = [getattr(held, name, None) for name in names]
         return next((value for value in found if type(value) is int and value > 0), default)
 
     def slots(self, units: int, *places: tuple[str, int, int, int]) -> tuple[Slot, ...]:
-        """Those of these places whose tensor the layer has, with its bias where rows are written."""
+        """Return the given places whose tensor the layer has; for a matrix with units in its rows, its bias too."""
         found = [Slot(*place) for place in places if place[0] in self.shapes]
         biases = [slot._replace(suffix=slot.suffix.removesuffix("weight") + "bias") for slot in found if not slot.axis]
         known = {*found}
         return (*found, *(b for b in biases if b.suffix in self.shapes and b not in known))
 
     def fits(self, space: Space) -> bool:
-        """Whether every place lies inside its tensor, and there are units to change places."""
+        """Return whether every place lies inside its tensor, and the space has several units and several places."""
         ends = [slot.start + space.units * slot.each <= self.shapes[slot.suffix][slot.axis] for slot in space.slots]
         return space.units > 1 and len(space.slots) > 1 and all(ends) and all(slot.each > 0 for slot in space.slots)
 
 
 def inner_spaces(config: Mapping[str, Any], skeleton: Skeleton, layer: int, heads: int) -> tuple[Space, ...]:
-    """The spaces of a layer, by its tensors' names in memory, that a twin proves.
+    """Return the spaces of a layer, by its tensors' names in memory, that a twin proves.
 
-    `heads` is how many the model has. None where no twin with several units can be run.
+    `heads` is the model's number of heads. Empty where no twin with several units can be run.
     """
     import torch
 
@@ -78,7 +78,7 @@ def inner_spaces(config: Mapping[str, Any], skeleton: Skeleton, layer: int, head
     for twin_heads in sorted({min(each, heads) for each in _HEADS}, reverse=True):
         try:
             with one_thread(), torch.no_grad():
-                # As many groups of a state space as show that units are groups.
+                # Two groups of a state space, enough to show that its units are groups.
                 groups = {key: 2 for key in _GROUPS if type(config.get(key)) is int and config[key] > 1}
                 twin = twin_of_small(shrunk(config, heads_left=twin_heads) | groups)
                 run = captured(twin, [layer])[layer]
@@ -95,7 +95,7 @@ def inner_spaces(config: Mapping[str, Any], skeleton: Skeleton, layer: int, head
 
 
 def _named(spaces: Sequence[Space]) -> Iterator[tuple[tuple[str, tuple[tuple[str, int], ...]], Space]]:
-    """Spaces by what they are in a model of any size."""
+    """Yield each space with a key that identifies it in a model of any size."""
     for space in spaces:
         yield (space.name, tuple((slot.suffix, slot.axis) for slot in space.slots)), space
 
@@ -107,7 +107,7 @@ def _layer_of(skeleton: Skeleton, index: int, heads: int) -> _Layer:
 
 
 def _described(layer: _Layer) -> list[Space]:
-    """What names and shapes say; several readings of one space one after the other."""
+    """Return the spaces that names and shapes propose; several readings of one space follow each other."""
     found: list[Space] = []
     for name in layer.shapes:
         stem, _, word = name.removesuffix(".weight").rpartition(".")
@@ -124,7 +124,7 @@ def _described(layer: _Layer) -> list[Space]:
 
 
 def _convolved(layer: _Layer, stem: str, conv: str) -> Iterator[Space]:
-    """The inner width of a gated convolution (LFM2), and of the state spaces of Mamba and Mamba 2."""
+    """Yield the inner width of a gated convolution (LFM2), or of the state spaces of Mamba and Mamba 2."""
     shapes = layer.shapes
     inside, out, decay = (shapes.get(f"{stem}{word}", ()) for word in ("in_proj.weight", "out_proj.weight", "A_log"))
     rows = shapes[f"{stem}{conv}.weight"][0]
@@ -142,7 +142,7 @@ def _convolved(layer: _Layer, stem: str, conv: str) -> Iterator[Space]:
 
 
 def _state_heads(layer: _Layer, stem: str, conv: str, states: int) -> Iterator[Space]:
-    """Mamba 2's heads, or where several groups of them have states of their own, the groups: z, x, B, C, dt."""
+    """Yield Mamba 2's heads or, where several groups of heads have states of their own, the groups (z, x, B, C, dt)."""
     width, heads = layer.shapes[f"{stem}out_proj.weight"][1], layer.shapes[f"{stem}A_log"][0]
     groups = layer.count(stem, "n_groups", default=1)
     units = heads if groups == 1 else groups
@@ -161,7 +161,7 @@ def _state_heads(layer: _Layer, stem: str, conv: str, states: int) -> Iterator[S
 
 
 def _latent(layer: _Layer, stem: str) -> Iterator[Space]:
-    """Latent attention (DeepSeek's): latents of queries, of keys and values, and heads."""
+    """Yield the spaces of latent attention (DeepSeek's): latents of queries, latents of keys and values, and heads."""
     shapes = layer.shapes
     heads = layer.count(stem, "num_heads", "num_attention_heads", default=layer.heads)
     for side, down in (("q", "q_a_proj"), ("kv", "kv_a_proj_with_mqa")):
@@ -178,7 +178,10 @@ def _latent(layer: _Layer, stem: str) -> Iterator[Space]:
 
 
 def _fused_heads(layer: _Layer, stem: str, word: str) -> Iterator[Space]:
-    """Heads with the key and value head that they read: rows of one after the other, or all queries, keys, values."""
+    """Yield groups of query heads with their key and value head in a fused matrix, in two readings.
+
+    The rows of one group may follow those of another, or all query rows come first, then all key, then all value rows.
+    """
     shapes, fused = layer.shapes, f"{stem}{word}.weight"
     out = next((name for name in (f"{stem}{each}.weight" for each in _OUTPUTS) if name in shapes), None)
     if out is None or len(shapes[fused]) != 2:
@@ -196,14 +199,14 @@ def _fused_heads(layer: _Layer, stem: str, word: str) -> Iterator[Space]:
 
 
 def _holds(run: Run, space: Space) -> bool:
-    """Whether the layer computes what it did once units change places, and something else where one place is left."""
+    """Return whether the layer computes the same once units move, and something else where one place does not move."""
     held = dict(run.layer.named_parameters()) | stored_buffers(run.layer)
     moves = [_turned(held[slot.suffix], slot, space.units) for slot in space.slots]
     return Mover(run).holds(moves, [[each for each in moves if each is not left] for left in moves], least=SAME)
 
 
 def _turned(value: Tensor, slot: Slot, units: int) -> Move:
-    """Every unit at the place of the next."""
+    """Return a move that puts every unit in the place of the next."""
     import torch
 
     own = value.narrow(slot.axis, slot.start, units * slot.each)
@@ -216,7 +219,7 @@ _NORM_OF: Mapping[Role, Role] = {"query_norm": "query", "key_norm": "key"}
 
 
 def heads_move(seen: Seen, kind: int) -> bool:
-    """Whether whole heads of a kind of layers may change places.
+    """Return whether whole heads of a kind of layers may change places.
 
     False also where query, key, value or output are not known, or no twin with several groups of heads can be run.
     """
@@ -242,7 +245,7 @@ def heads_move(seen: Seen, kind: int) -> bool:
 
 
 def _moved(run: Run, parts: Sequence[Part], places: Mapping[str, str], sizes: Sizes, head_dim: int, each: int) -> bool:
-    """Whether the layer computes what it did once its heads change places, and something else where half moves."""
+    """Return whether the layer computes the same once heads move, and something else if the output matrix does not."""
     held = dict(run.layer.named_parameters())
     orders = {"query": _rows(each, head_dim), "key": _rows(1, head_dim), "value": _rows(1, head_dim)}
     found: set[Role] = set()
@@ -268,7 +271,7 @@ def _moved(run: Run, parts: Sequence[Part], places: Mapping[str, str], sizes: Si
 
 
 def _rows(each: int, head_dim: int) -> Tensor:
-    """The rows of all heads, groups in another order and, where there are several, the heads within each too."""
+    """Return the row order of all heads with the groups reversed, and the heads within each group too."""
     import torch
 
     heads = torch.arange(_TWIN_GROUPS * each).reshape(_TWIN_GROUPS, each).flip(0).flip(1).flatten()
@@ -276,7 +279,7 @@ def _rows(each: int, head_dim: int) -> Tensor:
 
 
 def _stacked(orders: Sequence[Tensor]) -> Tensor:
-    """Rows of several modules, the one below the other."""
+    """Return the row order of several modules stacked one below another."""
     import torch
 
     starts = [sum(len(order) for order in orders[:nth]) for nth in range(len(orders))]

@@ -1,4 +1,4 @@
-"""Kinds of layers: layers that differ in nothing but their weights and their number.
+"""Kinds of layers: layers of one kind differ only in their weights and their number.
 
 Two layers are of one kind if their modules, shapes and settings are the same, and the config's entries for them. Kinds
 that repeat along the stack have a period, which an output may break.
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 # Attributes that hold a layer's number: two layers of one kind differ in them.
 _NUMBER = re.compile(r"(.*_)?(idx|index|layer_id|layer_number|block_id)")
 _IGNORED = frozenset({"training", "gradient_checkpointing"})
-# Whether a layer keeps its keys for later ones to share. Gemma 4 marks the last layer of each type although none shares
-# them (transformers 5.24): then it makes no kind.
+# Set where a layer keeps its keys for later layers to share. Gemma 4 sets it for the last layer of each type even if no
+# layer shares them (transformers 5.24); then it is ignored.
 _KEEPS_KEYS = "store_full_length_kv"
 _SETTINGS = frozenset({bool, int, float, str, type(None)})
 Settings = tuple[tuple[str, Any], ...]
@@ -29,9 +29,9 @@ Signature = tuple[tuple[str, str, tuple[tuple[str, Any], ...], Settings], ...]
 
 
 def signature(layer: nn.Module, shared: Sequence[str] = ()) -> Signature:
-    """Everything about a layer but its weights: of every module the class, shapes and settings, numbers left out.
+    """Return everything about a layer except its weights: each module's class, shapes and settings without numbers.
 
-    Of blocks that layers share, at these paths, it is only said that they are there.
+    For blocks that layers share, at the paths `shared`, only their presence and class are included.
     """
     return tuple(
         (
@@ -48,7 +48,7 @@ def signature(layer: nn.Module, shared: Sequence[str] = ()) -> Signature:
 
 
 def _stored(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
-    """A module's own parameters and those of its buffers that checkpoints hold, by name."""
+    """Yield a module's own parameters, and its buffers that checkpoints store, by name."""
     yield from module._parameters.items()
     for key, held in module._buffers.items():
         if key not in module._non_persistent_buffers_set:
@@ -68,14 +68,14 @@ def _settings(module: nn.Module) -> Settings:
 
 
 def entries(skeleton: Skeleton) -> list[tuple[tuple[str, str], ...]]:
-    """Of each layer the config's own entries for it: of every list that is as long as the stack, one."""
+    """Return, for each layer, the config's own entries for it: one from every list that is as long as the stack."""
     count = len(skeleton.layers)
     lists = listed(skeleton.text.to_dict(), count)
     return [tuple((key, repr(values[index])) for key, values in lists.items()) for index in range(count)]
 
 
 def listed(fields: Mapping[str, Any], count: int) -> dict[str, list[Any]]:
-    """The lists of a config that hold one entry a layer, by key; numbers of layers are no entries."""
+    """Return the lists of a config that hold one entry per layer, by key; lists of layer numbers are left out."""
     return {
         key: value
         for key, value in sorted(fields.items())
@@ -84,7 +84,7 @@ def listed(fields: Mapping[str, Any], count: int) -> dict[str, list[Any]]:
 
 
 def holds_numbers(key: str, value: list[Any], count: int) -> bool:
-    """Whether a list of the config names layers by their numbers (`moe_layers`, `full_attn_idxs`)."""
+    """Return whether a list of the config names layers by their numbers (`moe_layers`, `full_attn_idxs`)."""
     return (
         re.search(r"(layers|layer_ids|idxs|indices|indexes|_ids)$", key) is not None
         and "token" not in key
@@ -96,9 +96,9 @@ def holds_numbers(key: str, value: list[Any], count: int) -> bool:
 def described_kinds(
     skeleton: Skeleton, shared: Sequence[str] | None = None
 ) -> list[tuple[Signature, tuple[tuple[str, str], ...]]]:
-    """Of each layer what makes its kind: equal for layers of one kind.
+    """Return, for each layer, a description that is equal for layers of one kind.
 
-    `shared` are the paths of blocks that layers share (None: those that this model's do).
+    `shared` are the paths of blocks that layers share (None: the blocks that this model's layers share).
     """
     if shared is None:
         found = shared_in(skeleton)
@@ -107,21 +107,21 @@ def described_kinds(
 
 
 def numbered(keys: list[Any]) -> list[int]:
-    """Kinds as numbers, from 0 in the order in which they first occur."""
+    """Return kinds as numbers, from 0 in the order in which they first occur."""
     first: dict[Any, int] = {}
     return [first.setdefault(key, len(first)) for key in keys]
 
 
-# What lists that hold one entry a layer are called (`layer_types`, `no_rope_layers`); others are as long by chance.
+# Names of lists with one entry per layer (`layer_types`, `no_rope_layers`); other lists may have that length by chance.
 _OF_LAYERS = re.compile(r"(^|_)layers?(_|$)")
-# Under these keys stands the config of a text decoder beside which there is more.
+# The keys of a text decoder's config in a model with further parts.
 _TEXT = ("text", "language", "llm", "thinker", "decoder")
 
 
 def period_of(pattern: Sequence[Hashable]) -> int | None:
-    """After how many layers a stack repeats, given each layer's kind; None where it does not.
+    """Return the number of layers after which a stack repeats, given each layer's kind; None where it does not repeat.
 
-    At least two whole periods must be there; above the last whole one there may be a part of another.
+    At least two whole periods are required; the stack may end with part of a period.
     """
     if len(set(pattern)) == 1:
         return 1
@@ -129,7 +129,7 @@ def period_of(pattern: Sequence[Hashable]) -> int | None:
 
 
 def repeats(pattern: Sequence[Hashable], period: int) -> bool:
-    """Whether every layer is as the one `period` layers below it."""
+    """Return whether every layer is of the same kind as the layer `period` below it."""
     return pattern[period:] == pattern[:-period]
 
 
@@ -138,10 +138,10 @@ def broken_pattern(
     bases: Sequence[int | None],
     taken_from: tuple[Mapping[str, Any], int] | None = None,
 ) -> str | None:
-    """A sentence where the base's layers repeat by the config, and those of an output no longer; None elsewhere.
+    """Return a sentence where the base's layer types repeat in the config but the output's no longer do; else None.
 
-    `config` is the output's, `bases` the base layer that each of its layers is, None for a new one. Where layers were
-    taken out, `taken_from` is the base's config and how many layers it had.
+    `config` is the output's. `bases` gives for each of its layers the base layer, None for a new one. Where layers were
+    taken out, `taken_from` is the base's config and its number of layers.
     """
     after = _entries(config, len(bases))
     if taken_from is not None:
@@ -159,9 +159,9 @@ def broken_pattern(
 
 
 def _entries(config: Mapping[str, Any], layers: int) -> list[Hashable]:
-    """Of each of so many layers the config's own entries for it; nothing where the config has no list of them."""
+    """Return, for each of `layers` layers, the config's own entries for it; empty where it has no list of them."""
     for part in _parts(config):
-        # Twins beside the trunk follow it in the lists of a config.
+        # Entries of expanded twins (branches) follow those of the trunk in a config's lists.
         told = part.get("num_hidden_layers")
         counts = {layers, told if type(told) is int and told > layers else layers}
         lists = [

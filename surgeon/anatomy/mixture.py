@@ -1,7 +1,7 @@
-"""A layer's experts in memory: how their matrices lie, and what the router holds of each, found by trial.
+"""A layer's experts in memory: the layout of their matrices, and the router's rows per expert, found by trial.
 
-An expert's neurons may change places, and experts may, where all that belongs to them moves along: the layer computes
-what it did. With a wrong reading of its tensors it does not. So nothing depends on what a class calls its parts.
+An expert's neurons may change places, and so may experts, together with everything that belongs to them: the layer
+computes the same. With a wrong reading of its tensors it does not. So nothing depends on the names that a class uses.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 
 DOWN = "down_proj"
-# What an expert's input passes first; in one matrix, gate and up are halves of it, or its rows in turn.
+# The matrices that read an expert's input. In one matrix for both, gate and up are its halves, or its alternating rows.
 _BOTH = "gate_up_proj"
 _FIRST = (_BOTH, "gate_proj", "up_proj")
 
 
 class Trial:
-    """A layer's experts, a matrix of each in one tensor, and its router.
+    """A layer's experts, with one tensor for the matrices of all experts, and its router.
 
-    What they are taken for is tried: they, and their neurons, change places, and all else stays.
+    A reading of these tensors is tried: neurons or experts change places, and everything else stays.
     """
 
     def __init__(self, run: Run, experts: dict[str, Tensor], router: dict[str, Tensor]) -> None:
@@ -39,7 +39,7 @@ class Trial:
         self._draws = torch.Generator().manual_seed(0)
 
     def readings(self) -> Iterator[tuple[bool, bool]]:
-        """(transposed, interleaved), as far as the shapes allow."""
+        """Yield the readings (transposed, interleaved) that the shapes allow."""
         down = self.experts[DOWN]
         held = [key for key in _FIRST if key in self.experts]
         for transposed in (False, True):
@@ -51,14 +51,14 @@ class Trial:
                     yield transposed, True
 
     def _fits(self, key: str, inputs: int, inner: int) -> bool:
-        """Whether a matrix that reads the stream, and its bias, are as large as for `inner` neurons."""
+        """Return whether a matrix that reads the stream, and its bias, have the shapes for `inner` neurons."""
         value, bias = self.experts[key], self.experts.get(f"{key}_bias")
         rows = inner * (2 if key == _BOTH else 1)
         wanted = (self._count, self._hidden, rows) if inputs == 1 else (self._count, rows, self._hidden)
         return value.shape == wanted and (bias is None or bias.shape == (self._count, rows))
 
     def neurons_move(self, transposed: bool, interleaved: bool) -> bool:
-        """Whether each expert's neurons may change places; and whether that is seen where only half of them moves."""
+        """Return whether each expert's neurons may change places, but not in its first matrices only."""
         import torch
 
         down = self.experts[DOWN]
@@ -76,7 +76,10 @@ class Trial:
         return self._mover.holds([*first, *last], [first])
 
     def experts_move(self, groups: int) -> bool:
-        """Whether experts may change places, groups and those within each; and whether the router must follow them."""
+        """Return whether experts, in groups and within them, may change places together with the router's rows.
+
+        They may not without the router's rows, or nothing is proven.
+        """
         import torch
 
         size = self._count // groups
@@ -94,7 +97,7 @@ class Trial:
 
 
 def _both(order: Tensor, inner: int, interleaved: bool) -> Tensor:
-    """The rows of gate and up in one matrix, neurons in this order."""
+    """Return the order of the rows of gate and up in one matrix for this order of neurons."""
     import torch
 
     return torch.stack([2 * order, 2 * order + 1], 1).flatten() if interleaved else torch.cat([order, order + inner])
@@ -102,7 +105,9 @@ def _both(order: Tensor, inner: int, interleaved: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class Mixture:
-    """The experts of a layer, by names below it: `experts` is the module that holds a matrix of each in one parameter.
+    """The experts of a layer, by names below it:
+
+    `experts` is the module with one parameter for the matrices of all experts.
 
     `transposed`: matrices are inputs by outputs; `interleaved`: in `gate_up_proj`, rows of gate and up alternate.
     `router` are parameters and buffers with a row, or a number, for each expert.
@@ -115,22 +120,23 @@ class Mixture:
 
 
 def groups_of(text: object) -> int:
-    """How many groups a config's experts form, of which its routers choose some first: 1 where they choose at once."""
+    """Return the number of groups of a config's experts, among which its router chooses first; 1 without groups."""
     found = getattr(text, "n_group", None)
     return found if type(found) is int and found > 1 else 1
 
 
 def mixtures(twin: Skeleton, layers: list[int]) -> dict[int, Mixture | None]:
-    """For each of these layers of a twin its experts; None: it has none, or several sets, or none that is understood.
+    """Return the experts of each of these layers of a twin; None without experts, or where they are not understood.
 
-    The twin's weights stay as they were.
+    Several sets of experts in one layer are not understood. The twin's weights are unchanged afterwards.
     """
     if not any(_expert_modules(twin.layers[index]) for index in layers):
         return dict.fromkeys(layers)
     runs, groups = captured(twin, layers), groups_of(twin.text)
     found: dict[int, Mixture | None] = dict.fromkeys(layers)
     for index, run in runs.items():
-        # Whatever a model's code raises on weights that were moved, experts are not needed to prove what is exact.
+        # A model's code may raise anything on moved weights. Then experts stay unknown, which no proof of exactness
+        # needs.
         with contextlib.suppress(Exception):
             found[index] = _understood(run, groups)
     return found
@@ -145,7 +151,7 @@ def _expert_modules(layer: nn.Module) -> list[str]:
 
 
 def _understood(run: Run, groups: int) -> Mixture | None:
-    """The experts of a layer as the first reading has them with which its symmetries hold."""
+    """Return the experts of a layer in the first reading whose symmetries hold; None where there is none."""
     import torch
 
     modules = _expert_modules(run.layer)
@@ -161,7 +167,7 @@ def _understood(run: Run, groups: int) -> Mixture | None:
 
 
 def _held(run: Run, experts: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The tensors of the module `experts`, by their names in it, and those that may be its router's."""
+    """Return the tensors of the module `experts`, by their names in it, and those that may belong to its router."""
     inside = f"{experts}." if experts else ""
     held = {**dict(run.layer.named_parameters()), **dict(run.layer.named_buffers())}
     own = {name.removeprefix(inside): value for name, value in held.items() if name.startswith(inside)}

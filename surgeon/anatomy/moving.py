@@ -1,7 +1,7 @@
-"""Whether units of a layer may change places: moved in all tensors that hold them, the layer computes what it did.
+"""Trials of whether units of a layer may change places in all tensors that hold them without changing its output.
 
-So a reading of tensors is proven on a twin: with a wrong one the layer computes something else. Moved in some of these
-tensors alone, it must do so too, or nothing is proven.
+This proves a reading of tensors on a twin: with a wrong reading the layer computes something else. When units move in
+only some of these tensors, the layer must compute something else too, or nothing is proven.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from surgeon.anatomy.silence import Run
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Of the layer's largest output: rounding stays below the one, what is computed otherwise is above the other.
+# As a share of the layer's largest output: rounding stays below the first, a different result is above the second.
 SAME, OTHER = 1e-4, 1e-3
 
 
 class Move(NamedTuple):
-    """A tensor of the layer, or a view of one, and the order that its numbers get along an axis."""
+    """A tensor of the layer, or a view of one, and a new order of its entries along an axis."""
 
     value: Tensor
     axis: int
@@ -27,17 +27,17 @@ class Move(NamedTuple):
 
 
 class Mover:
-    """A layer whose units are moved for a while; afterwards its tensors are as they were."""
+    """A layer whose units are moved temporarily; afterwards its tensors are unchanged."""
 
     def __init__(self, run: Run) -> None:
         self._run, self._before = run, run.output().clone()
 
     def holds(self, moves: Sequence[Move], parts: Iterable[Sequence[Move]], *, least: float = OTHER) -> bool:
-        """Whether all these moves together change nothing, and each of `parts` of them by itself at `least` so much."""
+        """Return whether all moves together change nothing, and each of `parts` by itself changes more than `least`."""
         return self._apart(moves) < SAME and all(self._apart(part) > least for part in parts)
 
     def _apart(self, moves: Sequence[Move]) -> float:
-        """By how much of its largest number the output changes; not a number where the layer's numbers are none."""
+        """Return the change of the output as a share of its largest entry; NaN where the layer's outputs are NaN."""
         kept = [move.value.clone() for move in moves]
         try:
             for value, axis, order in moves:

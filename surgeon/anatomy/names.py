@@ -1,7 +1,8 @@
 """Names on disk and names in memory: matched by transformers' own renaming, on the meta device, without weights.
 
-A checkpoint of a mixture of experts may hold a tensor for each expert where the model has one for all, or other words
-in its names. transformers knows how each becomes the model's; here it is asked, and shapes are converted as it does.
+A checkpoint of a mixture of experts may hold one tensor per expert where the model has one for all, or use other words
+in its names. transformers knows how each stored tensor becomes the model's. This module asks transformers, and converts
+shapes as it does.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from surgeon.errors import BadInput, printable
 
 @dataclass(frozen=True)
 class Names:
-    """How a checkpoint's tensors are called: layer `i`'s as `{stem}{i}.{suffix}`.
+    """The names of a checkpoint's tensors: those of layer `i` are `{stem}{i}.{suffix}`.
 
-    `layers[i]` maps a suffix on disk to the names in memory, below the layer, of what it becomes (none for a tensor
-    that nothing reads); `outer` maps a whole name on disk to the whole name in memory, or to nothing: what stands
-    beside the layers, and blocks that layers share (shared.py), by their name in a layer. `beyond` are layers above the
-    stack that the text model does not run (for predicting several tokens), by their number.
-    `converted` has the tensors of layers that become others in more than name, by whole name, and what is done to them.
+    `layers[i]` maps a suffix on disk to the names in memory, below the layer, of the tensors made from it (none for a
+    tensor that nothing reads). `outer` maps a full name on disk to the full name in memory, or to an empty text: for
+    tensors outside the layers, and for blocks that layers share (shared.py), which have a name in one layer. `beyond`
+    are layers above the stack that the text model does not run (for predicting several tokens), by number. `converted`
+    lists the tensors of layers that change in more than name, by full name, with the conversions applied to them.
     """
 
     stem: str
@@ -39,7 +40,7 @@ class Names:
     converted: dict[str, tuple[str, ...]]
 
     def with_parts(self, parts: Mapping[str, tuple[str, ...]]) -> Names:
-        """The same where some tensors are stored as several, whose whole names on disk `parts` has by the tensor's."""
+        """Return these names where some tensors are stored as several: `parts` maps a tensor to their names on disk."""
         if not parts:
             return self
 
@@ -58,7 +59,7 @@ class Names:
         )
 
     def with_unread(self, names: Iterable[str]) -> Names:
-        """The same with tensors that nothing reads, by whole names on disk."""
+        """Return these names together with tensors that nothing reads, given by full names on disk."""
         layers, outer = [dict(held) for held in self.layers], dict(self.outer)
         for name in names:
             index, _, suffix = name.removeprefix(self.stem).partition(".")
@@ -70,10 +71,10 @@ class Names:
 
 
 def match(skeleton: Skeleton, kinds: Sequence[int], tensors: Mapping[str, TensorInfo], quantizer: Any = None) -> Names:
-    """Match a checkpoint's tensors with a model's; `kinds` are numbers of the layers' kinds.
+    """Match a checkpoint's tensors with a model's; `kinds` holds the number of each layer's kind.
 
-    Of a quantised checkpoint, transformers' `quantizer` says what it makes of quantised tensors and their scales.
-    Raises BadInput naming the first tensor that is missing, there twice, without a place in a layer, or of another
+    For a quantised checkpoint, transformers' `quantizer` determines what quantised tensors and their scales become.
+    Raises BadInput naming the first tensor that is missing, stored twice, without a place in a layer, or of another
     shape.
     """
     made = made_of(skeleton.model, tensors, quantizer)
@@ -130,9 +131,9 @@ def match(skeleton: Skeleton, kinds: Sequence[int], tensors: Mapping[str, Tensor
 
 @dataclass(frozen=True)
 class Made:
-    """What transformers makes of a tensor on disk: tensors in memory, by name; as it is, unless `converted`.
+    """The tensors in memory, by name, made from a tensor on disk; its values are unchanged unless `converted`.
 
-    `operations` are the names of transformers' conversions that it goes through.
+    `operations` are the names of the transformers conversions applied to it.
     """
 
     names: tuple[str, ...]
@@ -141,7 +142,7 @@ class Made:
 
 
 def made_of(model: Any, names: Iterable[str], quantizer: Any = None) -> dict[str, Made]:
-    """Every name on disk with what transformers makes of that tensor when it loads `model`."""
+    """Return, for every name on disk, what transformers makes of that tensor when it loads `model`."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -166,16 +167,17 @@ def made_of(model: Any, names: Iterable[str], quantizer: Any = None) -> dict[str
     found: dict[str, Made] = dict.fromkeys(names, Made((), False))
     for group in _by_expert(found):
         known = {name: asked(name) for name in (group[0], group[-1])}
-        # Of thousands of experts the first and the last are asked; where they go to one place, those between do too.
+        # For thousands of experts only the first and the last are resolved. If both go to one place, those between do
+        # too.
         together = known[group[0]] == known[group[-1]]
         found |= {name: known[group[0]] if together else known.get(name) or asked(name) for name in group}
     return found
 
 
 def under_base(model: Any, name: str) -> str:
-    """A name on disk as `model` would have it, where the head that its config names calls the base model otherwise.
+    """Return a name on disk with `model`'s own base prefix, where the config's head class uses another base prefix.
 
-    Heads for answers do: `transformer.layers.0…` in place of `model.layers.0…`.
+    Heads for question answering use another one: `transformer.layers.0…` in place of `model.layers.0…`.
     """
     own = model.base_model_prefix
     named = next(iter(getattr(model.config, "architectures", None) or ()), None)
@@ -185,10 +187,10 @@ def under_base(model: Any, name: str) -> str:
 
 
 def stored_twice(model: Any, made: Mapping[str, Made]) -> tuple[str, str] | None:
-    """Two names on disk that transformers takes for one tensor: it loads whichever comes last, and says nothing.
+    """Return two names on disk that transformers loads into one tensor, or None. It would silently keep the last one.
 
-    It adds and drops the base model's prefix as it needs, and knows words of old checkpoints. `made` is as `made_of`
-    says of the names.
+    transformers adds and drops the base model's prefix as needed, and knows the words of old checkpoints. `made` is the
+    result of `made_of` for the names.
     """
     held, prefix = model.state_dict(keep_vars=True), f"{model.base_model_prefix}."
 
@@ -201,7 +203,7 @@ def stored_twice(model: Any, made: Mapping[str, Made]) -> tuple[str, str] | None
     placed: dict[str, str] = {}
     for name, each in made.items():
         other = named.setdefault(bare(name), name)
-        # What is converted may be made of several tensors.
+        # A converted tensor may be made from several tensors on disk.
         if other == name and not each.converted and each.names[0] in held:
             other = placed.setdefault(bare(each.names[0]), name)
         if other != name:
@@ -217,7 +219,7 @@ _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 
 
 def _by_expert(names: Iterable[str]) -> Iterable[list[str]]:
-    """Names in groups that differ in an expert's number alone; every other name by itself."""
+    """Return the names in groups that differ only in an expert's number; every other name is a group by itself."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(_EXPERT.sub("*", name, count=1), []).append(name)
@@ -225,9 +227,10 @@ def _by_expert(names: Iterable[str]) -> Iterable[list[str]]:
 
 
 def stored_name(model: Any, place: str, *, as_in_memory: bool) -> str:
-    """What a checkpoint may call a tensor that stands at `place` in a model; `as_in_memory`: as the model does.
+    """Return a name that a checkpoint may use for the tensor at `place` in a model.
 
-    Raises BadInput where transformers would not find it there.
+    With `as_in_memory` the model's own name is preferred. Raises BadInput where transformers would not find the tensor
+    under any such name.
     """
     saved = saved_names(model, place, model.state_dict()[place].shape)
     tried = [place, *saved] if as_in_memory else [*saved, place]
@@ -238,7 +241,7 @@ def stored_name(model: Any, place: str, *, as_in_memory: bool) -> str:
 
 
 def saved_names(model: Any, place: str, shape: Sequence[int] = ()) -> list[str]:
-    """What transformers calls a tensor that stands at `place` in a model where it saves it."""
+    """Return the names under which transformers saves the tensor at `place` in a model."""
     import torch
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -246,9 +249,9 @@ def saved_names(model: Any, place: str, shape: Sequence[int] = ()) -> list[str]:
 
 
 def as_loaded(model: Any, tensors: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """What transformers makes of `tensors` (by their names on disk), by names in `model`, which stays as it is.
+    """Return what transformers makes of `tensors` (by names on disk), by names in `model`, which stays unchanged.
 
-    `names` are those asked for; a tied one comes by its partner's name.
+    `names` are the tensors to return; request a tied tensor by its partner's name.
     """
     import torch
     from torch import nn
@@ -258,7 +261,7 @@ def as_loaded(model: Any, tensors: Mapping[str, Any], names: Iterable[str]) -> d
 
     owners = {name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names}
     before = {name: owner._parameters[key] for name, (owner, key) in owners.items()}
-    # In the widest dtype that is stored: what the model computes in is for the caller to say.
+    # Load in the widest stored dtype; the caller decides in which dtype the model computes.
     kind = functools.reduce(torch.promote_types, (value.dtype for value in tensors.values()))
     for name, (owner, key) in owners.items():
         empty = before[name]
@@ -276,12 +279,15 @@ def as_loaded(model: Any, tensors: Mapping[str, Any], names: Iterable[str]) -> d
 
 
 def _base(model: Any) -> str:
-    """What the names of the base model's tensors begin with in memory."""
+    """Return the prefix of the base model's tensor names in memory."""
     return "" if model.base_model is model else f"{model.base_model_prefix}."
 
 
 def _stem(places: Mapping[str, int]) -> str:
-    """What stands before a layer's number in names on disk. Raises BadInput where that is not one text."""
+    """Return the text before a layer's number in names on disk.
+
+    Raises BadInput where it is not the same in all names.
+    """
     found: dict[str, str] = {}
     for name, index in places.items():
         parts = name.split(".")
@@ -301,7 +307,7 @@ def _stem(places: Mapping[str, int]) -> str:
 def _check_beyond(
     beyond: Mapping[int, list[str]], layers: Sequence[Mapping[str, Any]], stem: str, tensors: Mapping[str, TensorInfo]
 ) -> None:
-    """Layers above the stack must follow it without a gap, and hold more than the stack's do."""
+    """Raise BadInput unless layers above the stack follow without a gap and hold other tensors than the last layer."""
     count, numbers = len(layers), sorted(beyond)
     same = (index for index in numbers if {*beyond[index]} == layers[-1].keys())
     apart = (index for nth, index in enumerate(numbers) if index != count + nth)
@@ -319,7 +325,7 @@ def _check_alike(
     stem: str,
     tensors: Mapping[str, TensorInfo],
 ) -> None:
-    """Layers of one kind must hold the same tensors, each its own."""
+    """Raise BadInput unless layers of one kind hold the same tensors in the same shapes."""
     first: dict[int, int] = {}
     for index, kind in enumerate(kinds):
         like = first.setdefault(kind, index)
@@ -341,18 +347,18 @@ def _check_alike(
                 )
 
 
-# Heads of decoders that return no words.
+# Prefixes of decoder heads that do not return logits over the vocabulary.
 _OTHER_HEADS = ("score.", "classifier.", "qa_outputs.")
 
 
 def words_of(model: Any) -> tuple[str, ...]:
-    """What the names of the output head's tensors begin with."""
+    """Return the prefixes of the names of the output head's tensors."""
     head = model.get_output_embeddings()
     return tuple(f"{name}." for name, module in model.named_modules() if head is not None and module is head)
 
 
 def _has_no_words(model: Any, tensors: Mapping[str, TensorInfo]) -> bool:
-    """Whether a decoder was saved alone, or with a head that returns no words."""
+    """Return whether a decoder was saved without a head, or with one that returns no logits over the vocabulary."""
     base = _base(model)
     return not any(name.startswith(base) for name in tensors) or any(name.startswith(_OTHER_HEADS) for name in tensors)
 
@@ -367,9 +373,9 @@ def _check_loads(
     tensors: Mapping[str, TensorInfo],
     quantizer: Any,
 ) -> None:
-    """Have transformers load the tensors outside layers and one layer of each kind, as shapes without values.
+    """Have transformers load, as shapes without values, the tensors outside the layers and one layer of each kind.
 
-    Raises BadInput naming the first tensor that is missing, of another shape, or has no place in its layer.
+    Raises BadInput naming the first tensor that is missing, of another shape, or without a place in its layer.
     """
     model = skeleton.model
     firsts = sorted({kinds.index(kind) for kind in set(kinds)})
@@ -404,9 +410,9 @@ def _check_loads(
 
 
 def _loaded(model: Any, infos: Mapping[str, TensorInfo], quantizer: Any) -> Any:
-    """What transformers says of loading tensors of these shapes, by the names that they have for `model`.
+    """Return transformers' report on loading tensors of these shapes, given by the names that `model` has for them.
 
-    Raises BadInput where it cannot load them.
+    Raises BadInput where transformers cannot load them.
     """
     import torch
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -433,7 +439,7 @@ def _loaded(model: Any, infos: Mapping[str, TensorInfo], quantizer: Any) -> Any:
 def _check_all_there(
     skeleton: Skeleton, firsts: Sequence[int], missing: Collection[str], tensors: Mapping[str, TensorInfo]
 ) -> None:
-    """Raise BadInput for a tensor outside the layers, or of the layers `firsts`, that no shard has."""
+    """Raise BadInput for a tensor outside the layers, or of the layers `firsts`, that no shard contains."""
     model = skeleton.model
     ours = tuple(f"{skeleton.stack}.{index}." for index in firsts)
     others = f"{skeleton.stack}."
@@ -441,7 +447,7 @@ def _check_all_there(
     base, words = _base(model), words_of(model)
     without_words = _has_no_words(model, tensors)
     for target in sorted(set(missing) - tied):
-        # Heads come and go on encoders, and nothing reads a pooler but they.
+        # An encoder may lack its head, and only a head reads the pooler.
         if skeleton.encoder and (not target.startswith(base) or "pooler." in target):
             continue
         if without_words and target.startswith(words):

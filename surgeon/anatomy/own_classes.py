@@ -1,7 +1,7 @@
-"""Classes of a checkpoint's own code, imported as a package of its own from the bytes that were read and judged.
+"""Classes of a checkpoint's own code, imported as a separate package from the bytes that were read and checked.
 
-Only what `trusted` was given in this process can run, and nothing but it: no other folder, no cache, no Hub. A config
-carries which code it is for by the code's digest, under a name that no config.json can have.
+Only code passed to `trusted` in this process can run: no other folder, no cache, no Hub. A config names its code by the
+code's digest, in a field that no config.json can have.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from surgeon.errors import BadInput, printable
 # check_config refuses config.json files with such a field.
 _FIELD = "__code__"
 _trusted: dict[str, OwnCode] = {}
-# Removed when the process ends; until then Python may want the source again.
+# Removed when the process ends; until then Python may read the source again.
 _rooms: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def trusted(config: Mapping[str, Any], code: OwnCode | None) -> dict[str, Any]:
-    """The config as that of a model built of `code`, which the user trusts."""
+    """Return the config marked as built from `code`, which the user trusts; a copy of it where `code` is None."""
     if code is None:
         return dict(config)
     _trusted[code.digest] = code
@@ -35,14 +35,14 @@ def trusted(config: Mapping[str, Any], code: OwnCode | None) -> dict[str, Any]:
 
 
 def code_of(config: Mapping[str, Any]) -> OwnCode | None:
-    """The code that a config's model is built of; None where that is transformers' own."""
+    """Return the code that a config's model is built from; None where it is transformers' own."""
     return _trusted[config[_FIELD]] if _FIELD in config else None
 
 
 def own_class(code: OwnCode, auto: str) -> Any:
-    """The class that the code has for an auto class; None where its `auto_map` names none. This runs the code.
+    """Return the class that the code has for an auto class; None where its `auto_map` names none. This runs the code.
 
-    Raises BadInput, one line, for whatever the code raises, and for code that lies elsewhere.
+    Raises BadInput, one line, for any exception of the code, and for code that is stored elsewhere.
     """
     named = module_and_class(code, auto)
     if named is None:
@@ -58,7 +58,7 @@ def own_class(code: OwnCode, auto: str) -> Any:
 
 
 def _package(code: OwnCode) -> str:
-    """The package that holds the modules of this code, by its digest: another code never meets it."""
+    """Return the name of the package with this code's modules; its digest separates it from any other code."""
     name = f"surgeon_own_{code.digest}"
     if name not in sys.modules:
         room = tempfile.TemporaryDirectory(prefix="surgeon-own-", ignore_cleanup_errors=True)

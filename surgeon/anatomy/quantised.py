@@ -1,9 +1,9 @@
-"""Quantised bases: what belongs to which tensor, how transformers loads it, and which modules are not.
+"""Quantised bases: their tensors and scales, how transformers loads them, and which modules are not quantised.
 
-They are stored in FP8 blocks, in MXFP4, or as compressed-tensors has them (compressed.py).
+Formats: FP8 blocks, MXFP4, and those of compressed-tensors (compressed.py).
 
-Weights stay the bytes that they are. transformers is asked what a quantised tensor becomes when it loads it
-dequantised, with shapes alone; what is nothing in such a format is zero bytes, whatever the scale beside them.
+Weights keep their stored bytes. transformers reports, with shapes only, what a quantised tensor becomes when it is
+loaded dequantised. Zero is stored as zero bytes in these formats, whatever the scale.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from surgeon.common.library import LOAD_FAILURES, first_line
 from surgeon.common.patterns import Matcher
 from surgeon.errors import BadInput, printable
 
-# What stands beside a quantised tensor and says how large its numbers are.
+# Suffixes of the scales of quantised tensors, by method.
 _SCALES = {"fp8": ("_scale_inv", "activation_scale"), "mxfp4": ("_scales",), COMPRESSED: BESIDE}
-# By method, what quantised tensors are stored in.
+# The dtypes of quantised tensors, by method.
 _STORED = {"fp8": ("F8_E4M3", "I8"), "mxfp4": ("U8",)}
 _SCALE_DTYPES = (*FLOAT_DTYPES, "F8_E8M0", "U8")
-# Of MXFP4: 32 numbers share an exponent.
+# MXFP4: 32 numbers of four bits share an exponent.
 _BLOCK_BYTES = 16
 _FOUR_BITS_BLOCK = 32
 _SKIPPED = ("modules_to_not_convert", "ignored_layers")
 
 
 def is_scale(config: Mapping[str, Any], suffix: str) -> bool:
-    """Whether a tensor of this name says how large the numbers of the one beside it are."""
+    """Return whether a tensor of this name holds scales (or the like) of a quantised tensor."""
     settings = quantisation(config)
     return settings is not None and suffix.endswith(_SCALES[settings["quant_method"]])
 
 
 def quantizer_of(config: Mapping[str, Any]) -> Any:
-    """transformers' quantizer for a config.json, to load weights dequantised, by shapes alone; None: none is needed.
+    """Return transformers' quantizer for loading a config.json's weights dequantised, as shapes; None if not needed.
 
-    Raises BadInput where transformers cannot make one of the config's settings.
+    Raises BadInput where transformers cannot make one from the config's settings.
     """
     settings = quantisation(config)
     if settings is None or settings["quant_method"] == COMPRESSED:
@@ -65,9 +65,9 @@ def quantizer_of(config: Mapping[str, Any]) -> Any:
 
 
 def _shapes() -> type[Any]:
-    """transformers' dequantisation of FP8, for tensors without values.
+    """Return transformers' dequantisation class for FP8, changed to compute only shapes.
 
-    transformers' own wants blocks of one size; in checkpoints the last ones are smaller where need be.
+    transformers' own class wants blocks of one size; in checkpoints the last blocks may be smaller.
     """
     import torch
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
@@ -83,7 +83,7 @@ def _shapes() -> type[Any]:
 
 
 def without_scales(stored: Mapping[str, tuple[str, ...]], config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """What holds a layer's values: a scale is copied along with the tensor whose numbers it tells the size of."""
+    """Return the tensors of a layer without its scales; a scale is copied together with the tensor that it scales."""
     return {suffix: targets for suffix, targets in stored.items() if not is_scale(config, suffix)}
 
 
@@ -119,7 +119,10 @@ def check_stored(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -
 
 
 def grid_of(info: TensorInfo, settings: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """The shape of the scales of a quantised tensor, one for each of its blocks; None where it has no such blocks."""
+    """Return the shape of the scales of a quantised tensor, one per block; None where it has no such blocks.
+
+    Raises BadInput where `weight_block_size` is not two sizes.
+    """
     if settings["quant_method"] == "mxfp4":
         packed = info.name.endswith("_blocks") and info.shape[-1:] == (_BLOCK_BYTES,)
         return info.shape[:-1] if packed else None
@@ -138,7 +141,7 @@ def grid_of(info: TensorInfo, settings: Mapping[str, Any]) -> tuple[int, ...] | 
 
 
 def skips(config: Mapping[str, Any], skeleton: Skeleton) -> list[tuple[str, ...]]:
-    """Of each layer the modules, by their names in it, that the config says are not quantised."""
+    """Return, for each layer, its modules that the config excludes from quantisation, by their names in the layer."""
     settings = quantisation(config)
     layers = skeleton.layers
     if settings is None:
@@ -149,7 +152,7 @@ def skips(config: Mapping[str, Any], skeleton: Skeleton) -> list[tuple[str, ...]
     key, given = _listed(settings)
     listed = []
     for name in given:
-        # As transformers does before it compares them with names of modules.
+        # transformers renames them like this before it compares them with names of modules.
         renamed = f"{name}."
         for renaming in renamings:
             renamed, _ = renaming.rename_source_key(renamed)
@@ -157,7 +160,8 @@ def skips(config: Mapping[str, Any], skeleton: Skeleton) -> list[tuple[str, ...]
     matcher = Matcher(f"config.json: `{QUANTISATION}.{key}`")
 
     def named(module: str) -> bool:
-        # As transformers' `should_convert_module` reads them: the module or one around it, or the name's last letters.
+        # Like transformers' `should_convert_module`: an entry matches a module, a module around it, or the end of its
+        # name.
         edges = {at for at in range(len(module) + 1) if module[at - 1 : at] == "." or module[at : at + 1] in (".", "")}
         return any(module.endswith(each) or edges & matcher.ends(each, module) for each in listed)
 
@@ -168,7 +172,7 @@ def skips(config: Mapping[str, Any], skeleton: Skeleton) -> list[tuple[str, ...]
 
 
 def _listed(settings: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """The modules that a config says are not quantised, and the field that says it."""
+    """Return the config field that lists the modules excluded from quantisation, and this list."""
     key = next((key for key in _SKIPPED if settings.get(key) is not None), _SKIPPED[0])
     found = settings.get(key) or []
     if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
@@ -179,9 +183,9 @@ def _listed(settings: Mapping[str, Any]) -> tuple[str, list[str]]:
 def renumbered(
     config: Mapping[str, Any], grown: Mapping[str, Any], order: Sequence[int], stems: Sequence[str]
 ) -> dict[str, Any]:
-    """The grown config, whose layer `n` is as layer `order[n]` was, with the layers' numbers of then in the list.
+    """Return the grown config with the excluded modules of base layer `order[n]` listed under the new number `n`.
 
-    `stems` are what may stand before a layer's number (`model.layers.`), on disk and in memory.
+    `stems` are the texts that may precede a layer's number (`model.layers.`), on disk and in memory.
     """
     made, settings = dict(grown), quantisation(config)
     if settings is None:
@@ -210,9 +214,9 @@ def _moved(name: str, order: Sequence[int], stems: Sequence[str]) -> Iterator[st
 def packed_of(
     config: Mapping[str, Any], stored: Mapping[str, tuple[str, ...]], tensors: Mapping[str, TensorInfo]
 ) -> dict[str, Packed]:
-    """The quantised tensors of a layer, by suffix, and what they are in full precision; none where one is not known.
+    """Return the quantised tensors of a layer, by suffix, with what they are in full precision.
 
-    `stored` maps suffixes on disk to names in memory.
+    `stored` maps suffixes on disk to names in memory. Empty where a tensor's dtype is not understood.
     """
     settings = quantisation(config)
     found: dict[str, Packed] = {}
@@ -242,7 +246,7 @@ def packed_of(
 
 
 def left_out(config: Mapping[str, Any], modules: Sequence[str], skeleton: Skeleton) -> dict[str, Any]:
-    """The config with further modules that are not quantised."""
+    """Return the config with further modules excluded from quantisation."""
     made, settings = dict(config), quantisation(config)
     if settings is None or not modules:
         return made
@@ -250,7 +254,7 @@ def left_out(config: Mapping[str, Any], modules: Sequence[str], skeleton: Skelet
 
     key, listed = _listed(settings)
     if settings.get(key) is None:
-        # What transformers takes for a list that is not there.
+        # The list that transformers uses where the config has none.
         listed = sorted(get_keys_to_not_convert(skeleton.model))
     made[QUANTISATION] = {**settings, key: list(dict.fromkeys([*listed, *modules]))}
     return made

@@ -1,8 +1,8 @@
-"""Roles of a layer's parts, where a derived layer is called and shaped as most are: attention, gated MLPs, experts.
+"""Roles of a layer's parts, where a derived layer has usual names and shapes: attention, gated MLPs, experts.
 
-Transport needs them (`ot_fusion`); no probe can find them. Attention and MLPs are taken from the names that nearly all
-decoders share, and only where shapes agree; experts as the twin's trial understood them in memory (mixture.py). A part
-that is neither stays without a role.
+Transport needs roles (`ot_fusion`), and no probe can find them. Those of attention and MLPs are taken from the names
+that nearly all decoders share, and only where shapes fit; those of experts from the trial on the twin (mixture.py). A
+part that is none of these has no role.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _NORMS: dict[str, Role] = {
     "self_attn.k_layernorm": "key_norm",
     "self_attn.key_layernorm": "key_norm",
 }
-# The projections of an MLP, a shared expert's or a single expert's included, by the last word of their path.
+# The projections of an MLP, of a shared expert or of a single expert, by the last word of their path.
 _MLP: dict[str, Role] = {
     "gate_proj": "gate",
     "w1": "gate",
@@ -54,7 +54,8 @@ _MLP: dict[str, Role] = {
     "w2": "down",
 }
 _MLPS = re.compile(r"(mlp|feed_forward|ffn|mixer)|(.+\.)?(shared_experts?|shared_mlp)")
-# Those of an MLP without a gate, an activation between the two; some stand in the layer itself.
+# The projections of an MLP without a gate, with an activation between the two; in some models they are modules of the
+# layer itself.
 _PLAIN: dict[str, Role] = {
     **dict.fromkeys(("fc1", "fc_in", "c_fc", "dense_h_to_4h"), "up"),
     **dict.fromkeys(("fc2", "fc_out", "c_proj", "dense_4h_to_h"), "down"),
@@ -67,10 +68,11 @@ _FFN: dict[str, tuple[Role, ...]] = {
     "output_linear": ("down",),
 }
 
-# What transformers does to experts stored one by one, and to stacked ones, so that their rows are still known.
+# The transformers conversions of experts stored one by one, and of stacked ones, after which their rows are still
+# known.
 _GATHERED = {"MergeModulelist", "Concatenate"}
 _TURNED = ("Transpose",)
-# And to a matrix of which it makes several, row by row.
+# And the conversions that split a matrix into several by rows.
 _PARTED = {"Split", "Chunk"}
 
 
@@ -78,7 +80,7 @@ _PARTED = {"Split", "Chunk"}
 class InMemory:
     """A layer as it is in memory: its tensors' `shapes` by name, and its experts.
 
-    `targets` maps suffixes on disk to names in memory, `converted` to the conversions that are more than a new name.
+    `targets` maps suffixes on disk to names in memory; `converted` maps them to the conversions beyond a new name.
     """
 
     targets: Mapping[str, tuple[str, ...]]
@@ -94,14 +96,14 @@ def with_roles(
     memory: InMemory,
     hinted: Mapping[str, tuple[Role, ...]],
 ) -> tuple[Part, ...]:
-    """The parts, those with their roles that have one.
+    """Return the parts of a layer with the roles that can be determined.
 
     Args:
         parts: The tensors of a layer.
         sizes: The sizes of the model.
-        silent: The suffixes that are null in a silenced layer: a norm among them stands behind a block, not before it.
+        silent: The suffixes that are null in a silenced layer: a norm among them follows a block.
         memory: The layer as it is in memory.
-        hinted: The roles of modules that go by other names than most, from the top row down (decoders.py).
+        hinted: The roles of modules with unusual names, from the top row down (decoders.py).
 
     Returns:
         The parts in their order.
@@ -114,7 +116,7 @@ def with_roles(
             blocks = _blocks(hinted[path], part.shape, sizes, neurons=sizes.intermediate)
         else:
             blocks = _blocks_in_memory(part, sizes, memory) or _blocks(_roles_of(path), part.shape, sizes)
-        # Of two modules of one role it could not be said which one is meant.
+        # If two modules have one role, it is unclear which is meant: the second gets none.
         if blocks and not any({role for role, _ in blocks} & {role for role, _ in others} for others in known.values()):
             known[suffix] = blocks
     experts = _experts(parts, sizes, memory)
@@ -124,9 +126,9 @@ def with_roles(
 def _blocks(
     roles: Sequence[Role], shape: tuple[int, ...], sizes: Sizes, *, neurons: int | None = None
 ) -> tuple[tuple[Role, int], ...]:
-    """The modules that a matrix holds, from the top row down, with their rows; none where its shape is another one.
+    """Return the modules that a matrix holds, from the top row down, with their rows; empty where it has another shape.
 
-    `neurons` are the rows of gate and up: as many as there are, where it is None.
+    `neurons` are the rows of gate and of up; None: the rows that the other modules leave, in equal parts.
     """
     if len(shape) != 2 or not roles:
         return ()
@@ -142,7 +144,10 @@ def _blocks(
 
 
 def _blocks_in_memory(part: Part, sizes: Sizes, memory: InMemory) -> tuple[tuple[Role, int], ...]:
-    """The same of a matrix that is those of the class, by their names there, one below the other."""
+    """Return the modules that a matrix holds, with their rows, by the names of the matrices that it becomes in memory.
+
+    It must be those matrices one below another. Empty where it is not, or where a name or shape is not known.
+    """
     targets = memory.targets[part.suffix]
     shapes = [memory.shapes[target] for target in targets]
     found = [_blocks(_roles_of(target.removesuffix(".weight")), memory.shapes[target], sizes) for target in targets]
@@ -152,7 +157,7 @@ def _blocks_in_memory(part: Part, sizes: Sizes, memory: InMemory) -> tuple[tuple
 
 
 def _roles_of(path: str) -> tuple[Role, ...]:
-    """The modules that a matrix of this name holds, from the top row down."""
+    """Return the roles of the modules that a matrix of this name holds, from the top row down."""
     block, _, word = path.rpartition(".")
     if path in _PROJECTIONS:
         return (_PROJECTIONS[path],)
@@ -180,7 +185,7 @@ def _plain(
 
 
 def _experts(parts: Sequence[Part], sizes: Sizes, memory: InMemory) -> dict[str, Part]:
-    """The parts of experts and their router, by suffix; none where one of them is not understood."""
+    """Return the parts of experts and their router with roles, by suffix; empty where one of them is not understood."""
     mixture = memory.mixture
     if mixture is None:
         return {}
@@ -209,7 +214,7 @@ def _router(part: Part, count: int, hidden: int) -> Part | None:
 
 
 def _expert(part: Part, targets: Sequence[str], sizes: Sizes, memory: InMemory, mixture: Mixture) -> Part | None:
-    """A tensor of one expert, or of all."""
+    """Return the part of one expert, or of all experts, with its roles; None where it is not understood."""
     word = targets[0].removeprefix(f"{mixture.experts}.")
     bias = word.endswith("_bias")
     both = word.startswith("gate_up_proj")
@@ -239,7 +244,7 @@ def _expert(part: Part, targets: Sequence[str], sizes: Sizes, memory: InMemory, 
 
 
 def _complete(parts: Collection[Part]) -> bool:
-    """Whether each expert has the same modules, and the last layer of each is there."""
+    """Return whether each expert has the same modules, its last layer (down) included, and no expert is missing."""
     held: dict[int | None, set[tuple[str, Role]]] = {}
     for part in parts:
         if part.expert is not None:

@@ -1,4 +1,4 @@
-"""Which tensors have a row for each id: the model is built once more, with more ids, and what grew is compared."""
+"""The tensors with one row per token id: the model is built again with more ids, and what grew is compared."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from surgeon.anatomy.skeleton import Skeleton, build
 from surgeon.errors import BadInput, printable
 
 VOCABULARY_KEY = "vocab_size"
-# Ids by which a model is built larger to see what grows with its vocabulary.
+# The number of ids that are added to see which tensors grow with the vocabulary.
 _MORE_WORDS = 1024
 
 
 def vocabulary_fields(part: Mapping[str, Any], rows: int) -> list[str]:
-    """The fields of a text decoder's part of a config that say how many ids there are; Gemma 4 has two."""
+    """Return the fields of a text decoder's config that hold the number of ids; Gemma 4 has two."""
     return [VOCABULARY_KEY, *(key for key in part if key.startswith(f"{VOCABULARY_KEY}_") and part[key] == rows)]
 
 
 def rows_of_ids(seen: Seen, rows: int) -> dict[str, bool]:
-    """The tensors that have a row for each id, by name on disk; True for embeddings of what is read.
+    """Return the tensors that have a row per id, by name on disk; True for input embeddings.
 
-    Raises BadInput where something else has such rows.
+    Raises BadInput where another tensor has such rows.
     """
     skeleton = seen.skeleton
     fields = vocabulary_fields(part_of(seen.config, skeleton.path), rows)
     others = _other_embeddings(skeleton, fields)
-    # As many as keep any padding inside the model as it was.
+    # A round number of added ids, so that padding inside the model stays the same.
     more = with_fields(seen.config, skeleton.path, dict.fromkeys(fields, rows + _MORE_WORDS))
     changed = skeleton.changes(build(more))
     held = skeleton.model.state_dict(keep_vars=True)
@@ -54,7 +54,7 @@ def rows_of_ids(seen: Seen, rows: int) -> dict[str, bool]:
                 " output head, so this model's vocabulary cannot change; leave it as it is"
             )
         found[name] = known[id(held[target])]
-    # What is tied to the embedding is not stored.
+    # Tensors tied to the embedding are not stored.
     if left := sorted(wider - set(skeleton.model.all_tied_weights_keys)):
         raise BadInput(
             f"{printable(left[0])}: has a part for each id of the vocabulary and is not stored as surgeon expects;"
@@ -64,9 +64,9 @@ def rows_of_ids(seen: Seen, rows: int) -> dict[str, bool]:
 
 
 def _other_embeddings(skeleton: Skeleton, fields: Sequence[str]) -> list[Any]:
-    """The embeddings beside the first by which a decoder reads tokens, as Gemma 4 does for its layers.
+    """Return the embeddings other than the first by which a decoder reads tokens, as Gemma 4 does for its layers.
 
-    Raises BadInput for one whose size is none of `fields`, which say how many ids there are.
+    Raises BadInput for one whose size is in none of `fields`, the fields with the number of ids.
     """
     from torch import nn
 

@@ -1,4 +1,4 @@
-"""Running a twin: whole sequences, and over what it keeps of earlier tokens."""
+"""Running a twin: on whole sequences, and with a cache of earlier tokens."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from surgeon.anatomy.skeleton import Skeleton
 if TYPE_CHECKING:
     from torch import Tensor
 
-# What models call what they keep for later tokens, argument and output; from transformers 5.24 on nearly all `cache`.
+# The names of a model's cache, as argument and as output; from transformers 5.24 on nearly always `cache`.
 _CACHES = ("cache", "past_key_values", "cache_params", "state")
-# Of the largest logit: what sums in another order may change in float32.
+# As a share of the largest logit: how much summing in another order may change in float32.
 _ROUNDING = 1e-5
 
 
 def agree(base: Skeleton, result: Skeleton) -> bool:
-    """Whether two models' logits differ by no more than sums in another order do, with and without a cache."""
+    """Return whether two models' logits differ by no more than the order of sums explains, with and without a cache."""
     import torch
 
     tokens = some_tokens(base)
@@ -32,19 +32,19 @@ def agree(base: Skeleton, result: Skeleton) -> bool:
 
 
 def run_prefill(twin: Skeleton, tokens: Tensor) -> Tensor:
-    """Logits of whole sequences."""
+    """Return the logits of whole sequences."""
     logits: Tensor = twin.model(input_ids=tokens, use_cache=False).logits
     return logits
 
 
 def cache_argument(model: Any) -> str:
-    """Return the name by which a model takes what was kept of earlier tokens."""
+    """Return the name of the argument by which a model accepts its cache."""
     taken = inspect.signature(getattr(model, "forward", model)).parameters
     return next((name for name in _CACHES if name in taken), "past_key_values")
 
 
 def cache_of(output: Mapping[str, Any]) -> Any:
-    """Return what a model's output keeps for later tokens: a cache, or what RWKV and xLSTM have in its place."""
+    """Return the cache in a model's output, or the state that RWKV and xLSTM have instead; None where there is none."""
     from surgeon.runtime.graft import cache_in
 
     held = dict(output.items())
@@ -53,7 +53,10 @@ def cache_of(output: Mapping[str, Any]) -> Any:
 
 
 def run_cached(twin: Skeleton, tokens: Tensor) -> Tensor:
-    """Logits of a sequence read in two parts, the second by what the first left behind, word by word."""
+    """Return the logits of sequences whose last two tokens are read one by one with a cache.
+
+    Where the model returns no cache, only the logits of the first part.
+    """
     import torch
 
     head = tokens.shape[1] - 2

@@ -1,4 +1,4 @@
-"""What a base was found to be: what the questions about it are asked of."""
+"""An examined base: the data from which questions about it are answered."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from surgeon.anatomy.skeleton import Skeleton
 
 @dataclass(frozen=True)
 class Seen:
-    """A base's config.json, what was found of its type, and its tensors' names; by kind of layers, parts and packs."""
+    """An examined base: its config.json, the findings about its type, and its tensors' names.
+
+    `packed` and `parts` hold the quantised tensors and the parts of each kind of layers.
+    """
 
     config: Mapping[str, Any]
     derived: Derived
@@ -29,12 +32,12 @@ class Seen:
 
     @property
     def firsts(self) -> list[tuple[int, Mapping[str, tuple[str, ...]]]]:
-        """Of each kind of layers the lowest layer, and its names in memory by suffix on disk."""
+        """For each kind of layers, its lowest layer, and that layer's names in memory by suffix on disk."""
         lowest = (self.derived.kind_of.index(kind) for kind in range(len(self.parts)))
         return [(index, self.names.layers[index]) for index in lowest]
 
     def places(self, kind: int) -> dict[str, str]:
-        """The names in memory of the tensors of a kind of layers that are there as they are on disk, by suffix."""
+        """Return names in memory, by suffix, of a kind's tensors that are the same in memory as on disk."""
         first, names = self.firsts[kind]
         return {
             part.suffix: names[part.suffix][0]

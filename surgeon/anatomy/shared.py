@@ -1,8 +1,8 @@
-"""Blocks that several layers run and a checkpoint stores once (Zamba): their tensors are no single layer's.
+"""Blocks that several layers run and a checkpoint stores once (Zamba); their tensors belong to no single layer.
 
-Such a block's tensors stand beside the layers (`Anatomy.outer`), under the name that they have in the lowest layer that
-runs it. A layer's own tensors are what is left of it. A block may hold tensors for each of the layers that run it (the
-adapters of Zamba 2), which are numbered in it; which layer uses which is found on a twin.
+Such a block's tensors are listed outside the layers (`Anatomy.outer`), under their name in the lowest layer that runs
+the block. The layer's other tensors are its own. A block may hold separate tensors for each layer that runs it (the
+adapters of Zamba 2), numbered inside the block; a twin shows which layer uses which.
 """
 
 from __future__ import annotations
@@ -20,27 +20,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shared:
-    """The blocks that layers share: `paths` are their modules in a layer; `owner[i]` is the layer that stores layer
-    `i`'s (itself, where it is the lowest that runs it; None where it has no such block)."""
+    """The blocks that layers share: `paths` are their modules in a layer.
+
+    `owner[i]` is the layer under whose name layer `i`'s blocks are stored: the lowest that runs them, perhaps `i`
+    itself; None where layer `i` has no such block.
+    """
 
     paths: tuple[str, ...]
     owner: tuple[int | None, ...]
 
     def holds(self, suffix: str) -> bool:
-        """Whether a tensor of a layer, by its name in memory there, is a shared block's."""
+        """Return whether a layer's tensor, by its name in memory, belongs to a shared block."""
         return within(suffix, self.paths)
 
 
 def shared_in(skeleton: Skeleton, paths: Sequence[str] | None = None) -> Shared | None:
-    """The blocks that layers of a built model share, or those at `paths`, also where only one layer runs one.
+    """Return the blocks that layers of a built model share, or None where there are none.
 
-    None where there are none.
+    With `paths`: the blocks at these paths, even where only one layer runs them.
     """
     held = [dict(layer.named_parameters(remove_duplicate=False)) | stored_buffers(layer) for layer in skeleton.layers]
     tied, first = skeleton.model.all_tied_weights_keys, dict[int, str]()
 
     def stored(index: int, name: str) -> str:
-        """The tensor that this one is, by the name of the one that is stored."""
+        """Return the name of the stored tensor that this tensor is tied to."""
         whole = f"{skeleton.stack}.{index}.{name}"
         whole = first.setdefault(id(held[index][name]), whole)
         return str(tied.get(whole, whole))
@@ -65,12 +68,12 @@ def shared_in(skeleton: Skeleton, paths: Sequence[str] | None = None) -> Shared 
 
 
 def within(name: str, paths: Sequence[str]) -> bool:
-    """Whether a tensor of a layer stands in one of these modules, or is one of them."""
+    """Return whether a tensor of a layer is in one of the modules `paths`, or is itself one of the paths."""
     return any(name == path or name.startswith(f"{path}.") for path in paths)
 
 
 def _tops(layer: nn.Module, names: set[str], several: Collection[str]) -> list[str]:
-    """The topmost modules of a layer all of whose tensors are among `several`; single tensors where there is none."""
+    """Return the topmost modules of a layer whose tensors are all in `several`; single tensors where no module is."""
     tops: list[str] = []
     for path in [*(name for name, _ in layer.named_modules() if name), *sorted(several)]:
         inside = {name for name in names if within(name, [path])}
@@ -80,10 +83,10 @@ def _tops(layer: nn.Module, names: set[str], several: Collection[str]) -> list[s
 
 
 def first_of_another(built: Skeleton, shared: Shared | None, order: Sequence[int]) -> tuple[int | None, str]:
-    """The first layer of a grown model that runs another block than the layer that it is as, and why; or None.
+    """Return the first layer of a grown model that runs another block than it should, and why; or None.
 
-    Layer `n` of `built` is as layer `order[n]` of the model whose blocks are `shared`. What one block was may not
-    become two: each would have to learn for itself.
+    Layer `n` of `built` is like layer `order[n]` of the model whose blocks are `shared`, and should run the same block.
+    One shared block may not become two: the two would be trained separately.
     """
     found = shared_in(built, None if shared is None else shared.paths)
     if shared is None:

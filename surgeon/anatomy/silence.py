@@ -1,9 +1,10 @@
 """Which tensors of a layer must be null so that it adds exactly nothing to the residual stream: found by trial.
 
-Every parameter of the layer is nulled, then given back in the order in which modules run; what must stay null is the
-last writer of each residual branch: a projection with its bias, experts' included, or the scale of a norm behind it
-(stored as 0, or as −1 where the norm multiplies by one plus it). What acts on the stream by itself, stored buffers
-among it, becomes 1 where it scales it, 0 where it shifts it. Proof is the layer's own output, bit for bit.
+Every parameter of the layer is nulled, then restored in the order in which modules run. What must stay null is the last
+writer of each residual branch: a projection with its bias, also in experts, or the scale of a norm behind it (stored as
+0, or as −1 where the norm multiplies by one plus the scale). Tensors that act on the stream itself, stored buffers
+included, become 1 where they scale it and 0 where they shift it. The proof is that the layer's output equals its input
+bit for bit.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 _TOKENS = (1, 12)
-# Of so many tensors that act on the stream by themselves every choice of 0 and 1 is tried; of more, 1 for all.
+# For up to this many tensors that act on the stream itself, every choice of 0 and 1 is tried; for more, only 1 for all.
 _MOST_ACTING = 6
 
 
 @dataclass(frozen=True)
 class Silence:
-    """What was found of one layer: `values` to store, by the tensor's name in the layer; `reason` why there is none.
+    """What silences one layer: `values` to store, by tensor name in the layer, or the `reason` why there are none.
 
-    `identities` are the values with which norms leave their input as it is, by name: 1, or 0 where they add one.
+    `identities` are the values with which norms leave their input unscaled, by name: 1, or 0 where they add one.
     """
 
     values: dict[str, float]
@@ -40,7 +41,7 @@ class Silence:
 
 
 def in_words(kinds: Sequence[Mapping[str, float]]) -> str:
-    """Return which tensors are null in silenced layers of each of these kinds, by their modules, and how many kinds."""
+    """Return a text naming the null tensors of silenced layers, by module, over all kinds, and the number of kinds."""
     values = sorted({(name, value) for each in kinds for name, value in each.items()})
     silent = ", ".join(_short([name for name, value in values if value != 1.0])) or "nothing"
     scales = "".join(f", {name} = 1" for name in _short([name for name, value in values if value == 1.0]))
@@ -49,7 +50,7 @@ def in_words(kinds: Sequence[Mapping[str, float]]) -> str:
 
 
 def _short(names: list[str]) -> list[str]:
-    """Parameters by their modules: `o_proj` for weight and bias of `self_attn.o_proj`, `experts.down_proj`."""
+    """Shorten parameter names to modules: `o_proj` for weight and bias of `self_attn.o_proj`, `experts.down_proj`."""
     found = []
     for name in names:
         parts = name.split(".")
@@ -60,7 +61,7 @@ def _short(names: list[str]) -> list[str]:
 
 @dataclass
 class Run:
-    """A layer with what a run of the model gave it."""
+    """A layer with the arguments that it got in a run of the model."""
 
     layer: nn.Module
     args: tuple[Any, ...]
@@ -68,13 +69,13 @@ class Run:
 
     @property
     def stream(self) -> Tensor:
-        """What the layer adds to, (batch, positions, width)."""
+        """The residual stream that the layer adds to, (batch, positions, width)."""
         stream: Tensor = self.args[0] if self.args else self.kwargs["hidden_states"]
         return stream
 
     def output(self, stream: Tensor | None = None) -> Any:
-        """What the layer makes of it, or of another `stream`."""
-        # A copy: a layer may change in place what it gets, and would then always give back what it got.
+        """Return the layer's output for this stream, or for another `stream`."""
+        # A copy: a layer may change its input in place; input and output would then always look equal.
         stream = self.stream.clone() if stream is None else stream
         if self.args:
             given = self.layer(stream, *self.args[1:], **self.kwargs)
@@ -84,7 +85,7 @@ class Run:
 
 
 def silences(twin: Skeleton, layers: list[int]) -> dict[int, Silence]:
-    """For each of these layers of a twin what silences it; the twin's weights stay as they were."""
+    """Return what silences each of these layers of a twin; the twin's weights are unchanged afterwards."""
     runs, shared = captured(twin, layers), shared_in(twin)
     paths = shared.paths if shared is not None else ()
     return {
@@ -98,14 +99,15 @@ def _refused(reason: str) -> Silence:
 
 
 def captured(twin: Skeleton, layers: list[int]) -> dict[int, Run]:
-    """What each layer gets when the model reads a text."""
+    """Return the arguments that each layer gets when the model reads a text; layers that do not run are left out."""
     import torch
 
     runs: dict[int, Run] = {}
 
     def keep(index: int) -> Callable[..., None]:
         def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            # Keys and values that layers leave for those above: each run then has those of the model's own.
+            # Copied: layers store keys and values in such mappings for layers above, and each run must see the original
+            # ones.
             own = {
                 name: copy.copy(value) if isinstance(value, MutableMapping) else value for name, value in kwargs.items()
             }
@@ -126,7 +128,7 @@ def captured(twin: Skeleton, layers: list[int]) -> dict[int, Run]:
 
 
 def some_tokens(twin: Skeleton, *, seed: int = 1) -> Tensor:
-    """Random token ids that a twin's vocabulary has, sequences by positions."""
+    """Return random token ids from a twin's vocabulary, (sequences, positions)."""
     import torch
 
     draws = torch.Generator().manual_seed(seed)
@@ -134,7 +136,7 @@ def some_tokens(twin: Skeleton, *, seed: int = 1) -> Tensor:
 
 
 def _search(run: Run, shared: Sequence[str]) -> Silence:
-    """What silences a layer; blocks at `shared` are other layers' too, and stay as they are."""
+    """Return what silences a layer; blocks at `shared` belong to other layers too and are not changed."""
     import torch
 
     held = {name: value for name, value in run.layer.named_parameters() if not within(name, shared)}
@@ -171,7 +173,7 @@ def _search(run: Run, shared: Sequence[str]) -> Silence:
 
 
 def _silent(run: Run) -> bool:
-    """Whether the layer gives what it gets, bit for bit."""
+    """Return whether the layer's output equals its input bit for bit."""
     import torch
 
     output = run.output()
@@ -185,10 +187,10 @@ def _of_stream(
     kept: Mapping[str, Tensor],
     identities: Mapping[str, float],
 ) -> dict[str, float] | None:
-    """The values of what acts on the stream by itself, a scale or a shift of it, that leave it as it is.
+    """Return values for the tensors that scale or shift the stream itself, such that they leave it unchanged.
 
-    Sought among stored buffers, and among parameters of one number or one for each dimension, all others being null.
-    They have those values then; None where no choice of 0 and 1 does.
+    Searched are stored buffers, and parameters with one number or one per dimension; all other parameters are null. The
+    tensors hold these values afterwards. None where no choice of 0 and 1 leaves the stream unchanged.
     """
     # Norms and biases are null already.
     vectors = {n: v for n, v in held.items() if v.ndim < 2 and n not in identities and not n.endswith("bias")}
@@ -210,7 +212,7 @@ def _of_stream(
 
 
 def _acts(run: Run, value: Tensor) -> bool:
-    """Whether the layer's output depends on this tensor, the others being as they are."""
+    """Return whether the layer's output depends on this tensor while the others keep their values."""
     import torch
 
     before, kept = run.output(), value.clone()
@@ -221,7 +223,7 @@ def _acts(run: Run, value: Tensor) -> bool:
 
 
 def _without_gradient(run: Run, held: dict[str, nn.Parameter], values: dict[str, float]) -> list[str]:
-    """Those of the silenced parameters that training would leave where they are; buffers it leaves anyway."""
+    """Return the silenced parameters that get no gradient and so would never train; buffers are not counted."""
     import torch
 
     draws = torch.Generator().manual_seed(0)
@@ -232,7 +234,7 @@ def _without_gradient(run: Run, held: dict[str, nn.Parameter], values: dict[str,
 
 
 def _order(run: Run) -> list[str]:
-    """The layer's parameters in the order in which their modules run; first those of modules that never run as such."""
+    """Return the layer's parameters in the order in which modules run, first those of modules that are never called."""
     import torch
 
     ran: list[nn.Module] = []
@@ -258,7 +260,7 @@ def _order(run: Run) -> list[str]:
 
 
 def _nulls(layer: nn.Module, kept: dict[str, Tensor]) -> tuple[dict[str, float], dict[str, float]]:
-    """For every parameter the value that makes it add nothing; for norms' scales also the one that changes nothing."""
+    """Return the value of every parameter that makes it add nothing, and for norm scales the one that scales by one."""
     nulls = dict.fromkeys(kept, 0.0)
     identities: dict[str, float] = {}
     for prefix, module in layer.named_modules():
@@ -273,7 +275,7 @@ def _nulls(layer: nn.Module, kept: dict[str, Tensor]) -> tuple[dict[str, float],
 
 
 def null_of(module: nn.Module, scale: nn.Parameter, kept: Tensor) -> float | None:
-    """The stored scale with which a norm gives zeros, whatever it is given; None where neither 0 nor −1 does."""
+    """Return the stored scale with which a norm outputs zeros for any input; None where neither 0 nor −1 does."""
     import torch
 
     shift = module._parameters.get("bias")

@@ -1,8 +1,7 @@
 """A model as transformers builds it from a config: its class, and the stack of its text decoder's layers.
 
-Classes are those of the installed transformers; of a checkpoint that brings its own code, and that the user trusts,
-those of that code. On the meta device a model of
-any size takes no memory for weights.
+Classes come from the installed transformers, or from the checkpoint's own code where it has some and the user trusts
+it. On the meta device a model of any size takes no memory for weights.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 CAUSAL = "AutoModelForCausalLM"
 IMAGE_TEXT = "AutoModelForImageTextToText"
 BASE = "AutoModel"
-# Where transformers says which classes each auto class finds.
+# The transformers tables of the classes that each auto class finds.
 _NAMES = {
     BASE: "MODEL_MAPPING_NAMES",
     CAUSAL: "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -37,11 +36,11 @@ _NAMES = {
     "AutoModelForQuestionAnswering": "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
 }
 
-# Towers beside the text decoder, which surgery leaves alone; a decoder's own encoder is one too.
+# Names of towers, the other parts of a model, which surgery does not change; a decoder's own encoder is one too.
 _TOWER = re.compile(r"(^|[._])(vision|visual|vit|vq|image|audio|speech|encoder|qformer|perceiver|mtp)")
-# Beside an encoder's layers.
+# Other lists of modules in a model with a text encoder.
 _BESIDE = re.compile(r"(^|[._])(vision|visual|vit|image|audio|speech|decoder|initial|final)")
-# Counts of modules: a config that asks for a billion of them would be built one by one.
+# Fields that count modules: if a config asked for a billion, they would be built one by one.
 _COUNT = re.compile(r"(^|_)(num|n|max)_.*(layers?|blocks?|experts?)$|^(depth|n_layer|layers)$")
 _MOST_EXPERTS = 4096
 _MOST_BUILT = 1000
@@ -49,10 +48,10 @@ _MOST_BUILT = 1000
 
 @dataclass(frozen=True)
 class Skeleton:
-    """A built model: `text` is its text decoder's config object, which stands at `path` in config.json.
+    """A built model: `text` is the config object of its text decoder, found at `path` in config.json.
 
-    `stack` is the name of the list of layers in `model`, `count_key` the field that says how many there are. An
-    `encoder` reads a text in both directions.
+    `stack` is the name of the list of layers in `model`, `count_key` the config field with their number. An `encoder`
+    reads a text in both directions.
     """
 
     model: Any
@@ -64,7 +63,7 @@ class Skeleton:
 
     @property
     def layers(self) -> list[nn.Module]:
-        """The decoder's, or encoder's, layers."""
+        """The layers of the decoder or encoder."""
         return list(self.model.get_submodule(self.stack))
 
     @cached_property
@@ -74,7 +73,7 @@ class Skeleton:
 
     @cached_property
     def sizes(self) -> Sizes:
-        """The model's sizes, by its config's own names for them; 0 for one that differs between layers."""
+        """The model's sizes, read by its config's own names for them; 0 for a size that differs between layers."""
         fields, names = self.text.to_dict(), self.text.attribute_map
 
         def of(key: str) -> int:
@@ -93,9 +92,9 @@ class Skeleton:
         )
 
     def changes(self, other: Skeleton) -> dict[str, dict[int, tuple[int, int]] | None]:
-        """The tensors that have another shape in another model: by axis how long it is here and there.
+        """Return the tensors whose shapes differ in another model: for each axis, its length here and there.
 
-        None for one that stands in one of the models alone, or has another number of axes.
+        None in place of the axes for a tensor that only one model has, or whose number of axes differs.
         """
         found: dict[str, dict[int, tuple[int, int]] | None] = {}
         for name in dict.fromkeys((*self.shapes, *other.shapes)):
@@ -109,7 +108,7 @@ class Skeleton:
 
     @property
     def holder(self) -> str:
-        """The path of the model of transformers that holds the layers: an encoder's base model, else the smallest."""
+        """The path of the model that holds the layers: an encoder's base model, else the innermost PreTrainedModel."""
         from transformers import PreTrainedModel
 
         above = self.stack.rpartition(".")[0]
@@ -122,12 +121,12 @@ class Skeleton:
 
 
 def is_known(config: Mapping[str, Any]) -> bool:
-    """Whether the installed transformers, or the checkpoint's own code, has a text model for this config."""
+    """Return whether the installed transformers, or the checkpoint's own code, has a text model for this config."""
     return code_of(config) is not None or encoder_auto(config) is not None or auto_of(config) is not None
 
 
 def classes_of(model_type: object, auto: str) -> tuple[str, ...]:
-    """The names of the classes that an auto class finds for a model type; none where it finds none."""
+    """Return the names of the classes that an auto class finds for a model type; empty where it finds none."""
     from transformers.models.auto import modeling_auto
 
     found = getattr(modeling_auto, _NAMES[auto]).get(model_type, ())
@@ -135,10 +134,10 @@ def classes_of(model_type: object, auto: str) -> tuple[str, ...]:
 
 
 def encoder_auto(config: Mapping[str, Any]) -> str | None:
-    """The auto class that finds an encoder as its config names it; None for what is no encoder of text.
+    """Return the auto class that finds a text encoder as its config names it; None where it is not a text encoder.
 
-    An encoder's type has a masked-language head, or heads for sequences and tokens and none that generates. Where the
-    config names a head that none of these auto classes knows, it is taken without its head.
+    An encoder's type has a masked-language head, or heads for sequences and tokens and none that generates. If the
+    config names a head that none of these auto classes finds, the result is the auto class without a head.
     """
     model_type, named = config.get("model_type"), [str(name) for name in config.get("architectures") or ()]
     generating = [*classes_of(model_type, CAUSAL), *classes_of(model_type, IMAGE_TEXT)]
@@ -153,14 +152,14 @@ def encoder_auto(config: Mapping[str, Any]) -> str | None:
 
 
 def wordless_auto(config: Mapping[str, Any]) -> str | None:
-    """The auto class of a head for labels or answers that a decoder's config names; None where it names none."""
+    """Return the auto class of a head for labels or answers that a decoder's config names; None where it names none."""
     named = {str(name).removeprefix("Upcycled") for name in config.get("architectures") or ()}
     model_type = str(config.get("model_type")).removeprefix(PREFIX)
     return next((auto for auto in OTHER_AUTOS if named & set(classes_of(model_type, auto))), None)
 
 
 def auto_of(config: Mapping[str, Any]) -> str | None:
-    """The auto class that finds the model of a config: causal or image-text; None where there is neither."""
+    """Return the auto class that finds the model of a config: causal or image-text; None where neither does."""
     named = {auto: {*classes_of(config.get("model_type"), auto)} for auto in (CAUSAL, IMAGE_TEXT)}
     architectures = {*map(str, config.get("architectures") or ())}
     stated = next((auto for auto, classes in named.items() if classes & architectures), None)
@@ -168,14 +167,14 @@ def auto_of(config: Mapping[str, Any]) -> str | None:
 
 
 def reads_images(config: Mapping[str, Any]) -> bool:
-    """Whether the head of a config's model, as transformers has it, reads images beside text."""
+    """Return whether the head that transformers builds for a config reads images as well as text."""
     classes = {*classes_of(config.get("model_type"), IMAGE_TEXT)}
     stated = {*map(str, config.get("architectures") or ())}
     return bool(classes & stated) or (bool(classes) and auto_of(config) == IMAGE_TEXT)
 
 
 def build(config: Mapping[str, Any], *, buffers: bool = False) -> Skeleton:
-    """The model of a config.json on the meta device, in float32 and eval mode; with `buffers`, these are real.
+    """Build the model of a config.json on the meta device, in float32 and eval mode; with `buffers`, these are real.
 
     Raises BadInput where the installed transformers has no decoder of this type, cannot build it, or no stack of
     decoder layers is found in it.
@@ -187,7 +186,7 @@ def build(config: Mapping[str, Any], *, buffers: bool = False) -> Skeleton:
     shown = printable(str(config.get("model_type")))
     check_counts(config)
     kind, model = _classes(config, shown)
-    # In full precision: what is quantised changes where numbers are stored, not what is computed.
+    # In full precision: quantisation changes how numbers are stored, not what is computed.
     config = {key: value for key, value in config.items() if key != QUANTISATION}
     try:
         with quiet_transformers(), no_init_weights(), init_empty_weights(include_buffers=not buffers):
@@ -208,7 +207,7 @@ def build(config: Mapping[str, Any], *, buffers: bool = False) -> Skeleton:
 
 
 def _classes(config: Mapping[str, Any], shown: str) -> tuple[Any, Any]:
-    """The classes of a config and its model. Raises BadInput where there are none."""
+    """Return the classes of a config and its model. Raises BadInput where there are none."""
     import transformers
     from transformers import CONFIG_MAPPING
 
@@ -237,7 +236,7 @@ def _classes(config: Mapping[str, Any], shown: str) -> tuple[Any, Any]:
 
 
 def _fitting(model: Any, settings: Any) -> Any:
-    """The part of a config that a model class takes: some causal models are built of the text part alone."""
+    """Return the part of a config that a model class accepts: some causal models are built from the text part only."""
     wanted = getattr(model, "config_class", None)
     if wanted is None or isinstance(settings, wanted):
         return settings
@@ -246,9 +245,10 @@ def _fitting(model: Any, settings: Any) -> Any:
 
 
 def check_counts(config: Mapping[str, Any]) -> None:
-    """Raise BadInput for a count of modules, or any number, that is beyond all that a model has.
+    """Raise BadInput for a count of modules, or any number, that is larger than in any model.
 
-    A number beside a list, `[["global", "local"], 12]`, says how often it stands (GPT-Neo's `attention_types`).
+    A number next to a list, as in `[["global", "local"], 12]`, says how often the list repeats (GPT-Neo's
+    `attention_types`).
     """
     for key, value in config.items():
         if isinstance(value, Mapping):
@@ -267,14 +267,14 @@ def check_counts(config: Mapping[str, Any]) -> None:
 
 
 def _repeats(entry: object) -> list[int]:
-    """The numbers in a list that stand beside a list."""
+    """Return the integers in `entry` that are next to a list; empty where `entry` is no list that contains a list."""
     if not isinstance(entry, list) or not any(isinstance(each, list) for each in entry):
         return []
     return [each for each in entry if type(each) is int]
 
 
 def _text_part(settings: Any) -> tuple[Any, tuple[str, ...]]:
-    """The config object of the text decoder, and where its fields stand in config.json."""
+    """Return the config object of the text decoder, and the path of its fields in config.json."""
     try:
         text = settings.get_text_config(decoder=True)
     except ValueError as error:
@@ -294,7 +294,7 @@ def _text_part(settings: Any) -> tuple[Any, tuple[str, ...]]:
 
 
 def _count_key(text: Any) -> str | None:
-    """The field of config.json that counts the layers; None where a list of them does."""
+    """Return the config.json field that counts the layers; None where the length of a list gives their number."""
     key = text.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     return key if key in text.to_dict() else None
 
@@ -311,7 +311,7 @@ def _stack(model: Any, text: Any, shown: str, *, encoder: bool) -> str:
     ]
     found = [(size, name) for length, size, name in lists if length == count]
     if not found and not encoder:
-        # A stack that generates keeps an encoder's name where it was one first (BERT's, as a decoder).
+        # A decoder made from an encoder keeps the encoder's name for its stack (BERT as a decoder).
         named = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
         inside = [(name, module) for name, module in named if name.startswith(f"{model.base_model_prefix}.encoder.")]
         found = [(sum(v.numel() for v in m.parameters()), name) for name, m in inside if len(m) == count]

@@ -1,11 +1,11 @@
-"""Blocks of a layer, found by watching it run: modules that read the stream, and what is added to it.
+"""Blocks of a layer, found by watching it run: modules that read the residual stream, and what is added to it.
 
-A layer adds to the stream what its blocks make of it, and norms the sum or what a block reads. On a twin every tensor
-that goes into a module or out of it is kept. A block may be a module that gets a state and puts one out. Where it is
-no module, or one that norms the sum of the stream and what it adds (BERT), a sum is recognised by its value, bit for
-bit: the stream so far plus what one module put out. That module is the end of a block; the first that reads the stream,
-or its norm, is the beginning. What a token's state does to other tokens goes through attention, a state space or a
-convolution, what it does to its own alone through an FFN.
+A layer adds the outputs of its blocks to the stream, and norms the sum or a block's input. On a twin every tensor that
+enters or leaves a module is recorded. A block may be one module that reads a state and returns one. Where it is not one
+module, or is one that norms the sum of the stream and its addition (BERT), the sum is recognised by its value, bit for
+bit: the stream so far plus the output of one module. That module is the end of a block; the first module that reads the
+stream, or its norm, is the beginning. A block in which a token's state affects other tokens is attention, a state space
+or a convolution; one in which it affects only its own token is an FFN.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from surgeon.grafts.composition import TORCH_CLASSES, SpanClass
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-# Of two runs that differ in one token alone, states of other tokens that differ by less are equal but for rounding.
+# Two runs differ in one token only; if states of other tokens differ by less than this, they are equal up to rounding.
 _TOLERANCE = 1e-4
 
 
 def told_class(kind: type[Any]) -> str:
-    """A class as a composition names it."""
+    """Return a class's name as a composition writes it."""
     if kind.__module__.startswith("torch.nn.modules."):
         return f"torch.nn.{kind.__name__}"
     return f"{kind.__module__.removeprefix('transformers.')}.{kind.__name__}"
@@ -33,7 +33,7 @@ def told_class(kind: type[Any]) -> str:
 
 @dataclass
 class _Event:
-    """What one module got and put out in a layer's run; `before` and `after` number its start and its end."""
+    """The inputs and output of one module in a layer's run; `before` and `after` number its start and its end."""
 
     name: str
     module: nn.Module
@@ -45,7 +45,7 @@ class _Event:
 
 @dataclass
 class Watched:
-    """A layer's run: what it got first, what its modules did, and what it put out."""
+    """A layer's run: its first input, what its modules did, and its output."""
 
     stream: Tensor
     events: list[_Event] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Watched:
 
 @dataclass(frozen=True)
 class Block:
-    """A block: the module that reads first and the one whose output is added to the stream."""
+    """A block: the module that reads the stream first, and the module whose output is added to the stream."""
 
     reads: str
     reader: nn.Module
@@ -64,16 +64,16 @@ class Block:
 
     @property
     def size(self) -> int:
-        """Parameters at both ends."""
+        """The number of parameters of the first and the last module."""
         return sum(value.numel() for module in {self.reader, self.writer} for value in module.parameters())
 
     def told(self, role: str) -> SpanClass:
-        """As a composition names it."""
+        """Return the block as a composition describes it."""
         return SpanClass(self.reads, told_class(type(self.reader)), self.writes, told_class(type(self.writer)), role)
 
 
 def watched(layer: nn.Module, run: Callable[[], Any]) -> Watched | None:
-    """What happens in a layer when the model reads a text; None where it does not run, or not once."""
+    """Record what happens in a layer when the model reads a text; return None where it does not run exactly once."""
     import torch
 
     runs: list[Watched] = []
@@ -81,7 +81,7 @@ def watched(layer: nn.Module, run: Callable[[], Any]) -> Watched | None:
 
     def tensors(*held: Any) -> list[Tensor]:
         found = [each.clone() for each in held if isinstance(each, torch.Tensor) and each.is_floating_point()]
-        # Where a block reads one row a token, of one text.
+        # A block may read the one text as a matrix with one row per token.
         shape = runs[-1].stream.shape if runs else torch.Size()
         flat = shape[1:] if len(shape) == 3 and shape[0] == 1 else None
         return [each.view(shape) if each.shape == flat else each for each in found]
@@ -90,7 +90,7 @@ def watched(layer: nn.Module, run: Callable[[], Any]) -> Watched | None:
         first = _read_first(module, args)
         given = tensors(*args, *(kwargs[name] for name in sorted(kwargs, key=lambda name: name != first)))
         if module is layer:
-            # What gets no state by itself is no layer that adds to one.
+            # A layer that gets no state as an argument cannot add to one.
             runs.append(Watched(given[0] if given else torch.empty(0)))
         elif runs:
             seen = runs[-1]
@@ -122,19 +122,19 @@ def watched(layer: nn.Module, run: Callable[[], Any]) -> Watched | None:
 
 
 def _read_first(module: nn.Module, args: tuple[Any, ...]) -> str:
-    """The name of the argument by which a module gets what it reads; empty where that has none."""
+    """Return the name of a module's first argument where it is passed by keyword; empty where it is positional."""
     return "" if args else next(iter(inspect.signature(module.forward).parameters), "")
 
 
 def modules_in(seen: Watched, width: int, *, inside: bool = False) -> list[Block]:
-    """The modules of a layer that get its states and put out as many numbers; `inside`: those that stand in its blocks.
+    """Return the modules of a layer that read its states and return as many numbers; `inside`: those inside its blocks.
 
-    With tokens along another axis than the second nothing shows what goes from one to the next.
+    Modules with tokens along another axis than the second are left out: a trial could not show whether they mix tokens.
     """
     return [
         Block(event.name, event.module, event.name, event.module)
         for event in seen.events
-        # A block is a class of its own, made of parts: norms and single matrices are none.
+        # A block is a class of its own with submodules: norms and single matrices are not blocks.
         if event.name.count(".") == int(inside)
         and type(event.module).__module__.startswith("transformers.")
         and any(True for _ in event.module.children())
@@ -149,13 +149,14 @@ def modules_in(seen: Watched, width: int, *, inside: bool = False) -> list[Block
 
 
 def blocks_in(seen: Watched, width: int) -> list[Block]:
-    """The blocks of a layer, in the order in which they are added to the stream."""
+    """Return the blocks of a layer, in the order in which they are added to the stream."""
     import torch
 
     times: dict[nn.Module, int] = {}
     for event in seen.events:
         times[event.module] = times.get(event.module, 0) + 1
-    # The stream, and norms of it, one of which may be the stream from there on; and what was that before.
+    # `streams`: the stream and norms of it, one of which may be the stream from there on. `before`: earlier values of
+    # these.
     streams = [seen.stream]
     before: list[Tensor] = []
     spans: list[Block] = []
@@ -171,7 +172,7 @@ def blocks_in(seen: Watched, width: int) -> list[Block]:
             continue
         if any(torch.equal(value, known) for known in (*streams, *before)):
             continue
-        # What runs several times in a layer cannot stand for one place in it.
+        # A module that runs several times in a layer does not identify one place in it.
         ended = [e for e in seen.events if e.made is not None and began < e.after <= at and times[e.module] == 1]
         ended.sort(key=lambda event: -event.after)
         added = next(((event, stream) for stream in streams for event in ended if _adds(event, stream, value)), None)
@@ -193,7 +194,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _adds(event: _Event, stream: Tensor, value: Tensor) -> bool:
-    """Whether a value is the stream and what a module put out."""
+    """Return whether `value` is the sum of the stream and a module's output."""
     import torch
 
     made = event.made
@@ -203,7 +204,10 @@ def _adds(event: _Event, stream: Tensor, value: Tensor) -> bool:
 
 
 def _span(seen: Watched, writer: _Event, stream: Tensor, began: int, times: Mapping[nn.Module, int]) -> Block | None:
-    """The block that ends at `writer`; a norm that it ends with, of what is added alone, is left out."""
+    """Return the block that ends at `writer`, or None.
+
+    If `writer` only norms a block's output, the block ends before it.
+    """
     import torch
 
     if _is_norm(writer.module) and writer.given:
@@ -219,7 +223,7 @@ def _span(seen: Watched, writer: _Event, stream: Tensor, began: int, times: Mapp
         starts = began <= event.before <= writer.before and inside and not _is_norm(event.module)
         if not starts or not event.given or next(event.module.parameters(), None) is None:
             continue
-        # A plain sequence of modules may begin with one that reads the same.
+        # Skip classes that a composition cannot name: a plain sequence, whose first module reads the same tensor, say.
         fits = times[event.module] == 1 and all(_known(each.module) for each in (event, writer))
         if fits and any(reading is not None and torch.equal(event.given[0], reading) for reading in readings):
             return Block(event.name, event.module, writer.name, writer.module)
@@ -237,7 +241,7 @@ def _known(module: nn.Module) -> bool:
 
 
 def norms_sum(seen: Watched, name: str) -> bool:
-    """Whether a module of the layer adds to what it reads by itself, and puts out a norm of the sum."""
+    """Return whether a module of the layer itself adds its input to its result and returns a norm of the sum."""
     block = next((event for event in seen.events if event.name == name), None)
     if block is None or block.made is None or not block.given:
         return False
@@ -252,7 +256,7 @@ def norms_sum(seen: Watched, name: str) -> bool:
 
 
 def mixes(block: Block, run: Callable[[], Any], count: int) -> tuple[bool, bool]:
-    """Whether a block's output at later and at earlier tokens is another when it reads another first, or last, state.
+    """Return whether a block's output at later, and at earlier, tokens changes with its first, or last, input state.
 
     `run` has the model read one text of `count` tokens.
     """
@@ -278,14 +282,14 @@ def mixes(block: Block, run: Callable[[], Any], count: int) -> tuple[bool, bool]
     ]
 
     def output(*tokens: int) -> Tensor:
-        """What the block puts out first, with the states of these tokens turned."""
+        """Return the block's first output, with the input states of these tokens changed."""
         turned[:] = tokens
         made.clear()
         run()
         return made[0]
 
     try:
-        # Behind the last there may be padding of the model's own.
+        # After the last token there may be padding that the model adds.
         before, first, last = output(), output(0), output(count - 1)
     finally:
         for hook in hooks:

@@ -1,7 +1,7 @@
-"""A tiny twin of a model: its config with few and narrow heads, experts and words, its layers all there.
+"""A tiny twin of a model: its config with few, narrow heads, few experts and a small vocabulary, but all its layers.
 
-What a surgery does to a twin with random weights it does to the model: sizes are the only thing in which they differ.
-Sizes are found by the names that the field uses for them; head sizes stay, as rotary settings are made for them.
+The effect of a surgery on a twin with random weights is its effect on the model: they differ only in sizes. Sizes are
+recognised by the usual names of config fields. Head sizes stay, because rotary settings fit only them.
 """
 
 from __future__ import annotations
@@ -49,20 +49,21 @@ _WINDOWS = re.compile(
 
 WORDS = 256
 _INNER_SIZE = 64
-# As few as let a twin of 61 layers with 768 experts be built; another number than a twin's experts, with which its
+# Small enough to build a twin of 61 layers with 768 experts. It must differ from the number of a twin's experts, or its
 # matrices would be taken for routers.
 _INNER_OF_MANY = 16
 _GROUPS = ("n_group", "num_expert_group", "topk_group")
 _HEADS_LEFT = 2
 _WINDOW = 8
-# In float32 two thirds of a gigabyte, which is what probing may take.
+# The most parameters of a twin: two thirds of a gigabyte in float32, the memory limit of probing.
 _MOST_NUMBERS = 5 * 2**25
 
 
 def shrunk(config: Mapping[str, Any], *, heads_left: int = _HEADS_LEFT, all_experts: bool = False) -> dict[str, Any]:
-    """A config.json with small sizes and `heads_left` heads; every part of it (text, vision, …) for itself.
+    """Return a config.json with small sizes and `heads_left` heads; every part of it (text, vision, …) is shrunk too.
 
-    `all_experts`: as many as there are, in groups as large, of fewer neurons; and a token takes as many.
+    With `all_experts` the number of experts, of their groups and of those chosen per token stay, and experts are
+    narrower.
     """
     config = _with_left_out(config)
     old_heads = _first(config, "num_attention_heads", "n_head", "num_heads", "n_heads", "attention_heads")
@@ -119,7 +120,10 @@ def shrunk(config: Mapping[str, Any], *, heads_left: int = _HEADS_LEFT, all_expe
 
 
 def _with_left_out(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config with the heads and special tokens that it leaves out as its class has them, made for other sizes."""
+    """Return the config with its class's defaults for numbers of heads and special tokens that it leaves out.
+
+    Those defaults are made for other sizes, so they must be shrunk too.
+    """
     from transformers import CONFIG_MAPPING
 
     model_type = str(config.get("model_type")).removeprefix(PREFIX)
@@ -140,7 +144,7 @@ def _with_left_out(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _fit_rotary(made: dict[str, Any], old: int, new: int) -> None:
-    """Factors of rotary embeddings, one for each pair of a head's dimensions (LongRoPE), for heads of another size."""
+    """Resample factors of rotary embeddings, one per pair of a head's dimensions (LongRoPE), for another head size."""
     for key in ("rope_parameters", "rope_scaling"):
         for name in ("short_factor", "long_factor"):
             factors = made[key].get(name) if isinstance(made.get(key), dict) else None
@@ -150,14 +154,14 @@ def _fit_rotary(made: dict[str, Any], old: int, new: int) -> None:
 
 
 def _fit_boxes(made: dict[str, Any], width: int) -> None:
-    """Embeddings of the corners and sizes of a word's box make up the width together (LayoutLMv3)."""
+    """Set the sizes of embeddings of a word's box, corners and extents, which add up to the width (LayoutLMv3)."""
     if type(made.get("coordinate_size")) is int and type(made.get("shape_size")) is int:
         made["shape_size"] = width // 8
         made["coordinate_size"] = (width - 2 * made["shape_size"]) // 4
 
 
 def _fit_towers(config: Mapping[str, Any], made: dict[str, Any]) -> None:
-    """Towers that say how wide the text's states are say it of the smaller text."""
+    """Set the text's smaller width in the parts (towers) that repeat the text's width."""
     before, after = (each.get("text_config") for each in (config, made))
     if not isinstance(before, Mapping) or not isinstance(after, dict):
         return
@@ -172,7 +176,7 @@ def _first(config: Mapping[str, Any], *keys: str) -> int:
 
 
 def _fit_joined(made: dict[str, Any], old: int, new: int) -> None:
-    """Attention that reads the stream beside the embeddings is as many times as wide as the stream (Zamba)."""
+    """Keep the ratio of attention width to stream width where attention reads stream and embeddings (Zamba)."""
     before = made.get("attention_hidden_size")
     if type(before) is int and old and before % old == 0:
         made["attention_hidden_size"] = before // old * new
@@ -182,7 +186,7 @@ def _fit_joined(made: dict[str, Any], old: int, new: int) -> None:
 
 
 def _fit_state_space(made: dict[str, Any], width: int) -> None:
-    """Mamba's heads are as many as its inner width has room for."""
+    """Set as many Mamba heads as the inner width has room for."""
     for count, size, expand in (
         ("mamba_n_heads", "mamba_d_head", "mamba_expand"),
         ("num_heads", "head_dim", "expand"),
@@ -196,15 +200,16 @@ def _fit_state_space(made: dict[str, Any], width: int) -> None:
 
 
 def twin_of(config: Mapping[str, Any], *, seed: int = 0, heads: int = _HEADS_LEFT) -> Skeleton:
-    """The twin of a config.json on the CPU, in float32, its parameters and stored buffers random and nowhere trivial.
+    """Build the twin of a config.json on the CPU, in float32; its parameters and stored buffers are random.
 
-    The same config and seed give the same weights. Raises BadInput where transformers cannot build it.
+    No value is trivial (all zeros or ones). The same config and seed give the same weights. Raises BadInput where
+    transformers cannot build it.
     """
     return twin_of_small(shrunk(config, heads_left=heads), seed=seed)
 
 
 def twin_of_small(config: Mapping[str, Any], *, seed: int = 0) -> Skeleton:
-    """A model of a config.json that is small already, filled as a twin is. Raises BadInput as `twin_of` does."""
+    """Build the model of a config.json with small sizes, filled as a twin is. Raises BadInput as `twin_of` does."""
     import torch
 
     with torch.random.fork_rng(devices=[]), _empty_is_nan():
@@ -224,7 +229,7 @@ def twin_of_small(config: Mapping[str, Any], *, seed: int = 0) -> Skeleton:
 
 
 def fill(model: Any, seed: int) -> None:
-    """Give every parameter random values of a size that neither vanishes nor explodes over many layers."""
+    """Give every parameter random values of a scale that neither vanishes nor explodes over many layers."""
     import torch
     from torch import nn
 
@@ -236,14 +241,14 @@ def fill(model: Any, seed: int) -> None:
                 continue
             if id(held) not in made:
                 noise = torch.randn(held.shape, generator=draws)
-                # Norms, biases and scales are near what leaves things as they are.
+                # Norms, biases and scales are around 0.5; matrices keep the scale of their input.
                 value = 0.5 + 0.1 * noise if held.ndim < 2 or held.numel() == 1 else noise * held.shape[-1] ** -0.5
                 made[id(held)] = nn.Parameter(value, requires_grad=held.requires_grad)
             module._parameters[key] = made[id(held)]
 
 
 def fill_buffers(model: nn.Module, seed: int) -> None:
-    """Give every buffer that checkpoints hold random values; those that code computes anew keep what it computed."""
+    """Give every buffer that checkpoints store random values; buffers that code computes keep the computed values."""
     import torch
 
     draws = torch.Generator().manual_seed(seed)
@@ -255,7 +260,7 @@ def fill_buffers(model: nn.Module, seed: int) -> None:
 
 
 def stored_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """A module's buffers of floating-point numbers that checkpoints hold, by their names in it."""
+    """Return a module's floating-point buffers that checkpoints store, by their names in it."""
     names = {part: f"{name}." if name else "" for name, part in module.named_modules()}
     return {f"{names[owner]}{key}": held for owner, key, held in _stored_buffers(module)}
 
@@ -270,12 +275,12 @@ def _stored_buffers(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]
 
 
 def _drawn(held: Tensor, draws: Generator) -> Tensor:
-    """Random values that a trained checkpoint may hold where a new model holds `held`."""
+    """Return random values like those that a trained checkpoint may hold where a new model holds `held`."""
     import torch
 
     noise = torch.randn(held.shape, generator=draws)
     if held.isnan().any():
-        # Memory that only a stored value or `_init_weights` fills: as parameters that scale are, and positive.
+        # Memory that only a checkpoint or `_init_weights` fills: positive values like those of scale parameters.
         value = 0.5 + 0.1 * noise
     elif not held.any():
         # A shift, a router's correction, a running mean. Not negative, as a running square could not be.
@@ -294,7 +299,10 @@ def _drawn(held: Tensor, draws: Generator) -> Tensor:
 
 @contextlib.contextmanager
 def _empty_is_nan() -> Iterator[None]:
-    """Memory that nobody filled holds NaN: what a model leaves to its initialisation is then seen, and the same."""
+    """Have torch fill uninitialised memory with NaN, so that what a model leaves uninitialised is visible.
+
+    The content of such memory is then also the same in every run.
+    """
     import torch
 
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()

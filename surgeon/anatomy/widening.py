@@ -1,7 +1,7 @@
-"""Which fields of a config.json widen which tensors of a layer, and how, found by building the wider model.
+"""The config.json fields that widen tensors of a layer, and how, found by building the wider model.
 
-A field is not known by its name alone: with it larger, transformers builds other shapes, and these say whose width it
-is. A class that rounds a width gets the value of which it makes the width that is wanted.
+A field's name is not enough: transformers builds a model with a larger value, and the changed shapes show whose width
+the field is. Where a class rounds widths, the field gets the value from which the class makes the wanted width.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from surgeon.anatomy.seen import Seen
 from surgeon.anatomy.skeleton import build
 from surgeon.errors import BadInput, printable
 
-# Fields that may be the width of an FFN, or of an expert; in a part of the config of their own, with that before a dot.
+# Fields that may be the width of an FFN, or of an expert; a field in a nested part has the part's name and a dot before
+# it.
 _INNER = re.compile(r"(.*\.)?.*(intermediate|n_inner|d_inner|ffn_?dim|ff_dim|ffn_hidden|dim_ff|dff|d_ff|mlp_dim).*")
-# How one tensor of a layer grows: along which axis, from and to how many, as transformers' model has it.
+# The growth of one tensor of a layer: the axis in transformers' model, its length before and after.
 Growth = tuple[int, int, int]
-# Of each kind of layers, the tensors that grow, by their suffix on disk.
+# For each kind of layers, the tensors that grow, by their suffix on disk.
 Growths = tuple[dict[str, Growth], ...]
 
 
 def growths(seen: Seen, fields: Mapping[str, int]) -> Growths:
-    """The tensors of each kind of layers that have another shape in a model with these fields.
+    """Return, for each kind of layers, the tensors that have another shape in a model with these fields.
 
-    Raises BadInput where no such model can be built, or a tensor grows along several axes or stands outside the layers.
+    Raises BadInput where no such model can be built, or a tensor grows along several axes or is outside the layers.
     """
     skeleton = seen.skeleton
     built = build(with_fields(seen.config, skeleton.path, fields))
@@ -60,16 +61,16 @@ def growths(seen: Seen, fields: Mapping[str, int]) -> Growths:
 
 
 def inner_fields(seen: Seen, *, by: int = 0, multiple_of: int = 1) -> dict[str, int]:
-    """The fields, with their new values, of a model whose every FFN, and every expert, is wider.
+    """Return the fields, with new values, that make every FFN and every expert of a model wider.
 
     Args:
         seen: The base.
-        by: How many neurons more; of FFNs whose width is so many times a field's, so many times more.
-        multiple_of: Instead, what every width is to be a multiple of.
+        by: How many neurons to add; an FFN that is `k` times as wide as the field's value gets `k` times as many.
+        multiple_of: Instead, the number of which every width must be a multiple.
 
     Returns:
-        New values by field. Empty where nothing has to grow. Raises BadInput where an FFN's width follows from no
-        field that is known, or cannot be what is wanted.
+        New values by field. Empty where nothing has to grow. Raises BadInput where an FFN's width follows from no known
+        field, or cannot be as wanted.
     """
     lacking = {
         (kind, part.suffix): inner_width(part)
@@ -81,7 +82,7 @@ def inner_fields(seen: Seen, *, by: int = 0, multiple_of: int = 1) -> dict[str, 
     for field, value in _candidates(seen):
         if not lacking:
             break
-        # A class that rounds may make nothing of a little more.
+        # A class that rounds widths may ignore a small increase.
         mine: dict[tuple[int, str], int] = {}
         for more in (by or multiple_of, 3 * value):
             with contextlib.suppress(BadInput):
@@ -91,7 +92,7 @@ def inner_fields(seen: Seen, *, by: int = 0, multiple_of: int = 1) -> dict[str, 
             continue
         lacking = {place: width for place, width in lacking.items() if place not in mine}
         (kind, suffix), width = next(iter(mine.items()))
-        # A shared expert is as wide as several.
+        # A shared expert may be as wide as several experts.
         times = width // value if width % value == 0 else 1
         more = by or -(width // times) % multiple_of
         if more:
@@ -107,7 +108,7 @@ def inner_fields(seen: Seen, *, by: int = 0, multiple_of: int = 1) -> dict[str, 
 
 
 def _candidates(seen: Seen) -> Iterator[tuple[str, int]]:
-    """Fields that may be a width, with their values: those that config.json has, then those that the class adds."""
+    """Yield fields that may be a width, with their values: those in config.json, then those that the class adds."""
     known: set[str] = set()
     for fields in (part_of(seen.config, seen.skeleton.path), seen.skeleton.text.to_dict()):
         for name, value in flat_fields(fields):
@@ -117,7 +118,7 @@ def _candidates(seen: Seen) -> Iterator[tuple[str, int]]:
 
 
 def flat_fields(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The fields of a part of a config, those of parts of it with a dot behind the part's name."""
+    """Yield the fields of a part of a config; a nested part's fields have the part's name and a dot before theirs."""
     for key, value in fields.items():
         if isinstance(value, Mapping):
             yield from ((f"{key}.{name}", inner) for name, inner in value.items())
@@ -126,7 +127,10 @@ def flat_fields(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _value_for(seen: Seen, field: tuple[str, int], place: tuple[int, str, int], wanted: int, first: int) -> int:
-    """The value of a field of which the class makes the wanted width: `first`, or the least. Raises BadInput."""
+    """Return the value of a field from which the class makes the wanted width: `first`, or the least such value.
+
+    Raises BadInput where no value does.
+    """
     (name, value), (kind, suffix, width) = field, place
 
     def made_of(number: int) -> int:

@@ -1,1 +1,1 @@
-"""What planners know of grafts, and how the file is composed and joined that ships with them."""
+"""Grafts for planners, and the composing and joining of the file that ships with them."""

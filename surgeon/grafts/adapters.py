@@ -1,4 +1,4 @@
-"""Gated adapters and routed experts, as planners know them: what is checked of them, and adapters' tensors at birth."""
+"""Gated adapters and routed experts for planners: the checks of their entries, and the initial values of adapters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from surgeon.runtime.routed_rules import ROUTED, Routed, RoutedRules
 from surgeon.runtime.rules import BRANCH, Surgery
 
 GATES = ("relu", "sigmoid", "none")
-# Variance of the matrices that read, by the hidden size d and the number of the trunk's layers L.
+# Variance of the matrices that read the stream, by the hidden size d and the number L of the trunk's layers.
 VARIANCES: dict[str, Callable[[int, int], float]] = {
     "low_variance": lambda width, layers: 1 / (width * layers),
     "he": lambda width, layers: 2 / width,
@@ -23,7 +23,7 @@ LOCAL_LOSSES = ("l1", "cross_entropy")
 
 
 class AdapterKind(Kind):
-    """A gated adapter beside the layer's FFN."""
+    """A gated adapter next to the layer's FFN."""
 
     key = "adapters"
     mark = "A"
@@ -31,17 +31,17 @@ class AdapterKind(Kind):
     fields = ("layer", "size", "gate", "init", "frozen", "activation")
 
     def text(self, entry: Mapping[str, Any], where: str = "") -> str:
-        """`adapter of 512, relu gate`."""
+        """Return a text like `adapter of 512, relu gate`."""
         gate = entry.get("gate", "relu")
         return f"adapter of {entry['size']}{where}, " + ("no gate" if gate == "none" else f"{gate} gate")
 
     def claims(self, suffix: str) -> bool:
-        """What stands at `mlp.adapter`."""
+        """Return whether the tensor is under `mlp.adapter`."""
         return suffix.removeprefix(BRANCH).startswith(ADAPTER)
 
 
 class KnownAdapters(KnownGraft, AdapterRules):
-    """Gated adapters."""
+    """Gated adapters, as planners use them."""
 
     kinds = (AdapterKind(),)
     part = "surgeon.runtime.adapters"
@@ -49,7 +49,10 @@ class KnownAdapters(KnownGraft, AdapterRules):
     roles = ("mlp",)
 
     def check(self, surgery: Surgery, config: Any) -> None:
-        """Entries hold together, layers exist, and the domain cross-entropy has gates to classify by."""
+        """Check that entries are consistent, layers exist, and domain cross-entropy has sigmoid gates to classify by.
+
+        Raises ValueError.
+        """
         found: dict[int, AdapterSpec] = surgery.of[self.name]
         for spec in found.values():
             one_of("adapter gate", spec.gate, GATES)
@@ -72,7 +75,7 @@ class KnownAdapters(KnownGraft, AdapterRules):
 
 
 def adapter_births(spec: AdapterSpec, width: int, trunk_layers: int) -> dict[str, Birth]:
-    """Its tensors at birth: W_g, W_i and the gate read, W_o writes and is zero."""
+    """Return an adapter's initial tensors: W_g, W_i and the gate read and are random; W_o writes and is zero."""
     std = math.sqrt(VARIANCES[spec.init](width, trunk_layers))
     tensors = {f"{name}_proj.weight": Birth((spec.size, width), std) for name in ("gate", "up")}
     if spec.gate != "none":
@@ -81,23 +84,23 @@ def adapter_births(spec: AdapterSpec, width: int, trunk_layers: int) -> dict[str
 
 
 class RoutedKind(Kind):
-    """Routed experts beside a layer's FFN."""
+    """Routed experts next to a layer's FFN."""
 
     key = "routed_experts"
     mark = "E"
     in_twin = "copied"
 
     def text(self, entry: Mapping[str, Any], where: str = "") -> str:
-        """`8 experts of 2048, top 2`."""
+        """Return a text like `8 experts of 2048, top 2`."""
         return f"{entry['experts']} experts of {entry['size']}{where}, top {entry['top_k']}"
 
     def claims(self, suffix: str) -> bool:
-        """What stands at `mlp.routed`."""
+        """Return whether the tensor is under `mlp.routed`."""
         return suffix.removeprefix(BRANCH).startswith(ROUTED)
 
 
 class KnownRouted(KnownGraft, RoutedRules):
-    """Routed experts."""
+    """Routed experts, as planners use them."""
 
     kinds = (RoutedKind(),)
     part = "surgeon.runtime.routed"
@@ -105,7 +108,7 @@ class KnownRouted(KnownGraft, RoutedRules):
     roles = ("mlp",)
 
     def check(self, surgery: Surgery, config: Any) -> None:
-        """Entries hold together, and layers exist."""
+        """Check that entries are consistent and layers exist. Raises ValueError."""
         found: Routed = surgery.of[self.name]
         loss_weight("routed_loss balance", found.loss.balance)
         for spec in found.by_layer.values():

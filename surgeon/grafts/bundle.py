@@ -1,8 +1,8 @@
-"""Joining the runtime's modules into the one file that ships beside weights: `modeling_surgeon.py`.
+"""Joining the runtime's modules into the one file that ships next to weights: `modeling_surgeon.py`.
 
-Which modules it takes, and which classes are composed of them, follows from config.json alone, so the same bytes can be
-joined again anywhere. Modules stand whole, in the order in which they need each other, then by name; what they import
-is collected at the top, and imports of one another fall away.
+config.json determines which modules it contains and which classes are composed from them, so the same bytes can be
+joined again anywhere. Modules are included whole, ordered by what they need, then by name. Their imports are collected
+at the top; imports of one another are dropped.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from __future__ import annotations
 class Part:
     """One module: its docstring, its code, the names that it defines, what it imports, and the parts it needs.
 
-    `imports` are (module, name there), or (module, "") for a module itself, a name with ` as ` where it gets another.
+    `imports` are (module, name in it), or (module, "") for a module itself; a renamed import contains ` as `.
     """
 
     module: str
@@ -52,7 +52,7 @@ class Part:
 
 
 def bundle(config: Mapping[str, Any]) -> bytes:
-    """The file that belongs beside the weights of a checkpoint with this config.
+    """Return the file that ships next to the weights of a checkpoint with this config.
 
     Raises KeyError for a model type that has no upcycled classes, BadInput where a plugin is broken.
     """
@@ -63,7 +63,7 @@ def bundle(config: Mapping[str, Any]) -> bytes:
 
 
 def grafts_in(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names of the grafts whose code is in the file that belongs to a config."""
+    """Return the names of the grafts whose code is in the file for this config."""
     native = composition_of(config)
     return () if native is None else tuple(use.rules.name for use in _uses(config, native))
 
@@ -74,7 +74,7 @@ def _uses(config: Mapping[str, Any], native: Composition) -> tuple[Use, ...]:
 
 
 def roots_of(native: Composition, uses: tuple[Use, ...]) -> list[str]:
-    """The modules that are needed for their own sake."""
+    """Return the modules that a joined file needs directly, sorted by name."""
     asked = {
         "spans": bool(spans_of(native, uses)),
         "twins": any(use.twins for use in uses),
@@ -100,7 +100,7 @@ def _joined(native: Composition, uses: tuple[Use, ...]) -> bytes:
 
 
 def _heading(part: Part) -> str:
-    """What stands above a part that says of itself more than a line."""
+    """Return the comment above a part whose docstring has more than one line; empty for other parts."""
     told = part.doc.strip()
     if "\n" not in told:
         return ""
@@ -109,7 +109,7 @@ def _heading(part: Part) -> str:
 
 
 def ordered(roots: Iterable[str]) -> list[Part]:
-    """The roots and all that they need, each after what it needs; where that leaves a choice, by name."""
+    """Return the roots and all parts that they need, each after the parts it needs; otherwise ordered by name."""
     found: dict[str, Part] = {}
     waiting = list(roots)
     while waiting:
@@ -127,14 +127,14 @@ def ordered(roots: Iterable[str]) -> list[Part]:
 
 @cache
 def read_part(module: str) -> Part:
-    """A module as a part; only its source is read, nothing of it runs."""
+    """Read a module as a part; only its source is read, and nothing in it is run."""
     found = importlib.util.find_spec(module)
     assert found is not None and found.origin is not None, module
     return part_of(module, Path(found.origin).read_text(encoding="utf-8"))
 
 
 def part_of(module: str, source: str) -> Part:
-    """A module's source taken apart."""
+    """Split a module's source into a part."""
     tree, lines = ast.parse(source), source.splitlines()
     imports: set[tuple[str, str]] = set()
     needs: set[str] = set()
@@ -152,7 +152,7 @@ def part_of(module: str, source: str) -> Part:
         elif not (_is_docstring(node) or _only_for_types(node) or isinstance(node, ast.ImportFrom)):
             names += _defined(node)
             continue
-        # What is at the top of the joined file, or not there at all.
+        # Blank the lines that go to the top of the joined file, or are left out.
         lines[node.lineno - 1 : node.end_lineno] = [""] * ((node.end_lineno or 0) - node.lineno + 1)
     imports.discard(("typing", "TYPE_CHECKING"))
     code = "\n".join(lines).strip("\n")
@@ -160,7 +160,7 @@ def part_of(module: str, source: str) -> Part:
 
 
 def _defined(node: ast.stmt) -> list[str]:
-    """The names that a statement at the top of a module defines."""
+    """Return the names that a statement at the top level of a module defines."""
     match node:
         case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.AnnAssign(target=ast.Name(id=name)):
             return [name]
@@ -170,7 +170,7 @@ def _defined(node: ast.stmt) -> list[str]:
 
 
 def _sibling(module: str, node: ast.ImportFrom) -> str | None:
-    """The part that an import names; None for what comes from elsewhere."""
+    """Return the part that an import names; None for a module outside the runtime."""
     if node.level == 1 and node.module:
         return f"{module.rpartition('.')[0]}.{node.module}"
     if node.level == 0 and node.module and node.module.startswith(f"{_PACKAGE}."):
@@ -187,7 +187,7 @@ def _only_for_types(node: ast.stmt) -> bool:
 
 
 def _import_lines(imports: Iterable[tuple[str, str]]) -> str:
-    """Import statements: of modules, then from modules, one each."""
+    """Return the import statements: first `import` of modules, then one `from` import per module."""
     made = "".join(f"import {module}\n" for module, name in sorted(imports) if not name)
     by_module: dict[str, list[str]] = {}
     for module, name in sorted(imports):
@@ -200,13 +200,13 @@ def _import_lines(imports: Iterable[tuple[str, str]]) -> str:
 
 
 def import_bundle(config: Mapping[str, Any]) -> ModuleType:
-    """The module that `bundle(config)` is; imported once in a process for each content."""
+    """Import the source `bundle(config)` as a module; the same content is imported only once per process."""
     return _imported(bundle(config))
 
 
 @cache
 def _folder() -> tempfile.TemporaryDirectory[str]:
-    """Where joined files lie as long as the process runs: saving a model copies its file from there."""
+    """Return the temporary folder of joined files, which exists as long as the process: saving a model copies them."""
     return tempfile.TemporaryDirectory(prefix="surgeon-runtime-")
 
 
@@ -216,7 +216,7 @@ def _imported(content: bytes) -> ModuleType:
     file = Path(_folder().name) / package / CODE_FILE
     file.parent.mkdir()
     file.write_bytes(content)
-    # Saved models name their code by the module's last name, and pickles find the module by its whole one.
+    # Saved models name their code by the last part of the module's name; pickles find the module by its full name.
     parent = ModuleType(package)
     parent.__path__ = [str(file.parent)]
     sys.modules[package] = parent

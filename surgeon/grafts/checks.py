@@ -1,4 +1,4 @@
-"""What is checked of a `config.surgery`: outputs ship without, as no plan makes another."""
+"""Checks of a `config.surgery`. Outputs ship without them, because no plan makes an invalid one."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 from surgeon.runtime.rules import Surgery, by_layer, known_keys, read_surgery
 from surgeon.runtime.spread import for_each_layer
 
-# Of what stands beside an FFN whose own activation no field of the config names.
+# The activations of a graft next to an FFN whose own activation no config field names.
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2")
 
 
 def check_surgery(config: Any) -> Surgery:
-    """Return what `read_surgery` reads, all of it checked. Raises ValueError.
+    """Return the result of `read_surgery`, all of it checked. Raises ValueError.
 
-    Beside `surgery` and `grafts`, those that can be there, the config has the text decoder's `layer_types`, or None,
-    and says whether it is an `encoder`'s.
+    Besides `surgery`, the config object has `grafts`, all grafts that may occur, `layer_types`, those of the text
+    decoder or None, and `encoder`, whether it belongs to an encoder.
     """
     raw = for_each_layer(config.surgery)
     for kind in (kind for rules in config.grafts for kind in rules.kinds if kind.fields):
@@ -41,25 +41,25 @@ def check_surgery(config: Any) -> Surgery:
 
 
 def one_of(name: str, value: str, allowed: Iterable[str]) -> None:
-    """ValueError where `value` is none of `allowed`."""
+    """Raise ValueError where `value` is not in `allowed`."""
     if value not in allowed:
         raise ValueError(f"config.surgery: {name} is `{value}`; it must be one of {', '.join(allowed)}")
 
 
 def fraction(name: str, value: float) -> None:
-    """ValueError where `value` is not from 0 to 1."""
+    """Raise ValueError where `value` is not between 0 and 1, inclusive."""
     if not 0.0 <= value <= 1.0:
         raise ValueError(f"config.surgery: {name} is {value}; it must lie between 0 and 1")
 
 
 def loss_weight(name: str, value: float) -> None:
-    """ValueError where `value` is no weight of a loss."""
+    """Raise ValueError where `value` is not a finite number of at least 0, as the weight of a loss must be."""
     if not 0.0 <= value < float("inf"):
         raise ValueError(f"config.surgery: {name} is {value}; it must be a finite number, at least 0")
 
 
 def check_layers(named: Iterable[int], bound: int, name: str) -> None:
-    """ValueError where a layer is none of the `bound` first."""
+    """Raise ValueError where a layer number is not from 0 up to `bound`, exclusive."""
     outside = [layer for layer in named if not 0 <= layer < bound]
     if outside:
         raise ValueError(f"config.surgery: {name} names layers {outside}; there are {bound}")

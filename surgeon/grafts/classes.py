@@ -1,7 +1,7 @@
-"""The source of a model type's named classes with grafts, composed of the runtime's and transformers' own.
+"""The source of a model type's classes with grafts, composed from the runtime's and transformers' classes.
 
-`classes.template` has what every model has, with names to be filled in; here are what is there several times or not
-always. `bundle` joins all of it to the modules that it needs.
+`classes.template` contains what every model has, with placeholders. This module makes the parts that repeat or are
+optional. `bundle` joins the result with the modules that it needs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from surgeon.grafts.kinds import KnownGraft
 from surgeon.grafts.registry import GRAFTS
 from surgeon.runtime.rules import GraftRules
 
-# How long a line of the joined file may be.
+# The longest line of the joined file.
 WIDTH = 120
 
 _TEXT_CONFIG = """
@@ -69,7 +69,7 @@ class {upcycled}({mixed_in}, {native}):
     branch_of = {upcycled}Branch
 """
 
-# The class at a block's end, at its beginning, or at both: what it is called after the native one, and is composed of.
+# The class at a block's beginning, at its end, or at both: its name's suffix, its mixins, and its docstring's words.
 _SPAN_PARTS = {
     "Start": ("SpanStart", "able to keep what the block reads"),
     "End": ("SpanEnd", "able to carry grafts"),
@@ -103,7 +103,7 @@ class {model}(UpcycledOuter, {native}):
 
 @dataclass(frozen=True)
 class Use:
-    """A graft in a joined file: its rules, and what it gets from other parts (key, module, class)."""
+    """A graft in a joined file: its rules, and the objects it gets from other parts (key, module, class)."""
 
     rules: KnownGraft
     taken: tuple[tuple[str, str, str], ...] | None
@@ -115,17 +115,17 @@ class Use:
 
     @property
     def gates(self) -> bool:
-        """Whether it closes others."""
+        """Whether the graft closes other grafts."""
         return "gated" in self.rules.keys
 
     @property
     def crosses(self) -> bool:
-        """Whether something of it may cross layers."""
+        """Whether some of the graft's computation may cross layers."""
         return type(self.rules).crosses is not GraftRules.crosses
 
     @property
     def source(self) -> str:
-        """How the config class makes it: `ControlGraft({"lerp": Lerp()})`."""
+        """The source by which the config class makes the graft: `ControlGraft({"lerp": Lerp()})`."""
         if self.taken is None:
             return f"{self.rules.module}()"
         taken = ", ".join(f'"{key}": {name}()' for key, _, name in self.taken)
@@ -133,13 +133,13 @@ class Use:
 
 
 def uses_of(raw: Mapping[str, Any], native: Composition) -> tuple[Use, ...]:
-    """The grafts that a `config.surgery` asks for, as far as such a model can carry them."""
+    """Return the grafts that a `config.surgery` asks for, as far as such a model can carry them."""
     rules = [rules for rules in GRAFTS.values() if rules.present(raw) and (rules.on_encoders or not native.encoder)]
     return tuple(Use(each, each.uses(raw)) for each in rules)
 
 
 def classes_of(native: Composition, uses: tuple[Use, ...]) -> str:
-    """The source of a model type's classes with these grafts, its imports before it."""
+    """Return the source of a model type's classes with these grafts, preceded by its imports."""
     several = native.text_config != native.config
     config, text_config = upcycled(native.config), upcycled(native.text_config)
     model, text = upcycled(native.model), upcycled(native.text)
@@ -194,19 +194,22 @@ def classes_of(native: Composition, uses: tuple[Use, ...]) -> str:
 
 
 def sites_of(native: Composition, uses: tuple[Use, ...]) -> tuple[SiteClass, ...]:
-    """The blocks, modules all, beside which one of the grafts may stand."""
+    """Return the blocks that are one module and that one of the grafts may run next to."""
     roles = {role for use in uses for role in use.rules.roles}
     return tuple(site for site in native.sites if site.role in roles)
 
 
 def spans_of(native: Composition, uses: tuple[Use, ...]) -> tuple[SpanClass, ...]:
-    """The same of blocks that are none."""
+    """Return the blocks that are not one module and that one of the grafts may run next to."""
     roles = {role for use in uses for role in use.rules.roles}
     return tuple(span for span in native.spans if span.role in roles)
 
 
 def _blocks(sites: tuple[SiteClass, ...], spans: tuple[SpanClass, ...], *, once: bool) -> str:
-    """The classes of blocks with grafts, and where they stand, unless one layer's class alone, `once`, says so."""
+    """Return the classes of blocks with grafts and the tables of their places.
+
+    The tables are left out with `once`, where only one layer class uses them and states the place itself.
+    """
     found = [("GRAFT_SITES", _SITES_ARE, *_sites(sites))] if sites else []
     found += [("GRAFT_SPANS", _SPANS_ARE, *_spans(spans))] if spans else []
     classes = "".join(source for _, _, source, _ in found)
@@ -216,7 +219,7 @@ def _blocks(sites: tuple[SiteClass, ...], spans: tuple[SpanClass, ...], *, once:
 
 
 def _placed(places: list[str]) -> str:
-    """The inside of a tuple, as ruff formats it: one place stands in its line."""
+    """Return the inside of a tuple, formatted as ruff does: a single place stays in one line."""
     return f"{places[0]}," if len(places) == 1 else "".join(f"\n    {place}," for place in places) + "\n"
 
 
@@ -229,9 +232,9 @@ def _layer(
     spans: tuple[SpanClass, ...],
     once: bool,
 ) -> str:
-    """The class of a layer with grafts, and with `twins` that of its twin; `gated`: a domain gate closes grafts.
+    """Return the class of a layer with grafts, and with `twins` of its twin; `gated`: a domain gate closes grafts.
 
-    It says by itself where blocks with grafts stand if that is `once`.
+    With `once` the class itself states the places of blocks with grafts.
     """
     stated = [f'activation_field = "{native.activation}"']
     where = f"({_sites(sites)[1][0]},)" if once else "GRAFT_SITES"
@@ -248,7 +251,7 @@ def _layer(
 
 
 def _sites(sites: tuple[SiteClass, ...]) -> tuple[str, list[str]]:
-    """The classes of blocks that are modules, and where they stand."""
+    """Return the classes of blocks that are one module, and their places."""
     kinds = dict.fromkeys(site.native for site in sites)
     return "".join(_SITE.format(upcycled=upcycled(each), native=short_name(each)) for each in kinds), [
         f'("{site.block}", {short_name(site.native)}, "{site.role}", {upcycled(site.native)})' for site in sites
@@ -256,7 +259,7 @@ def _sites(sites: tuple[SiteClass, ...]) -> tuple[str, list[str]]:
 
 
 def _spans(spans: tuple[SpanClass, ...]) -> tuple[str, list[str]]:
-    """The same of blocks that are none."""
+    """Return the classes of blocks that are not one module, and their places."""
     found: dict[tuple[str, str], None] = {}
     places: list[str] = []
     for span in spans:
@@ -267,7 +270,7 @@ def _spans(spans: tuple[SpanClass, ...]) -> tuple[str, list[str]]:
         first = f'"{span.reads}", {short_name(reader)}, {upcycled(reader)}{start}'
         last = f'"{span.writes}", {short_name(writer)}, {upcycled(writer)}{end}'
         placed = f'({first}, {last}, "{span.role}")'
-        # As ruff formats what is longer than a line.
+        # Formatted as ruff does with text longer than a line.
         long = len(placed) > WIDTH - 5
         places.append(f"(\n        {placed[1:-1].replace(', ', f',{chr(10)}        ')},\n    )" if long else placed)
     classes = ""
@@ -278,7 +281,7 @@ def _spans(spans: tuple[SpanClass, ...]) -> tuple[str, list[str]]:
 
 
 def _heads(native: Composition) -> str:
-    """The classes of heads."""
+    """Return the classes of heads."""
     first = HeadClass(native.autos[-1], native.head, native.output)
     made = f"\nhead = partial(head_over, {upcycled(native.config)}, {upcycled(native.text)})\n"
     for head in (first, *native.heads):
@@ -290,7 +293,7 @@ def _heads(native: Composition) -> str:
 
 
 def _called(function: str, given: list[str]) -> str:
-    """A call as ruff formats it: in one line, its arguments in one, or each in its own."""
+    """Return a call formatted as ruff does: in one line, with all arguments in one line, or with one per line."""
     for opened, between, closed in (("(", ", ", ")"), ("(\n    ", ", ", "\n)"), ("(\n    ", ",\n    ", ",\n)")):
         call = function + opened + between.join(given) + closed
         if max(map(len, call.splitlines())) <= WIDTH:
@@ -299,7 +302,7 @@ def _called(function: str, given: list[str]) -> str:
 
 
 def _listed(entries: list[str]) -> str:
-    """Entries one a line, as what ends with a comma stays; a single one in its line."""
+    """Return entries one per line, each with a comma, as ruff keeps them; a single entry stays in its line."""
     if len(entries) == 1:
         return entries[0]
     return "".join(f"\n        {entry}," for entry in entries) + ("\n    " if entries else "")

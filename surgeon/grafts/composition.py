@@ -1,17 +1,17 @@
-"""Which of transformers' classes the upcycled ones of a model type are composed of: `anatomy` in config.json.
+"""The transformers classes from which a model type's upcycled classes are composed: `anatomy` in config.json.
 
     "anatomy": {"autos": ["AutoModelForCausalLM"], "config": "models.qwen3_moe.configuration_qwen3_moe.Qwen3MoeConfig",
                 "head": "models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeForCausalLM", …,
                 "sites": [{"block": "mlp", "native": "….Qwen3MoeSparseMoeBlock", "role": "mlp"}, …],
                 "trunk": {"num_hidden_layers": [4], …}}
 
-`heads` are further heads, each with the auto class that finds it and what it returns, and a `prefix` where its class
-calls the base model otherwise than the others. `spans` are blocks that are no modules, as all of an encoder's are: the
-module that reads what the block reads, and the one whose output is added to the stream. Both keys are left out where
-there are none, and so is `first_position` where it is 0.
+`heads` are further heads, each with the auto class that finds it and the class of its output, and a `prefix` where its
+class uses another name for the base model than the other heads. `spans` are blocks that are not one module, as all
+blocks of an encoder are: the module that reads the block's input, and the one whose output is added to the stream. Both
+keys are left out where they are empty, and so is `first_position` where it is 0.
 
-`trunk` are the fields of config.json, by their path, that read otherwise without branches: a list of the one value, or
-an empty list where the field is not there.
+`trunk` are the fields of config.json, by path, whose values differ without branches: a list with the trunk's value, or
+an empty list where the trunk does not have the field.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
-# An output with grafts is of the model type `upcycled_` and its base's.
+# The model type of an output with grafts: `upcycled_` and its base's model type.
 PREFIX = "upcycled_"
 MODULE = "modeling_surgeon"
-# By these names grafts know the blocks beside which they stand.
+# The names that grafts use for the blocks next to which they run.
 ATTENTION, FFN = "self_attn", "mlp"
 _CLASS = re.compile(
     r"(models\.[a-z][a-z0-9_]*\.(modeling|configuration)_[a-z0-9_]+|modeling_outputs)\.[A-Za-z][A-Za-z0-9_]*"
 )
-# Of torch's own modules those at which a block may begin or end.
+# The modules of torch at which a block may begin or end.
 TORCH_CLASSES = ("torch.nn.Dropout", "torch.nn.Linear")
 # Fields that are lists of names.
 _LISTS = ("autos", "path", "layers")
@@ -37,7 +37,7 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 _PATH = re.compile(r"[A-Za-z][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*")
 _MODEL_TYPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 AUTOS = ("AutoModelForCausalLM", "AutoModelForImageTextToText")
-# Heads that return no words.
+# The auto classes of heads that return no logits over the vocabulary.
 OTHER_AUTOS = (
     "AutoModelForSequenceClassification",
     "AutoModelForTokenClassification",
@@ -48,7 +48,7 @@ ENCODER_AUTOS = ("AutoModelForMaskedLM", *OTHER_AUTOS)
 
 @dataclass(frozen=True)
 class SiteClass:
-    """A block of a layer that can carry grafts: its path there, its class, and the name by which grafts know it."""
+    """A block of a layer that can carry grafts: its path in the layer, its class, and the grafts' name for it."""
 
     block: str
     native: str
@@ -57,9 +57,9 @@ class SiteClass:
 
 @dataclass(frozen=True)
 class SpanClass:
-    """A block of a layer that is no module: what reads first and what writes last in it, by path and class.
+    """A block of a layer that is not one module: its first reader and its last writer, by path and class.
 
-    They may be one and the same. `role` is the name by which grafts know the block.
+    Both may be the same module. `role` is the grafts' name for the block.
     """
 
     reads: str
@@ -70,16 +70,17 @@ class SpanClass:
 
     @property
     def modules(self) -> str:
-        """The modules that it is made of, by their paths, with a space between."""
+        """The paths of the modules that the block consists of, separated by a space."""
         ends = self.writes.rpartition(".")[0] or self.writes
         return " ".join(dict.fromkeys((self.reads, ends)))
 
 
 @dataclass(frozen=True)
 class HeadClass:
-    """A further head: the auto class that finds it, its class, and the class of what it returns.
+    """A further head: the auto class that finds it, its class, and the class of its output.
 
-    `prefix` is what it calls the base model, where its class would call it otherwise than the others.
+    `prefix` is the base-model prefix that its upcycled class gets, where its native class's own differs from the
+    model's; else empty.
     """
 
     auto: str
@@ -90,13 +91,14 @@ class HeadClass:
 
 @dataclass(frozen=True)
 class Composition:
-    """Classes of transformers, each as its module below `transformers` and its name.
+    """The transformers classes from which upcycled classes are composed.
 
-    `autos` are the auto classes that find `head`, its own first; `model` is what AutoModel finds; `text` the text
-    decoder, whose list of layers is called `stack`, and whose config is `text_config`, at `path` in config.json.
-    `output` is what `head` returns, `activation` the text config's field that names the activation, empty where it has
-    none. `stack` is a path in `text`, which is the base model of an encoder. `first_position` is what the model counts
-    a text's positions from where it gives them to its decoder itself.
+    Each is written as its module path below `transformers` and its name. `autos` are the auto classes that find `head`,
+    first the one it was built by. `model` is the class that AutoModel finds. `text` is the text decoder (for an
+    encoder, the base model); `stack` is the path of its list of layers, and `text_config` its config class, at `path`
+    in config.json. `output` is the class of `head`'s output. `activation` is the text config's field that names the
+    activation, empty where there is none. `first_position` is the first position of a text where the model itself
+    passes positions to its decoder.
     """
 
     model_type: str
@@ -150,23 +152,23 @@ class Composition:
 
     @property
     def encoder(self) -> bool:
-        """Whether it reads a sequence in both directions and has no cache."""
+        """Whether the model reads a sequence in both directions and has no cache."""
         return not set(self.autos) & set(AUTOS)
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Every class of transformers, but those at which blocks that are no modules begin and end."""
+        """Every transformers class, except those at the ends of blocks that are not one module."""
         return self.classes_beside(self.sites)
 
     def classes_beside(self, sites: Sequence[SiteClass]) -> tuple[str, ...]:
-        """The same, of blocks only these."""
+        """Return the classes in `classes`, with `sites` in place of all sites."""
         own = (self.config, self.text_config, self.head, self.model, self.text, self.output, *self.layers)
         further = (told for head in self.heads for told in (head.native, head.output))
         return (*own, *(site.native for site in sites), *further)
 
     @property
     def name(self) -> str:
-        """The model type, as classes are called."""
+        """The model type as it is written in class names."""
         return short_name(self.config).removesuffix("Config")
 
     @property
@@ -175,7 +177,7 @@ class Composition:
         return self.autos[0]
 
     def class_of(self, auto: str) -> str | None:
-        """The upcycled class that an auto class finds; None where it finds none."""
+        """Return the upcycled class that an auto class finds; None where it finds none."""
         told = self._found.get(auto)
         return None if told is None else upcycled(told)
 
@@ -187,12 +189,12 @@ class Composition:
 
     @property
     def auto_map(self) -> dict[str, str]:
-        """The output config's `auto_map`."""
+        """The `auto_map` of the output's config."""
         classes = {"AutoConfig": self.config, **self._found}
         return {auto: f"{MODULE}.{upcycled(told)}" for auto, told in classes.items()}
 
     def to_json(self) -> dict[str, Any]:
-        """As `anatomy` says it; the model type is told by the config itself."""
+        """Return the composition in the form of `anatomy`, without the model type, which the config contains itself."""
         told = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "model_type"}
         listed = {key: [_stated(each) for each in told.pop(key)] for key in _ENTRIES}
         kept = {key: value for key, value in listed.items() if value or key == "sites"}
@@ -206,7 +208,10 @@ _ENTRIES = {"sites": SiteClass, "heads": HeadClass, "spans": SpanClass}
 
 
 def read_composition(model_type: str, told: Any) -> Composition:
-    """The composition in a config's `anatomy`. Raises ValueError where it is none: it may be a stranger's."""
+    """Return the composition in a config's `anatomy`.
+
+    Raises ValueError where it is invalid: the config is untrusted.
+    """
     if not isinstance(told, Mapping):
         raise ValueError("config.anatomy is not there")
     known = {each.name for each in fields(Composition)} - {"model_type"}
@@ -230,7 +235,7 @@ def read_composition(model_type: str, told: Any) -> Composition:
 
 
 def composition_of(config: Mapping[str, Any]) -> Composition | None:
-    """What the upcycled classes of a grafted checkpoint are composed of, as its config says; None where it does not."""
+    """Return the composition in a grafted checkpoint's config; None where the config has no valid one."""
     model_type = str(config.get("model_type"))
     if not model_type.startswith(PREFIX):
         return None
@@ -241,7 +246,7 @@ def composition_of(config: Mapping[str, Any]) -> Composition | None:
 
 
 def _entries(key: str, kind: Any, told: Any) -> Iterator[Any]:
-    """Entries of a list of the `anatomy` as what they are. Raises ValueError."""
+    """Yield the entries of a list of the `anatomy` as instances of `kind`. Raises ValueError."""
     names = [each.name for each in fields(kind) if each.default is MISSING]
     known = {each.name for each in fields(kind)}
     for entry in told if isinstance(told, list) else (None,):
@@ -251,7 +256,7 @@ def _entries(key: str, kind: Any, told: Any) -> Iterator[Any]:
 
 
 def _stated(entry: Any) -> dict[str, str]:
-    """An entry's fields, but those that hold what they hold where nothing is said."""
+    """Return an entry's fields, except those that equal their default."""
     return {each.name: getattr(entry, each.name) for each in fields(entry) if getattr(entry, each.name) != each.default}
 
 
@@ -260,10 +265,10 @@ def _texts(values: Sequence[Any]) -> bool:
 
 
 def short_name(told: str) -> str:
-    """A class by its name alone."""
+    """Return the name of a class without its module."""
     return told.rpartition(".")[2]
 
 
 def upcycled(told: str) -> str:
-    """What the upcycled twin of a class is called."""
+    """Return the name of the upcycled class of a native class."""
     return f"Upcycled{short_name(told)}"

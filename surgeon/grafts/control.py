@@ -1,4 +1,4 @@
-"""Control blocks, as planners know them: which interpolators they name, and what is checked of them."""
+"""Control blocks for planners: the interpolators that they name, and the checks of their entries."""
 
 from __future__ import annotations
 
@@ -27,16 +27,19 @@ class ControlKind(Kind):
     branching = True
 
     def text(self, entry: Mapping[str, Any], where: str = "") -> str:
-        """`control block, lerp`."""
+        """Return a text like `control block, lerp`."""
         return f"control block, {entry['interpolator']['kind']}"
 
     def claims(self, suffix: str) -> bool:
-        """All of a twin that no other graft claims, and the interpolator."""
+        """Return whether the tensor is in a twin, or belongs to the interpolator.
+
+        Other grafts inside a twin claim their own tensors first (`owner_of`).
+        """
         return suffix.startswith((BRANCH, INTERPOLATOR))
 
 
 class KnownControl(KnownGraft, ControlRules):
-    """Control blocks; `interpolators` are those that can be named."""
+    """Control blocks, as planners use them; `interpolators` are those that entries can name."""
 
     kinds = (ControlKind(),)
     part = "surgeon.runtime.control"
@@ -44,7 +47,7 @@ class KnownControl(KnownGraft, ControlRules):
     roles = ()
 
     def uses(self, raw: Mapping[str, Any]) -> tuple[tuple[str, str, str], ...]:
-        """The interpolators that its entries name."""
+        """Return the interpolators that the entries name, as (key, module, class)."""
         entries = raw.get("control")
         stated = [entry.get("interpolator") for entry in entries if isinstance(entry, Mapping)] if entries else []
         named = {str(told.get("kind", "lerp")) if isinstance(told, Mapping) else "lerp" for told in stated}
@@ -52,7 +55,10 @@ class KnownControl(KnownGraft, ControlRules):
         return tuple((key, kind.__module__, kind.__name__) for key, kind in kinds.items())
 
     def check(self, surgery: Surgery, config: Any) -> None:
-        """Entries hold together, layers exist, and what projects has something to project for."""
+        """Check that entries are consistent and layers exist. Raises ValueError.
+
+        An interpolator that projects also needs a divergence to be trained by.
+        """
         blocks: dict[int, ControlSpec] = surgery.of[self.name]
         check_layers(blocks, surgery.trunk_layers, "control")
         for block in blocks.values():
@@ -71,7 +77,10 @@ class KnownControl(KnownGraft, ControlRules):
 
 
 def check_interpolator(rule: Interpolation, spec: InterpolatorSpec, known: Iterable[Interpolation]) -> None:
-    """ValueError where α is no share, or the spec asks for what the rule has not; `known` are those to choose from."""
+    """Raise ValueError where α is not in its range, or the rule lacks an option of the spec.
+
+    `known` are the interpolators to choose from.
+    """
     fraction("alpha", spec.alpha)
     if spec.inference_alpha is not None:
         fraction("inference_alpha", spec.inference_alpha)
@@ -81,7 +90,7 @@ def check_interpolator(rule: Interpolation, spec: InterpolatorSpec, known: Itera
             f"config.surgery: inference_alpha needs an interpolator with one α for all tokens "
             f"({others}), not `{rule.key}`"
         )
-    # A logit holds α where it is learned or added to a gate's output; 0 and 1 have none.
+    # Where α is learned, or added to a gate's output, it is stored as a logit, which 0 and 1 do not have.
     if (spec.learnable or not rule.scalar_alpha) and not 0.0 < spec.alpha < 1.0:
         raise ValueError(
             f"config.surgery: alpha is {spec.alpha}; where `{rule.key}` learns it must lie between 0 and 1, exclusive"

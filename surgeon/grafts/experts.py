@@ -1,4 +1,4 @@
-"""PMoE's experts, as planners know them: what is checked of them, and what they are born with."""
+"""PMoE's experts for planners: the checks of their entries, and their initial values."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _COLUMN = re.compile(r"expert_router\.slots\.(?P<slot>0|[1-9][0-9]{0,5})\.(weigh
 
 
 class _SlotKind(Kind):
-    """Entries that hold several slots, each frozen by itself."""
+    """A kind whose entries hold several slots, each frozen separately."""
 
     def kept(self, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """Frozen slot by slot."""
+        """Return the entry without layer numbers and with every slot frozen."""
         kept = without_numbers(entry)
         return kept | {"slots": [slot | {"frozen": True} for slot in kept["slots"]]}
 
     def thawed(self, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """Thawed slot by slot."""
+        """Return a copy of the entry with no slot frozen."""
         thawed = super().thawed(entry)
         slots = [{key: value for key, value in slot.items() if key != "frozen"} for slot in thawed["slots"]]
         return thawed | {"slots": slots}
@@ -48,22 +48,22 @@ class ExpertsKind(_SlotKind):
     in_twin = "copied"
 
     def text(self, entry: Mapping[str, Any], where: str = "") -> str:
-        """`slot 1 of rank 4 at q_proj, v_proj`."""
+        """Return a text like `slot 1 of rank 4 at q_proj, v_proj`."""
         return ", ".join(_slot_text(slot, routed=entry["routed"]) for slot in entry["slots"]) + where
 
     def sign(self, entry: Mapping[str, Any]) -> str:
-        """L for the shared LoRA, S and their numbers for slots."""
+        """Return L for the shared LoRA, S with their numbers for slots."""
         if not entry["routed"]:
             return "L"
         numbers = [slot["slot"] for slot in entry["slots"]]
         return f"S{numbers[0]}" if len(numbers) == 1 else f"S{numbers[0]}–{numbers[-1]}"
 
     def claims(self, suffix: str) -> bool:
-        """A or B of a slot, in a twin too."""
+        """Return whether the tensor is A or B of a slot, also in a twin."""
         return not suffix.startswith(ROUTER) and _SLOT.fullmatch(suffix.removeprefix(BRANCH)) is not None
 
     def owns(self, entry: Mapping[str, Any], suffix: str) -> bool:
-        """A or B of one of the entry's slots at one of its targets."""
+        """Return whether the tensor is A or B of one of the entry's slots at one of its targets."""
         found = _SLOT.fullmatch(suffix.removeprefix(BRANCH)) if self.claims(suffix) else None
         if found is None:
             return False
@@ -80,27 +80,27 @@ def _slot_text(slot: Mapping[str, Any], *, routed: bool) -> str:
 
 
 class RouterKind(_SlotKind):
-    """Columns of the router, which reads what goes into the layer."""
+    """Columns of the router, which reads the layer's input."""
 
     key = "expert_router"
     mark = "R"
 
     def text(self, entry: Mapping[str, Any], where: str = "") -> str:
-        """`router column 0, column 1`."""
+        """Return a text like `router column 0, column 1`."""
         return "router " + ", ".join(f"column {slot['slot']}" for slot in entry["slots"])
 
     def claims(self, suffix: str) -> bool:
-        """A column, or a group's mass."""
+        """Return whether the tensor is a column, or a group's mass."""
         return _COLUMN.fullmatch(suffix) is not None
 
     def owns(self, entry: Mapping[str, Any], suffix: str) -> bool:
-        """Those of the entry's slots."""
+        """Return whether the tensor belongs to the column of one of the entry's slots."""
         found = _COLUMN.fullmatch(suffix)
         return found is not None and any(slot["slot"] == int(found["slot"]) for slot in entry["slots"])
 
 
 class KnownExperts(KnownGraft, ExpertRules):
-    """Experts and their router."""
+    """Experts and their router, as planners use them."""
 
     kinds = (ExpertsKind(), RouterKind())
     part = "surgeon.runtime.experts"
@@ -108,7 +108,10 @@ class KnownExperts(KnownGraft, ExpertRules):
     roles = ()
 
     def check(self, surgery: Surgery, config: Any) -> None:
-        """Entries hold together; the router stands below what it weighs and has a column for every slot."""
+        """Check that entries are consistent. Raises ValueError.
+
+        The router must not be above the experts that it weighs, and must have a column for every slot.
+        """
         found: Experts = surgery.of[self.name]
         loss_weight("router_loss task_id", found.router_loss.task_id)
         for slot in (slot for experts in found.by_layer.values() for slot in experts.slots):
@@ -128,7 +131,7 @@ class KnownExperts(KnownGraft, ExpertRules):
 
 
 def _check(slot: SlotSpec) -> None:
-    """ValueError for what no slot is."""
+    """Raise ValueError for settings that no slot can have."""
     for rank in (slot.rank, *slot.ranks.values()):
         if rank < 1:
             raise ValueError(f"config.surgery: slot {slot.slot} has rank {rank}; at least 1 is needed")
@@ -167,7 +170,7 @@ def _check_slot(router: RouterSpec | None, experts: ExpertsSpec, slot: SlotSpec,
 
 
 def slot_births(slot: SlotSpec, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Birth]:
-    """Its tensors in a layer at birth, for the shapes (out × in) of the layer's modules."""
+    """Return a slot's initial tensors in a layer, for the shapes (out × in) of the layer's modules."""
     tensors: dict[str, Birth] = {}
     for target in slot.targets:
         rows, columns = shapes[target]
@@ -177,6 +180,6 @@ def slot_births(slot: SlotSpec, shapes: Mapping[str, tuple[int, ...]]) -> dict[s
 
 
 def column_births(router: RouterSpec, column: RouterSlotSpec, width: int) -> dict[str, Birth]:
-    """A column's tensors at birth; a mass is zero."""
+    """Return a column's initial tensors; a mass is zero."""
     mass: dict[str, Birth] = {"mass": Fill((1,))} if router.enters_with(column) else {}
     return {"weight": linear_birth(1, width)} | mass

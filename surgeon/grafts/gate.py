@@ -1,4 +1,4 @@
-"""A domain gate, as planners know it: what is checked of it, and what it is born with."""
+"""A domain gate for planners: the checks of its entries, and its initial values."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ class GateKind(Kind):
     mark = "D"
 
     def text(self, entry: Mapping[str, Any], where: str = "") -> str:
-        """`domain gate, mlp of 64 on the mean of the prefix`."""
+        """Return a text like `domain gate, mlp of 64 on the mean of the prefix`."""
         form = "linear" if entry.get("form") == "linear" else f"mlp of {entry.get('units', 64)}"
         return f"domain gate, {form} on {_WORDS.get(entry.get('reads', READS[0]), '?')}"
 
     def claims(self, suffix: str) -> bool:
-        """What stands at `domain_gate`."""
+        """Return whether the tensor is under `domain_gate`."""
         return suffix.startswith(GATE)
 
 
 class GatedKind(Kind):
-    """What the gate switches in a layer."""
+    """The parts of a layer that the gate switches."""
 
     key = "gated"
     mark = "d"
 
     def text(self, entry: Mapping[str, Any], where: str = "") -> str:
-        """`gated: layer, adapters`."""
+        """Return a text like `gated: layer, adapters`."""
         return "gated: " + ", ".join([*(["layer"] if entry.get("inserted") else []), *entry.get("grafts", ())])
 
     def claims(self, suffix: str) -> bool:
-        """No tensor."""
+        """Return False: there are no tensors of this kind."""
         return False
 
     def kept(self, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """As it is: nothing of it trains."""
+        """Return the entry without its layer number; it is not marked frozen, because nothing in it is trained."""
         return {key: value for key, value in entry.items() if key != "layer"}
 
 
 class KnownGate(KnownGraft, GateRules):
-    """A domain gate, and what it switches."""
+    """A domain gate and the parts that it switches, as planners use them."""
 
     kinds = (GateKind(), GatedKind())
     part = "surgeon.runtime.gate"
@@ -60,7 +60,10 @@ class KnownGate(KnownGraft, GateRules):
     roles = ()
 
     def check(self, surgery: Surgery, config: Any) -> None:
-        """Entries hold together, layers exist, what is switched stands there and not below the gate."""
+        """Check that entries are consistent, layers exist, and switched parts exist and are not below the gate.
+
+        Raises ValueError.
+        """
         found: Gates = surgery.of[self.name]
         _check(found.gate)
         if config.encoder:
@@ -85,7 +88,7 @@ class KnownGate(KnownGraft, GateRules):
 
 
 def _check(spec: GateSpec) -> None:
-    """ValueError for what no gate is."""
+    """Raise ValueError for settings that no gate can have."""
     one_of("domain_gate reads", spec.reads, READS)
     one_of("domain_gate form", spec.form, FORMS)
     if spec.units < 1 or spec.prior < 0:
@@ -104,5 +107,5 @@ def _check(spec: GateSpec) -> None:
 
 
 def gate_births(spec: GateSpec, width: int) -> dict[str, Birth]:
-    """Its tensors at birth: zeros, by which it is closed."""
+    """Return a gate's initial tensors: zeros, with which it is closed."""
     return {name: Fill(shape) for name, shape in spec.shapes(width).items()}

@@ -1,6 +1,6 @@
-"""What planners know of a graft: the keys of `config.surgery` that it has, how they are shown, and their checks.
+"""A graft for planners: its keys in `config.surgery`, their texts in previews, and their checks.
 
-Beside these, what narrow matrices of several grafts hold at birth.
+Also the initial values of the narrow matrices that several grafts share.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ _LAYER_NUMBERS = ("layer", "branch")
 class Kind:
     """One key of `config.surgery`, whose value is a list with one entry for each layer (or several).
 
-    `in_twin`: what becomes of a layer's entry when the layer gets an expanded twin: a copy of it stands in the twin
-    too, it stands for both, or no twin can be made. A `branching` kind is what makes twins: its entries name a
-    `branch`, a layer of the tail. Of a `whole` kind there is one entry for the model instead of a list.
+    `in_twin` defines what happens to a layer's entry when the layer gets an expanded twin: `copied`, the twin gets a
+    copy too; `shared`, the entry applies to both; `refused`, no twin can be made. A `branching` kind makes twins: its
+    entries name a `branch`, a layer number after the trunk. A `whole` kind has one entry for the model instead of a
+    list.
     """
 
     key: ClassVar[str]
@@ -29,44 +30,49 @@ class Kind:
     in_twin: ClassVar[Literal["copied", "shared", "refused"]] = "shared"
     branching: ClassVar[bool] = False
     whole: ClassVar[bool] = False
-    # What an entry can say, one for each layer, where its rules do not check that themselves.
+    # The fields of an entry, which has one layer, where its rules do not check them themselves.
     fields: ClassVar[tuple[str, ...]] = ()
 
     def text(self, entry: Mapping[str, Any], where: str = "") -> str:
-        """What preview and manifest call it: `adapter of 512, relu gate`; `where` is " in the branch" in a twin."""
+        """Return the text for preview and manifest:
+
+        `adapter of 512, relu gate`; `where` is " in the branch" in a twin.
+        """
         raise NotImplementedError
 
     def sign(self, entry: Mapping[str, Any]) -> str:
-        """One or two characters for it in pictures of the layers: its kind's `mark`, where nothing else is said."""
+        """Return one or two characters for the entry in pictures of the layers; by default its kind's `mark`."""
         return self.mark
 
     def claims(self, suffix: str) -> bool:
-        """Whether a tensor of a layer, by what follows `layers.{i}.` (in a twin: its prefix too), is of this kind."""
+        """Return whether a layer's tensor is of this kind, by its name after `layers.{i}.` (a twin's with its
+        prefix).
+        """
         raise NotImplementedError
 
     def owns(self, entry: Mapping[str, Any], suffix: str) -> bool:
-        """Whether such a tensor belongs to this entry."""
+        """Return whether such a tensor belongs to this entry."""
         return self.claims(suffix)
 
     def kept(self, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """A base's entry without layer numbers and marked frozen, as no new surgery made it."""
+        """Return a base's entry without layer numbers and marked frozen, because the new surgery did not make it."""
         return without_numbers(entry) | {"frozen": True}
 
     def thawed(self, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """A copy of an entry that trains."""
+        """Return a copy of an entry without `frozen`, so that it is trained."""
         return {key: copy.deepcopy(value) for key, value in entry.items() if key != "frozen"}
 
 
 def without_numbers(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of an entry without the numbers of its layers."""
+    """Return a copy of an entry without the numbers of its layers."""
     return {key: copy.deepcopy(value) for key, value in entry.items() if key not in _LAYER_NUMBERS}
 
 
 class KnownGraft(GraftRules):
-    """A graft as planners know it: beside its rules, which ship, its kinds and what they check."""
+    """A graft as planners use it: its rules, which also ship with outputs, and its kinds and checks, which do not."""
 
-    # For each key that says something of layers its kind; where its modules are; whether an encoder can carry it;
-    # beside which blocks it may stand.
+    # The kind of each key about layers; the module and class of its code; whether an encoder can carry it; the blocks
+    # next to which it may run.
     kinds: ClassVar[tuple[Kind, ...]]
     part: ClassVar[str]
     module: ClassVar[str]
@@ -75,26 +81,26 @@ class KnownGraft(GraftRules):
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """Its keys that are of no layer."""
+        """The graft's keys that are not about layers."""
         return tuple(key for key in self.keys if key not in [kind.key for kind in self.kinds])
 
     def present(self, raw: Mapping[str, Any]) -> bool:
-        """Whether a `config.surgery` says anything of it."""
+        """Return whether a `config.surgery` contains any key of this graft."""
         return any(raw.get(key) for key in self.keys)
 
     def check(self, surgery: Surgery, config: Any) -> None:
-        """Check what `read` found, by itself and against the rest of the config. Raises ValueError."""
+        """Check the result of `read`, by itself and against the rest of the config. Raises ValueError."""
 
     def uses(self, raw: Mapping[str, Any]) -> tuple[tuple[str, str, str], ...] | None:
-        """What its `Graft` gets as a mapping: (key, module, class made without arguments) each; None: it gets none."""
+        """Return the mapping that its `Graft` gets, as (key, module, class made without arguments); None for none."""
         return None
 
 
 def linear_birth(rows: int, columns: int) -> Normal:
-    """A matrix of variance 1/(3 · columns), as `nn.Linear` and LoRA's A have it."""
+    """Return an initial matrix of variance 1/(3 · columns), the variance in `nn.Linear` and in LoRA's A."""
     return Normal((rows, columns), math.sqrt(1 / (3 * columns)))
 
 
 def low_rank_births(rank: int, width_in: int, width_out: int) -> dict[str, Birth]:
-    """A product B A of two narrow matrices that adds nothing at birth, as B is zero."""
+    """Return the initial factors of a product B A of two narrow matrices; it adds nothing while B is still zero."""
     return {"lora_A": linear_birth(rank, width_in), "lora_B": Fill((width_out, rank))}

@@ -1,4 +1,4 @@
-"""Entries of `config.surgery` that say the same of several layers as one: {"layers": "0-3,6", …}."""
+"""Merging entries of `config.surgery` that are equal for several layers: {"layers": "0-3,6", …}."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NO_BOUND = 10**9
 
 
 def by_ranges(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A `config.surgery` in which entries that say the same of several layers are one: what planners write."""
+    """Return a `config.surgery` with equal entries of several layers merged into one, the form that planners write."""
     made: dict[str, Any] = {}
     for key, value in for_each_layer(raw).items():
         if isinstance(value, list) and value and all(type(number) is int for number in value):
@@ -24,7 +24,7 @@ def by_ranges(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merged(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Entries that are equal but for their numbers as one; as they are where a layer's would change their order."""
+    """Merge entries that differ only in their numbers; return them unchanged where a layer's order would change."""
     groups: list[tuple[dict[str, Any], list[dict[str, Any]]]] = []
     for entry in sorted(entries, key=lambda entry: entry["layer"]):
         said = {key: value for key, value in entry.items() if key not in ("layer", "branch")}
@@ -47,7 +47,7 @@ def _merged(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _as_text(numbers: list[int]) -> str:
-    """Numbers as text: `0-3,6`."""
+    """Return numbers as text: `0-3,6`."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][-1] + 1:

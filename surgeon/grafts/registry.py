@@ -1,4 +1,4 @@
-"""The grafts and interpolators that can be named: the built-in ones and those of plugins."""
+"""The grafts and interpolators that plans can name: the built-in ones and those of plugins."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GROUP = "surgeon.runtime"
 
 
 def _of(kind: type[Any], key: str) -> Any:
-    """Admits the plugins that name a `kind`, by the name that their attribute `key` states."""
+    """Return a function that accepts plugins of `kind`, if their attribute `key` equals the plugin's name."""
 
     def admit(plugin: Plugin) -> Any:
         if not isinstance(plugin.value, KnownGraft | Interpolation):
@@ -35,7 +35,7 @@ def _of(kind: type[Any], key: str) -> Any:
     return admit
 
 
-# By their key in plans, by name; grafts are asked in their order.
+# Interpolators by their key in plans, grafts by name. The order of grafts is the order in which they are consulted.
 INTERPOLATORS: Registry[Interpolation] = Registry(
     GROUP, {rule.key: rule for rule in BUILT_IN}, _of(Interpolation, "key")
 )
@@ -58,7 +58,10 @@ GRAFTS: Registry[KnownGraft] = Registry(
 
 @cache
 def kinds() -> dict[str, Kind]:
-    """The kinds of all grafts by their key in `config.surgery`. Raises BadInput where two grafts have one key."""
+    """Return the kinds of all grafts by their key in `config.surgery`.
+
+    Raises BadInput where two grafts have one key.
+    """
     keys = [key for rules in GRAFTS.values() for key in rules.keys]
     if twice := sorted({key for key in keys if keys.count(key) > 1}):
         raise BadInput(f"plugins: two grafts have the key `{printable(twice[0])}` of config.surgery; uninstall one")
@@ -66,7 +69,7 @@ def kinds() -> dict[str, Kind]:
 
 
 def plugins_in(config: Mapping[str, Any]) -> dict[str, str]:
-    """The distributions (with versions) whose code is joined into what ships beside weights of this config."""
+    """Return the plugin distributions (with versions) whose code is joined into the shipped file for this config."""
     raw = config.get("surgery")
     raw = raw if isinstance(raw, Mapping) else {}
     used: dict[str, Plugin | None] = {}

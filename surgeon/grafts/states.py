@@ -1,4 +1,4 @@
-"""Control states, as planners know them: what is checked of them, and what their bank is born with."""
+"""Control states for planners: the checks of their entries, and the initial values of their bank."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from surgeon.runtime.states_rules import SITES, MixtureSpec, States, StatesRules
 MIXTURE_GATES = ("linear", "cosine")
 GATE_SHARING = ("all", "by_kind", "none")
 TRAIN_ROUTINGS = ("batch_mean", "batch_mode", "token")
-# A mean over a prefix is for decoders, over the whole sequence for encoders.
+# Decoders use the mean over a prefix, encoders the mean over the whole sequence.
 INFERENCE_ROUTINGS = ("prefix_mean", "sequence_mean", "token")
 
 
 class _BankKind(Kind):
-    """Tensors are the bank's, none a layer's."""
+    """A kind whose tensors belong to the bank, none of them to a layer."""
 
     mark = "M"
 
     def claims(self, suffix: str) -> bool:
-        """None of a layer's tensors."""
+        """Return False: no tensor of a layer belongs to this kind."""
         return False
 
 
 class StatesKind(_BankKind):
-    """Which blocks of a layer carry a control state."""
+    """The blocks of a layer that carry a control state."""
 
     key = "control_states"
     in_twin = "refused"
 
     def text(self, entry: Mapping[str, Any], where: str = "") -> str:
-        """`control states at attention and ffn`."""
+        """Return a text like `control states at attention and ffn`."""
         return "control states at " + " and ".join(entry["sites"])
 
     def kept(self, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """Whether they train is said of the bank."""
+        """Return the entry without layer numbers; whether states are trained is a setting of the bank's entry."""
         return without_numbers(entry)
 
 
@@ -50,12 +50,12 @@ class MixtureKind(_BankKind):
     whole = True
 
     def text(self, entry: Mapping[str, Any], where: str = "") -> str:
-        """`bank of control states of rank 64`."""
+        """Return a text like `bank of control states of rank 64`."""
         return f"bank of control states of rank {entry['rank']}"
 
 
 class KnownStates(KnownGraft, StatesRules):
-    """Control states and their bank."""
+    """Control states and their bank, as planners use them."""
 
     kinds = (StatesKind(), MixtureKind())
     part = "surgeon.runtime.states"
@@ -63,7 +63,10 @@ class KnownStates(KnownGraft, StatesRules):
     on_encoders = True
 
     def check(self, surgery: Surgery, config: Any) -> None:
-        """Entries hold together, a gate has enough to choose among, and this kind of model can have the routing."""
+        """Check that entries are consistent, a gate has enough states to choose from, and the model allows the routing.
+
+        Raises ValueError.
+        """
         found: States = surgery.of[self.name]
         mixture = found.mixture
         _check_mixture(mixture)
@@ -89,7 +92,7 @@ class KnownStates(KnownGraft, StatesRules):
 
 
 def _check_mixture(spec: MixtureSpec) -> None:
-    """ValueError for what no mixture is."""
+    """Raise ValueError for settings that no mixture can have."""
     if spec.rank < 1 or spec.top_k < 0 or spec.projection < 1:
         raise ValueError(
             f"config.surgery: mixture has rank {spec.rank}, top_k {spec.top_k}, projection {spec.projection};"
@@ -106,12 +109,12 @@ def _check_mixture(spec: MixtureSpec) -> None:
 
 
 def fewest_to_choose(spec: MixtureSpec, kinds: Sequence[str]) -> int:
-    """Among how many control states the gate with the smallest choice chooses."""
+    """Return the number of control states of the gate that chooses from the fewest."""
     return min((len(spec.choice_of(site, kinds)) for site in range(len(kinds))), default=0)
 
 
 def bank_births(spec: MixtureSpec, kinds: Sequence[str], width: int) -> dict[str, Birth]:
-    """The bank's tensors at birth."""
+    """Return the bank's initial tensors."""
     tensors: dict[str, Birth] = {}
     for site in range(len(kinds)):
         low_rank = low_rank_births(spec.rank, width, width)
@@ -123,7 +126,7 @@ def bank_births(spec: MixtureSpec, kinds: Sequence[str], width: int) -> dict[str
 
 
 def _gate_births(spec: MixtureSpec, count: int, width: int) -> dict[str, Birth]:
-    """The tensors at birth of a gate that chooses among `count` control states."""
+    """Return the initial tensors of a gate that chooses among `count` control states."""
     if spec.gate == "linear":
         return {"weight": linear_birth(count, width)}
     return {"projection": linear_birth(spec.projection, width), "weight": linear_birth(count, spec.projection)}

@@ -1,1 +1,1 @@
-"""Running checkpoints: loaded whole or layer by layer, on tokens of a text, and compared by logits."""
+"""Running checkpoints, loaded whole or layer by layer, on tokens of a text, and comparing their logits."""

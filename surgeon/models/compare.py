@@ -1,4 +1,4 @@
-"""Do two checkpoints compute the same function? Logits of both on real tokens."""
+"""Comparing the function of two checkpoints by the logits of both on real tokens."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from surgeon.models.load import attention_of, load_model, opened, running, torch
 
 PREFILL = "prefill"
 CACHED_DECODE = "cached decode"
-# The same of a prompt with a picture in it.
+# The same modes for a prompt with a picture in it.
 PREFILL_IMAGE = "prefill, image"
 CACHED_DECODE_IMAGE = "cached decode, image"
 
-# By how much of the largest logit two ways to compute one function may differ: some hundred units in the last place of
-# float32, some ten of the narrower dtypes, which many layers add up.
+# The share of the largest logit by which two ways to compute one function may differ: some hundred units in the last
+# place for float32, some ten for the narrower dtypes, because rounding errors of many layers add up.
 ROUNDING = {"float64": 1e-10, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 
-# Logits are compared in float64 a few rows at a time: about 8 MB a working copy at any vocabulary.
+# Logits are compared in float64 a few rows at a time: about 8 MB per working copy for any vocabulary.
 _CHUNK_ELEMENTS = 1_000_000
 _NO_TARGET = -100
-# The new rows of an output that has none.
+# The range of new rows for an output that has no new rows.
 NO_ROWS = range(0)
 
 
 @dataclass(frozen=True)
 class GrownLoss:
-    """What `added` new rows cost the old ones, token by token, where the output has some that are not the base's.
+    """The cost of `added` new vocabulary rows for the old tokens, in an output with rows that the base does not have.
 
-    `rise` is the largest, over all positions, of what the loss on an old token rose by, in nats: log(1 + Σ e^l_new / Σ
-    e^l_old), the same for every old token of a position. `bound` is log(1 + added / old). `kept`: at no position did it
-    rise above that by more than the rounding of logits in their dtype allows, 2 ε max |l| in the exponent.
+    `rise` is the largest increase of the loss on an old token over all positions, in nats: log(1 + Σ e^l_new / Σ
+    e^l_old), the same for every old token of a position. `bound` is log(1 + added / old). `kept`: at no position is the
+    increase above the bound by more than the rounding of logits in their dtype allows, 2 ε max |l| in the exponent.
     """
 
     added: int
@@ -56,14 +56,14 @@ class GrownLoss:
 class LogitComparison:
     """The result of comparing every logit of `base` and `out` over the same tokens, in one mode.
 
-    `tokens`: positions compared. `identical`: torch.equal on every logit. `kl`: mean KL(base || out) in
-    nats per position. `top1_agreement`: share of positions with the same most probable token.
-    `base_loss`, `out_loss`: mean next-token cross-entropy in nats. Sums are kept in float64; a value
-    that is not a number counts as infinite. Of an output with new tokens `identical` and `max_abs_difference` are of
-    the base's rows that stayed, and `grown` says what the others cost. `largest` is the base's
-    largest |logit| where they were not identical. `same` counts the positions all of whose logits are bit-identical;
-    `apart` are base's and output's mean loss at the others (None: none of them has a next token). `same_before_tail`:
-    all logits but those of the base's last V mod `HEAD_BLOCK` tokens are bit-identical.
+    `tokens`: positions compared. `identical`: torch.equal on every logit. `kl`: mean KL(base || out) in nats per
+    position. `top1_agreement`: share of positions with the same most probable token. `base_loss`, `out_loss`: mean
+    next-token cross-entropy in nats. Sums are kept in float64; NaN counts as infinite. For an output with new tokens,
+    `identical` and `max_abs_difference` compare only the rows kept from the base, and `grown` is the cost of the new
+    rows. `largest` is the base's largest |logit| where they were not identical. `same` counts the positions all of
+    whose logits are bit-identical; `apart` are base's and output's mean loss at the other positions (None: none of
+    these has a next token). `same_before_tail`: all logits are bit-identical except those of the base's last V mod
+    `HEAD_BLOCK` tokens.
     """
 
     mode: str
@@ -83,17 +83,17 @@ class LogitComparison:
 
     @property
     def output(self) -> str:
-        """`logits`: no other output is compared."""
+        """The name of the compared output: `logits`."""
         return "logits"
 
     @property
     def rounded(self) -> bool:
-        """Whether logits differ by no more than rounding makes of one function computed in two ways."""
+        """Whether logits differ by no more than rounding explains between two computations of one function."""
         return self.identical or self.max_abs_difference <= ROUNDING[self.dtype] * self.largest
 
     @property
     def next_token(self) -> tuple[float, float, float, float]:
-        """KL, top-1 agreement, base loss, output loss."""
+        """KL divergence, top-1 agreement, base loss and output loss."""
         return self.kl, self.top1_agreement, self.base_loss, self.out_loss
 
 
@@ -102,9 +102,10 @@ def load_pair(
 ) -> tuple[Any, Any]:
     """Load both models whole, in `dtype` (auto: the base's), and with the base's attention implementation.
 
-    Each folder is trusted as it was opened, a path with no code at all (`load_model`). A quantised base whose output is
-    not is dequantised in its own dtype first, as what the output stores was, and both are cast to `dtype` then. Raises
-    BadInput when the base cannot be loaded, PromiseBroken when the output cannot.
+    Each folder keeps the trust with which it was opened; for a path, its own code is refused (`load_model`). A
+    quantised base whose output is not quantised is first dequantised in its own dtype, as the output's weights were,
+    and then both are cast to `dtype`. Raises BadInput where the base cannot be loaded, PromiseBroken where the output
+    cannot.
     """
     base, out = opened(base), opened(out, PromiseBroken)
     dequantised = quantisation(base.config) is not None and quantisation(out.config) is None
@@ -118,10 +119,10 @@ def load_pair(
 
 
 def trim_logits(base: Any, out: Any, kept: Sequence[int]) -> None:
-    """Let two models be compared on the tokens that both have, `kept` by the base's ids.
+    """Register hooks by which two models are compared on the tokens that both have, `kept`, given by the base's ids.
 
-    The base takes ids that are places among them, and both give these tokens' logits, in this order; further rows of
-    the output's go.
+    Input ids are then positions in `kept`, and both models return the logits of these tokens, in this order. Further
+    rows of the output are dropped.
     """
     places_K = torch.tensor(kept)
 
@@ -154,9 +155,9 @@ def compare_models(
 ) -> list[LogitComparison]:
     """Compare two models on `ids` (windows, window): prefill, and cached decode unless `decode_tokens` is 0.
 
-    Prefill runs each window at once without a cache; cached decode prefills all but the last `decode_tokens` of each
-    window, then feeds those one at a time. Memory, beside the models: the logits of one batch of each.
-    `new` are the rows of the output's embeddings that are not the base's.
+    Prefill runs each whole window without a cache; cached decode prefills all but the last `decode_tokens` of each
+    window, then feeds those one at a time. Memory in addition to the models: the logits of one batch of each. `new` are
+    the rows of the output's embeddings that the base does not have.
     """
     steps = decoded_steps(ids, decode_tokens)
     dtype = str(base.dtype).removeprefix("torch.")
@@ -186,11 +187,11 @@ def compare_with_image(
     decode_tokens: int = 4,
     new: range = NO_ROWS,
 ) -> list[LogitComparison]:
-    """Compare two models on one prompt with a picture, `inputs` as a processor makes them.
+    """Compare two models on one prompt with a picture; `inputs` are the processor's output.
 
-    Prefill, then cached decode: transformers' own generation from the same prompt, of the tokens that are likeliest to
-    the base. `new` are the rows of the output's embeddings that are not the base's. Raises BadInput where the base
-    cannot be run with it, PromiseBroken where the output alone cannot.
+    Prefill, then cached decode: transformers' own generation from the same prompt, forced to the base's likeliest
+    tokens. `new` are the rows of the output's embeddings that the base does not have. Raises BadInput where the base
+    cannot run on it, PromiseBroken where only the output cannot.
     """
     dtype = str(base.dtype).removeprefix("torch.")
     given = {
@@ -212,7 +213,7 @@ def compare_with_image(
 def _with_image(
     model: Any, inputs: Mapping[str, Tensor], steps: int, said_BS: Tensor | None
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Logits over a prompt with a picture, and `generated` after it."""
+    """Return the logits over a prompt with a picture, and the result of `generated` after it."""
     with torch.inference_mode(), running(model):
         prefill_BTV = model(**inputs, use_cache=False).logits
     return prefill_BTV, generated(model, inputs, steps, said_BS)
@@ -221,9 +222,9 @@ def _with_image(
 def generated(
     model: Any, inputs: Mapping[str, Tensor], steps: int, said_BS: Tensor | None, *, cache: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Logits (batch, steps, vocabulary) of transformers' own generation, and the tokens: `said_BS`, else the likeliest.
+    """Generate with transformers; return the logits (batch, steps, vocabulary) and the tokens.
 
-    All prompts, `inputs`, are of one length.
+    The tokens are forced to `said_BS`; None: the likeliest tokens. All prompts in `inputs` have the same length.
     """
     from transformers import GenerationConfig
 
@@ -231,7 +232,7 @@ def generated(
     forced = None if said_BS is None else said_BS.tolist()
     config = GenerationConfig(
         max_new_tokens=steps,
-        # So that no token ends a text, whatever tokens are said.
+        # No token ends the text, whatever tokens are generated.
         eos_token_id=[],
         do_sample=False,
         num_beams=1,
@@ -249,33 +250,36 @@ def generated(
 
 
 def next_tokens(ids_BT: Tensor) -> Tensor:
-    """The token that follows each position, _NO_TARGET at the last one."""
+    """Return the token that follows each position, _NO_TARGET at the last one."""
     return functional.pad(ids_BT[:, 1:], (0, 1), value=_NO_TARGET)
 
 
 def decoded_steps(ids: Tensor, decode_tokens: int) -> int:
-    """How many tokens of a window are decoded one by one: at least one must come before the first."""
+    """Return how many tokens of a window are decoded one by one: at least one token must precede them.
+
+    Raises ValueError where `ids` are not windows of at least 2 tokens.
+    """
     if ids.ndim != 2 or ids.shape[1] < 2:
         raise ValueError(f"ids must be (windows, window) with at least 2 tokens a window, not {tuple(ids.shape)}")
     return min(decode_tokens, ids.shape[1] - 1)
 
 
 def decoded_targets(ids_BT: Tensor, steps: int) -> Iterator[Tensor]:
-    """What follows the prefilled part, and each decoded token."""
+    """Yield the token that follows the prefilled part, then the token that follows each decoded one."""
     return iter(torch.split(next_tokens(ids_BT)[:, -steps - 1 :], 1, dim=1))
 
 
 def prefilled(model: Any, ids_BT: Tensor) -> Tensor:
-    """Logits of a whole window, without a cache."""
+    """Return the logits of a whole window, computed without a cache."""
     with running(model):
         logits_BTV: Tensor = model(input_ids=ids_BT, use_cache=False).logits
     return logits_BTV
 
 
 def cached(model: Any, ids_BT: Tensor, cache: dict[str, Any]) -> Tensor:
-    """Logits (batch, 1, vocabulary) of the last of these tokens, which are put into a cache.
+    """Run these tokens into a cache and return the logits of the last one, (batch, 1, vocabulary).
 
-    `cache` is given to the model by name; where it is empty, it takes what the model makes by itself.
+    `cache` holds the model's cache by argument name; where it is empty, it gets the cache that the model makes.
     """
     keeps = "logits_to_keep" in inspect.signature(getattr(model, "forward", model)).parameters
     fewer = {"logits_to_keep": 1} if keeps else {}
@@ -284,17 +288,17 @@ def cached(model: Any, ids_BT: Tensor, cache: dict[str, Any]) -> Tensor:
     if (kept := cache_of(output)) is not None:
         cache[cache_argument(model)] = kept
     logits_BTV: Tensor = output.logits
-    # A copy where there are more, so that those of the whole prefix are freed before the first step.
+    # A copy where there are several, so that logits of the whole prefix are freed before the first step.
     return logits_BTV if logits_BTV.shape[1] == 1 else logits_BTV[:, -1:].clone()
 
 
 def takes_dynamic_cache(model: Any) -> bool:
-    """Whether a model takes a DynamicCache; some take no cache but their own (MiniMax). transformers knows which."""
+    """Return whether transformers lets a model use a DynamicCache; some models use only their own (MiniMax)."""
     return bool(getattr(model, "_supports_default_dynamic_cache", lambda: True)())
 
 
 def decoded(model: Any, ids_BT: Tensor, steps: int) -> Iterator[Tensor]:
-    """Logits (batch, 1, vocabulary) at the end of the prefilled part, then after each cached step."""
+    """Yield the logits (batch, 1, vocabulary) at the end of the prefilled part, then after each cached step."""
     from transformers import DynamicCache
 
     cache: dict[str, Any] = {}
@@ -321,7 +325,11 @@ class Tally:
         self.apart_base = self.apart_out = 0.0
 
     def add(self, base_BTV: Tensor, out_BTV: Tensor, targets_BT: Tensor) -> None:
-        """Add the logits of the same positions; `targets_BT` are the tokens that follow them."""
+        """Add the logits of the same positions of both models; `targets_BT` are the tokens that follow them.
+
+        Raises PromiseBroken where the output's logits have another shape, BadInput where the base's do not fit the
+        tokens.
+        """
         rows = max(base_BTV.shape[-1], self.new.stop)
         if base_BTV.shape[:-1] != out_BTV.shape[:-1] or rows != out_BTV.shape[-1]:
             expected = f"{rows} tokens" if self.new else "the same vocabulary"
@@ -358,12 +366,12 @@ class Tally:
             self.out_loss += base_loss
             return
         old = base_CV.shape[1]
-        # In terms of what the base knows; new tokens take their share of every probability.
+        # Only the base's tokens; new tokens take their share of every probability.
         out_log_CV = _log_probabilities(out_CV)[:, :old]
         if self.new:
             self._add_rise(base_CV, out_CV)
         self.agreed += int((base_CV.argmax(-1) == out_CV.argmax(-1)).sum())
-        # Rows that no token had are no one's loss.
+        # Padding rows of the base that new tokens now use are taken from the base: they do not count as a difference.
         first, stop = self.new.start, self.new.stop
         out_CV = torch.cat([out_CV[:, :first], base_CV[:, first:stop], out_CV[:, stop:old]], 1)
         self.identical = self.identical and torch.equal(base_CV, out_CV)
@@ -385,7 +393,9 @@ class Tally:
         self.apart_out += _loss(out_log_CV, rest_C)
 
     def _add_rise(self, base_CV: Tensor, out_CV: Tensor) -> None:
-        """What new tokens take from every old one at these positions."""
+        """Record the largest rise of the loss on old tokens at these positions because of new ones, and if it is
+        bounded.
+        """
         rise_C = torch.logsumexp(_wide(out_CV), -1) - torch.logsumexp(_wide(base_CV), -1)
         slack_C = 2 * torch.finfo(out_CV.dtype).eps * _wide(out_CV).abs().amax(-1).clamp(min=1.0)
         most_C = torch.log1p(len(self.new) / base_CV.shape[1] * torch.exp(slack_C))
@@ -394,7 +404,7 @@ class Tally:
         self.old = base_CV.shape[1]
 
     def result(self) -> LogitComparison:
-        """What was found so far."""
+        """Return the comparison of everything added so far."""
         return LogitComparison(
             mode=self.mode,
             dtype=self.dtype,
@@ -419,7 +429,7 @@ class Tally:
 
 
 def _wide(values: Tensor) -> Tensor:
-    """`values` in float64, on the CPU where the device has no float64."""
+    """Return `values` in float64, on the CPU where the device has no float64."""
     return (values.cpu() if values.device.type == "mps" else values).double()
 
 
@@ -428,7 +438,7 @@ def _log_probabilities(logits_CV: Tensor) -> Tensor:
 
 
 def _loss(log_CV: Tensor, targets_C: Tensor) -> float:
-    """Summed next-token cross-entropy in nats."""
+    """Return the summed next-token cross-entropy in nats."""
     targets_C = targets_C.to(log_CV.device)
     kept_C = targets_C != _NO_TARGET
     return _finite(-log_CV[kept_C].gather(1, targets_C[kept_C, None]).sum())

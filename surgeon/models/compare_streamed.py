@@ -1,7 +1,7 @@
-"""Two checkpoints compared layer by layer: in the memory of a few matrices, each of which is read once.
+"""Comparing two checkpoints layer by layer, in the memory of a few matrices, each of which is read once.
 
-All forwards of a batch run side by side (lockstep.py), of both models, in every dtype, with and without a cache: what a
-decoded token finds in the cache, layer by layer, is what the token before it left there when it ran just ahead.
+All forwards of a batch run side by side (lockstep.py): of both models, in every dtype, with and without a cache. A
+decoded token uses, layer by layer, the cache that the token before it filled when it ran just ahead.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from surgeon.models.load import attention_of, running
 from surgeon.models.stored_matrix import multiply
 from surgeon.models.stream import StreamedModel
 
-# Of one model's logits at a time, where there are several windows.
+# The most bytes of one model's logits at a time, if there are several windows.
 _LOGIT_BYTES = 32 * 1024 * 1024
-# What an output's grafts keep in a cache beside keys and values, by their entry in config.surgery.
+# Grafts that store more than keys and values in a cache, by their key in config.surgery.
 _KEEP_MORE = ("domain_gate", "mixture")
 
-# The logits of each forward, and digests of the hidden states.
+# For each forward its logits, and digests of the hidden states.
 _Passes = list[tuple[Tensor, list[bytes]]]
-# What runs of base and output, and what takes in the results of both.
+# One function to run for base and one for output, and the function that gets both results.
 _Twins = tuple[Sequence[Callable[[], _Passes]], Callable[[_Passes, _Passes], None]]
 
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """Where the two functions begin to differ.
+    """The place where the two functions begin to differ.
 
-    `base_layer`: the first base layer after which the hidden states differ; None where the input of the
-    first layer differs already (the embeddings), or where every layer agrees and only the logits differ.
-    `suspects`: the layers of the output that ran since the last point where both agreed.
+    `base_layer`: the first base layer after which the hidden states differ; None where the input of the first layer
+    differs already (the embeddings), or where every layer agrees and only the logits differ. `suspects`: the layers of
+    the output that ran since the last point where both agreed.
     """
 
     mode: str
@@ -67,7 +67,10 @@ class FirstDifference:
 
 @dataclass(frozen=True)
 class StreamedComparison:
-    """`logits`: one comparison a mode, in one dtype; `first_difference` is None where everything agrees."""
+    """The result in one dtype:
+
+    `logits` has one comparison per mode; `first_difference` is None where everything agrees.
+    """
 
     logits: tuple[LogitComparison, ...]
     first_difference: FirstDifference | None
@@ -75,7 +78,7 @@ class StreamedComparison:
 
     @property
     def identical(self) -> bool:
-        """Every hidden state compared and every logit is equal."""
+        """Whether every compared hidden state and every logit is equal."""
         return self.first_difference is None and all(mode.identical for mode in self.logits)
 
 
@@ -93,17 +96,18 @@ def compare_streamed(
     kept: Sequence[int] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[StreamedComparison]:
-    """Compare `base` and `out` on `ids` (windows, window), a block of weights in memory at a time; one result a dtype.
+    """Compare `base` and `out` on `ids` (windows, window), one block of weights in memory at a time.
 
-    `layer_of_base[i]` is the index in `out` of the base's layer i; where that was taken out, of the layer below it
-    (-1: none), whose output it must then leave as it is. Each batch of `batch_size` windows reads both checkpoints
-    once, for all dtypes, prefill, cached prefill and every decoded token; where a cache holds more than keys and values
-    (state spaces, what grafts keep), once more for each of the `decode_tokens`. The output head is read once for so
-    many windows as have room for their logits. Where tokens were taken out, `ids` are places among `kept`, the base's
-    ids of those that stay (`trim_logits`). `progress(done, total)` counts decoder layers run.
-    Memory: a block of each model's matrix, what else a layer has beside matrices of linear modules (experts in one
-    tensor, norms) in every dtype, activations, caches, and the logits of a few windows.
-    Raises BadInput when the base cannot be built from its shards, PromiseBroken when the output cannot.
+    The result has one comparison per dtype. `layer_of_base[i]` is the index in `out` of the base's layer i. Where layer
+    i was taken out, it is the index of the layer below it (-1: none), whose output must then equal layer i's. Each
+    batch of `batch_size` windows reads both checkpoints once, for all dtypes, prefill, cached prefill and every decoded
+    token. Where a cache holds more than keys and values (state spaces, some grafts), it reads them once more for each
+    of the `decode_tokens`. The output head is read once for as many windows as there is memory for their logits. Where
+    tokens were taken out, `ids` are positions in `kept`, the base's ids of the tokens that stay (`trim_logits`).
+    `progress(done, total)` counts decoder layers run. Memory: a block of a matrix of each model, a layer's tensors
+    other than matrices of linear modules (experts in one tensor, norms) in every dtype, activations, caches, and the
+    logits of a few windows. Raises BadInput where the base cannot be built from its shards, PromiseBroken where the
+    output cannot.
     """
     steps = decoded_steps(ids, decode_tokens)
     with lockstep.returned_memory():
@@ -120,7 +124,7 @@ def compare_streamed(
 
 
 def _run(twins: Sequence[_Twins]) -> None:
-    """Forwards of base and output, and for each two what takes in their results."""
+    """Run the forwards of base and output side by side, and pass the results of each two to their function."""
     forwards = [
         lockstep.Forward(works[side], side=side, twin=nth) for side in (0, 1) for nth, (works, _) in enumerate(twins)
     ]
@@ -128,7 +132,7 @@ def _run(twins: Sequence[_Twins]) -> None:
 
 
 class _Pair:
-    """Base and output in one dtype, and what is known of them so far."""
+    """Base and output in one dtype, and the results so far."""
 
     def __init__(
         self, base: StreamedModel, out: StreamedModel, layer_of_base: Sequence[int], new: range, steps: int
@@ -153,7 +157,7 @@ class _Pair:
         new: range,
         steps: int,
     ) -> _Pair:
-        """Both without weights."""
+        """Build both models without weights."""
         before = StreamedModel(base, dtype=dtype, device=device, by_matrix=True)
         after = StreamedModel(
             out,
@@ -164,24 +168,24 @@ class _Pair:
             more=max(0, new.stop - before.module.config.get_text_config().vocab_size),
             by_matrix=True,
         )
-        # A stream that became wider carries the base's in its first part.
+        # In a widened residual stream the first part is the base's stream.
         after.digest_width = getattr(before.module.config.get_text_config(), "hidden_size", None)
         return cls(before, after, layer_of_base, new, steps)
 
     def parts(self, ids_BT: Tensor) -> list[Tensor]:
-        """The windows of a batch, as many together as have room for their logits."""
+        """Split a batch into groups of windows whose logits fit into memory."""
         base = self.models[0]
         vocabulary = getattr(base.module.config.get_text_config(), "vocab_size", 1)
         row = ids_BT.shape[1] * max(1, vocabulary) * base.dtype.itemsize
         return list(torch.split(ids_BT, max(1, _LOGIT_BYTES // row)))
 
     def layers_run(self, ids_BT: Tensor) -> int:
-        """How many decoder layers all forwards of a batch run, of both models."""
+        """Return how many decoder layers of both models all forwards of a batch run."""
         forwards = len(self.parts(ids_BT)) + (1 + self._steps if self._steps else 0)
         return forwards * sum(len(model.layers) for model in self.models)
 
     def forwards(self, ids_BT: Tensor) -> Iterator[_Twins]:
-        """What runs of base and output, and what takes in the results of both."""
+        """Yield pairs of functions to run for base and output, each with the function that gets both results."""
         for part in self.parts(ids_BT):
             yield (
                 [partial(_each, model, [partial(prefilled, model.module, part)]) for model in self.models],
@@ -215,7 +219,7 @@ class _Pair:
             self._found += [apart] if apart is not None else []
 
     def result(self) -> StreamedComparison:
-        """When all of it was compared."""
+        """Return the comparison, once everything was compared."""
         logits = tuple(tally.result() for tally in self._tallies.values())
         found = self._found or [
             FirstDifference(
@@ -237,16 +241,19 @@ def _each(model: StreamedModel, forwards: Sequence[Callable[[], Tensor]]) -> _Pa
 
 
 def _one_by_one(model: StreamedModel, ids_BT: Tensor, steps: int) -> _Passes:
-    """Prefill and decoded tokens one after the other, each from end to end."""
+    """Run prefill and decoded tokens one after the other, each through the whole model."""
     return [(logits_B1V, model.take_digests()) for logits_B1V in decoded(model.module, ids_BT, steps)]
 
 
 def _caches(model: StreamedModel, prefix: int, steps: int) -> list[Any]:
-    """A cache for the prefix and for each decoded token; none where they cannot be handed on layer by layer."""
+    """Return a cache for the prefix and for each decoded token; empty where caches cannot be passed on by layer."""
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
     class Handed(DynamicCache):  # type: ignore[misc]
-        """The cache of one token, with all lengths from the beginning; a layer's content is taken when it runs."""
+        """The cache of one token, as long as all earlier ones.
+
+        When a layer runs, it takes over this layer's content from the cache before.
+        """
 
         def __init__(self, before: Any, seen: int) -> None:
             super().__init__(config=model.module.config)
@@ -259,7 +266,7 @@ def _caches(model: StreamedModel, prefix: int, steps: int) -> list[Any]:
         def update(
             self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
         ) -> tuple[Tensor, Tensor]:
-            """As in any cache, after what came before."""
+            """Append keys and values to the layer's content, which the first call takes over from the cache before."""
             keys: Tensor
             values: Tensor
             if layer_idx in self._taken:
@@ -270,7 +277,8 @@ def _caches(model: StreamedModel, prefix: int, steps: int) -> list[Any]:
             self._taken.add(layer_idx)
             self.layers[layer_idx] = copy.copy(before)
             keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-            # The same numbers, in memory once. A full window has dropped what those before the last one begin with.
+            # Earlier caches become views, so that numbers are in memory once. A full sliding window has dropped the
+            # first positions of earlier caches, so only the last one can be a view.
             whole = keys.shape[-2] == self._seen + key_states.shape[-2]
             cache = self._before
             while cache is not None:
@@ -306,7 +314,10 @@ def _depth_of(apart: FirstDifference, depth: int) -> int:
 def _first_difference(
     mode: str, base: Sequence[bytes], out: Sequence[bytes], layer_of_base: Sequence[int]
 ) -> FirstDifference | None:
-    """Digests are of the first layer's input, then of each layer's output, in order."""
+    """Return where the digests of base and output first differ; None where they agree.
+
+    Digests are those of the first layer's input, then of each layer's output, in order.
+    """
     if base[0] != out[0]:
         return FirstDifference(mode=mode, where="the embeddings", base_layer=None, out_layer=None, suspects=())
     agreed = -1

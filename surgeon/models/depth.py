@@ -1,8 +1,9 @@
-"""What the layers of a model are worth on a text: the base is run with some of them taken out, or merged.
+"""The value of a model's layers on a text: the base is run with some of them taken out, or merged.
 
-Block influence (Men et al. 2024, ShortGPT, equation 1): BI_l = 1 − E cos(x_l, x_{l+1}), x_l being what layer l reads.
-Angular distance of n layers (Gromov et al. 2024): arccos(cos(x_l, x_{l+n})) / π. LaCo (Yang et al. 2024): a layer takes
-the K above it in, θ_l + Σ_k (θ_{l+k} − θ_l). Means are over all tokens. Weights of one layer at a time are in memory.
+Block influence (Men et al. 2024, ShortGPT, equation 1): BI_l = 1 − E cos(x_l, x_{l+1}), where x_l is layer l's input.
+Angular distance of n layers (Gromov et al. 2024): arccos(cos(x_l, x_{l+n})) / π. LaCo (Yang et al. 2024): a layer
+absorbs the K layers above it, θ_l + Σ_k (θ_{l+k} − θ_l). Means are over all tokens. Weights of one layer at a time are
+in memory.
 """
 
 from __future__ import annotations
@@ -31,13 +32,16 @@ from surgeon.models.load import running
 from surgeon.models.stream import StreamedModel
 from surgeon.models.tokens import token_batches
 
-# Logits of one batch of windows, in numbers.
+# The most logits of one batch of windows.
 _MOST_LOGITS = 2**26
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The layers that go, what becomes of those that take others in, the loss then, and what was gone by."""
+    """The layers to take out, and the loss without them.
+
+    `merged` holds the factors of layers that absorb others, `scores` the numbers that the choice was made by.
+    """
 
     layers: tuple[int, ...]
     merged: Mapping[int, Mapping[int, int]]
@@ -46,14 +50,14 @@ class Choice:
 
 
 class CannotRun(BadInput):
-    """A model without some of its layers cannot be run, as the others need something of theirs."""
+    """An error: a model cannot run without some of its layers, because other layers need what these compute."""
 
 
 @dataclass
 class Run:
-    """One pass over the text: the mean loss, and of each pair of states `span` layers apart the mean cosine and angle.
+    """One pass over the text: the mean loss, and the mean cosine and angle of each pair of states `span` layers apart.
 
-    `states` are what the last layer leaves, a tensor a batch.
+    `states` are the last layer's output, one tensor per batch.
     """
 
     loss: float = 0.0
@@ -63,12 +67,12 @@ class Run:
 
     @property
     def influence(self) -> list[float]:
-        """1 − E cos of every layer that ran, bottom up, where the span was one layer."""
+        """1 − E cos of every layer that ran, bottom up, if the span was one layer."""
         return [1.0 - cosine for cosine in self.cosines]
 
 
 class Depth:
-    """A base and a text, on which its layers are measured."""
+    """A base and a text on which its layers are measured."""
 
     def __init__(self, folder: CheckpointFolder, ids: Tensor, kinds: Sequence[object], listener: Listener) -> None:
         self._listener = listener
@@ -99,7 +103,7 @@ class Depth:
         windows: int,
         listener: Listener,
     ) -> Depth:
-        """Read the text by the base's tokenizer. Raises BadInput where it is too short, or the base cannot be run."""
+        """Tokenise the text by the base's tokenizer. Raises BadInput where it is too short, or the base cannot run."""
         tokens = token_batches(base.path, text=text, window=window, windows=windows, vocabulary=vocabulary)
         if len(tokens.ids) < windows:
             raise BadInput(
@@ -110,10 +114,10 @@ class Depth:
         return cls(base, tokens.ids, kinds, listener)
 
     def choose(self, out: LayersOut) -> Choice:
-        """Choose the layers that go, as `out` asks. Raises BadInput where there are none."""
+        """Choose the layers to take out, as `out` asks. Raises BadInput where the request cannot be met."""
         if out.layers:
             if not all(layer < self.count for layer in out.layers) or len(set(out.layers)) >= self.count:
-                # Which of them is not there, the draft says.
+                # The draft reports which of them does not exist.
                 return Choice((), {}, self.before, ())
             return self._listed(out)
         if out.count >= self.count:
@@ -129,7 +133,10 @@ class Depth:
                 return self._by_merging(out)
 
     def costs(self, layers: Iterable[int]) -> dict[int, float]:
-        """What the loss grows by without each of these layers alone; those that cannot be missed are left out."""
+        """Return by how much the loss grows without each of these layers.
+
+        Layers without which the model cannot run are left out.
+        """
         found: dict[int, float] = {}
         tried = list(layers)
         self._listener.begin("measuring layers", len(tried), "layers")
@@ -141,7 +148,7 @@ class Depth:
         return found
 
     def without(self, layers: Sequence[int]) -> Stack:
-        """The stack without these layers."""
+        """Return the stack without these layers."""
         return {layer: made for layer, made in self.whole.items() if layer not in layers}
 
     def _listed(self, out: LayersOut) -> Choice:
@@ -150,7 +157,7 @@ class Depth:
         stack = self.whole
         for below, above in runs_above(out.layers):
             if below < 0 or any(self.kinds[layer] != self.kinds[below] for layer in above):
-                # Why not, the draft says.
+                # The draft reports why not.
                 return Choice((), {}, self.before, ())
             stack = collapsed(stack, below, len(above))
         return Choice(out.layers, _merged(stack), self.run(stack).loss, ())
@@ -167,7 +174,7 @@ class Depth:
         return Choice(gone, {}, self.run(self.without(gone)).loss, tuple(angles))
 
     def _by_loss(self, count: int, candidates: int) -> Choice:
-        """At each step the layers of least influence are tried, and the one goes whose loss is least."""
+        """Choose greedily: at each step try the layers of least influence, and take out the one with the least loss."""
         stack, now = self.whole, self.first
         self._listener.begin("choosing layers", count, "layers")
         for step in range(1, count + 1):
@@ -190,7 +197,7 @@ class Depth:
         return Choice(gone, {}, now.loss, tuple(self.first.influence))
 
     def _by_merging(self, out: LayersOut) -> Choice:
-        """LaCo, Algorithm 1: from the top down, each merge that keeps the last states near the base's is taken."""
+        """Choose by LaCo, Algorithm 1: from the top down, accept merges that keep the last states near the base's."""
         lowest, highest = out.range or (0, self.count - 1)
         if highest >= self.count:
             raise BadInput(f"`range` goes up to layer {highest}; there are {self.count}, 0 to {self.count - 1}")
@@ -234,9 +241,9 @@ class Depth:
         return total / self.ids.numel()
 
     def run(self, stack: Stack, span: int = 1) -> Run:
-        """One pass over the text by what is left of the base.
+        """Run the layers in `stack` once over the text.
 
-        Raises BadInput where the model cannot be run, which is a CannotRun where it can as a whole.
+        Raises BadInput where the whole base cannot run, CannotRun where only this stack cannot.
         """
         try:
             return self._run(stack, span)
@@ -288,7 +295,9 @@ class Depth:
         return int(self.model.module.get_input_embeddings().num_embeddings)
 
     def _hook(self, number: int, layer: nn.Module) -> None:
-        """Let a layer pass its input on, or compute with merged weights, as the stack says; and show its states."""
+        """Replace a layer's forward: record states, and pass the input on or use merged weights, as
+        `self._stack` says.
+        """
         native, outputs = layer.forward, 0
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -308,7 +317,7 @@ class Depth:
 
     def _merge(self, number: int, layer: nn.Module) -> None:
         made_of = self._stack[number]
-        # Parameters are read anew for each pass; stored buffers stay, and must be another's no longer.
+        # Parameters are read again for each pass. Stored buffers stay in memory, so merged ones must be replaced.
         held: dict[str, Tensor] = dict(stored_buffers(layer))
         if made_of != {number: 1}:
             held |= dict(layer.named_parameters())
@@ -328,10 +337,10 @@ def _merged(stack: Stack) -> dict[int, dict[int, int]]:
 
 
 def _cosine(one: Tensor, other: Tensor) -> Tensor:
-    """Return each token's cosine of two states, in float32; 1 where they are the same, also where both are zero."""
+    """Return each token's cosine of two states, in float32; 1 where they are equal, also where both are zero."""
     found = functional.cosine_similarity(one.float(), other.float(), dim=-1)
     return found.where((one != other).any(-1), 1.0)
 
 
 def _ignore(_state: Tensor) -> None:
-    """Nothing is watched."""
+    """Do nothing: states are not recorded."""

@@ -1,6 +1,6 @@
-"""Which layers of a base to take out, as a request; and what is left of its stack when some are merged.
+"""A request for layers to take out of a base, and the stack that is left when some are merged.
 
-No weight is read here: `depth.py` runs the base, and the blueprint is drawn from what that found.
+No weight is read here: `depth.py` runs the base, and the blueprint is made from its results.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-# What is left of a base: of each layer that stays, bottom up, the factors of the base's layers that it is made of.
+# A stack left of a base: for each layer that stays, bottom up, the base layers that it is made of with their factors.
 Stack = dict[int, dict[int, int]]
 By = Literal["block_influence", "angular", "loss", "laco"]
 
 
 @dataclass(frozen=True)
 class LayersOut:
-    """Layers to take out: those listed, or `count` that are chosen `by` what a text shows.
+    """The layers to take out: those listed, or `count` layers chosen `by` a measure on a text.
 
-    `candidates` are tried at each step of `loss`; `merge`, `threshold` and `interval` are LaCo's K, T and I,
-    `range` the lowest and highest layer that take part in merges (None: all).
+    `candidates` is the number of layers tried at each step of `loss`. `merge`, `threshold` and `interval` are LaCo's K,
+    T and I; `range` is the lowest and highest layer that take part in merges (None: all).
     """
 
     layers: tuple[int, ...]
@@ -33,7 +33,7 @@ class LayersOut:
 
 
 def runs_above(layers: Sequence[int]) -> list[tuple[int, list[int]]]:
-    """Runs of neighbours among `layers`, from the top down, each with the layer below it (-1: none)."""
+    """Return the runs of consecutive layers in `layers`, from the top down, each with the layer below it (-1: none)."""
     found: list[tuple[int, list[int]]] = []
     for layer in sorted(set(layers)):
         if found and layer == found[-1][1][-1] + 1:
@@ -44,7 +44,7 @@ def runs_above(layers: Sequence[int]) -> list[tuple[int, list[int]]]:
 
 
 def collapsed(stack: Stack, layer: int, merge: int) -> Stack:
-    """LaCo's merge: `layer` takes the next `merge` layers of the stack in, θ_l + Σ (θ_{l+k} − θ_l)."""
+    """Apply LaCo's merge: `layer` absorbs the next `merge` layers of the stack, θ_l + Σ (θ_{l+k} − θ_l)."""
     numbers = list(stack)
     place = numbers.index(layer)
     taken = numbers[place + 1 : place + 1 + merge]

@@ -1,7 +1,7 @@
-"""Loading a checkpoint to run it: silent, offline, strict about missing tensors, weights aligned.
+"""Loading a checkpoint to run it: without output, offline, strict about missing tensors, with aligned weights.
 
-The only place where transformers loads anything, and all it gets is a view (view.py) of a folder that was opened and
-judged. Code of the folder runs only where its model is built of its own classes, and the user trusts this folder.
+Only this module has transformers load anything, and always from a view (view.py) of a folder that was opened and
+checked. The folder's own code runs only where its model is built from its own classes and the user trusts this folder.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from surgeon.grafts.bundle import import_bundle
 from surgeon.grafts.composition import composition_of
 from surgeon.models.view import PROCESSOR_FILES, TOKENIZER_FILES, view_of_model, view_of_tokenizer
 
-# Above the widest vector registers (64 bytes) and what torch's own CPU allocator gives.
+# In bytes: no less than the widest vector registers (64 bytes) and the alignment of torch's own CPU allocator.
 ALIGNMENT = 64
-# Of a whole model, or of each of its parts.
+# The attention implementation of a whole model, or of each of its parts by name.
 Attention = str | dict[str, str]
 DECODERS = (CAUSAL, IMAGE_TEXT)
 CLASSIFIER = "AutoModelForSequenceClassification"
@@ -39,14 +39,14 @@ CLASSIFIER = "AutoModelForSequenceClassification"
 
 @contextlib.contextmanager
 def running(model: Any) -> Iterator[None]:
-    """Raises BadInput for what a model's forward raises inside: a config may ask for what no code can compute."""
+    """Raise BadInput for exceptions of a model's forward inside: a config may ask for what no code can compute."""
     try:
         yield
     except SurgeonError:
         raise
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
         shown = printable(str(getattr(model, "name_or_path", "") or type(model).__name__))
-        # `generate` cannot draw from such probabilities.
+        # `generate` raises this where it cannot sample from NaN probabilities.
         if "`nan`" in str(error):
             raise BadInput(f"{shown}: {why_nan(model)}") from error
         raise BadInput(
@@ -55,13 +55,13 @@ def running(model: Any) -> Iterator[None]:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The floating torch dtype called `name` ("bfloat16", "float32", …). Raises BadInput for any other name."""
+    """Return the floating torch dtype called `name` ("bfloat16", "float32", …). Raises BadInput for any other name."""
     check_dtype(name)
     return _torch(name)
 
 
 def stored_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a tensor that a checkpoint's header calls `name` ("BF16", …)."""
+    """Return the torch dtype of a tensor that a checkpoint's header calls `name` ("BF16", …)."""
     return _torch(FLOAT_DTYPES[name].torch)
 
 
@@ -73,7 +73,7 @@ def _torch(name: str) -> torch.dtype:
 
 @dataclass(frozen=True)
 class _Loader:
-    """How a model is made: of a config alone (`blank`), or with the weights of a view (`filled`)."""
+    """The functions that make a model: from a config only (`blank`), or with the weights of a view (`filled`)."""
 
     config: Any
     blank: Callable[..., Any]
@@ -81,11 +81,12 @@ class _Loader:
 
 
 def _loader(folder: CheckpointFolder, view: Path, auto: str) -> _Loader:
-    """How transformers' class `auto` makes the model of `folder`, whose view this is."""
+    """Return the loader by which transformers' class `auto` makes the model of `folder`, whose view is `view`."""
     import transformers
 
     if folder.classes == "shipped":
-        # The installed package's, which the folder's file equals byte for byte: transformers imports nothing of it.
+        # The class of the installed surgeon, which the folder's file equals byte for byte: transformers does not import
+        # the file.
         kind = shipped_class(folder.config, auto)
         config = shipped_config(kind, {**folder.config, **_dequantising(folder.config)})
         return _Loader(config, kind._from_config, kind.from_pretrained)
@@ -100,7 +101,7 @@ def _loader(folder: CheckpointFolder, view: Path, auto: str) -> _Loader:
 
 
 def shipped_class(config: Mapping[str, Any], auto: str) -> Any:
-    """The class that surgeon ships for a grafted model of this config, as transformers' class `auto` would choose it.
+    """Return the class that surgeon ships for a grafted model of this config and that class `auto` would choose.
 
     Raises ValueError where there is none.
     """
@@ -112,17 +113,17 @@ def shipped_class(config: Mapping[str, Any], auto: str) -> Any:
 
 
 def shipped_config(kind: Any, config: Mapping[str, Any]) -> Any:
-    """A config.json as the config object of a shipped class."""
+    """Return a config.json as the config object of a shipped class."""
     return config_of(config, kind.config_class)
 
 
 def _shown_config(folder: CheckpointFolder) -> dict[str, Any]:
-    """What the view of a folder says in its config.json; quantised weights are loaded dequantised, wherever."""
+    """Return the config.json for the view of a folder; it has quantised weights loaded dequantised."""
     from transformers import CONFIG_MAPPING
 
     loading = _dequantising(folder.config)
     if folder.classes == "own":
-        # Its code may read any field; where code comes from is the folder alone.
+        # Its own code may read any field. Fields that name another place are left out: code comes only from the folder.
         return {key: value for key, value in folder.config.items() if not key.endswith("name_or_path")} | loading
     try:
         kind = CONFIG_MAPPING[str(folder.config.get("model_type"))]
@@ -132,9 +133,10 @@ def _shown_config(folder: CheckpointFolder) -> dict[str, Any]:
 
 
 def _dequantising(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields by which transformers loads quantised weights dequantised; none where they are not quantised."""
+    """Return the fields by which transformers loads quantised weights dequantised; empty where none are quantised."""
     settings = quantisation(config)
-    # Embeddings too: transformers would match every pattern of `modules_to_not_convert` for those left quantised.
+    # Without this field embeddings are dequantised too; with it transformers would match every pattern of
+    # `modules_to_not_convert`.
     kept = {key: value for key, value in (settings or {}).items() if key != "modules_to_convert"}
     return {QUANTISATION: kept | {"dequantize": True}} if kept else {}
 
@@ -143,14 +145,14 @@ def _dequantising(config: Mapping[str, Any]) -> dict[str, Any]:
 def _loading(
     folder: CheckpointFolder, auto: str, failure: type[SurgeonError], doing: str
 ) -> Iterator[tuple[Path, _Loader]]:
-    """A view of the folder and the model's loader; whatever transformers raises becomes `failure`, in one line."""
+    """Yield a view of the folder and the model's loader; exceptions of transformers become `failure`, in one line."""
     shown = printable(str(folder.path))
     with contextlib.ExitStack() as stack:
         try:
             view = stack.enter_context(view_of_model(folder, _shown_config(folder)))
         except BadInput as error:
             if isinstance(error.__cause__, OSError):
-                # No room for temporary files, say, which says nothing of the folder.
+                # No room for temporary files, say: not the folder's fault.
                 raise
             raise failure(str(error)) from error
         try:
@@ -162,7 +164,10 @@ def _loading(
 
 
 def opened(folder: CheckpointFolder | Path, failure: type[SurgeonError] = BadInput) -> CheckpointFolder:
-    """The checkpoint itself, or a folder opened as a stranger's: code of its own is refused. Raises `failure`."""
+    """Return a checkpoint as it is, or open a folder as untrusted, so that its own code is refused.
+
+    Raises `failure`.
+    """
     if isinstance(folder, CheckpointFolder):
         return folder
     try:
@@ -181,15 +186,15 @@ def load_model(
     auto: str | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Any:
-    """The model in `folder` as transformers' class `auto` loads it, in eval mode; None: that of a decoder.
+    """Load the model in `folder` by transformers' class `auto`, in eval mode; None: the class of a decoder.
 
-    `attention` is the attention implementation (`attention_of` another model; None: the one transformers chooses). A
-    tensor that is missing, without a place in a layer or of another shape raises `failure` (BadInput by default),
-    naming the first: transformers only warns, fills in random values and goes on. Tensors outside the layers that the
-    model has no place for compute nothing; `say` gets a line that names them. Weights at unaligned addresses of a
-    mapped file are copied to aligned ones, because BLAS kernels may round differently by alignment and two files
-    rarely have the same tensor at the same offset. For encoders, whose head may be missing, a tensor without a place
-    in the model is not an error (layers are checked by name before), nor is a base model's missing pooler.
+    `attention` is the attention implementation (`attention_of` another model; None: transformers chooses). A tensor
+    that is missing, without a place in a layer or of another shape raises `failure` (BadInput by default), naming the
+    first one; transformers only warns, fills in random values and goes on. Tensors outside the layers for which the
+    model has no place compute nothing; `say` gets a line that names them. Weights at unaligned addresses of a mapped
+    file are copied to aligned ones, because BLAS kernels may round differently by alignment, and two files rarely have
+    the same tensor at the same offset. For encoders, whose head may be missing, a tensor without a place in the model
+    is not an error (layers are checked by name before), nor is a base model's missing pooler.
     """
     folder = opened(folder, failure)
     if why := _unreadable(folder):
@@ -227,7 +232,7 @@ def load_model(
 
 
 def _unreadable(folder: CheckpointFolder) -> str:
-    """Why transformers cannot read the weights of a quantised folder, if it cannot."""
+    """Return why transformers cannot read the weights of a quantised folder; empty where it can."""
     settings = quantisation(folder.config)
     if settings is None or settings["quant_method"] != COMPRESSED:
         return ""
@@ -240,9 +245,10 @@ def _unreadable(folder: CheckpointFolder) -> str:
 
 @contextlib.contextmanager
 def _whole_blocks(folder: CheckpointFolder) -> Iterator[None]:
-    """Have transformers dequantise FP8 matrices block by block as they were quantised, the last blocks smaller.
+    """Have transformers dequantise FP8 matrices in the blocks of their quantisation, the last blocks smaller.
 
-    It divides a matrix into equal blocks, which fails on 576 rows in five blocks of 128, and is wrong on 192 in two.
+    transformers divides a matrix into equal blocks, which fails for 576 rows in five blocks of 128, and is wrong for
+    192 rows in two.
     """
     if quantisation(folder.config) is None:
         yield
@@ -268,9 +274,9 @@ def _whole_blocks(folder: CheckpointFolder) -> Iterator[None]:
 
 
 def _one_dtype(model: Any) -> None:
-    """Give what a quantised checkpoint stores in half precision the model's dtype.
+    """Cast the tensors that a quantised checkpoint stores in half precision to the model's dtype.
 
-    transformers leaves it as it is beside dequantised weights, and two dtypes cannot be multiplied.
+    transformers leaves them as stored, next to dequantised weights, and two dtypes cannot be multiplied.
     """
     wanted = model.config.get_text_config().dtype
     halves = (torch.float16, torch.bfloat16)
@@ -287,9 +293,9 @@ def build_model(
     failure: type[SurgeonError] = BadInput,
     auto: str | None = None,
 ) -> Any:
-    """The model in `folder` on the meta device, in eval mode; `dtype` chooses its dtype by its config object.
+    """Build the model in `folder` on the meta device, in eval mode; `dtype` chooses its dtype from its config object.
 
-    It is of transformers' class `auto`; None: that of a decoder. Its buffers are real: the ones outside the checkpoint
+    The class is transformers' `auto`; None: the class of a decoder. Buffers are real: those outside the checkpoint
     (rotary frequencies, embedding scales) could not be recovered from meta. Raises `failure` where it cannot be built.
     """
     from accelerate import init_empty_weights
@@ -305,7 +311,7 @@ def build_model(
 
 
 def check_doubled(folder: CheckpointFolder, model: Any, failure: type[SurgeonError]) -> None:
-    """Raise `failure` where transformers has loaded one tensor twice: the last one stays, and it says nothing."""
+    """Raise `failure` where transformers loads two stored tensors into one: it silently keeps the last."""
     if twice := stored_twice(model, made_of(model, folder.tensors)):
         first, second = map(printable, twice)
         raise failure(f"{printable(str(folder.path))}: {first} and {second} are one tensor to transformers; keep one")
@@ -352,7 +358,10 @@ def _check_loaded(
 
 
 def _further(names: Iterable[str], layers: int | None) -> frozenset[int]:
-    """Layers above the stack's `layers` that predict further tokens: they hold other tensors than its last one does."""
+    """Return the layers from number `layers` on that predict further tokens (MTP).
+
+    They hold other tensors than the stack's last layer.
+    """
     held: dict[int, set[str]] = {}
     for _, index, suffix in places_of(names).values():
         held.setdefault(index, set()).add(suffix)
@@ -361,13 +370,13 @@ def _further(names: Iterable[str], layers: int | None) -> frozenset[int]:
 
 
 def _is_idle(name: str, further: Collection[int]) -> bool:
-    """Whether a tensor that a model has no place for may lie in its checkpoint: one outside the layers of its stack."""
+    """Return whether a tensor without a place in the model may be in its checkpoint: one outside the stack's layers."""
     place = layer_of(name)
     return place is None or place[1] in further
 
 
 def attention_of(model: Any) -> Attention:
-    """The attention implementation of a model; of one with several parts, each part's, by its name in the config."""
+    """Return a model's attention implementation; for a model with several parts, one per part by its config name."""
     config = model.config
     parts = {key: getattr(config, key, None) for key in getattr(config, "sub_configs", {})}
     each = {key: part._attn_implementation for key, part in parts.items() if part is not None}
@@ -375,13 +384,13 @@ def attention_of(model: Any) -> Attention:
 
 
 def decoder_class(config: Mapping[str, Any]) -> str:
-    """transformers' auto class for the decoder of a config: one for text alone, or for images and text."""
+    """Return transformers' auto class for the decoder of a config: for text only, or for images and text."""
     native = composition_of(config)
     return native.auto if native is not None else auto_of(config) or CAUSAL
 
 
 def find_tokenizer(folder: Path) -> tuple[Any, str]:
-    """The tokenizer in `folder`, or None and the reason in words. Never runs code from the folder."""
+    """Return the tokenizer in `folder`, or None and the reason in words. Never runs code from the folder."""
     from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
@@ -400,10 +409,10 @@ def find_tokenizer(folder: Path) -> tuple[Any, str]:
 
 
 def with_adapter(model: Any, adapter: Path, called: Callable[[str], str]) -> Any:
-    """A model with the PEFT adapter of a folder that was opened, in eval mode. Raises BadInput where PEFT refuses it.
+    """Load the PEFT adapter of an opened folder onto a model, in eval mode. Raises BadInput where PEFT refuses it.
 
-    PEFT sees the two files that were checked, and no other, with tensors as `called` renames them: those whose names it
-    does not know, it leaves out in silence.
+    PEFT gets only the two files that were checked, with tensors renamed by `called`: it silently leaves out tensors
+    whose names it does not know.
     """
     from peft import PeftModel
     from safetensors.torch import load_file, save_file
@@ -420,9 +429,11 @@ def with_adapter(model: Any, adapter: Path, called: Callable[[str], str]) -> Any
 
 
 def find_processor(folder: Path) -> tuple[Any, str]:
-    """The processor of images and text in `folder`, or None and the reason in words. Never runs code from the folder.
+    """Return the processor of images and text in `folder`, or None and the reason in words.
 
-    Its part for videos, which needs packages that images do not, is left out.
+    Never runs the folder's code.
+
+    Its part for videos, which needs packages that images do not need, is left out.
     """
     from transformers import AutoProcessor, ProcessorMixin
 

@@ -1,9 +1,9 @@
-"""Forwards of two models side by side, so that what they are multiplied with is read once for all of them.
+"""Running the forwards of two models side by side, so that each matrix is read once for all of them.
 
-A forward is code of transformers that runs from end to end. Each runs in a thread of its own, one at a time: it waits
-where it comes to a matrix that stays in its file (stored_matrix.py), or to a layer whose other weights are read, until
-all others of its model that have yet to come there have come; then one reading serves them all. Where the base and the
-output wait at matrices that look the same, one product may serve both.
+A forward is transformers code that runs from beginning to end. Each runs in its own thread, one at a time. It waits
+where it reaches a matrix that stays in its file (stored_matrix.py), or a layer whose other weights must be read, until
+all other forwards of its model that still have to get there have arrived. Then one reading serves them all. Where base
+and output wait at matrices that look the same, one product may serve both.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-# Of results outside of the layers (logits) at a time, one forward and its twin at least.
+# The most bytes of results outside the layers (logits) at a time; at least one forward and its twin are served.
 _RESULT_BYTES = 64 * 1024 * 1024
-# Threads of a forward: what is large is multiplied by the one that runs them all, with as many as torch has.
+# torch threads in a forward; large products run in the main thread, with as many as torch has.
 _THREADS = 4
 
 _running = threading.local()
@@ -28,7 +28,10 @@ _running = threading.local()
 
 @dataclass(eq=False)
 class Entry:
-    """A layer is entered whose weights are read for all that enter; the first of them finds in `count` how many do."""
+    """A request to enter a layer whose weights are read once for all forwards that enter together.
+
+    `count` is the number of these forwards for the first of them, and 0 for the others.
+    """
 
     key: Any
     place: int
@@ -37,21 +40,21 @@ class Entry:
 
 
 class _Abandoned(BaseException):
-    """Ends a forward that nobody waits for any more."""
+    """The exception that ends a forward that is no longer needed."""
 
 
 class Forward:
-    """A forward of the base (`side` 0) or the output (1); those with one `twin` are compared with each other."""
+    """A forward of the base (`side` 0) or of the output (1); two forwards with the same `twin` are compared."""
 
     def __init__(self, work: Callable[[], Any], *, side: int, twin: int) -> None:
         self.side, self.twin = side, twin
         self.result: Any = None
         self.error: BaseException | None = None
-        # Why what it waited for could not be served.
+        # The error with which its request failed.
         self.failure: Exception | None = None
         self.waiting: Any = None
         self.done = False
-        # Forwards from end to end that it has begun: one, or one for each token.
+        # The number of passes through the model begun so far: one, or one for each token.
         self.passes = 0
         self._work = work
         self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
@@ -59,7 +62,7 @@ class Forward:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def resume(self) -> None:
-        """Let it run until it waits again or is done."""
+        """Let the forward run until it waits again or is done."""
         self.waiting = None
         if not self._thread.ident:
             self._thread.start()
@@ -69,7 +72,10 @@ class Forward:
         self._away = False
 
     def wait(self, request: Any) -> Any:
-        """Wait, from inside, until an Entry or a product (stored_matrix.py) is served. Raises why it was not."""
+        """Wait, in the forward's thread, until an Entry or a product (stored_matrix.py) is served.
+
+        Raises the error if it failed.
+        """
         self.waiting = request
         self._back.release()
         self._go.acquire()
@@ -80,7 +86,7 @@ class Forward:
         return request
 
     def abandon(self) -> None:
-        """End it where it is."""
+        """End the forward where it waits."""
         if self._away:
             self._back.acquire()
         if self._thread.ident and not self.done:
@@ -90,7 +96,7 @@ class Forward:
 
     @property
     def position(self) -> tuple[int, int]:
-        """How far it has come, where it waits."""
+        """The place in the model where the forward waits: its pass, and the place in that pass."""
         return self.passes, self.waiting.place
 
     def _run(self) -> None:
@@ -107,7 +113,7 @@ class Forward:
 
 
 def current() -> Forward | None:
-    """The forward that runs in this thread; None where none does."""
+    """Return the forward that runs in this thread; None where none does."""
     found: Forward | None = getattr(_running, "forward", None)
     return found
 
@@ -117,10 +123,10 @@ def run(
     multiply: Callable[[Sequence[Any]], None],
     finished: Callable[[Sequence[Forward]], None],
 ) -> None:
-    """Run them all. `finished` gets those of each twin as soon as they are done; their results are freed then.
+    """Run all forwards. `finished` gets those of each twin as soon as they are done; then their results are freed.
 
-    Of one side those that come first in `forwards` run first wherever they wait together. Raises what a forward raised,
-    the base's first.
+    On each side, where several wait together, the order of `forwards` decides which run first. Raises the exception of
+    a forward, the base's first.
     """
     threads = torch.get_num_threads()
     left = list(forwards)
@@ -142,7 +148,7 @@ def run(
 
     try:
         resume(forwards)
-        # Each of them set the number for all that come later.
+        # Each forward has set the number of threads for all later code.
         torch.set_num_threads(threads)
         while left:
             served = _next(left)
@@ -158,10 +164,10 @@ def run(
                     with torch.inference_mode():
                         multiply(requests)
                 except Exception as error:
-                    # Each forward says what it means to it.
+                    # Each forward raises the error itself, where it waits.
                     for forward in served:
                         forward.failure = error
-            # The results are theirs.
+            # Only the forwards keep the results.
             del requests
             resume(served)
     finally:
@@ -172,8 +178,10 @@ def run(
 
 @contextmanager
 def returned_memory() -> Iterator[None]:
-    """Inside, what is freed goes back. From before the models are made: matrices without numbers, allocated and freed,
-    would leave a hole in the heap from which all later blocks and activations come, and to which they return.
+    """Return freed memory to the system while the context is open. Open it before the models are built.
+
+    Otherwise matrices without numbers, allocated and freed, would leave a hole in the heap: later blocks and
+    activations would be allocated there, and freed memory would stay there.
     """
     _share_memory()
     try:
@@ -187,9 +195,10 @@ def _glibc() -> Any:
 
 
 def _share_memory() -> None:
-    """One pool for all threads, of which one runs at a time (each would keep what it once had), for small pieces alone.
+    """Use one memory pool for all threads, and only for small pieces; only one thread runs at a time.
 
-    glibc's M_ARENA_MAX, and M_MMAP_THRESHOLD: activations and blocks of weights go back as soon as they are freed.
+    With several pools each would keep its own freed memory. glibc's M_ARENA_MAX and M_MMAP_THRESHOLD are set:
+    activations and blocks of weights are returned to the system as soon as they are freed.
     """
     if (mallopt := getattr(_glibc(), "mallopt", None)) is not None:
         mallopt(-8, 1)
@@ -198,14 +207,14 @@ def _share_memory() -> None:
 
 
 def _keep_memory() -> None:
-    """Let freed memory be kept: glibc's largest dynamic threshold, which other code comes to by itself."""
+    """Have glibc keep freed memory again, below its largest dynamic threshold, which other code reaches by itself."""
     if (mallopt := getattr(_glibc(), "mallopt", None)) is not None:
         mallopt(-3, 32 * 1024 * 1024)
         _return_memory()
 
 
 def _return_memory() -> None:
-    """Give what is free back: layers leave pieces, and logits are large."""
+    """Return free memory to the system: layers leave small pieces, and logits are large."""
     if (trim := getattr(_glibc(), "malloc_trim", None)) is not None:
         trim(0)
 
@@ -224,7 +233,7 @@ def _next(forwards: Sequence[Forward]) -> list[Forward]:
 
 
 def _hindmost(forwards: Sequence[Forward]) -> list[Forward]:
-    """Return one model's forwards that wait for what the one needs that has come least far."""
+    """Return those of one model's forwards that wait for the same thing as the forward that is furthest behind."""
     if not forwards:
         return []
     last = min(forwards, key=lambda forward: forward.position)
@@ -234,7 +243,7 @@ def _hindmost(forwards: Sequence[Forward]) -> list[Forward]:
 
 
 def _few(forwards: Sequence[Forward]) -> list[Forward]:
-    """Return as many twins as their results leave room for, whole logits of each."""
+    """Return as many twins as there is memory for their results, which are whole logits."""
     found: list[Forward] = []
     room = _RESULT_BYTES
     for twin in dict.fromkeys(forward.twin for forward in forwards):

@@ -1,6 +1,6 @@
-"""Do two models compute the same function that write no words? Compare their heads' outputs, with padding.
+"""Comparing two models that return no logits over the vocabulary: their heads' outputs, with padding.
 
-They are encoders, and decoders with a head for labels or answers.
+These are encoders, and decoders with a head for labels or answers.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from surgeon.models.compare import ROUNDING
 from surgeon.models.load import load_model, opened, running
 
 WHOLE = "whole sequences"
-# Windows that run together.
+# The number of windows in one batch.
 _TOGETHER = 4
-# What heads return, or the model without one.
+# The fields that heads return, or a model without a head.
 _OUTPUTS = ("logits", "prediction_logits", "start_logits", "last_hidden_state")
 
 
@@ -32,9 +32,9 @@ _OUTPUTS = ("logits", "prediction_logits", "start_logits", "last_hidden_state")
 class OutputComparison:
     """The result of comparing the outputs of `base` and `out` over the same tokens.
 
-    `output` is `logits` (of a head for answers `start_logits`), or `last_hidden_state` where there is no head.
+    `output` is `logits` (for a head for answers `start_logits`), or `last_hidden_state` where there is no head.
     `tokens`: positions that are not padding. `identical`: torch.equal on every value; padding counts only where the
-    output is one vector a sequence. `largest` is the largest of the base's values.
+    output is one vector per sequence. `largest` is the largest absolute value of the base.
     """
 
     mode: str
@@ -47,17 +47,17 @@ class OutputComparison:
 
     @property
     def rounded(self) -> bool:
-        """Whether outputs differ by no more than rounding makes of one function computed in two ways."""
+        """Whether outputs differ by no more than rounding explains between two computations of one function."""
         return self.identical or self.max_abs_difference <= ROUNDING[self.dtype] * self.largest
 
     @property
     def same_before_tail(self) -> bool:
-        """Whether outputs are identical: they have no tail of tokens."""
+        """Whether outputs are identical: such outputs have no last vocabulary rows to leave out."""
         return self.identical
 
     @property
     def same(self) -> int:
-        """The positions that have the base's values, where all have; they are not counted one by one."""
+        """The number of positions with the base's values: all or 0, because they are not counted one by one."""
         return self.tokens if self.identical else 0
 
     @property
@@ -67,7 +67,7 @@ class OutputComparison:
 
     @property
     def grown(self) -> None:
-        """None: of added tokens such a head says nothing."""
+        """None: such a head has no rows for added tokens."""
         return None
 
     @property
@@ -77,7 +77,7 @@ class OutputComparison:
 
 
 def auto_class(config: Mapping[str, Any]) -> str:
-    """The auto class of a checkpoint, by the head its config names; AutoModel where it names none."""
+    """Return the auto class of a checkpoint, by the head that its config names; AutoModel where it names none."""
     native = composition_of(config)
     if native is not None:
         named = str(next(iter(config.get("architectures") or ()), ""))
@@ -94,7 +94,7 @@ def compare_outputs(
     dtype: str = "auto",
     device: str = "cpu",
 ) -> OutputComparison:
-    """Load `base` and `out` whole and compare their outputs. The last third of every other window is padding.
+    """Load `base` and `out` whole and compare their outputs. The last third of every second window is padding.
 
     Args:
         base: the checkpoint before surgery.
@@ -122,7 +122,8 @@ def compare_outputs(
     )
     mask, together = torch.ones_like(ids), _TOGETHER
     if config.pad_token_id is None and not is_encoder(base.config):
-        # A decoder's classifier then finds no last token of a row but in a batch of one row, without padding.
+        # Without a padding token a decoder's classifier finds the last token only in a batch of one row without
+        # padding.
         together = 1
     else:
         mask[1::2, ids.shape[1] - ids.shape[1] // 3 :] = 0
@@ -138,9 +139,9 @@ def compare_outputs(
 
 
 def _both(base: Any, out: Any, ids_BT: Tensor, mask_BT: Tensor) -> tuple[str, Tensor, Tensor]:
-    """Run two models on the same tokens; return what their head gives, by its name, and the values of each.
+    """Run two models on the same tokens; return the name of their head's output, and the values of each.
 
-    Raises BadInput where the base's are no numbers, PromiseBroken where the output's have another shape.
+    Raises BadInput where the base's values are NaN, PromiseBroken where the output's have another shape.
     """
     outputs = []
     for model in (base, out):
@@ -161,28 +162,29 @@ def _both(base: Any, out: Any, ids_BT: Tensor, mask_BT: Tensor) -> tuple[str, Te
 
 
 def _whole(output: Any, name: str) -> Tensor:
-    """The values called `name` in an output; of answers, where they begin and where they end."""
+    """Return the values called `name` in an output; for a head for answers, their start and end logits."""
     values: Tensor = output[name]
     return torch.stack((values, output["end_logits"]), dim=-1) if name == "start_logits" else values
 
 
 def _compared(values: Tensor, mask_BT: Tensor) -> Tensor:
-    """Values at positions without padding; all values where the output is one vector a sequence."""
+    """Return the values at positions without padding; all values where the output is one vector per sequence."""
     return values[mask_BT.bool()] if values.shape[:2] == mask_BT.shape and values.dim() == 3 else values
 
 
 def load_encoder(folder: CheckpointFolder | Path, **options: Any) -> Any:
-    """Load it as `load_model` does, in one dtype: transformers keeps two biases of DeBERTa in float32, which then fail.
+    """Load a model as `load_model` does, with all weights in one dtype.
 
-    Raises BadInput, or the given `failure`, as `load_model` does.
+    transformers keeps two biases of DeBERTa in float32, with which it then fails. Raises BadInput, or the given
+    `failure`, as `load_model` does.
     """
     model = load_model(folder, **options)
     return model.to(model.dtype)
 
 
 def positions_of(model: Any) -> int | None:
-    """How many tokens the encoder has positions for; None where nothing bounds them."""
-    # RoBERTa and its like count positions from after the padding index.
+    """Return how many tokens the encoder has positions for; None where nothing limits them."""
+    # RoBERTa and similar models count positions from the number after the padding index.
     counted = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
     padding = next((index for module in counted if (index := getattr(module, "padding_idx", None)) is not None), -1)
     room = getattr(model.config, "max_position_embeddings", None)

@@ -1,9 +1,10 @@
 """A matrix that stays in its file while a model runs: embeddings read the rows they look up, products go by blocks.
 
-Rows that are looked up are the same numbers wherever they lie. A product by blocks of rows is that of each block: BLAS
-may add up the terms of a product of another shape in another order, so blocks are the same for two models that are
-compared, and equal inputs and equal rows give equal bits. Several products are made of one reading (`multiply`):
-forwards that run side by side (lockstep.py) meet at a matrix, each in its own dtype, and at that of the other model.
+Looked-up rows are the same numbers wherever they are stored. A product by blocks of rows consists of the products of
+its blocks. BLAS may add up the terms of a product of another shape in another order, so blocks are the same for two
+models that are compared: then equal inputs and equal rows give equal bits. Several products are made from one reading
+(`multiply`): forwards that run side by side (lockstep.py) meet at a matrix, each in its own dtype, and at the
+corresponding matrix of the other model.
 """
 
 from __future__ import annotations
@@ -19,24 +20,25 @@ from torch.nn import functional
 
 from surgeon.models import lockstep
 
-# Of a matrix at a time, in every dtype: a product by so many runs at full speed, and they are few beside a layer's.
+# The most numbers of a matrix in memory at a time, per dtype: enough for products at full speed, few next to a layer's.
 BLOCK_NUMBERS = 2 * 1024 * 1024
-# What can be asked of a matrix without its numbers.
+# Functions and attributes of a matrix that do not need its numbers.
 _FACTS = frozenset(
     {
         *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.element_size, Tensor.is_floating_point),
         *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "ndim", "layout", "requires_grad", "nbytes")),
     }
 )
-# The numbers of rows from one up to another, as they are stored.
+# A function that reads the rows from one number up to another, as stored.
 ReadRows = Callable[[int, int], Tensor]
 
 
 class StoredMatrix(Tensor):
-    """A matrix (rows, columns) whose numbers `read(first, behind)` gives; it casts and moves them as it is multiplied.
+    """A matrix (rows, columns) whose numbers `read(first, behind)` returns.
 
-    Its shape and dtype are a meta tensor's. `embedding` and `linear` take what they need of it; whatever else is done
-    with it is done with all of it, read for that. Two with an equal `read` are one matrix in two dtypes.
+    It casts and moves them when it is multiplied. Its shape and dtype come from a meta tensor. `embedding` and `linear`
+    read only the rows that they need; any other operation reads the whole matrix. Two objects with an equal `read` are
+    one matrix in two dtypes.
     """
 
     _read: ReadRows
@@ -62,9 +64,9 @@ class StoredMatrix(Tensor):
             like: a meta tensor of its shape and dtype.
             read: reads rows of it.
             device: where rows are read to.
-            cut: a block of rows ends before this row; 0: none does.
+            cut: a block of rows ends before this row; 0: no such row.
             place: its place in the order of the model.
-            outside: whether that is in no layer.
+            outside: whether the matrix is outside the layers.
         """
         made = like.detach().as_subclass(cls)
         made._read, made._device, made._cut = read, device, cut
@@ -78,11 +80,11 @@ class StoredMatrix(Tensor):
 
     @property
     def is_meta(self) -> bool:  # type: ignore[override]
-        """It has numbers."""
+        """False: the matrix has numbers."""
         return False
 
     def whole(self) -> Tensor:
-        """All of it, in memory."""
+        """Read the whole matrix into memory."""
         return self._placed(self._read(0, int(self.shape[0])))
 
     def _placed(self, stored: Tensor) -> Tensor:
@@ -90,12 +92,12 @@ class StoredMatrix(Tensor):
 
     @property
     def _blocks(self) -> list[tuple[int, int]]:
-        """Rows from and to, in order."""
+        """The blocks of rows, as (first, end), in order."""
         rows, columns = self.shape
         most = max(1, BLOCK_NUMBERS // max(1, columns))
         cuts = {0, *range(0, rows, most), rows}
         if 0 < self._cut < rows:
-            # Up to the cut as a matrix that ends there, and from there on.
+            # Blocks before the cut are those of a matrix that ends there; further blocks begin at the cut.
             cuts = {*range(0, self._cut, most), *range(self._cut, rows, most), rows}
         return list(pairwise(sorted(cuts)))
 
@@ -107,7 +109,7 @@ class StoredMatrix(Tensor):
             return _looked_up(args[1], args[0])
         if func is functional.linear and isinstance(args[1], cls):
             product = Product(args[1], args[0], args[2] if len(args) > 2 else kwargs.get("bias"))
-            # Beside other forwards it waits for theirs by the same matrix.
+            # Where other forwards run side by side, wait for their products with the same matrix.
             if (forward := lockstep.current()) is not None:
                 forward.wait(product)
             else:
@@ -123,7 +125,7 @@ class StoredMatrix(Tensor):
 
 
 def _looked_up(matrix: StoredMatrix, ids: Tensor) -> Tensor:
-    """The rows `ids`, each read once; neither a padding row nor the order of gradients matters to what is looked up."""
+    """Return the rows `ids`, each read once; padding rows and the order of gradients do not matter for a lookup."""
     wanted, where = torch.unique(ids, return_inverse=True)
     rows = [matrix._read(row, row + 1) for row in wanted.tolist()] or [matrix._read(0, 0)]
     return matrix._placed(torch.cat(rows))[where]
@@ -131,7 +133,7 @@ def _looked_up(matrix: StoredMatrix, ids: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class Product:
-    """inputs (…, columns) times a matrix transposed, plus bias: `result` (…, rows)."""
+    """A product of inputs (…, columns) and a transposed matrix, plus bias: `result` (…, rows)."""
 
     matrix: StoredMatrix
     inputs: Tensor
@@ -140,7 +142,7 @@ class Product:
 
     @property
     def key(self) -> ReadRows:
-        """The function that reads it: the same in every dtype."""
+        """The function that reads the matrix: the same in every dtype."""
         return self.matrix._read
 
     @property
@@ -150,21 +152,21 @@ class Product:
 
     @property
     def outside(self) -> bool:
-        """Whether that is in no layer."""
+        """Whether its matrix is outside the layers."""
         return self.matrix._outside
 
     @property
     def result_bytes(self) -> int:
-        """How large the result is."""
+        """The size of the result in bytes."""
         return self.inputs.numel() // self.inputs.shape[-1] * int(self.matrix.shape[0]) * self.inputs.element_size()
 
     def alike(self, other: Product) -> bool:
-        """Whether the matrices may hold the same numbers, by their first row."""
+        """Return whether the matrices may hold the same numbers, judged by their first row."""
         mine, others = self.matrix, other.matrix
         return mine.shape[1] == others.shape[1] and _equal(mine._read(0, 1), others._read(0, 1))
 
     def equals(self, other: Product) -> bool:
-        """Whether the same matrix would give the same result."""
+        """Return whether both products would have the same result if their matrices had the same numbers."""
         if (self.inputs.dtype, self.matrix.dtype) != (other.inputs.dtype, other.matrix.dtype):
             return False
         biases = (self.bias is None) == (other.bias is None)
@@ -176,18 +178,18 @@ class Product:
         return None if self.bias is None else self.bias[first:behind]
 
     def of_zeros(self, first: int, behind: int) -> Tensor:
-        """Return what rows of zeros give for finite inputs."""
+        """Return the result columns for rows of zeros and finite inputs."""
         made = self.inputs.new_zeros(*self.inputs.shape[:-1], behind - first)
         bias = self.bias_of(first, behind)
         return made if bias is None else made + bias
 
     def columns(self, first: int, behind: int) -> Tensor:
-        """Return the columns of the result that a block of rows made."""
+        """Return the result columns of a block of rows."""
         assert self.result is not None
         return self.result[..., first:behind]
 
     def add(self, first: int, behind: int, made: Tensor) -> None:
-        """Put in the columns of a block of rows."""
+        """Store the result columns of a block of rows."""
         if behind - first == self.matrix.shape[0]:
             self.result = made
             return
@@ -197,10 +199,10 @@ class Product:
 
 
 def multiply(products: Sequence[Product]) -> None:
-    """Make the results of products, reading each block of rows of each matrix once.
+    """Compute the results of products, reading each block of rows of each matrix once.
 
-    A product of equal inputs by equal rows is made once and copied, and one of finite inputs by zeros not at all: the
-    bits are those that making it would give (but for the sign of a zero, which no comparison looks at).
+    A product of equal inputs and equal rows is computed once and copied; one of finite inputs and zeros is not
+    computed. The bits are those that computing would give (except for the sign of a zero, which no comparison regards).
     """
     blocks = {product.key: product.matrix._blocks for product in products}
     same = [
@@ -221,12 +223,12 @@ def multiply(products: Sequence[Product]) -> None:
             else:
                 made = _linear(product.inputs, block.placed(product.matrix), product.bias_of(first, behind))
             product.add(first, behind, made)
-        # Before the next one is read.
+        # Free the block before the next one is read.
         del block
 
 
 class _Block:
-    """The rows of each matrix of which products are being made, and what is known of them."""
+    """The current rows of each matrix, and the cached results of comparing them."""
 
     def __init__(self, read: dict[ReadRows, tuple[tuple[int, int], Tensor]]) -> None:
         self.read = read
@@ -235,14 +237,14 @@ class _Block:
         self._empty: dict[ReadRows, bool] = {}
 
     def placed(self, matrix: StoredMatrix) -> Tensor:
-        """The rows in the dtype of a matrix, where it is multiplied."""
+        """Return the rows in a matrix's dtype, on its device."""
         key = (matrix._read, matrix.dtype, matrix.device)
         if key not in self._placed:
             self._placed[key] = matrix._placed(self.read[matrix._read][1])
         return self._placed[key]
 
     def equal(self, one: ReadRows, other: ReadRows) -> bool:
-        """Whether two matrices have the same numbers there."""
+        """Return whether two matrices have the same numbers in this block."""
         if one == other:
             return True
         if (one, other) not in self._equal:
@@ -251,7 +253,7 @@ class _Block:
         return self._equal[one, other]
 
     def empty(self, key: ReadRows) -> bool:
-        """Whether the rows are zeros."""
+        """Return whether the rows are zeros."""
         if key not in self._empty:
             words = _words(self.read[key][1])
             self._empty[key] = not words[:1024].any() and not words.any()
@@ -259,10 +261,11 @@ class _Block:
 
 
 def _linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Multiply as in a model that was loaded whole, whose weights are parameters.
+    """Multiply with the same bits as in a model that was loaded whole, whose weights are parameters.
 
-    Rows that lie apart, as the last token of each window does, torch copies together before it multiplies them by a
-    parameter; by any other tensor it would multiply them as a batch, whose sums may be rounded otherwise.
+    For rows that are not contiguous, such as the last token of each window, torch first copies them together if the
+    weight is a parameter. With any other tensor torch would multiply them as a batch, whose sums may be rounded
+    differently.
     """
     if inputs.is_contiguous():
         return functional.linear(inputs, weight, bias)
@@ -271,7 +274,7 @@ def _linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _words(stored: Tensor) -> Tensor:
-    """The bytes of a tensor, eight in one where they are so many."""
+    """Return the bytes of a tensor, as 64-bit words where their number is a multiple of eight."""
     content = stored.contiguous().view(-1).view(torch.uint8)
     return content.view(torch.int64) if len(content) % 8 == 0 else content
 

@@ -1,10 +1,10 @@
 """A causal model whose weights are in memory only while the unit that owns them runs.
 
-The model is built on the meta device; hooks load the weights of one unit (a decoder layer, the embedding, the final
-norm, the output head) from the shards just before it runs and free them right after. Matrices outside the layers stay
-in their file: embeddings read the rows they look up, the head a block of rows at a time (stored_matrix.py); with
-`by_matrix` those of layers' linear modules do too. The forward is transformers' own, so masks, caches and scaling are
-the family's.
+The model is built on the meta device. Hooks load the weights of one unit (a decoder layer, the embedding, the final
+norm, the output head) from the shards just before it runs, and free them right after. Matrices outside the layers stay
+in their file: embeddings read the rows they look up, the head a block of rows at a time (stored_matrix.py). With
+`by_matrix` the matrices of layers' linear modules stay in their file too. The forward is transformers' own, so masks,
+caches and scaling are those of the model type.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from surgeon.models.load import (
 )
 from surgeon.models.stored_matrix import StoredMatrix
 
-# Of what is read to be cast to another dtype, at a time; whole numbers of every width.
+# The bytes read at a time for casting to another dtype; a multiple of every number's width.
 _CAST_BYTES = 8 * 1024 * 1024
 
 
 class StreamedModel:
     """A causal language model whose weights are in memory only while the unit that owns them runs.
 
-    `module` is the transformers model (call it as any other, in inference mode); `layers` its decoder
-    layers; `stored_as` gives for each tensor of the model the names of what it is stored as. The names and shapes of
-    all stored tensors are checked before anything runs; it raises `failure` where they do not fit the config. `more` is
-    how many rows for tokens it has that a model which it is compared with has not: the head's blocks are cut there.
-    `by_matrix`: the matrices of layers' linear modules stay in their file too, and forwards may run side by side
+    `module` is the transformers model (call it as usual, in inference mode); `layers` are its decoder layers;
+    `stored_as` gives for each tensor of the model the names of the stored tensors it is made from. The names and shapes
+    of all stored tensors are checked before anything runs; it raises `failure` where they do not fit the config. `more`
+    is the number of its token rows that the model it is compared with does not have; the head's blocks are cut before
+    them. `by_matrix`: the matrices of layers' linear modules stay in their file too, and forwards may run side by side
     (lockstep.py).
     """
 
@@ -77,7 +77,7 @@ class StreamedModel:
         self.module = build_model(
             folder, dtype=lambda config: self._chosen_dtype(dtype, config), attention=attention, failure=failure
         )
-        # Those of the model's tensors that are made of other ones.
+        # The model's tensors that are converted from stored ones.
         self._made: set[str] = set()
         self._stack = ""
         self.stored_as = self._stored_names()
@@ -85,21 +85,23 @@ class StreamedModel:
         # Units (by id) whose weights are not loaded: layers that are left out.
         self.skipped: set[int] = set()
         self._more, self.by_matrix = more, by_matrix
-        # How much of the residual stream digests are of, from its first number on; None: all of it.
+        # How many first numbers of the residual stream digests cover; None: all of them.
         self.digest_width: int | None = None
-        # Of each forward its own, where they run side by side.
+        # Separate for each forward (thread), where they run side by side.
         self._digests = threading.local()
         self._move_buffers()
         self._hook_units()
 
     def take_digests(self) -> list[bytes]:
-        """Digests of the last forward (input of the first layer, output of each); empties the record."""
+        """Return and clear the digests of the last forward: of the first layer's input, then of each layer's output."""
         digests: list[bytes] = getattr(self._digests, "taken", [])
         self._digests.taken = []
         return digests
 
     def _chosen_dtype(self, dtype: str | torch.dtype, config: Any) -> torch.dtype:
-        """The given one, else the config's, else the first stored tensor's, as in transformers."""
+        """Set and return the dtype: the given one, else the config's, else the first stored tensor's (as
+        transformers).
+        """
         if isinstance(dtype, torch.dtype):
             self.dtype = dtype
         elif dtype != "auto":
@@ -116,7 +118,7 @@ class StreamedModel:
         return printable(str(self.folder.path))
 
     def _stored_names(self) -> dict[str, tuple[str, ...]]:
-        """Map every tensor of the model to what it is stored as, as transformers would load it; ties are followed."""
+        """Map every tensor of the model to the stored tensors that transformers would make it from, ties included."""
         check_doubled(self.folder, self.module, self.failure)
         try:
             anatomy = dissect_folder(self.folder)
@@ -129,7 +131,7 @@ class StreamedModel:
             for name in made.names:
                 sources.setdefault(name, []).append(stored)
         for name, other in self.module.all_tied_weights_keys.items():
-            # A head that is stored beside a tie is used, whatever the config says.
+            # A stored head is used although the config ties it.
             one, two = sources.get(name, []), sources.get(other, [])
             sources[name], sources[other] = one or two, two or one
         expected = self.module.state_dict(keep_vars=True)
@@ -138,7 +140,10 @@ class StreamedModel:
         return {name: tuple(sources[name]) for name in expected if sources.get(name)}
 
     def _decoder_layers(self) -> list[nn.Module]:
-        """The decoder's main stack. Not found by name (`layers`, `h`, …), which differs between families."""
+        """Return the layers of the decoder's main stack.
+
+        It is not found by name (`layers`, `h`, …): names differ by model type.
+        """
         if self._stack:
             return list(self.module.get_submodule(self._stack))
         stacks = [list(child) for child in self.module.get_decoder().children() if isinstance(child, nn.ModuleList)]
@@ -147,7 +152,7 @@ class StreamedModel:
         return max(stacks, key=lambda stack: sum(value.numel() for layer in stack for value in layer.parameters()))
 
     def _move_buffers(self) -> None:
-        """Put buffers on the device; the ones that are stored get their stored values, in the dtype of weights."""
+        """Move buffers to the device; stored buffers get their stored values, in the dtype of weights."""
         for prefix, owner in self.module.named_modules():
             for name, buffer in owner.named_buffers(recurse=False):
                 full = f"{prefix}.{name}" if prefix else name
@@ -159,7 +164,7 @@ class StreamedModel:
                 owner._buffers[name] = buffer.to(self.device)
 
     def _hook_units(self) -> None:
-        """Hook every decoder layer as a whole and every other module that owns parameters itself."""
+        """Hook every decoder layer as a whole, and every other module that owns parameters itself."""
         self._places = {id(module): place for place, module in enumerate(self.module.modules())}
         self.module.register_forward_pre_hook(_count_pass)
         names = {id(module): name for name, module in self.module.named_modules()}
@@ -182,20 +187,20 @@ class StreamedModel:
             if value is not None
         ]
         if not layer:
-            # It may be asked for its device before its module runs (Llama 4).
+            # A model may ask a parameter for its device before the module runs (Llama 4), so set matrices now.
             for owner, key, name in slots:
                 if self._stays(owner, key, name, layer=False):
                     owner._parameters[key] = self._in_file(name, owner._parameters[key], place=self._places[id(owner)])
         slots = [slot for slot in slots if not isinstance(slot[0]._parameters[slot[1]], StoredMatrix)]
         empty = {id(owner): dict(owner._parameters) for _, owner in owners}
-        # Forwards that are inside, which run side by side, and whether the weights are there.
+        # The number of forwards inside the unit, which run side by side, and whether its weights are loaded.
         inside, there = 0, False
 
         def fetch(_module: nn.Module, _args: Any) -> None:
             nonlocal inside, there
             forward, enter = lockstep.current(), 1
             if forward is not None and layer:
-                # Others run meanwhile.
+                # Other forwards run while this one waits.
                 enter = forward.wait(lockstep.Entry(id(unit), self._places[id(unit)])).count
             inside += enter
             if there or id(unit) in self.skipped:
@@ -223,14 +228,14 @@ class StreamedModel:
         unit.register_forward_hook(drop, always_call=True)
 
     def weights(self, names: list[str]) -> list[Tensor]:
-        """The weights called `names`, on the device and in the dtype of the computation."""
+        """Return the weights called `names`, on the device and in the dtype of the computation."""
         values = {name: self._read(name) for name in names if name not in self._made}
         if made := [name for name in names if name in self._made]:
             values |= self._converted(made)
         return [values[name] for name in names]
 
     def _stays(self, owner: nn.Module, key: str, name: str, *, layer: bool) -> bool:
-        """Whether a weight is a matrix of numbers that its model has as they are stored, and may stay in its file."""
+        """Return whether a weight is a matrix that the model uses as stored, so that it may stay in its file."""
         if layer and not (self.by_matrix and key == "weight" and type(owner).forward is nn.Linear.forward):
             return False
         stored = self.stored_as[name]
@@ -238,7 +243,7 @@ class StreamedModel:
         return name not in self._made and len(info.shape) == 2 and info.dtype in FLOAT_DTYPES
 
     def _in_file(self, name: str, like: Tensor | None, *, place: int, outside: bool = True) -> Any:
-        """A matrix in the place of a parameter, which a module never looks at."""
+        """Return a matrix, read from its file when used, that replaces a parameter; modules do not notice."""
         (stored,) = self.stored_as[name]
         assert like is not None, name
         cut = self.folder.tensors[stored].shape[0] - self._more if outside and self._more else 0
@@ -247,7 +252,7 @@ class StreamedModel:
         return StoredMatrix.of(typed, read, self.device, cut=cut, place=place, outside=outside)
 
     def _read(self, name: str) -> Tensor:
-        """A weight that is stored as it is."""
+        """Read a weight that is stored in the model's form."""
         (stored,) = self.stored_as[name]
         info = self.folder.tensors[stored]
         if info.dtype not in FLOAT_DTYPES or not info.shape:
@@ -261,7 +266,10 @@ class StreamedModel:
         return value
 
     def rows(self, stored: str, first: int, behind: int) -> Tensor:
-        """Some of the first dimension of a stored tensor, as they are stored: read, as mapped ones are unaligned."""
+        """Read rows from `first` up to `behind` of a stored tensor, in its stored dtype, into aligned memory.
+
+        They are read, not mapped, because mapped tensors are unaligned.
+        """
         info = self.folder.tensors[stored]
         value = torch.empty((behind - first, *info.shape[1:]), dtype=stored_dtype(info.dtype))
         row = info.nbytes // info.shape[0] if info.shape[0] else 0
@@ -282,7 +290,7 @@ class StreamedModel:
         return value.copy_(stored)
 
     def _stored(self, names: list[str]) -> dict[str, Tensor]:
-        """Tensors as they are stored, mapped."""
+        """Return tensors as they are stored, memory-mapped."""
         found: dict[str, Tensor] = {}
         for file in dict.fromkeys(self.folder.tensors[name].file for name in names):
             with self._opened(file) as shard:
@@ -292,14 +300,14 @@ class StreamedModel:
         return found
 
     def _converted(self, names: list[str]) -> dict[str, Tensor]:
-        """Weights that are stored under other names, or as several tensors, made as transformers makes them."""
+        """Return weights stored under other names, or as several tensors, converted as transformers does."""
         given = self._stored(list(dict.fromkeys(stored for name in names for stored in self.stored_as[name])))
         for name, value in as_loaded(self.module, given, names).items():
             given[name] = self._placed(value, name)
         return {name: given[name] for name in names}
 
     def _dtype_of(self, name: str) -> torch.dtype:
-        """The dtype transformers gives this weight: some families keep a few modules in float32."""
+        """Return the dtype that transformers gives this weight: some model types keep a few modules in float32."""
         kept = set(self.module._keep_in_fp32_modules_strict or ())
         if self.dtype == torch.float16:
             kept |= set(self.module._keep_in_fp32_modules or ())
@@ -327,7 +335,7 @@ class StreamedModel:
 
 @dataclass(frozen=True)
 class _StoredRows:
-    """Rows of a stored matrix: the same of every model of one folder."""
+    """A reader of a stored matrix's rows; readers are equal for all models of one folder."""
 
     model: StreamedModel = field(compare=False)
     folder: Path
@@ -344,7 +352,10 @@ def _count_pass(_module: nn.Module, _args: Any) -> None:
 
 
 def _digest(hidden: Tensor) -> bytes:
-    """Equal for tensors that compare equal: adding zero makes −0 and +0 one, as a zero branch does."""
+    """Return a digest that is equal for tensors that compare equal.
+
+    Adding zero turns −0 into +0, as a branch that adds zero does.
+    """
     values = (hidden + 0.0).cpu().contiguous()
     made = hashlib.blake2b(f"{values.dtype} {tuple(values.shape)}".encode(), digest_size=16)
     made.update(values.view(torch.uint8).numpy().data)

@@ -1,8 +1,8 @@
-"""A grown model computing as its base: the same weights, grafts off, inserted layers passed over. No second copy.
+"""A grown model that computes as its base: the same weights, grafts off, inserted layers skipped. No second copy.
 
-What shipped code looks at is changed and put back: a layer's and a block's `grafts`, the slots of linear modules, the
-layers in the decoder's list; and whether PEFT's modules add their LoRA. Only forwards without gradient and without a
-cache are computed so.
+The attributes that the shipped code reads are changed and restored: a layer's and a block's `grafts`, the slots of
+linear modules, the layers in the decoder's list, and whether PEFT's modules add their LoRA. Only forwards without
+gradient and without a cache run like this.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from surgeon.errors import BadInput, SurgeonError, printable
 
-# Tokens on which the form of a layer's output is looked at.
+# The number of tokens for the run that shows the form of a layer's output.
 _PROBED = 4
 
 
 class BaseWithin:
-    """The base inside `model`, whose decoder has `layers` layers, those numbered `inserted` of them not the base's.
+    """The base inside `model`, whose decoder has `layers` layers; those numbered in `inserted` are not the base's.
 
-    `grafts`: the model's grafts are the base's.
+    `grafts`: the model's grafts belong to the base, and stay on.
     """
 
     def __init__(self, model: Any, *, layers: int, inserted: Sequence[int], grafts: bool = False) -> None:
@@ -39,7 +39,7 @@ class BaseWithin:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Inside, in evaluation mode and without gradient, a forward without a cache is the base's."""
+        """Have the model compute as its base inside: in evaluation mode, without gradient, and without a cache."""
         model, training = self.model, self.model.training
         with ExitStack() as back, torch.no_grad():
             back.callback(model.train, training)
@@ -50,15 +50,15 @@ class BaseWithin:
             yield
 
     def logits(self, **inputs: Tensor) -> Tensor:
-        """The base's logits (of a head that hands on what it reads: its hidden states) for the inputs."""
+        """Return the base's logits for the inputs (for a head that passes its input on, hidden states)."""
         with self.on():
             found: Tensor = self.model(**inputs, use_cache=False).logits
         return found
 
     def check(self, ids: Tensor, rows: int | None) -> None:
-        """Compare logits for the first `rows` tokens on `ids` (1 T), where the model computes the base's function.
+        """Compare the logits of the base inside with the whole model's, for the first `rows` tokens on `ids` (1 T).
 
-        Raises SurgeonError where they differ from those of the base within.
+        It is for surgery that kept the function. Raises SurgeonError where the logits differ.
         """
         training = self.model.training
         self.model.eval()
@@ -77,7 +77,7 @@ class BaseWithin:
             self.stack[passed.number] = passed
 
     def _look(self) -> None:
-        """Run the model once, to see in what form inserted layers return their hidden states."""
+        """Run the model once, to record in which form inserted layers return their hidden states."""
         ids = torch.arange(_PROBED, device=self.model.device)[None]
         training = self.model.training
         self.model.eval()
@@ -90,16 +90,17 @@ class BaseWithin:
 
 
 class _PassedOver(nn.Module):
-    """Replaces an inserted layer, whose attributes it shows: returns what comes in.
+    """A module that replaces an inserted layer, passes attribute access on to it, and returns its input.
 
-    While it `looks`, the layer runs, and the form of what it returns is kept.
+    While `looks` is True, the layer runs, and the form of its output is recorded.
     """
 
     layer: nn.Module
 
     def __init__(self, number: int, layer: nn.Module) -> None:
         super().__init__()
-        # Past nn.Module: the layer is no part of it, and stays where checkpoints and optimizers know it.
+        # Bypasses nn.Module, so that the layer is not registered as a submodule, and keeps its place for checkpoints
+        # and optimizers.
         self.__dict__["layer"] = layer
         self.number = number
         self.looks = True
@@ -109,7 +110,7 @@ class _PassedOver(nn.Module):
         return getattr(self.__dict__["layer"], name)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """B T D, alone or first in the layer's form."""
+        """Return the input (B T D), by itself or first in the form of the layer's output."""
         if self.looks:
             made = self.layer(hidden_states, *args, **kwargs)
             if isinstance(made, tuple | list):
@@ -122,7 +123,7 @@ class _PassedOver(nn.Module):
 
 
 def _stack(model: Any, layers: int) -> Any:
-    """The decoder's list of its layers."""
+    """Return the decoder's list of its layers. Raises BadInput where it is not found."""
     found = [
         module
         for module in model.get_decoder().children()
@@ -137,10 +138,10 @@ def _stack(model: Any, layers: int) -> Any:
 
 
 def _switch_off(module: Any, back: ExitStack, *, grafts: bool) -> None:
-    """Let a linear module be without its LoRA, with `grafts` a layer, a block or it be native, until `back` closes."""
+    """Turn off a linear module's LoRA, and with `grafts` a module's grafts, until `back` closes."""
     held = vars(module)
     if "lora_A" in held.get("_modules", ()):
-        # As PEFT's `enable_adapters(False)` does, which also freezes the adapter.
+        # Like PEFT's `enable_adapters(False)`, which would also freeze the adapter.
         back.callback(setattr, module, "_disable_adapters", module._disable_adapters)
         module._disable_adapters = True
     if not grafts:

@@ -1,7 +1,7 @@
-"""Chat templates by name, for bases that have none; what a base has is looked up without loading its tokenizer.
+"""Chat templates by name, for bases that have none; a base's own template is found without loading its tokenizer.
 
-Each writes turns as the models do that are known for it; none changes an earlier turn once later ones follow, so the
-loss mask needs no `{% generation %}` blocks.
+Each writes turns as the models known for it do. None changes an earlier turn when later ones follow, so the loss mask
+needs no `{% generation %}` blocks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SETTINGS = "tokenizer_config.json"
 
 TemplateName = Literal["chatml", "llama3", "gemma", "mistral", "phi3", "zephyr", "alpaca"]
 
-# Gemma and Mistral have no role `system`: its words come before the first user's.
+# Gemma and Mistral have no role `system`: its text comes before the first user's text.
 _SYSTEM_FIRST = (
     "{% if messages[0]['role'] == 'system' %}{% set first = messages[0]['content'] + '\\n\\n' %}"
     "{% set turns = messages[1:] %}{% else %}{% set first = '' %}{% set turns = messages %}{% endif %}"
@@ -68,7 +68,7 @@ TEMPLATES: dict[TemplateName, str] = {
     ),
 }
 
-# The marks of each that its models have as tokens of their own.
+# The marks of each template that are single tokens in its models.
 MARKS: dict[TemplateName, tuple[str, ...]] = {
     "chatml": ("<|im_start|>", "<|im_end|>"),
     "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
@@ -80,12 +80,12 @@ MARKS: dict[TemplateName, tuple[str, ...]] = {
 }
 
 
-# Those whose turns end with the tokenizer's own end of sequence; the others' end with the last of their marks.
+# Templates whose turns end with the tokenizer's end of sequence; turns of the others end with the last of their marks.
 _ENDED_BY_TOKENIZER: tuple[TemplateName, ...] = ("mistral", "zephyr", "alpaca")
 
 
 def unknown_marks(name: TemplateName, unknown: Sequence[str]) -> str:
-    """The note on the marks of template `name` that a tokenizer cuts into several tokens."""
+    """Return the note on the marks of template `name` that a tokenizer splits into several tokens."""
     note = f"chat_template {name}: {', '.join(unknown)} are no tokens of this tokenizer, so each takes several"
     if name not in _ENDED_BY_TOKENIZER and MARKS[name][-1] in unknown:
         ways = "`alpaca`, `zephyr` or `mistral`, whose turns end with the tokenizer's end of sequence"
@@ -94,7 +94,7 @@ def unknown_marks(name: TemplateName, unknown: Sequence[str]) -> str:
 
 
 def no_template(folder: Path) -> str:
-    """The error for chats where nothing says how they are written."""
+    """Return the error for chats where nothing defines how they are written."""
     return (
         f"{printable(str(folder))}: its tokenizer has no chat template, which chats need; add"
         " chat_template.jinja, say `chat_template: chatml` (or another one's name) in the training config, or use"
@@ -103,7 +103,7 @@ def no_template(folder: Path) -> str:
 
 
 def template_of(folder: CheckpointFolder | AdapterFolder) -> str | None:
-    """The chat template (of several, the first) that a folder brings, by its files alone; None: there is none."""
+    """Return the chat template (of several, the first) in a folder's files; None where there is none."""
     if TEMPLATE_FILE in folder.side_files:
         return folder.read_side_file(TEMPLATE_FILE).decode("utf-8", "replace")
     for name in (*_FILES[1:], _SETTINGS):

@@ -1,10 +1,10 @@
-"""A checkpoint's tokenizer, chat template and processor, in a process of its own with limits of time and memory.
+"""A checkpoint's tokenizer, chat template and processor, in a separate process with limits of time and memory.
 
-They are programs that a base brings (`surgeon.common.child`); so is what makes pixels of a picture, as its settings ask
-for any size.
+A base brings them, and they are programs (`surgeon.common.child`). So is the code that makes pixels of a picture, whose
+settings may ask for any size.
 
-A model that reads images is compared on a prompt with a picture, as the processor makes it. The picture is drawn here,
-the same everywhere: gradients, waves, a disc and a frame, so that no two patches are alike.
+A model that reads images is compared on a prompt with a picture, as its processor prepares it. The picture is drawn
+here, the same everywhere: gradients, waves, a disc and a frame, so that no two patches are equal.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_confi
 
 
 class Tokenizer:
-    """The tokenizer or processor of a folder, which `load` loads in the child; `why_not` says why there is none.
+    """The tokenizer or processor of a folder, which `load` loads in the child process.
 
-    Every method raises BadInput, in one line that names the file, where a limit was reached, the process ended, or the
-    template or tokenizer refuses what it is given.
+    `why_not` is the reason if there is none. Every method raises BadInput, in one line that names the file, where a
+    limit was reached, the process ended, or the template or tokenizer rejects its input.
     """
 
     def __init__(self, folder: Path, load: Callable[[Path], tuple[Any, str]]) -> None:
@@ -53,7 +53,7 @@ class Tokenizer:
         self._control_tokens: set[str] = {*facts["control_tokens"]}
 
     def control_tokens(self, text: str) -> Counter[str]:
-        """Count the control tokens that stand in a text."""
+        """Count the control tokens that occur in a text."""
         lengths = sorted({len(token) for token in self._control_tokens}, reverse=True)
         found: Counter[str] = Counter()
         for first in {token[0] for token in self._control_tokens}:
@@ -63,33 +63,34 @@ class Tokenizer:
         return found
 
     def ids(self, text: str, *, special: bool = True, as_text: bool = False) -> list[int]:
-        """The tokens of a text; with `special`, those that the tokenizer adds of its own at begin and end.
+        """Return the tokens of a text; with `special`, including those that the tokenizer adds at beginning and end.
 
-        With `as_text` control tokens that stand in the text are read as any other text.
+        With `as_text` control tokens that occur in the text are tokenised like other text.
         """
         found: list[int] = self._ask("ids", text, special, as_text and bool(self.control_tokens(text)))
         return found
 
     def offsets(self, text: str, *, special: bool = True) -> tuple[list[int], list[tuple[int, int]]]:
-        """The tokens of a text, and the characters that each covers. Only where `is_fast`."""
+        """Return the tokens of a text, and the characters that each covers. Only where `is_fast`."""
         ids, places = self._ask("offsets", text, special)
         return ids, [(begin, end) for begin, end in places]
 
     def example(self, text: str, pair: str | None, most: int) -> tuple[list[int], list[int]]:
-        """The tokens of a text, or of two as the tokenizer joins them, and to which each token belongs (0 or 1).
+        """Return the tokens of a text or of a pair, and to which text each token belongs (0 or 1).
 
-        At most `most`, the longer text cut first; special tokens are the tokenizer's own.
+        The tokenizer joins a pair and adds its special tokens. There are at most `most` tokens; the longer text is
+        truncated first.
         """
         ids, types = self._ask("example", text, pair, most)
         return ids, types
 
     def many(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of many texts, without those that the tokenizer adds of its own. Only where `is_fast`."""
+        """Return the tokens of many texts, without those that the tokenizer adds. Only where `is_fast`."""
         found: list[list[int]] = self._ask("many", list(texts))
         return found
 
     def words(self, texts: Sequence[str]) -> dict[str, int]:
-        """Count the pieces that texts are cut into before the model sees them, as its vocabulary writes them.
+        """Count the pieces into which texts are split before the tokenizer's model, as its vocabulary writes them.
 
         Only where `is_fast`.
         """
@@ -97,22 +98,22 @@ class Tokenizer:
         return found
 
     def cut(self, texts: Sequence[str]) -> list[list[str]]:
-        """Cut each text as it is cut before the model sees it, as `words` writes it. Only where `is_fast`."""
+        """Split each text into pieces as before the tokenizer's model, written as in `words`. Only where `is_fast`."""
         found: list[list[str]] = self._ask("cut", list(texts))
         return found
 
     def pieces(self, words: Sequence[str]) -> list[list[int]]:
-        """The tokens that the model makes of words as `words` gives them. Only where `is_fast`."""
+        """Return the tokens that the tokenizer's model makes of words as `words` returns them. Only where `is_fast`."""
         found: list[list[int]] = self._ask("pieces", list(words))
         return found
 
     def vocabulary(self) -> dict[str, int]:
-        """Every token, added ones among them, as the vocabulary writes it, and its id."""
+        """Return every token as the vocabulary writes it, added tokens included, with its id."""
         found: dict[str, int] = self._ask("vocabulary")
         return found
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of tokens."""
+        """Return the text of tokens."""
         found: str = self._ask("decode", list(ids))
         return found
 
@@ -124,24 +125,24 @@ class Tokenizer:
         prompt: bool = False,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
-        """Write a chat as the template does.
+        """Write a chat with the chat template.
 
         Args:
             turns: its messages.
             template: None: the tokenizer's own.
-            prompt: whether to write up to where an answer begins.
+            prompt: whether to end with the beginning of an answer.
             tools: those that the assistant may call, each as a JSON schema.
         """
         found: str = self._ask("render", list(turns), template or self.chat_template, prompt, list(tools) or None)
         return found
 
     def with_picture(self) -> dict[str, Tensor]:
-        """Return a model's inputs for a prompt with a picture. Only of a processor."""
+        """Return a model's inputs for a prompt with a picture. Only for a processor."""
         found: dict[str, Tensor] = safetensors.torch.load(base64.b64decode(self._ask("picture")))
         return found
 
     def _ask(self, method: str, *arguments: Any) -> Any:
-        # The file that a method's trouble comes from.
+        # The file to name in the error of a method.
         names = {"render": _TEMPLATE_FILES, "picture": PROCESSOR_FILES}.get(method, TOKENIZER_FILES)
         name = next((name for name in names if (self.folder / name).is_file()), names[-1])
         what = {"render": "its chat template", "facts": "loading the tokenizer", "picture": "the processor"}
@@ -159,11 +160,11 @@ _ADVICE = "no honest one does that: look at the file, or take the original model
 
 
 def open_tokenizer(folder: Path) -> tuple[Tokenizer | None, str]:
-    """The tokenizer in `folder`, or None and the reason in words. Never runs code from the folder.
+    """Return the tokenizer in `folder`, or None and the reason in words. Never runs code from the folder.
 
     Raises BadInput for one that reaches a limit while it is loaded.
     """
-    # Here, so that no child has to import it for itself.
+    # Imported here, so that child processes do not have to import it.
     import transformers.models.auto.tokenization_auto
     import transformers.tokenization_utils_tokenizers  # noqa: F401
 
@@ -174,23 +175,25 @@ def open_tokenizer(folder: Path) -> tuple[Tokenizer | None, str]:
 
 
 def open_processor(folder: Path) -> tuple[Tokenizer | None, str]:
-    """The processor of images and text in `folder`, or None and the reason in words. Never runs code from the folder.
+    """Return the processor of images and text in `folder`, or None and the reason in words.
+
+    Never runs the folder's code.
 
     Raises BadInput for one that reaches a limit while it is loaded.
     """
-    # Here, so that no child has to import it for itself.
+    # Imported here, so that child processes do not have to import it.
     import transformers.models.auto.processing_auto  # noqa: F401
 
     found = Tokenizer(folder, find_processor)
     return (None, found.why_not) if found.why_not else (found, "")
 
 
-# A word as SentencePiece writes it, with the mark that stands for the white space before it.
+# A word as SentencePiece writes it, with the mark ▁ for the white space before it.
 _MARKED = re.compile("▁*[^▁]+|▁+")
 
 
 def _words(backend: Any, text: str) -> list[str]:
-    """Return what the model of a fast tokenizer is given; where nothing cuts a text, its words by their marks."""
+    """Return the pieces that a fast tokenizer's model gets; where nothing splits a text, its words by their marks."""
     if backend.normalizer is not None:
         text = backend.normalizer.normalize_str(text)
     cut = [text] if backend.pre_tokenizer is None else [w for w, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
@@ -202,9 +205,9 @@ _SPACE = re.compile(r"\s*")
 
 @dataclass(frozen=True)
 class _Added:
-    """The added tokens of a tokenizer by their contents, at which texts are cut before anything else is done to them.
+    """The added tokens of a tokenizer by content; texts are split at them before any other processing.
 
-    `first` finds their first characters; `lengths` are theirs, the longest first.
+    `first` matches their first characters; `lengths` are their lengths, the longest first.
     """
 
     tokens: dict[str, Any]
@@ -219,12 +222,12 @@ class _Added:
         return cls(tokens, re.compile(f"[{first}]") if first else None, tuple(lengths))
 
     def words(self, backend: Any, text: str) -> Iterator[str]:
-        """The words of a text between added tokens."""
+        """Yield the words of a text between added tokens."""
         for nth, part in enumerate(self._parts(text)):
             words = _words(backend, part) if part else []
             yield from words
             if nth and words and words[0].startswith("▁") and not part[0].isspace() and len(words[0]) > 1:
-                # Some tokenizers put a mark before the first part alone, others before each.
+                # Some tokenizers put a mark only before the first part, others before every part.
                 yield words[0][1:]
 
     def _parts(self, text: str) -> list[str]:
@@ -278,7 +281,7 @@ def _answer(tokenizer: Any, why_not: str, method: str, *arguments: Any) -> Any:
             return found["input_ids"], found["token_type_ids"]
         case "many", [texts]:
             backend = tokenizer.backend_tokenizer
-            # A tokenizer.json may say how texts are cut and padded for a batch, which is not what they consist of.
+            # A tokenizer.json may define truncation and padding for a batch, which would change the tokens of a text.
             backend.no_truncation()
             backend.no_padding()
             return [each.ids for each in backend.encode_batch(texts, add_special_tokens=False)]
@@ -305,13 +308,13 @@ def _answer(tokenizer: Any, why_not: str, method: str, *arguments: Any) -> Any:
 
 
 _QUESTION = "what is in this picture, and which colours does it have?"
-# Height and width where the processor names none, and the most of each: a setting may ask for any size.
+# Height and width where the processor names none, and their maximum: a setting may ask for any size.
 _SIZE = (224, 320)
 _LARGEST = 1024
 
 
 def drawn(height: int, width: int) -> Any:
-    """The picture, in RGB. Raises ImportError where Pillow is not installed."""
+    """Draw the picture, in RGB. Raises ImportError where Pillow is not installed."""
     from PIL import Image
 
     rows, columns = np.mgrid[0:height, 0:width].astype(np.float64)
@@ -324,11 +327,11 @@ def drawn(height: int, width: int) -> Any:
 
 
 def with_picture(processor: Any) -> dict[str, Tensor]:
-    """The inputs of a model for one prompt with the picture: ids, pixels, and whatever else the processor makes.
+    """Return a model's inputs for one prompt with the picture: ids, pixels, and other outputs of the processor.
 
-    Raises what the processor does where no way to write such a prompt suits it.
+    Raises the processor's exception where it rejects every form of such a prompt.
     """
-    # It runs in a fork, where torch's other threads are not.
+    # This runs in a forked process, which has no other torch threads.
     torch.set_num_threads(1)
     picture = drawn(*_wanted(processor))
     failure: BaseException = ValueError("it makes no pixels of a picture")
@@ -337,7 +340,7 @@ def with_picture(processor: Any) -> dict[str, Tensor]:
             try:
                 made = processor(images=[picture], text=[text], return_tensors="pt")
             except LOAD_FAILURES as error:
-                # The first way is the one that the processor was made for.
+                # The first form is the one that the processor was made for.
                 failure = error if number == 0 else failure
                 continue
             inputs = {name: value for name, value in made.items() if isinstance(value, Tensor)}
@@ -347,7 +350,7 @@ def with_picture(processor: Any) -> dict[str, Tensor]:
 
 
 def _wanted(processor: Any) -> tuple[int, int]:
-    """Height and width that the processor makes of any picture, or those of ours."""
+    """Return the height and width that the processor makes of any picture, or those of ours."""
     size = getattr(processor.image_processor, "size", None)
     found = [size[key] for key in ("height", "width") if key in size] if isinstance(size, Mapping) else []
     if len(found) != 2 or not all(type(each) is int and 0 < each <= _LARGEST for each in found):
@@ -356,11 +359,11 @@ def _wanted(processor: Any) -> tuple[int, int]:
 
 
 def _prompts(processor: Any) -> Iterator[str]:
-    """Texts to try, one after the other: the chat template's, the question behind a placeholder, the question alone."""
+    """Yield texts to try in turn: the chat template's, the question after a placeholder, only the question."""
     if getattr(processor, "chat_template", None):
         content = [{"type": "image"}, {"type": "text", "text": _QUESTION}]
         rendered = None
-        # A template may be made for texts alone, and fail.
+        # A template may be made only for texts, and fail.
         with contextlib.suppress(*LOAD_FAILURES):
             rendered = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
         if isinstance(rendered, str):
@@ -372,6 +375,6 @@ def _prompts(processor: Any) -> Iterator[str]:
 
 
 def _has_placeholder(processor: Any, inputs: Mapping[str, Tensor]) -> bool:
-    """Whether the prompt has the tokens in whose place the image comes, as far as the processor names them."""
+    """Return whether the prompt has the tokens that the image replaces, as far as the processor names them."""
     tokens = [token for token in getattr(processor, "image_token_ids", None) or () if isinstance(token, int)]
     return not tokens or bool(torch.isin(inputs["input_ids"], torch.tensor(tokens)).any())

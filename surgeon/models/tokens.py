@@ -17,19 +17,19 @@ from surgeon.checkpoint.text_lines import MAX_DOCUMENT_BYTES, parsed, text_lines
 from surgeon.errors import BadInput, printable
 from surgeon.models.tokenizer import Tokenizer, open_tokenizer
 
-# Enough characters for the tokens asked for, in any script, without reading all of a large file.
+# Characters to read per token: enough in any script, without reading all of a large file.
 _CHARACTERS_A_TOKEN = 32
 
 
 @functools.cache
 def probe_text() -> tuple[str, ...]:
-    """The built-in documents: prose in several languages, code and mathematics."""
+    """Return the built-in documents: prose in several languages, code and mathematics."""
     return tuple((files("surgeon.models") / "probe.txt").read_text(encoding="utf-8").split("=====\n"))
 
 
 @dataclass(frozen=True)
 class TokenBatches:
-    """`ids` (windows, window), int64; `source` describes in words where they come from."""
+    """Token ids, `ids` (windows, window), int64; `source` describes in words where they come from."""
 
     ids: Tensor
     source: str
@@ -51,12 +51,12 @@ def token_batches(
 
     Args:
         folder: the checkpoint, with its tokenizer.
-        text: UTF-8: .jsonl with a "text" a line, or plain text as one document; None: a built-in probe in several
+        text: UTF-8: .jsonl with a "text" per line, or plain text as one document; None: a built-in probe in several
             languages.
         window: tokens of a window.
         windows: 0 or None: all of the text.
         vocabulary: rows of the model's embedding.
-        kept: ids are places in this list of the tokenizer's ids; tokens that are not in it are passed over.
+        kept: ids become positions in this list of the tokenizer's ids; tokens that are not in it are skipped.
 
     Raises:
         BadInput: a text cannot be read, gives no full window, or has tokens beyond `vocabulary`.
@@ -96,7 +96,7 @@ def token_batches(
 
 
 def check_ids(ids: Sequence[int], tokenizer: Tokenizer, *, rows: int) -> None:
-    """Raise BadInput, which names the token, where an id is no row of an embedding of `rows` rows."""
+    """Raise BadInput, naming the token, where an id is not a row of an embedding with `rows` rows."""
     outside = next((token for token in (min(ids, default=0), max(ids, default=0)) if not 0 <= token < rows), None)
     if outside is None:
         return
@@ -122,9 +122,9 @@ def _token_stream(tokenizer: Tokenizer, documents: Iterator[str]) -> Iterator[in
 
 
 def documents_of(path: Path, characters: int | None = None) -> Iterator[str]:
-    """The documents of a text file: UTF-8, .jsonl with a "text" a line, or plain text.
+    """Return an iterator over the documents of a text file: UTF-8, .jsonl with a "text" per line, or plain text.
 
-    Of a plain one at most the first `characters`. Raises BadInput, also while it is read.
+    From plain text at most the first `characters` are read. Raises BadInput, also while it is read.
     """
     shown = printable(str(path))
     try:

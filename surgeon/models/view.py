@@ -1,6 +1,6 @@
-"""What transformers sees of a folder: a private folder with links to the checked shards, and files written here.
+"""Views: what transformers sees of a folder, a private folder with links to checked shards and files written here.
 
-Whatever else lies beside the weights (adapters, other indexes, code) is not in it, and of config.json only what
+Other files next to the weights (adapters, other indexes, code) are not in it, and config.json contains only what
 describes the model. Nothing large is read or copied.
 """
 
@@ -33,17 +33,18 @@ TOKENIZER_FILES = (
     "vocab.txt",
     "tekken.json",
 )
-# What a processor of images and text is made of beside its tokenizer.
+# The files of a processor of images and text, besides its tokenizer's.
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-# Side files that no tokenizer is made of, though transformers reads some of them when it makes one. Settings of sound
-# name a model somewhere else, which transformers would load; videos are left out (`find_processor`).
+# Side files that are not part of a tokenizer, though transformers reads some of them when it makes one. Audio settings
+# name a model elsewhere, which transformers would load; videos are left out (`find_processor`).
 _NOT_A_TOKENIZER = frozenset(
     {"generation_config.json", "audio_tokenizer_config.json", "video_preprocessor_config.json", *PROCESSOR_FILES}
 )
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", *PROCESSOR_FILES)
 _POSITIONS = frozenset({"rope_scaling", "rope_parameters"})
 
-# Settings that transformers' tokenizers pass on to what opens files, or take as files; it saves such paths itself.
+# Settings that transformers' tokenizers pass to code that opens files, or use as paths; transformers saves such paths
+# itself.
 _LOADING = frozenset(
     {
         "init_inputs",
@@ -66,10 +67,10 @@ _LOADING = frozenset(
 
 @contextlib.contextmanager
 def view_of_model(folder: CheckpointFolder, config: Mapping[str, Any]) -> Iterator[Path]:
-    """A folder with `config` as config.json, the index and links to the shards of `folder`; gone afterwards.
+    """Yield a temporary folder with `config` as config.json, the index, and links to the shards of `folder`.
 
-    Its scripts too where the model is built of the folder's own classes. Raises BadInput where a shard has changed
-    since `folder` was opened, or (caused by an OSError) no folder can be made.
+    It includes the folder's scripts where the model is built from the folder's own classes. Raises BadInput where a
+    shard has changed since `folder` was opened, or (caused by an OSError) no folder can be made.
     """
     with _private_folder(folder.path) as view:
         with writing(view):
@@ -90,10 +91,10 @@ def view_of_model(folder: CheckpointFolder, config: Mapping[str, Any]) -> Iterat
 
 @contextlib.contextmanager
 def view_of_tokenizer(folder: Path, *, images: bool = False) -> Iterator[Path]:
-    """A folder with the tokenizer of `folder`, as far as it is made of files that an output keeps; gone afterwards.
+    """Yield a temporary folder with those files of `folder`'s tokenizer that an output keeps.
 
-    With `images` also what makes it a processor of images and text. Files that an output would not keep (links out of
-    the folder, large ones) are not in it. Raises BadInput where there is no such folder, or none can be made.
+    With `images` it also has the files of a processor of images and text. Files that an output would not keep (links
+    out of the folder, large ones) are not in it. Raises BadInput where there is no such folder, or none can be made.
     """
     files = (CONFIG_FILE, *TOKENIZER_FILES, *(PROCESSOR_FILES if images else ()))
     with _private_folder(folder) as view:
@@ -108,7 +109,7 @@ def view_of_tokenizer(folder: Path, *, images: bool = False) -> Iterator[Path]:
 
 
 def _beside(folder: Path, listing: Mapping[str, int]) -> dict[str, Any]:
-    """Where transformers looks for the name of a class, as far as it can be read."""
+    """Return the settings in which transformers looks for the name of a class, as far as they can be read."""
     found: list[dict[str, Any]] = []
     for name in (CONFIG_FILE, _SETTINGS[0]):
         content = b""
@@ -119,7 +120,7 @@ def _beside(folder: Path, listing: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _show(folder: Path, name: str, view: Path, beside: Mapping[str, Any]) -> None:
-    """Put one file of a tokenizer into the view: settings without what is not the tokenizer's, others as a link."""
+    """Put one file of a tokenizer into the view: settings filtered to those of the tokenizer, other files as links."""
     (view / name).parent.mkdir(exist_ok=True)
     if name not in (CONFIG_FILE, *_SETTINGS):
         (view / name).symlink_to(resolved(folder, name).absolute())
@@ -127,15 +128,16 @@ def _show(folder: Path, name: str, view: Path, beside: Mapping[str, Any]) -> Non
     content = read_capped(folder, name, max_bytes=MAX_SIDE_FILE_BYTES)
     settings = json_object(content)
     if not settings:
-        # As it is: transformers says what is wrong with it.
+        # Copied unchanged: transformers reports what is wrong with it.
         (view / name).write_bytes(content)
         return
     if name == CONFIG_FILE:
-        # Where the model came from is one of the hints by which a tokenizer's class is chosen.
+        # The model's origin is one of the hints by which transformers chooses a tokenizer's class.
         hint = {key: settings[key] for key in ("_name_or_path",) if isinstance(settings.get(key), str)}
         kept = without_auto_map(described(settings)) | hint
         if not has_type(settings.get("model_type")):
-            # Of a type that it lacks, as an output with grafts is, transformers fails at scaled positions (Llama 3.1).
+            # For a type that it does not have, such as an output with grafts, transformers fails at scaled positions
+            # (Llama 3.1).
             kept = {key: value for key, value in kept.items() if key not in _POSITIONS}
     else:
         settings = settings if only_in_code(settings, beside) else without_auto_map(settings)
@@ -144,7 +146,7 @@ def _show(folder: Path, name: str, view: Path, beside: Mapping[str, Any]) -> Non
 
 
 def _parts(value: Any) -> Any:
-    """The settings of a processor's part, as those of the whole are."""
+    """Return the settings of a processor's part, filtered like those of the whole."""
     if not isinstance(value, dict):
         return value
     return _own_classes({key: inner for key, inner in value.items() if not _opens_files(key)})
@@ -155,11 +157,11 @@ def _opens_files(key: str) -> bool:
 
 
 def _own_classes(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings without a class that is none of its sort; transformers would call its `from_pretrained` all the same."""
+    """Return settings without class names of a wrong sort: transformers would call their `from_pretrained` anyway."""
     return {key: value for key, value in settings.items() if key not in _SORTS or _is_of(value, _SORTS[key])}
 
 
-# Settings that name a class, and of which of transformers' classes it must be one.
+# Settings that name a class, and the transformers class from which it must be derived.
 _SORTS = {
     "tokenizer_class": "PreTrainedTokenizerBase",
     "processor_class": "ProcessorMixin",
@@ -168,7 +170,7 @@ _SORTS = {
 
 
 def _is_of(name: Any, sort: str) -> bool:
-    """Whether a setting names a class of the sort, or nothing that transformers has."""
+    """Return whether a setting names a class of the sort, or nothing that transformers has."""
     import transformers
 
     if not isinstance(name, str):
@@ -183,9 +185,9 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _private_folder(of: Path) -> Iterator[Path]:
-    """A folder that nobody else can read, called as `of`: transformers keeps the code of a folder under its name."""
+    """Yield a private temporary folder with the name of `of`: transformers stores a folder's code under that name."""
     try:
-        # What cannot be removed is links and a few lines: not worth a failure of what has been done by then.
+        # If links and a few lines cannot be removed, that is no reason to fail after the work is done.
         holder = tempfile.TemporaryDirectory(prefix="surgeon-view-", ignore_cleanup_errors=True)
     except OSError as error:
         raise BadInput(

@@ -11,7 +11,9 @@ from torch import Tensor
 
 
 def product(left_NK: Tensor, right_KM: Tensor, bias_M: Tensor | None = None) -> Tensor:
-    """left · right (+ bias on every row), (n, m), all of one dtype and device; `right` may be a transposed view."""
+    """Return left · right (+ bias on every row), (n, m), all of one dtype and device; `right` may be a
+    transposed view.
+    """
     linear = _one_dnn() if left_NK.dtype == torch.float32 and left_NK.device.type == "cpu" else None
     if linear is not None:
         return linear(left_NK, right_KM.T, bias_M, "none", [], "")
@@ -20,9 +22,9 @@ def product(left_NK: Tensor, right_KM: Tensor, bias_M: Tensor | None = None) -> 
 
 @functools.cache
 def _one_dnn() -> Callable[..., Tensor] | None:
-    """torch's linear through oneDNN, tried once; None where this build or processor is better served by `mm`.
+    """Return torch's linear through oneDNN, tried once; None where `mm` suits this build or processor better.
 
-    The operator is torch's own but not public: a version that drops or changes it falls back to `mm`.
+    The operator belongs to torch but is not public: in a version that drops or changes it, `mm` is used.
     """
     available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     if not available or not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
@@ -37,34 +39,34 @@ def _one_dnn() -> Callable[..., Tensor] | None:
     return None
 
 
-# ‖x‖² + ‖y‖² − 2⟨x, y⟩ loses what the three terms share; below this share of them the entry is recomputed from
-# the difference itself.
+# ‖x‖² + ‖y‖² − 2⟨x, y⟩ loses digits by cancellation; an entry below this share of ‖x‖² + ‖y‖² is recomputed from the
+# difference x − y itself.
 _CANCELLED = 1e-2
 
-# Where more pairs of a block than this, and this share of it, must be recomputed, its product in float64 is cheaper.
+# If more pairs of a block than this number, and than this share, must be recomputed, a product in float64 is cheaper.
 _MANY, _MANY_SHARE = 1000, 1 / 64
 
-# Numbers in a row block.
+# The most numbers in a block of rows.
 _BLOCK_ELEMENTS = 1 << 22
 
-# Rows whose largest entry is outside these would leave the floats when squared.
+# Squares of numbers outside these limits may overflow or underflow.
 _LARGE, _SMALL = 2.0**30, 2.0**-30
 
 
 def distances(x_ND: Tensor, y_MD: Tensor, *, block_elements: int = _BLOCK_ELEMENTS) -> Tensor:
-    """‖x_i − y_j‖₂ as an (n, m) tensor in the dtype of both (float32 or float64).
+    """Return ‖x_i − y_j‖₂ as an (n, m) tensor in the dtype of both (float32 or float64).
 
-    In float32 every entry agrees with a float64 computation to about 1e-5 relative, near-equal rows included
-    (those whose distance float32 can distinguish from zero), for rows of any size. Memory beyond the inputs: the
-    result, a centred copy of the inputs, and a few blocks of `block_elements` numbers. Raises ValueError where a
-    distance is beyond the dtype's range.
+    In float32 every entry agrees with a float64 computation to about 1e-5 relative, near-equal rows included (those
+    whose distance float32 can distinguish from zero), for rows of any magnitude. Memory beyond the inputs: the result,
+    a centred copy of the inputs, and a few blocks of `block_elements` numbers. Raises ValueError where a distance is
+    beyond the dtype's range.
     """
     largest = max(abs(float(end)) for rows in (x_ND, y_MD) for end in torch.aminmax(rows))
     # A power of two: scaling by it rounds nothing.
     unit = 1.0 if largest == 0 or _SMALL < largest < _LARGE else 2.0 ** math.floor(math.log2(largest))
     if unit != 1.0:
         x_ND, y_MD = x_ND / unit, y_MD / unit
-    # Distances do not change when both sets move together; small numbers cancel less.
+    # Distances do not change when both sets are shifted together; smaller numbers lose less by cancellation.
     centre_D = (x_ND.mean(0) + y_MD.mean(0)) / 2
     x_centred_ND, y_centred_MD = x_ND - centre_D, y_MD - centre_D
     x_norm_N, y_norm_M = (torch.linalg.vector_norm(rows, dim=1).square_() for rows in (x_centred_ND, y_centred_MD))
@@ -84,7 +86,10 @@ def distances(x_ND: Tensor, y_MD: Tensor, *, block_elements: int = _BLOCK_ELEMEN
 def _repair(
     squared: Tensor, x_norm: Tensor, y_norm: Tensor, x: Tensor, y: Tensor, centre: Tensor, block_elements: int
 ) -> None:
-    """Recompute entries that cancelled. One reduction finds the rows where that is possible; mostly there are none."""
+    """Recompute entries that lost digits.
+
+    One reduction finds the rows where that is possible; mostly there are none.
+    """
     suspects = (squared.amin(1) < _CANCELLED * (x_norm + y_norm.amax())).nonzero()[:, 0]
     if len(suspects) == 0:
         return
@@ -98,7 +103,7 @@ def _repair(
 
 
 def _recompute_pairs(squared: Tensor, row: Tensor, column: Tensor, x: Tensor, y: Tensor, block_elements: int) -> None:
-    """Squared distances of pairs, from differences of the rows as given (exact where the two are near)."""
+    """Compute squared distances of pairs from differences of the rows as given (exact where the two are near)."""
     step = max(1, block_elements // x.shape[1])
     for start in range(0, len(row), step):
         i, j = row[start : start + step], column[start : start + step]
@@ -106,7 +111,7 @@ def _recompute_pairs(squared: Tensor, row: Tensor, column: Tensor, x: Tensor, y:
 
 
 def _recompute_block(squared: Tensor, x: Tensor, y: Tensor, centre: Tensor) -> None:
-    """The whole block from float64, where the same cancellation leaves nine digits more."""
+    """Compute the whole block in float64, where the same cancellation leaves nine digits more."""
     wide_x, wide_y = x.double() - centre.double(), y.double() - centre.double()
     wide = torch.addmm(wide_y.square().sum(1), wide_x, wide_y.T, alpha=-2)
     wide += wide_x.square().sum(1, keepdim=True)

@@ -1,12 +1,13 @@
-"""Sinkhorn's passes as Triton kernels, for float32 matrices on a GPU; plain torch (passes.py) is their oracle.
+"""Sinkhorn's passes as Triton kernels, for float32 matrices on a GPU; tests compare them with plain torch (passes.py).
 
-A sweep, and what makes T, read each element of K once: a program holds whole rows, takes their sums, and adds the
-scaled rows to column sums that it keeps in registers. Each program's column sums go to a row of their own in a small
-buffer that is summed in float64 afterwards: no atomics, and a program's rows depend on the shape alone, so that
-results are the same in every run. The cost is read twice and written once where K is made from it.
+A sweep, and the pass that makes T, read each element of K once: a program holds whole rows, computes their sums, and
+adds the scaled rows to column sums in registers. Each program writes its column sums to its own row of a small buffer
+that is summed in float64 afterwards. There are no atomics, and a program's rows depend only on the shape, so results
+are the same in every run. The cost is read twice and written once when K is made from it.
 """
 
-# A kernel's arguments have no annotations: Triton would read them. Pointers to float32 come first, then numbers.
+# A kernel's arguments have no annotations, because Triton would read them. Pointers to float32 come first, then
+# numbers.
 # ruff: noqa: ANN001, ANN202
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
@@ -18,16 +19,17 @@ from torch import Tensor
 
 from surgeon.transport.passes import Passes, Sums
 
-# Columns that a program can hold: a row, its scaling and its sums, 32 registers each for each of 512 threads.
+# The most columns that a program can hold: a row, its scaling and its sums take 32 registers each in each of 512
+# threads.
 WIDEST = 1 << 14
-# Elements that a program takes at a time at least, and how many programs share the rows of a matrix: two or four for
-# each multiprocessor of the larger cards. Fixed, as the order of additions depends on it.
+# The least number of elements that a program processes at a time, and how many programs share the rows of a matrix: two
+# or four for each multiprocessor of the larger cards. Fixed, because the order of additions depends on them.
 _TILE = 1 << 12
 _PROGRAMS, _PROGRAMS_WIDE = 528, 264
 
 
 def block_of(m: int) -> int:
-    """The width that kernels for `m` columns are compiled for."""
+    """Return the width that kernels for `m` columns are compiled for."""
     return max(16, int(triton.next_power_of_2(m)))
 
 
@@ -72,7 +74,7 @@ def _exp_kernel(cost, g, f, shift, scale, n, m, ROWS: tl.constexpr, BLOCK: tl.co
     inside = columns < m
     mask = (rows < n)[:, None] & inside[None, :]
     at = cost + rows.to(tl.int64)[:, None] * m + columns[None, :]
-    # In torch's order, so that the largest entries are exactly one.
+    # Subtract in the same order as torch, so that the largest entries are exactly one.
     block = tl.load(at, mask=mask, other=float("inf")) - tl.load(g + columns, mask=inside, other=0.0)[None, :]
     block -= tl.load(f + rows, mask=rows < n, other=0.0)[:, None]
     block -= tl.load(shift + columns, mask=inside, other=0.0)[None, :]
@@ -87,7 +89,7 @@ def _finish_kernel(kernel, v, of_rows, partial, factor, n, m, tiles, ROWS: tl.co
     inside = columns < m
     scaling = tl.load(v + columns, mask=inside, other=0.0)
     summed = tl.zeros((ROWS, BLOCK), tl.float32)
-    # Not pipelined: what is read is overwritten.
+    # Not pipelined, because the data read is overwritten.
     for tile in range(program * tiles, (program + 1) * tiles):
         rows = tile * ROWS + tl.arange(0, ROWS)
         mask = (rows < n)[:, None] & inside[None, :]
@@ -107,7 +109,7 @@ def _finish_kernel(kernel, v, of_rows, partial, factor, n, m, tiles, ROWS: tl.co
 
 
 class _Launch:
-    """How the kernels split an (n, m) matrix: `programs` of `tiles` tiles of `rows` whole rows."""
+    """The split of an (n, m) matrix among programs: `programs` of `tiles` tiles of `rows` whole rows."""
 
     def __init__(self, matrix_NM: Tensor) -> None:
         n, m = matrix_NM.shape
@@ -127,7 +129,7 @@ class _Launch:
 
 
 def _on(matrix: Tensor) -> torch.cuda.device_of:
-    """Launch kernels on the matrix's device."""
+    """Return a context in which kernels are launched on the matrix's device."""
     return torch.cuda.device_of(matrix)  # type: ignore[no-untyped-call]
 
 

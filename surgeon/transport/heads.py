@@ -1,10 +1,10 @@
 """Aligning whole attention heads: rows stay in their head, rotary pairs stay pairs, groups stay groups.
 
-Rows of Q and K matched one by one land in other heads and at other rotary frequencies; the scores of such a layer
-are no longer those of attention heads. Here T = H ⊗ I/head_dim for a map H between heads. Grouped-query attention
-makes H two-staged: H[(g, a), (g', b)] = P[g, g'] · R_{g g'}[a, b], where P maps groups of heads that share a key
-and value head, and R maps the query heads within a pair of groups. Keys and values take P, queries H: one choice
-for all of Q, K, V and the columns of O.
+If rows of Q and K are matched one by one, they end up in other heads and at other rotary frequencies; the scores of
+such a layer are no longer those of attention heads. Here T = H ⊗ I/head_dim for a map H between heads. Grouped-query
+attention makes H two-staged: H[(g, a), (g', b)] = P[g, g'] · R_{g g'}[a, b], where P maps groups of heads that share a
+key and value head, and R maps the query heads within a pair of groups. Keys and values use P, queries H: one choice for
+all of Q, K, V and the columns of O.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from surgeon.transport.solving import check_rows, solve_cost
 class AttentionWeights:
     """One layer's projections, rows as outputs: query (heads · head_dim, d), key and value (kv heads · head_dim, d).
 
-    `output` (d, heads · head_dim), where given, counts in the comparison by its columns.
+    `output` (d, heads · head_dim), where given, is compared too, by its columns.
     """
 
     query: Tensor
@@ -36,7 +36,7 @@ class AttentionWeights:
 
 @dataclass(frozen=True)
 class HeadMaps:
-    """Maps of the rows of Q, of K and of V; `query` is also the T_in of the attention output."""
+    """The maps of the rows of Q, of K and of V; `query` is also the T_in of the attention output."""
 
     query: TransportMap
     key: TransportMap
@@ -44,7 +44,7 @@ class HeadMaps:
 
 
 class HeadMap(TransportMap):
-    """T = H ⊗ I/head_dim, stored as s · H / head_dim."""
+    """A map T = H ⊗ I/head_dim, stored as s · H / head_dim."""
 
     def __init__(self, heads_NM: Tensor, *, head_dim: int, factor: float, solution: Solution) -> None:
         self.solution = solution
@@ -53,17 +53,17 @@ class HeadMap(TransportMap):
         self._scaled = heads_NM
 
     def align_rows(self, weight_ND: Tensor) -> Tensor:
-        """s · Tᵀ · W, (m, d)."""
+        """Return s · Tᵀ · W, (m, d)."""
         heads = weight_ND.to(self._scaled.dtype).reshape(len(self._scaled), -1)
         return product(self._scaled.T, heads).reshape(self.m, *weight_ND.shape[1:])
 
     def align_columns(self, weight_RN: Tensor) -> Tensor:
-        """s · W · T, (r, m)."""
+        """Return s · W · T, (r, m)."""
         heads = weight_RN.to(self._scaled.dtype).reshape(len(weight_RN), -1, self._head_dim)
         return torch.einsum("rnh,nm->rmh", heads, self._scaled).reshape(len(weight_RN), self.m)
 
     def matrix(self) -> Tensor:
-        """T itself, (n, m)."""
+        """Return T itself, (n, m)."""
         within = torch.eye(self._head_dim, dtype=self._scaled.dtype, device=self._scaled.device)
         return torch.kron(self._scaled, within) / self._factor
 
@@ -77,7 +77,7 @@ def head_maps(
     n_kv_heads: int,
     head_dim: int,
 ) -> HeadMaps:
-    """Return maps that send whole heads of `source` onto those of `target`, solved where the source is.
+    """Return maps that send whole heads of `source` onto those of `target`, solved on the source's device.
 
     The cost of two heads is the root mean square of the distances between their rows, so `reg` has the same scale as
     for single rows. With `solver="emd"` each group, and each head in it, maps to exactly one other.
@@ -119,7 +119,7 @@ def head_maps(
 
 @dataclass(frozen=True)
 class _Within:
-    """Plans between the query heads of every pair of groups, (g, a, g', b), each summing to 1."""
+    """The plans between the query heads of every pair of groups, (g, a, g', b); each plan sums to 1."""
 
     plans: Tensor
     iterations: int
@@ -132,7 +132,7 @@ def _map_within(squared_GAGA: Tensor, rows: int, settings: TransportSettings) ->
     if group == 1:
         return _Within(plans, 0, True)
     cost_GAGA = (squared_GAGA / rows).sqrt()
-    # One unit for all pairs of groups: scaled by its own, each would be as cheap as any other.
+    # One unit for all pairs of groups: if each had its own unit, all would be equally cheap.
     unit = {"none": 1.0, "max": float(cost_GAGA.max()), "mean": float(cost_GAGA.mean())}[settings.cost_scale] or 1.0
     inner = dataclasses.replace(settings, cost_scale="none", reg=settings.reg * unit)
     iterations, converged = 0, True
@@ -148,7 +148,7 @@ def _map_within(squared_GAGA: Tensor, rows: int, settings: TransportSettings) ->
 def _head_map(
     heads_NM: Tensor, head_dim: int, settings: TransportSettings, solution: Solution, like: Tensor
 ) -> HeadMap:
-    """Turn a plan between heads (float64, summing to 1) into the map of their rows, its numbers those of that map."""
+    """Turn a plan between heads (float64, summing to 1) into the map of their rows, with a solution for that map."""
     n, m = heads_NM.shape
     factor = settings.factor(m * head_dim)
     whole = dataclasses.replace(
@@ -170,9 +170,9 @@ def _query_parts(source: AttentionWeights, target: AttentionWeights) -> tuple[tu
 
 
 def _squared(parts: tuple[tuple[Tensor, Tensor], ...], heads: int, device: torch.device) -> tuple[Tensor, int]:
-    """Squared distances between heads, summed over parts and rows, and how many rows that is.
+    """Return the squared distances between heads, summed over parts and rows, and the number of these rows.
 
-    On the CPU in float64: problems of a few dozen heads are solved there.
+    The result is on the CPU in float64: problems of a few dozen heads are solved there.
     """
     total: Tensor | None = None
     rows = 0

@@ -1,4 +1,4 @@
-"""Passes over the cost or the kernel, which are nearly all of Sinkhorn's time: in plain torch, or fused (fused.py)."""
+"""Passes over the cost or the kernel, which take nearly all of Sinkhorn's time: in plain torch, or fused (fused.py)."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Elements of K processed at a time: by a sweep, which uses a block twice while it is in cache; by the steps that make
-# K and T. Their temporaries stay below what the allocator takes from the system, and clears, each time (32 MiB).
+# Elements of K processed at a time: in a sweep, which uses a block twice while it is in cache; and in the steps that
+# make K and T. Temporaries stay below the size (32 MiB) from which the allocator requests cleared memory from the
+# system each time.
 _SWEEP_BLOCK = 1 << 20
 _BLOCK = 1 << 22
 
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums that are taken while T is made: u, T's row and column sums and Σ T log K, all in float64."""
+    """The sums computed while T is made: u, T's row and column sums and Σ T log K, all in float64."""
 
     u_N: Tensor
     row_mass_N: Tensor
@@ -29,9 +30,9 @@ class Sums:
 class Passes:
     """One implementation of the passes over an (n, m) matrix.
 
-    `make_kernel(cost, g, ε)`: exp(−(C − f − g − shift)/ε) in place of the cost, its rows and columns reaching one;
-    returns f (n) and shift (m). `sweep(K, v)`: Kᵀu for u = (1/n) / (K v), (m) in float64. `finish(K, v, factor)`:
-    `factor` · T in place of K.
+    `make_kernel(cost, g, ε)` replaces the cost by exp(−(C − f − g − shift)/ε), where the largest entry of each row and
+    column is one; it returns f (n) and shift (m). `sweep(K, v)` returns Kᵀu for u = (1/n) / (K v), (m) in float64.
+    `finish(K, v, factor)` replaces K by `factor` · T.
     """
 
     make_kernel: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
@@ -55,7 +56,7 @@ def _make_kernel(cost_NM: Tensor, g_M: Tensor, epsilon: float) -> tuple[Tensor, 
 
 def _sweep(kernel_NM: Tensor, v_M: Tensor) -> Tensor:
     n = len(kernel_NM)
-    # float64, as it sums many blocks.
+    # float64, because it sums many blocks.
     column_sum_M = torch.zeros_like(v_M, dtype=torch.float64)
     for rows in blocks(kernel_NM, _SWEEP_BLOCK):
         block = kernel_NM[rows]
@@ -64,7 +65,7 @@ def _sweep(kernel_NM: Tensor, v_M: Tensor) -> Tensor:
 
 
 def _finish(kernel_NM: Tensor, v_M: Tensor, factor: float) -> Sums:
-    """Rows are summed in the working dtype, sums of rows in float64."""
+    """Make `factor` · T; rows are summed in the working dtype, sums of rows in float64."""
     n = len(kernel_NM)
     column_mass_M = torch.zeros_like(v_M, dtype=torch.float64)
     row_mass_N = torch.zeros_like(kernel_NM[:, 0], dtype=torch.float64)
@@ -87,7 +88,7 @@ def _finish(kernel_NM: Tensor, v_M: Tensor, factor: float) -> Sums:
 
 
 def blocks(matrix: Tensor, elements: int = _BLOCK) -> list[slice]:
-    """Row blocks of at most `elements` elements, or of one row."""
+    """Return row blocks of at most `elements` elements, or of one row."""
     step = max(1, elements // matrix.shape[1])
     return [slice(start, start + step) for start in range(0, len(matrix), step)]
 

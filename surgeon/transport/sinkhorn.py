@@ -1,6 +1,6 @@
 """Entropic transport: a stabilised Sinkhorn with Anderson acceleration, in one buffer.
 
-The buffer is held as (m, n), the target's rows first: Tᵀ · W and W · T then read it row by row, as products do best.
+The buffer is stored as (m, n), the target's rows first: then Tᵀ · W and W · T read it row by row, the fastest order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _RIDGE = 1e-10
 
 
 class Anderson:
-    """The last few iterates and their residuals, in float64."""
+    """Anderson acceleration: the last few iterates and their residuals, in float64."""
 
     def __init__(self, size: int, *, device: torch.device) -> None:
         self._iterates = torch.zeros(_MEMORY, size, dtype=torch.float64, device=device)
@@ -33,11 +33,11 @@ class Anderson:
         self._count = 0
 
     def forget(self) -> None:
-        """Drop the history: the next step is a plain one."""
+        """Drop the history, so that the next step is a plain one."""
         self._count = 0
 
     def step(self, x_N: Tensor, residual_N: Tensor) -> Tensor:
-        """The next iterate, from x, F(x) − x and the last few steps."""
+        """Return the next iterate, from x, F(x) − x and the last few steps."""
         known = min(self._count, _MEMORY)
         if known:
             residual_change = self._residuals[:known] - residual_N
@@ -58,18 +58,18 @@ class Anderson:
         return following
 
 
-# |log v| beyond the first is absorbed, beyond the second is cut: float32 ends at e^±87, and with rows and columns
-# of K at most one the sums of a cut scaling stay inside.
+# |log v| above the first limit is absorbed into g, above the second it is clamped. float32 ends at e^±87; with entries
+# of K at most one, sums with a clamped scaling stay in that range.
 _ABSORB_AT = 30.0
 _CUT_AT = 40.0
 
-# The first ε, as a share of the cost's spread, and what each stage divides it by: with acceleration a stage more
-# saves fewer passes over K than recomputing the cost takes. At the first ε no entry of K is below e^-64, so that the
-# second stage finds the cost in K.
+# The first ε, as a share of the cost's spread, and the divisor of each stage: with acceleration, one more stage saves
+# fewer passes over K than recomputing the cost takes. At the first ε no entry of K is below e^-64, so that the second
+# stage can recover the cost from K.
 _FIRST_EPSILON = 1 / 64
 _EPSILON_STEP = 8.0
 
-# K ≥ this everywhere: no entry has lost digits or become 0, and C = f + g − ε log K.
+# If K ≥ this everywhere, no entry has lost digits or become 0, and C = f + g − ε log K.
 _WHOLE_KERNEL = 1e-30
 _COARSE_TOLERANCE = 1e-2
 _COARSE_ITERATIONS = 100
@@ -77,7 +77,7 @@ _COARSE_ITERATIONS = 100
 # An accelerated step that makes the error this much worse than the best is undone.
 _WORSE = 2.0
 
-# Near the rounding error: after this many passes without a smaller error, more would not help.
+# Below this error, after this many passes without a smaller error, further passes would not help.
 _NEAR_ROUNDING = 3e-6
 _STAGNANT = 100
 
@@ -87,9 +87,12 @@ _CHECK_EVERY_ON_DEVICE = 10
 
 @dataclass
 class _State:
-    """K in place of the cost; references f, g in the unit of the scaled cost; x = log v of K's columns, in float64.
+    """The current state:
 
-    In float32 the rounding of x alone, whose size is that of a logarithm, would move the sums by more than 1e-6.
+    K in the cost's buffer, references f, g in the scaled cost's unit, and x = log v of K's columns.
+
+    x is in float64: in float32 its rounding alone, relative to the size of a logarithm, would move the sums by more
+    than 1e-6.
     """
 
     kernel_MN: Tensor
@@ -113,9 +116,9 @@ def sinkhorn(
     Args:
         make_cost: returns Cᵀ / unit, (m, n); each call must compute it again: its buffer is overwritten.
         reg: ε, in the unit of the scaled cost.
-        unit: what C was divided by; `Solution.cost` is in C's own unit.
-        factor: what the map is applied times.
-        max_iterations: passes at most; where `tolerance` is not reached by then, the solution says so.
+        unit: the number that C was divided by; `Solution.cost` is in C's own unit.
+        factor: the factor that the map is multiplied by when it is applied.
+        max_iterations: the most passes; where they do not reach `tolerance`, the solution reports it.
         tolerance: L1 distance of both marginals from uniform.
 
     Raises:
@@ -158,7 +161,7 @@ def sinkhorn(
 
 
 def _spread(cost_MN: Tensor, reg: float) -> float:
-    """Return by how much the costs differ. Raises ValueError where `reg` is below their rounding."""
+    """Return the largest difference between costs. Raises ValueError where `reg` is below their rounding."""
     lowest, highest = (float(end) for end in torch.aminmax(cost_MN))
     number = torch.finfo(cost_MN.dtype)
     least = max((highest - lowest) * number.eps, number.tiny)
@@ -171,7 +174,7 @@ def _spread(cost_MN: Tensor, reg: float) -> float:
 
 
 def schedule(spread: float, reg: float) -> list[float]:
-    """Values of ε from a share of the cost's spread down to `reg`; just `reg` where that is about as large."""
+    """Return values of ε from a share of the cost's spread down to `reg`; only `reg` where both are about equal."""
     steps: list[float] = []
     epsilon = spread * _FIRST_EPSILON
     while epsilon > reg * 1.5:
@@ -181,7 +184,7 @@ def schedule(spread: float, reg: float) -> list[float]:
 
 
 def _remake_kernel(state: _State, make_cost: Callable[[], Tensor], epsilon: float, following: float) -> None:
-    """Move what x has become into the reference g, and make K anew for the next ε."""
+    """Add x to the reference g, and compute K again for the next ε."""
     cost_MN = _recovered(state, make_cost, epsilon)
     state.g_N = (state.g_N + epsilon * state.x_N).to(state.g_N.dtype)
     state.x_N = torch.zeros_like(state.x_N)
@@ -189,7 +192,10 @@ def _remake_kernel(state: _State, make_cost: Callable[[], Tensor], epsilon: floa
 
 
 def _recovered(state: _State, make_cost: Callable[[], Tensor], epsilon: float) -> Tensor:
-    """The cost out of the kernel, which loses ε · 1e-7 · (1 + |log K|), or computed again where entries are lost."""
+    """Return the cost from the kernel, or compute it again where entries are lost.
+
+    The cost from the kernel has an error of ε · 1e-7 · (1 + |log K|).
+    """
     if float(state.kernel_MN.amin()) < _WHOLE_KERNEL:
         # The old kernel is freed first, so that there is one buffer of this size at a time.
         state.kernel_MN = state.kernel_MN.new_empty(0)
@@ -201,7 +207,7 @@ def _recovered(state: _State, make_cost: Callable[[], Tensor], epsilon: float) -
 
 
 def _make_kernel(state: _State, cost_MN: Tensor, epsilon: float) -> None:
-    """K = exp(−(C − f − g)/ε) in place of the cost, f and g moved until each row and column reaches one.
+    """Replace the cost by K = exp(−(C − f − g)/ε); f and g are shifted until each row's and column's maximum is one.
 
     x is shifted by the opposite of g's shift, so that the scaling of the columns does not change.
     """
@@ -212,7 +218,7 @@ def _make_kernel(state: _State, cost_MN: Tensor, epsilon: float) -> None:
 
 
 def _iterate(state: _State, make_cost: Callable[[], Tensor], *, epsilon: float, most: int, target: float) -> int:
-    """Move x until the column sums are within `target` in L1, and once more plainly; returns the passes."""
+    """Update x until the column sums are within `target` in L1, with a plain update last; return the passes made."""
     n = len(state.x_N)
     every = _CHECK_EVERY_ON_DEVICE if state.kernel_MN.is_cuda else 1
     history = Anderson(n, device=state.x_N.device)
@@ -223,7 +229,7 @@ def _iterate(state: _State, make_cost: Callable[[], Tensor], *, epsilon: float, 
         if iteration % every and iteration < most:
             state.x_N = history.step(state.x_N, plain_N - state.x_N).clamp_(-_CUT_AT, _CUT_AT)
             continue
-        # |1/n − v_j (Kᵀu)_j|, summed: the mass that the plain update changes.
+        # The sum of |1/n − v_j (Kᵀu)_j|: the mass that the plain update changes.
         error = float(torch.expm1(state.x_N - plain_N).abs_().mean())
         if error <= target:
             state.x_N = plain_N
@@ -250,15 +256,15 @@ def _iterate(state: _State, make_cost: Callable[[], Tensor], *, epsilon: float, 
 
 
 def _scaling(state: _State) -> Tensor:
-    """The scaling v = e^x of the columns, in K's dtype."""
+    """Return the scaling v = e^x of the columns, in K's dtype."""
     return state.x_N.exp().to(state.g_N.dtype)
 
 
 def _finish(state: _State, epsilon: float, factor: float) -> tuple[float, float, float, float]:
-    """`factor` · Tᵀ in place of K; returns T's entropy, cost and marginal errors, of rows and of columns.
+    """Replace K by `factor` · Tᵀ; return T's entropy, its cost, and the errors of its row and column marginals.
 
-    With log T = log u + log K + log v and C = f + g − ε log K wherever there is mass, both follow from the row
-    sums, the column sums and Σ T log K. A row of the buffer is a column of T.
+    With log T = log u + log K + log v and C = f + g − ε log K wherever there is mass, entropy and cost follow from the
+    row sums, the column sums and Σ T log K. A row of the buffer is a column of T.
     """
     m, n = state.kernel_MN.shape
     sums = state.passes.finish(state.kernel_MN, _scaling(state), factor)
@@ -271,7 +277,7 @@ def _finish(state: _State, epsilon: float, factor: float) -> tuple[float, float,
 
 
 def passes_for(matrix: Tensor) -> Passes:
-    """The fused passes where the matrix lies on a GPU that can run them, else torch's."""
+    """Return the fused passes where the matrix is on a GPU that can run them, else torch's."""
     fits = matrix.is_cuda and matrix.dtype == torch.float32 and matrix.is_contiguous()
     if not fits or importlib.util.find_spec("triton") is None:
         return TORCH
@@ -283,9 +289,9 @@ def passes_for(matrix: Tensor) -> Passes:
 
 @functools.cache
 def _works(device: torch.device, block: int) -> bool:
-    """Whether the fused passes, compiled for this width, compute on three rows what torch's compute.
+    """Return whether the fused passes, compiled for this width, compute the same as torch's on three rows.
 
-    They need a C compiler and enough shared memory; where one is missing, solving must go on without them.
+    They need a C compiler and enough shared memory; where one is missing, solving continues without them.
     """
     from surgeon.transport.fused import PASSES
 

@@ -1,4 +1,4 @@
-"""From rows to a transport map: the cost, then the chosen solver (entropic or exact); and routers' rows one to one."""
+"""Solving transport between rows: the cost, then an entropic or exact solver; and matching routers' rows one to one."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def exact(cost_NM: Tensor, *, unit: float, factor: float, tolerance: float) -> A
 
     Args:
         cost_NM: C / unit.
-        unit: what C was divided by; `Solution.cost` is in C's own unit.
-        factor: what the map is applied times.
+        unit: the number that C was divided by; `Solution.cost` is in C's own unit.
+        factor: the factor that the map is multiplied by when it is applied.
         tolerance: L1 distance of both marginals from uniform, beyond which the solution has not converged.
     """
     n, m = cost_NM.shape
@@ -38,7 +38,7 @@ def exact(cost_NM: Tensor, *, unit: float, factor: float, tolerance: float) -> A
     import ot
 
     with warnings.catch_warnings():
-        # POT warns of too few pivots; `converged` reports that.
+        # POT warns about too few pivots; `converged` reports that.
         warnings.simplefilter("ignore")
         plan, log = ot.emd(np.full(n, 1 / n), np.full(m, 1 / m), host, numItermax=_MOST_PIVOTS, log=True)
     mass = plan[plan > 0]
@@ -65,16 +65,16 @@ _SMALL_BLOCK = 1 << 18
 def solve(
     source_ND: Tensor, target_MD: Tensor, settings: TransportSettings, *, device: str | torch.device | None = None
 ) -> TransportMap:
-    """Return the map from the rows of `source_ND` onto those of `target_MD`, uniform marginals, Euclidean cost.
+    """Return the map from the rows of `source_ND` onto those of `target_MD`, with uniform marginals and Euclidean cost.
 
-    Works in float32 (float64 where either is); the largest buffer is one of (n, m), which becomes the map. Where memory
-    runs out, it tries once more in small row blocks.
+    Computes in float32 (float64 where either input is); the largest buffer is (n, m), which becomes the map. Where
+    memory runs out, it tries once more in small row blocks.
 
     Args:
         source_ND: the rows that are aligned.
         target_MD: the rows that they are aligned to.
         settings: how the map is solved and applied.
-        device: where it is solved; None: where the source is.
+        device: where it is solved; None: the source's device.
 
     Raises:
         ValueError: inputs are empty, not finite or do not match, or memory is too small.
@@ -106,7 +106,7 @@ def solve(
 
 
 def solve_cost(make_cost: Callable[[], Tensor], settings: TransportSettings) -> TransportMap:
-    """The map for a finite cost that `make_cost` returns as Cᵀ, (m, n); each call must compute it again.
+    """Return the map for a finite cost that `make_cost` returns as Cᵀ, (m, n); each call must compute it again.
 
     For costs other than Euclidean distances between rows, for which there is `solve`.
     """
@@ -127,7 +127,8 @@ def solve_cost(make_cost: Callable[[], Tensor], settings: TransportSettings) -> 
     del cost
 
     def make_scaled_cost() -> Tensor:
-        # The first is there already; later ones are computed again, so that one buffer of this size is held at a time.
+        # The first cost exists already; later ones are computed again, so that only one buffer of this size exists at a
+        # time.
         made = first.pop() if first else make_cost()
         return made.div_(unit) if unit != 1.0 else made
 
@@ -159,23 +160,26 @@ def check_rows(source: Tensor, target: Tensor) -> None:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """CUDA has a class for it; on the CPU torch raises a plain RuntimeError that says so."""
+    """Return whether memory ran out:
+
+    CUDA has an exception class for it, on the CPU torch raises a plain RuntimeError.
+    """
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
 def _bytes_needed(source: Tensor, target: Tensor, dtype: torch.dtype, where: torch.device) -> int:
-    """The map, both inputs centred, and the inputs themselves where they have to be converted or moved."""
+    """Return the memory of the map, of both inputs centred, and of inputs that must be converted or moved."""
     n, m, d = len(source), len(target), source.shape[1]
     moved = source.dtype != dtype or source.device != where
     return dtype.itemsize * (n * m + (2 if moved else 1) * (n + m) * d)
 
 
 def match_rows(source_ED: Tensor, target_ED: Tensor, *, groups: int = 1) -> AssignmentMap:
-    """The permutation of rows of the source onto those of the target with the least sum of squared distances.
+    """Return the permutation of source rows onto target rows with the least sum of squared distances.
 
-    Squared, it is the permutation with the largest sum of inner products: it stays the same where one side is scaled
-    as a whole, or has one vector added to all its rows (which no softmax over experts notices). With `groups`, of which
-    a router first chooses some, whole groups of consecutive rows go onto whole groups. The map is applied as a
+    With squares it is the permutation with the largest sum of inner products: it stays the same if one side is scaled
+    as a whole, or if one vector is added to all its rows (which does not change a softmax over experts). With `groups`,
+    among which a router first chooses, whole groups of consecutive rows go onto whole groups. The map is applied as a
     permutation, unscaled; its cost is the mean squared distance. Solved in float64 on the CPU. Raises ValueError in one
     line for rows that do not match, are not finite, or do not make `groups` of one size.
     """
@@ -202,7 +206,7 @@ def match_rows(source_ED: Tensor, target_ED: Tensor, *, groups: int = 1) -> Assi
 
 
 def _squared_distances(source_ED: Tensor, target_ED: Tensor) -> np.ndarray:
-    """Compute them in float64, from the differences themselves, so that near-equal rows keep their order."""
+    """Return squared distances in float64, from the differences themselves: near-equal rows keep their order."""
     x, y = (rows.detach().to("cpu", torch.float64) for rows in (source_ED, target_ED))
     return torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist").square().numpy()
 
