@@ -376,8 +376,7 @@ class Draft:
             return self.config, layers
 
     def _with_shared(self, outputs: list[Output]) -> tuple[list[Output], dict[int, tuple[str, ...]]]:
-        """Return the tensors outside the layers, with blocks that layers share moved to where the new stack stores
-        them.
+        """Return the tensors outside the layers, with blocks that layers share moved to their new owners.
 
         A new layer that has its own tensors in such a block gets copies of the tensors of the layer that it is like.
         The second result gives, by operation, the tensors that only dropped layers used.

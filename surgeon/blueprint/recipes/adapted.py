@@ -39,7 +39,7 @@ _NUMBERS_AT_ONCE = 1 << 19
 
 @dataclass(frozen=True)
 class Product:
-    """The share `weight` of what a LoRA adds: `scale` · B A; with a `magnitude` (DoRA), rows are scaled to that length.
+    """The share `weight` of what a LoRA adds, `scale` · B A; a `magnitude` (DoRA) then sets the length of rows.
 
     `turned`: the product is transposed (for embeddings, which have a row for each input); then columns get the length.
     `expert` is (number, count) where the pair A, B serves `count` experts and the product is for one of them: its r
@@ -95,11 +95,10 @@ class Product:
         return down.to(bench.device, torch.float32), up.to(bench.device, torch.float32)
 
     def taken(self, values: Tensor, base: Tensor, rows: slice, given: Sequence[Tensor]) -> Tensor:
-        """Return some `rows` of the tensor with the product added; `base` are the rows before any step, `given` the
-        factors.
+        """Return some `rows` of the tensor with the product added.
 
-        As in PEFT, DoRA divides by the lengths of the base's rows with only this product added. For columns, `given`
-        holds the magnitude already divided by these lengths.
+        `base` are the rows before any step, `given` the factors. As in PEFT, DoRA divides by the lengths of the base's
+        rows with only this product added. For columns, `given` holds the magnitude already divided by these lengths.
         """
         left, right, *magnitude = (each.to(values.dtype) for each in given)
         added = values.addmm(left[rows], right, alpha=self.scale)
@@ -113,7 +112,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Trained:
-    """A step of `weight` of the way towards values that were trained in the place of all rows, or of the `rows` listed.
+    """A step of `weight` of the way to values that were trained in the place of all rows, or of the rows `rows`.
 
     `added`: the values are added instead, as a LoRA's own bias is.
     """
@@ -198,8 +197,7 @@ class Adapted(Recipe):
 
     @property
     def working_set(self) -> int:
-        """Return the bytes for a batch of rows before and after, their neighbours on the grid and float32
-        intermediates.
+        """Return the bytes of a batch of rows before and after, grid neighbours and float32 intermediates.
 
         Where rows are not read a few at a time, the whole tensor before and after counts too.
         """
@@ -346,10 +344,10 @@ def neighbours(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def guided(values_NM: Tensor, dtype: torch.dtype, directions_RM: Tensor, own_NM: Tensor | None = None) -> Tensor:
-    """Return values rounded to `dtype` so that each row's error along the `directions` is least, in the values' own
-    dtype.
+    """Return values rounded to `dtype` so that each row's error along the `directions` is least.
 
-    `own_NM` is one more direction for each row. Columns on which all directions are zero are rounded to nearest.
+    The result has the dtype of the values. `own_NM` is one more direction for each row. Columns on which all directions
+    are zero are rounded to nearest.
     """
     import torch
 

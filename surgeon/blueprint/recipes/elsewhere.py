@@ -117,10 +117,10 @@ class Dequantised(Recipe):
 
 @dataclass(frozen=True)
 class Unpacked(Recipe):
-    """(q − z) · s, with q from `weight` in the format `code`, z from `zeros` (None: 0), s from `scales`; `sizes`: the
-    shape.
+    """A matrix unpacked as (q − z) · s: q from `weight` in the format `code`, z from `zeros`, s from `scales`.
 
-    Products are rounded to the dtype of the scales, and then to `dtype`.
+    Without `zeros`, z is 0; `sizes`, if any, must equal the shape. Products are rounded to the dtype of the scales, and
+    then to `dtype`.
     """
 
     weight: Copy

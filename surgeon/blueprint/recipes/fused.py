@@ -91,11 +91,10 @@ class Fused(_OfTwo):
 
 @dataclass(frozen=True)
 class Units(Recipe):
-    """One row for each of `units`: everything that the tensors hold for the unit, over √rows, so that distances are a
-    mean.
+    """One row for each of `units`, with everything that the tensors hold for the unit.
 
-    `parts` are tuples of a tensor, the map of its columns, the axis along which units lie, where they begin, and how
-    many numbers of the axis each unit has.
+    Rows are divided by √rows, so that their distances are a mean. `parts` are tuples of a tensor, the map of its
+    columns, the axis along which units lie, where they begin, and how many numbers of the axis each unit has.
     """
 
     parts: tuple[tuple[Recipe, MapRef, int, int, int], ...]
@@ -232,14 +231,13 @@ class TextSupport:
 
 @dataclass(frozen=True, slots=True)
 class Coupling:
-    """A transport map that several recipes share: from rows `start:stop` of `first` (after `t_in`) onto rows of
-    `second`.
+    """A transport map that several recipes share, from rows of `first` (after `t_in`) onto rows of `second`.
 
-    `settings` are the keyword arguments of `surgeon.transport.TransportSettings`, kept as sorted pairs so that this
-    stays plain data. With `whole_heads` it is one of three couplings that are solved together. `support` None compares
-    the rows themselves; otherwise `first` and `second` are tensors of the base, whose modules are run. With `groups`
-    the rows are router rows, and the map is a permutation of experts, which form so many groups. `cost_first` compares
-    the rows of `first` before `t_in`, which then only moves them.
+    The rows are `start:stop`. `settings` are the keyword arguments of `surgeon.transport.TransportSettings`, kept as
+    sorted pairs so that this stays plain data. With `whole_heads` it is one of three couplings that are solved
+    together. `support` None compares the rows themselves; otherwise `first` and `second` are tensors of the base, whose
+    modules are run. With `groups` the rows are router rows, and the map is a permutation of experts, which form so many
+    groups. `cost_first` compares the rows of `first` before `t_in`, which then only moves them.
     """
 
     name: str

@@ -21,8 +21,7 @@ HEAD_BLOCK = 4
 
 @dataclass(frozen=True)
 class Means(Recipe):
-    """New rows, each the mean of the rows of `of` that its entry in `made_of` names; of all rows where the entry is
-    empty.
+    """New rows, each the mean of the rows of `of` that its entry in `made_of` names (empty: of all rows).
 
     Sums are in float64 and rounded once. `first` is the row of the whole tensor at which the new rows begin.
     """

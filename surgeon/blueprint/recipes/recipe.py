@@ -124,8 +124,7 @@ class Recipe(ABC):
 
     @property
     def named_values(self) -> Iterable[tuple[str, Pieces]]:
-        """Return the parts whose values the recipe itself fixes: the digest of each, and which bytes of the tensor it
-        is.
+        """Return the parts whose values the recipe itself fixes: each digest, and its bytes of the tensor.
 
         The bytes are given as pieces of a tensor called "", which stands for the recipe itself.
         """
