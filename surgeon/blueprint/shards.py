@@ -35,8 +35,8 @@ def header_of(shard: Shard, twin: Header | None) -> tuple[bytes, list[tuple[int,
     """Return the bytes before the data of a shard's file, and each tensor's (begin, end) in the file.
 
     The data has the same alignment as in the `twin` (the header of the file that it mirrors), because arithmetic on
-    mapped weights depends on it. Shards of saved checkpoints begin at multiples of eight; where one does not, bytes
-    cannot be copied by reference.
+    mapped weights depends on it. Shards of saved checkpoints begin at multiples of eight; where one does not, the shard
+    cannot equal its twin (`is_unchanged`).
     """
     entries = [(output.name, output.recipe.dtype, output.recipe.shape) for output in shard.outputs]
     begins = 0 if twin is None else twin.data_begin

@@ -414,7 +414,7 @@ def name_for_peft(tensor: str, model: Model) -> str:
 
 
 def sets_whole(step: Step) -> TypeGuard[Trained]:
-    """Return whether a step replaces all rows by trained values."""
+    """Return whether a step puts in, or adds, trained values for all rows."""
     return isinstance(step, Trained) and step.rows is None
 
 

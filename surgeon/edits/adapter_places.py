@@ -149,7 +149,7 @@ FORMS = ("linear", "turned", "embedding", "experts", "turned experts", "other")
 def parameters(base: Derivation) -> dict[str, tuple[str, str]]:
     """Return every parameter of transformers' model by its name: the tensor that stores it, and its form.
 
-    The tensor's name is empty where several tensors store the parameter, or where it is tied to another one. The form
+    The tensor's name is empty where several tensors store the parameter, or another parameter's tensor does. The form
     is one of `FORMS`.
     """
     names, stack = base.seen.names, base.stack

@@ -368,7 +368,7 @@ def _claim(silent: bool, merged: bool, text: TextLoss | None) -> Claim:
 
 
 def silent_layers(base: CheckpointFolder, anatomy: Anatomy) -> list[int]:
-    """Return the layers whose tensors that write to the residual stream are all silent, by their bytes.
+    """Return the layers that add exactly zero, by the bytes of their tensors that write to the residual stream.
 
     Raises BadInput where the tensors cannot be read.
     """

@@ -19,7 +19,7 @@ from surgeon.operations.prepare import Facts, Scale, SideFile, TextCounts
 if TYPE_CHECKING:
     from surgeon.edits.vocabulary.grow import Grown
 
-# The most tokens of a twin, or of its rows that no token uses.
+# The most new tokens of a twin, and the most rows of a twin that no token uses.
 _FEW = 16
 
 
@@ -53,7 +53,10 @@ class VocabularyFacts(Facts):
         return tuple(tuple(map(int, line.split())) for line in self.made_of)
 
     def small(self, scale: Scale) -> VocabularyFacts:
-        """Return the facts for a twin: a few tokens made of the twin's, after as many unused rows as in the base."""
+        """Return the facts for a twin: a few new tokens, made of the twin's own tokens.
+
+        The twin has as many unused rows as the base, at most `_FEW`.
+        """
         free = min(scale.base.sizes.vocabulary - self.rows, _FEW)
         rows = scale.twin.sizes.vocabulary - free
         pieces = [sorted({token % rows for token in named}) for named in self.pieces[: free or _FEW]]

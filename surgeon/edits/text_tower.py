@@ -27,9 +27,9 @@ from surgeon.common.library import LOAD_FAILURES, config_of, passed_over, quiet_
 from surgeon.errors import BadInput, printable
 
 TIED = "tie_word_embeddings"
-# Entries of the whole model's config that also apply to its text.
+# Keys of the whole model's config that also apply to its text.
 _OF_ALL = ("transformers_version", "bos_token_id", "eos_token_id", "pad_token_id")
-# Of these the whole model's value counts, even where the text's part has another one.
+# For these keys the whole model's value is used, even where the text's part has another one.
 _DTYPES = ("dtype", "torch_dtype")
 # Rotary settings for positions in an image; text has one number for each position.
 _OF_IMAGES = "mrope"

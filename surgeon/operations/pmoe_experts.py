@@ -423,7 +423,7 @@ def _present(draft: Draft) -> _Present | None:
 def _check_depth(
     draft: Draft, name: str, modules: Mapping[int, Sequence[ImportedModule]], layer: int, present: _Present | None
 ) -> None:
-    """Raise BadInput for an adapter of layers below the router's `layer` that cannot hold it, or hold all of it."""
+    """Raise BadInput where layers below `layer`, the router's, cannot hold the adapter, or would hold all of it."""
     shallow = sorted(index for index in modules if index < layer)
     if present is not None and shallow:
         shared = any(g.kind == "experts" and not g.entry["routed"] for home in draft.layers for g in home.grafts)

@@ -35,9 +35,10 @@ _AT_ONCE = 2**22
 def check_finite(
     staged: Path, opened: OpenedBase, blueprint: Blueprint, *, device: str, say: Callable[[str], None]
 ) -> None:
-    """Run the output of an exact plan on a text, where its new parts may overflow; `say` gets a reason not to run it.
+    """Run the output of an exact plan on a text, where its new parts may overflow.
 
-    Raises BadInput where a layer of the output computes NaN or infinity, and the base does not.
+    `say` gets the reason where it cannot be run. Raises BadInput where a layer of the output computes NaN or infinity,
+    and the base does not.
     """
     base = opened.folder
     grown = {

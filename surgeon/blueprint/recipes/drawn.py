@@ -74,8 +74,8 @@ def _element(value: float, dtype: str) -> bytes:
     code = FLOAT_DTYPES[dtype].packed
     if code is not None:
         return struct.pack(code, value)
-    # Round to nearest, ties to even, as torch does: add just under half of the cut-off part, or half where the rest is
-    # odd.
+    # Round to nearest, ties to even, as torch does: before cutting, add half of the last kept place where the kept part
+    # is odd, and just under half where it is even.
     (bits,) = struct.unpack("<I", struct.pack("<f", value))
     return struct.pack("<H", (bits + 0x7FFF + (bits >> 16 & 1)) >> 16)
 

@@ -106,7 +106,7 @@ class Experts:
         return {layer: values.tolist() for layer, values in found.items()}
 
     def cost(self, kept: Kept) -> Estimate:
-        """Return the growth of the held-out loss, per window, where only these experts stay."""
+        """Return how the held-out loss grows where only these experts stay: the mean over windows, and its interval."""
         with self._only(kept):
             return _estimate(self._losses(self._measured) - self._before)
 

@@ -163,7 +163,7 @@ def _embeddings_differ(base: Skeleton, wider: Skeleton) -> bool:
 def stream_twins(config: Mapping[str, Any], derived: Derived, fields: Mapping[str, int]) -> tuple[Skeleton, Skeleton]:
     """Return a twin of the base, and a wider twin with other weights, whose `fields` change in the same proportion.
 
-    A field that the base does not state has in the wider twin the value of the base's twin. Raises BadInput.
+    All other fields of the wider twin are those of the base's twin. Raises BadInput.
     """
     small = shrunk(config, heads_left=derived.heads)
     heads, keys, _ = heads_of(derived.skeleton)
