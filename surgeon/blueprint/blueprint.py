@@ -160,7 +160,7 @@ class Blueprint:
 
     @property
     def tail_alone(self) -> bool:
-        """Return whether every promise of `rounding` concerns only the last logits (`Claim.tail_alone`)."""
+        """Return whether some promise is `rounding`, and each concerns only the last logits (`Claim.tail_alone`)."""
         rounded = [record.claim for record in self.operations if record.claim.promise == "rounding"]
         return bool(rounded) and all(claim.tail_alone for claim in rounded)
 

@@ -156,7 +156,7 @@ class Draft:
         self.outer[name] = Outer(recipe, self.number)
 
     def add_coupling(self, coupling: Coupling) -> None:
-        """Register a transport map that recipes share; its name must be new."""
+        """Register a transport map that recipes share; its name must be new, and maps that it needs come before it."""
         assert coupling.name not in self.couplings, coupling.name
         self.couplings[coupling.name] = coupling
 

@@ -1,1 +1,1 @@
-"""All operations outside `surgeon.operations`: one file each, found by its file; code of two has its own file."""
+"""All operations outside `surgeon.operations`, one module each, found by its place; shared code has its own modules."""

@@ -2,7 +2,7 @@
 
 Plain data: which map aligns which module from which side. The maps are computed in `surgeon.transport`.
 
-Spaces inside a layer (families/inner_spaces.py) are sets of interchangeable units; one map for each space aligns them,
+Spaces inside a layer (anatomy/inner_spaces.py) are sets of interchangeable units; one map for each space aligns them,
 wherever they occur. The lower layer's units are matched with the upper layer's by everything that the tensors hold for
 them, and moved everywhere: the layer computes a sum over units, in any order. Rows that belong to no space are averaged
 without alignment.

@@ -114,7 +114,7 @@ class Job:
 
     @property
     def bytes_unchanged(self) -> int:
-        """Return the bytes among these that need not be written where files can be linked or share blocks."""
+        """Return the bytes of unchanged shards, which need not be written where files can be linked or share blocks."""
         return sum(shard.nbytes for shard in self.shards if shard.file in self.unchanged)
 
     def check_unchanged(self) -> None:
